@@ -1,5 +1,6 @@
-//! What is tried on objects that anyone may have written: each reader comes back, and what it accepts is what it says.
-//! Each returns whether the input passed the first parser: an input that does not tests nothing else.
+//! Fuzz targets for untrusted objects and annotations: no parser panics, and an accepted value survives a round trip.
+//!
+//! Each target returns whether the input passed the first parser; other inputs test nothing more.
 //! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeSet;
@@ -22,14 +23,14 @@ use kube::{ResourceExt, api::DynamicObject};
 use serde_json::Value;
 use wg_agent::source::objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
 
-/// One JSON object, of whatever kind it can be read as.
+/// Parses one JSON object as every kind that its fields allow.
 pub(crate) fn object(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
         return false;
     };
     let is_object = value.get("kind").is_some();
     if let Ok(object) = serde_json::from_value::<DynamicObject>(value.clone()) {
-        a_policy_that_cannot_be_read_allows_nothing(&ParsedPolicy::new(object.clone()));
+        assert_invalid_policy_allows_nothing(&ParsedPolicy::new(object.clone()));
         let _ = ParsedPeer::new(object);
     }
     if let Ok(peer) = serde_json::from_value::<peer::Peer>(value.clone()) {
@@ -39,7 +40,7 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
             assert_eq!(
                 convert::peer::exact(&written),
                 Ok(spec),
-                "what was accepted is read back"
+                "an accepted Peer survives a round trip"
             );
         }
     }
@@ -50,7 +51,7 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
         assert_eq!(
             convert::policy::to_core(&written).spec,
             Ok(spec),
-            "what was accepted is read back"
+            "an accepted PeerPolicy survives a round trip"
         );
     }
     if let Ok(node) = serde_json::from_value::<core::Node>(value.clone()) {
@@ -82,7 +83,7 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
     is_object
 }
 
-/// One text, read as each of the annotations.
+/// Parses one text as each annotation.
 pub(crate) fn annotation(bytes: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return false;
@@ -107,7 +108,7 @@ pub(crate) fn annotation(bytes: &[u8]) -> bool {
     accepted |= !found.is_empty();
     if let Ok(agent) = annotations::Agent::parse(text) {
         accepted = true;
-        // What was left out is written out, so that a text at the limit grows beyond it.
+        // The output contains the defaults of omitted fields, so a text near the limit may exceed it.
         let again = agent.to_string();
         assert!(again.len() > 4096 || annotations::Agent::parse(&again) == Ok(agent));
     }
@@ -118,15 +119,15 @@ pub(crate) fn annotation(bytes: &[u8]) -> bool {
     accepted
 }
 
-/// A JSON list of Peers and PeerPolicies, compiled for a node of 10.101.0.0/24.
+/// Compiles a JSON list of Peers and PeerPolicies for a node with the pod CIDR 10.101.0.0/24.
 pub(crate) fn compiled(bytes: &[u8]) -> bool {
     let Ok(objects) = serde_json::from_slice::<Vec<DynamicObject>>(bytes) else {
         return false;
     };
     let inputs = inputs(objects);
     let out = compile(&inputs);
-    no_range_has_two_owners(&out);
-    no_route_leads_astray(&inputs, &out);
+    assert_allowed_ips_have_one_owner(&out);
+    assert_routes_stay_in_the_mesh(&inputs, &out);
     let text = render(&out.firewall);
     assert!(!text.contains("flush"), "{text}");
     let from_mesh = text
@@ -203,11 +204,11 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
     }
 }
 
-fn a_policy_that_cannot_be_read_allows_nothing(seen: &ParsedPolicy) {
+fn assert_invalid_policy_allows_nothing(seen: &ParsedPolicy) {
     assert!(seen.problem.is_none() || seen.policy.allow.is_empty(), "{seen:?}");
 }
 
-fn no_range_has_two_owners(out: &Compiled) {
+fn assert_allowed_ips_have_one_owner(out: &Compiled) {
     let mut owned = BTreeSet::new();
     for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {
         assert_eq!(*net, net.trunc());
@@ -217,13 +218,16 @@ fn no_range_has_two_owners(out: &Compiled) {
     assert_eq!(device::diff(&nothing, &out.peers).is_none(), out.peers.is_empty());
 }
 
-fn no_route_leads_astray(inputs: &Inputs, out: &Compiled) {
-    let of_table = || out.routes.routes.iter().filter(|route| route.table == TABLE);
-    let closed = of_table().filter(|route| route.kind == Kind::Unreachable);
+fn assert_routes_stay_in_the_mesh(inputs: &Inputs, out: &Compiled) {
+    let mesh_routes = || out.routes.routes.iter().filter(|route| route.table == TABLE);
+    let closed = mesh_routes().filter(|route| route.kind == Kind::Unreachable);
     let closed: BTreeSet<_> = closed.map(|route| route.prefix).collect();
-    for route in of_table() {
+    for route in mesh_routes() {
         assert!(route.prefix.prefix_len() > 0, "{route} takes everything");
-        assert!(covered(&route.prefix, &closed), "{route} has no closed door behind it");
+        assert!(
+            covered(&route.prefix, &closed),
+            "{route} has no unreachable route that covers it"
+        );
         let pods = inputs.node.pod_cidrs.iter().any(|pods| overlap(pods, &route.prefix));
         assert!(!pods || route.kind == Kind::Throw, "{route} touches this node's pods");
     }

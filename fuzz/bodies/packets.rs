@@ -1,5 +1,6 @@
-//! What is tried on packets: of the kernel's offload headers, of a peer that turned, and of the network between.
-//! Each returns whether the input got as far as it is made for: to be cut, joined, answered or carried.
+//! Fuzz targets for packets: offload headers of the kernel, packets of a malicious peer, and datagrams from a malicious network.
+//!
+//! Each target returns whether the input reached the code under test: was split, joined, answered or delivered.
 //! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeMap;
@@ -10,7 +11,7 @@ use clustermesh_agent_core::{
 };
 use wg_agent::device::userspace::fuzzing;
 
-/// A packet as a TUN device gives it, its virtio-net header first.
+/// Splits and joins a packet as a TUN device passes it, after its virtio-net header.
 pub(crate) fn superpacket(bytes: &[u8]) -> bool {
     let Some((header, packet)) = bytes.split_first_chunk::<HEADER>() else {
         return false;
@@ -20,26 +21,26 @@ pub(crate) fn superpacket(bytes: &[u8]) -> bool {
     if !header.is_large() {
         let before = packet.clone();
         if complete(&header, &mut packet).is_err() {
-            assert_eq!(packet, before, "what is refused is left as it was");
+            assert_eq!(packet, before, "a refused packet is unchanged");
         }
         return false;
     }
-    let parts = cut(&header, &packet);
+    let parts = split(&header, &packet);
     let mut joined = Vec::new();
-    let mut places = Vec::new();
+    let mut spans = Vec::new();
     for part in &parts {
-        places.push(joined.len()..joined.len() + part.len());
+        spans.push(joined.len()..joined.len() + part.len());
         joined.extend_from_slice(part);
     }
     let mut coalescer = Coalescer::new(true, true);
-    places.iter().for_each(|place| coalescer.push(&joined, place.clone()));
+    spans.iter().for_each(|span| coalescer.push(&joined, span.clone()));
     let mut count = 0;
     coalescer.finish(&mut joined, |_, packets| count += usize::from(packets));
     assert_eq!(count, parts.len());
     count > 1
 }
 
-fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
+fn split(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
     let Ok(mut segments) = Segments::new(header, packet) else {
         return Vec::new();
     };
@@ -52,47 +53,48 @@ fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Packets that peers sent, each behind its length (two bytes): what is joined of them, cut again, is what they were.
+/// Joins packets from peers, each after its length (two bytes). Splitting the joined ones gives the original packets.
 pub(crate) fn inner(bytes: &[u8]) -> bool {
     let mut buffer = Vec::new();
-    let mut places = Vec::new();
+    let mut spans = Vec::new();
     let mut rest = bytes;
     while let [high, low, after @ ..] = rest {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(after.len());
         let (packet, following) = after.split_at(length);
         rest = following;
-        places.push(buffer.len()..buffer.len() + length);
+        spans.push(buffer.len()..buffer.len() + length);
         buffer.extend_from_slice(packet);
     }
     let mut before: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
-    for place in &places {
-        *before.entry(told_apart(&buffer[place.clone()])).or_default() += 1;
+    for span in &spans {
+        *before.entry(comparable(&buffer[span.clone()])).or_default() += 1;
     }
     let mut coalescer = Coalescer::new(true, true);
-    places.iter().for_each(|place| coalescer.push(&buffer, place.clone()));
+    spans.iter().for_each(|span| coalescer.push(&buffer, span.clone()));
     let mut after: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
     let mut joined = false;
     coalescer.finish(&mut buffer, |parts, packets| {
         let whole: Vec<u8> = parts[1..].iter().flat_map(|part| part.iter().copied()).collect();
         let header: [u8; HEADER] = parts[0][..].try_into().expect("a header first");
         let header = Header::decode(&header);
-        let cut = if header.is_large() {
-            cut(&header, &whole)
+        let packets_again = if header.is_large() {
+            split(&header, &whole)
         } else {
             vec![whole]
         };
-        assert_eq!(cut.len(), usize::from(packets));
+        assert_eq!(packets_again.len(), usize::from(packets));
         joined |= packets > 1;
-        for packet in cut {
-            *after.entry(told_apart(&packet)).or_default() += 1;
+        for packet in packets_again {
+            *after.entry(comparable(&packet)).or_default() += 1;
         }
     });
     assert_eq!(before, after);
     joined
 }
 
-/// A packet without the identification of IPv4, which means nothing where "don't fragment" is set, and the sum over it.
-fn told_apart(packet: &[u8]) -> Vec<u8> {
+/// A packet with the IPv4 identification and header checksum set to zero if "don't fragment" is set: the identification has no meaning
+/// then.
+fn comparable(packet: &[u8]) -> Vec<u8> {
     let mut packet = packet.to_vec();
     if packet.len() >= 20 && packet[0] >> 4 == 4 && packet[6] & 0x40 != 0 {
         packet[4..6].fill(0);
@@ -101,7 +103,7 @@ fn told_apart(packet: &[u8]) -> Vec<u8> {
     packet
 }
 
-/// A packet that nobody can be sent: what its sender is told is whole, small, about it, and answered by nobody.
+/// Answers an unroutable packet with an ICMP error that is well-formed, short, quotes the packet, and causes no further error.
 pub(crate) fn unreachable(bytes: &[u8]) -> bool {
     let Some(error) = unreachable::unreachable(bytes) else {
         return false;
@@ -109,7 +111,11 @@ pub(crate) fn unreachable(bytes: &[u8]) -> bool {
     let v4 = bytes[0] >> 4 == 4;
     let (header, addresses, largest) = if v4 { (20, 12..20, 576) } else { (40, 8..40, 1280) };
     assert!(error.len() <= largest, "{} bytes", error.len());
-    assert_eq!(meant(&error), Some(&error[..]), "its length is what it says");
+    assert_eq!(
+        without_padding(&error),
+        Some(&error[..]),
+        "its length is that in its header"
+    );
     let half = addresses.len() / 2;
     let swapped = [
         &bytes[addresses.start + half..addresses.end],
@@ -121,7 +127,7 @@ pub(crate) fn unreachable(bytes: &[u8]) -> bool {
     assert_eq!(quoted, &bytes[..quoted.len()]);
     assert!(
         quoted.len() == bytes.len() || error.len() == largest,
-        "cut without need"
+        "truncated without need"
     );
     let mut summed = if v4 { Vec::new() } else { error[addresses].to_vec() };
     if v4 {
@@ -135,7 +141,7 @@ pub(crate) fn unreachable(bytes: &[u8]) -> bool {
     true
 }
 
-/// The Internet checksum (RFC 1071), written without looking at ours.
+/// The Internet checksum (RFC 1071), independent of the implementation under test.
 fn sum(bytes: &[u8]) -> u64 {
     let words = bytes
         .chunks(2)
@@ -144,25 +150,25 @@ fn sum(bytes: &[u8]) -> u64 {
     (0..4).fold(sum, |sum, _| (sum & 0xffff) + (sum >> 16))
 }
 
-/// A network that does anything to the messages of a session: nothing is given to the interface twice, or that was not sent.
+/// Runs a session over a malicious network: the interface gets no packet twice, and none that was not sent.
 pub(crate) fn datagram(bytes: &[u8]) -> bool {
-    let (sent, given) = fuzzing::run(bytes);
-    let carried = !given.is_empty();
+    let (sent, delivered) = fuzzing::run(bytes);
+    let has_delivered = !delivered.is_empty();
     let mut left: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
     for packet in sent {
-        if let Some(meant) = meant(&packet) {
-            *left.entry(meant.to_vec()).or_default() += 1;
+        if let Some(packet) = without_padding(&packet) {
+            *left.entry(packet.to_vec()).or_default() += 1;
         }
     }
-    for packet in given {
+    for packet in delivered {
         let count = left.get_mut(&packet).filter(|count| **count > 0);
         *count.unwrap_or_else(|| panic!("{packet:?} was not sent, or came twice")) -= 1;
     }
-    carried
+    has_delivered
 }
 
-/// A packet as long as its header says (the protocol pads); `None` = it is no packet.
-fn meant(packet: &[u8]) -> Option<&[u8]> {
+/// The packet without its padding, by the length in its header; `None` = not an IP packet.
+fn without_padding(packet: &[u8]) -> Option<&[u8]> {
     let number = |at: usize| {
         Some(usize::from(u16::from_be_bytes([
             *packet.get(at)?,

@@ -1,8 +1,8 @@
-//! One userspace device and nothing else of the agent: no API server, no routes, no firewall. What `cargo xtask bench` measures,
-//! and a way to try the data plane by hand. The interface's addresses are the caller's business.
+//! Runs one userspace device without the rest of the agent: no API server, routes or firewall. `cargo xtask bench` measures it, and one can
+//! try the data plane by hand. The caller sets the interface's addresses.
 //!
-//! Standard input is its life line: when that closes, the device goes. Until then it takes lines and answers each with `done` and
-//! the microseconds it took: `idle N` adds N peers that nobody ever speaks to, `change` gives one of them a range more.
+//! The device is removed when standard input closes. Until then each line is a command, which is answered with `done` and its duration in
+//! microseconds: `idle N` adds N peers without traffic, `change` adds a network to the allowed IPs of one of them.
 //!
 //! ```text
 //! device --interface wg1 --private-key-file key1 --listen-port 51820 --peer KEY,192.0.2.2:51820,10.9.0.2/32
@@ -40,10 +40,10 @@ struct Args {
     listen_port: u16,
     #[arg(long, default_value_t = 1420)]
     mtu: u16,
-    /// Exchange single packets with the kernel, as where it offers no more.
+    /// Use no offload, as on a kernel that has none.
     #[arg(long)]
     no_offload: bool,
-    /// KEY,ENDPOINT,RANGE[,RANGE...]
+    /// KEY,ENDPOINT,ALLOWED_IP[,ALLOWED_IP...]
     #[arg(long)]
     peer: Vec<Peer>,
 }
@@ -116,15 +116,15 @@ fn private_key(path: &PathBuf) -> anyhow::Result<StaticSecret> {
     Ok(bytes.into())
 }
 
-/// A number's own key: any 32 bytes are a point that someone might have.
+/// A public key for each number: any 32 bytes will do.
 fn key(number: u32) -> PublicKey {
     let mut bytes = [7; 32];
     bytes[4..8].copy_from_slice(&number.to_le_bytes());
     PublicKey::new(bytes)
 }
 
-/// As many ranges as a node of a mesh has: its pods, its own address, its address in the tunnel.
-fn ranges(number: u32) -> BTreeSet<IpNet> {
+/// As many allowed IPs as a node of a mesh has: its pod CIDR, its own address, its WireGuard address.
+fn allowed_ips(number: u32) -> BTreeSet<IpNet> {
     [
         (0x6400_0000 + number * 256, 24),
         (0x6540_0000 + number, 32),
@@ -136,7 +136,7 @@ fn ranges(number: u32) -> BTreeSet<IpNet> {
 
 fn idle(number: u32) -> PeerChange {
     let spec = PeerSpec {
-        allowed_ips: ranges(number),
+        allowed_ips: allowed_ips(number),
         ..PeerSpec::default()
     };
     PeerChange::Add(key(number), spec)

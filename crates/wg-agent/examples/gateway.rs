@@ -1,8 +1,8 @@
-//! One gateway as a pass of `wg-agent --mode=gateway` leaves its pod, without an API server: the kernel's WireGuard with one node of
-//! a sandbox as its peer, the table with a TCP and a UDP grant, routes, forwarding. `cargo xtask bench dataplane --vm` measures flows
-//! through it. Needs root, and a network namespace of its own.
+//! Sets up the state that a pass of `wg-agent --mode=gateway` applies, without an API server: the kernel's WireGuard with one sandbox node
+//! as its peer, the firewall table with a TCP and a UDP grant, routes and forwarding. `cargo xtask bench dataplane --vm` measures flows
+//! through it. Needs root and a network namespace of its own.
 //!
-//! It prints `ready`, and removes everything when its standard input closes.
+//! Prints `ready`, and removes everything when its standard input closes.
 //!
 //! ```text
 //! gateway --interface wg1 --private-key-file key1 --listen-port 51820 --address 10.9.0.2 --peer KEY,10.9.0.1 \
@@ -59,10 +59,10 @@ struct Args {
     /// The only endpoint of the granted Service. Its ports are those of the gateway.
     #[arg(long)]
     pod: IpAddr,
-    /// The TCP grant.
+    /// Port of the TCP grant.
     #[arg(long)]
     tcp_port: u16,
-    /// The UDP grant.
+    /// Port of the UDP grant.
     #[arg(long)]
     udp_port: u16,
 }
@@ -114,7 +114,7 @@ fn main() -> anyhow::Result<()> {
     })
 }
 
-/// One sandbox with one node, and a Service with one endpoint, of which two ports are granted.
+/// One sandbox with one node, and grants of both ports of a Service with one endpoint.
 fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
     let service = ObjectName {
         namespace: "bench".to_owned(),
@@ -171,7 +171,7 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
     }
 }
 
-/// As `wg-agent prepare --mode=gateway` writes it in the init container.
+/// The setting that `wg-agent prepare --mode=gateway` writes in the init container.
 fn forwarding() -> Sysctl {
     Sysctl {
         name: Name::Global("ipv4/ip_forward"),

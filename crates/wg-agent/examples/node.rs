@@ -1,8 +1,8 @@
-//! One node as a pass of the agent leaves it, without an agent: the kernel's WireGuard with one peer, firewall table, routes, rules
-//! and settings. What `cargo xtask bench dataplane --vm` measures beside WireGuard set up by hand. Root, in a network namespace
-//! of the caller's.
+//! Sets up the state that a pass of the agent applies to a node, without an API server: the kernel's WireGuard with one peer, firewall
+//! table, routes, rules and sysctls. `cargo xtask bench dataplane --vm` compares it with WireGuard configured by hand. Needs root and a
+//! network namespace of its own.
 //!
-//! Standard input is its life line: it says `ready`, and when that closes everything is taken away again.
+//! Prints `ready`, and removes everything when its standard input closes.
 //!
 //! ```text
 //! node --interface wg1 --private-key-file key1 --listen-port 51820 --underlay eth0,192.0.2.1 --address 10.9.0.1 \
@@ -45,10 +45,10 @@ struct Args {
     listen_port: u16,
     #[arg(long, default_value_t = 1420)]
     mtu: u16,
-    /// INTERFACE,ADDRESS of outer packets.
+    /// INTERFACE,ADDRESS that outer packets use.
     #[arg(long)]
     underlay: String,
-    /// Of this node in the tunnel.
+    /// WireGuard address of this node.
     #[arg(long)]
     address: IpAddr,
     /// KEY,ENDPOINT,ADDRESS of the other node.
@@ -81,7 +81,7 @@ fn main() -> anyhow::Result<()> {
         mtu,
         underlay: outer.parse()?,
         underlay_addresses: [at].into(),
-        // A node accepts connections from the mesh at its InternalIPs alone, and the load is sent to the address in the tunnel.
+        // A node accepts connections from the mesh only at its InternalIPs, and the benchmark connects to the WireGuard address.
         addresses: [at, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
@@ -104,7 +104,7 @@ fn main() -> anyhow::Result<()> {
         let failed = route::converge(&mut routing, &compiled.routes).await?.failed;
         ensure!(failed.is_empty(), "routes: {failed:?}");
         let mut settings = compiled.sysctls.clone();
-        // Those too that a privileged init container writes.
+        // Also write the settings that otherwise a privileged init container writes.
         settings.iter_mut().for_each(|setting| setting.write = true);
         let missing = route::sysctl::ensure(&settings).await;
         ensure!(missing.is_empty(), "settings: {missing:?}");
@@ -118,7 +118,7 @@ fn main() -> anyhow::Result<()> {
     Ok(Box::new(device).close()?)
 }
 
-/// Two members of a node each, which may reach each other's node.
+/// Two members with one node each, which may reach each other's node.
 fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
     let of = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
     let to = node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect();

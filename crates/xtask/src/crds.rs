@@ -1,4 +1,4 @@
-//! `cargo xtask crds`: writes the CustomResourceDefinitions into `crds/`, or says which of them are not what the types say.
+//! `cargo xtask crds`: generates the CustomResourceDefinitions in `crds/` from the API types, or checks that they are current.
 
 use std::{fs, path::Path};
 
@@ -6,8 +6,8 @@ use anyhow::{Context, bail};
 use clustermesh_api::crds;
 use serde_json::Value;
 
-/// Writes `crds/*.yaml`; with `check`, changes nothing and fails when a file differs from what would be written, or when
-/// there is one too many.
+/// Writes `crds/*.yaml`; with `check`, changes nothing and fails if a file differs. A file that belongs to no type is an error in both
+/// cases.
 pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds");
     let mut wanted = Vec::new();
@@ -44,7 +44,8 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     bail!("{}\nrun `cargo xtask crds` and commit the result", stale.join("\n"))
 }
 
-/// Bounds are floating-point numbers in the types of Kubernetes; nobody wants to read `maximum: 65535.0`.
+/// Turns whole floating-point numbers into integers. Kubernetes' types have floating-point bounds, which would be written as `maximum:
+/// 65535.0`.
 fn whole_numbers(value: &mut Value) {
     match value {
         Value::Number(number) if number.is_f64() => {

@@ -1,4 +1,4 @@
-//! `cargo xtask deps`: who may import whom (ARCHITECTURE.md), proved from cargo metadata.
+//! `cargo xtask deps`: checks with cargo metadata that crates import only what ARCHITECTURE.md allows.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, bail};
 use serde::Deserialize;
 
-/// Every edge that may be. What is not here may not.
+/// Each crate, and the crates of this workspace that it may import.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-core", &[]),
     ("clustermesh-api", &["clustermesh-core"]),
@@ -58,7 +58,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
 ];
 
-/// What a pure crate may use beside ours: no runtime, no client, no clock, no log.
+/// Each pure crate, and the third-party crates that it may import: no runtime, client, clock or log.
 const PURE: &[(&str, &[&str])] = &[
     ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
     ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
@@ -82,7 +82,7 @@ struct Dependency {
     kind: Option<String>,
 }
 
-/// Fails with every edge that is not allowed.
+/// Fails, and lists every import that is not allowed.
 pub(crate) fn run() -> anyhow::Result<()> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--no-deps"])
@@ -113,7 +113,7 @@ fn violations(metadata: &Metadata) -> Vec<String> {
             ));
             continue;
         };
-        // Tests may use the lab; what ships may not.
+        // Dev-dependencies are allowed: tests may use the lab.
         for dependency in package.dependencies.iter().filter(|d| d.kind.as_deref() != Some("dev")) {
             if ours.contains(&*dependency.name) && !allowed.contains(&&*dependency.name) {
                 wrong.push(format!("{} -> {}", package.name, dependency.name));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn an_edge_that_is_not_listed_and_a_runtime_in_a_pure_crate_are_named() {
+    fn unlisted_import_and_runtime_in_a_pure_crate_are_listed() {
         let metadata = metadata(&[
             ("clustermesh-core", &["tokio", "ipnet"]),
             (

@@ -1,7 +1,7 @@
-//! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. What they try is in fuzz/bodies.
+//! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. The code of the targets is in fuzz/bodies.
 //!
-//! On the stable compiler: libFuzzer is told of coverage by a pass that stable has, and only the sanitizers want nightly. What is fuzzed has no
-//! `unsafe` for those to watch; panics, overflows and failed assertions are what is looked for, and stable finds them all.
+//! The stable compiler is enough: it can instrument coverage for libFuzzer, and only the sanitizers need nightly. The fuzzed code has no
+//! `unsafe` for a sanitizer to check; the targets look for panics, overflows and failed assertions.
 
 use std::{fs, path::PathBuf};
 
@@ -14,17 +14,17 @@ const VERSION: &str = "0.13.2";
 /// What `cargo xtask fuzz` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The targets (fuzz/targets); all of them one after the other when none is named.
+    /// The targets (fuzz/targets); without any, all of them, one after the other.
     targets: Vec<String>,
-    /// How long each is tried.
+    /// Duration for each target.
     #[arg(long, default_value_t = 60)]
     seconds: u32,
-    /// Add the smallest inputs that reach what no kept one reaches to the kept ones (fuzz/corpus), which `cargo xtask test` tries.
+    /// Add the smallest inputs that increase coverage to the corpus (fuzz/corpus), which `cargo xtask test` replays.
     #[arg(long)]
     keep: bool,
 }
 
-/// Ends with an error at the first input that fails; its file is named above it.
+/// Fails at the first input that fails; libFuzzer prints the name of its file.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { targets, seconds, keep } = args;
     let all = all()?;
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command
             .current_dir(&directory)
             .env("CARGO", env!("CARGO"))
-            // The profile that we release with takes its time to build.
+            // The release profile takes long to build.
             .env("CARGO_PROFILE_RELEASE_LTO", "off")
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
             .env("CARGO_PROFILE_RELEASE_STRIP", "none")
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for target in if targets.is_empty() { &all } else { targets } {
         let found = directory.join("found").join(target);
         fs::create_dir_all(&found).with_context(|| format!("create {}", found.display()))?;
-        // What is new goes into the first.
+        // libFuzzer writes new inputs into the first directory.
         let words = [format!("-max_total_time={seconds}"), "-print_final_stats=1".to_owned()];
         libfuzzer(target, ["found", "corpus"], &words)?;
         if *keep {

@@ -12,23 +12,23 @@ use clap::ValueEnum;
 
 use crate::programs::{self, cargo, show};
 
-/// The registry that the manifests name.
+/// The registry in the manifests.
 const REGISTRY: &str = "ghcr.io/clustermesh-for-kilo";
 
 /// What `cargo xtask images` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Where the images will be pushed to: the first part of their names.
+    /// The registry that the images will be pushed to: the first part of their names.
     #[arg(long, default_value = REGISTRY)]
     registry: String,
-    /// The program that builds them. Without it the first of these that is installed.
+    /// The program that builds the images. Default: the first of these that is installed.
     #[arg(long, value_enum)]
     builder: Option<Builder>,
-    /// The image that libraries and nft are taken from, in place of the Debian image that the Containerfiles pin. It needs a
-    /// libc at least as new as that of the machine the programs were built on, sh, coreutils and grep; and nft or apt-get.
+    /// The image that provides libraries and nft, instead of the Debian image that the Containerfiles pin. It needs a libc at least
+    /// as new as that of the machine on which the programs were built; sh, coreutils and grep; and nft or apt-get.
     #[arg(long)]
     base: Option<String>,
-    /// A directory that holds both programs. Without it cargo builds them for release.
+    /// A directory with both programs. Default: cargo builds them for release.
     #[arg(long, value_name = "DIRECTORY")]
     programs: Option<PathBuf>,
     /// Also write each image into this directory as a docker archive: `wg-agent.tar`, `clustermesh-controller.tar`.
@@ -36,7 +36,7 @@ pub(crate) struct Args {
     output: Option<PathBuf>,
 }
 
-/// A program that builds images. All three have the same command line for it.
+/// A program that builds images. All three have the same command line for a build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Builder {
     Podman,
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     for image in &IMAGES {
         let name = image.name(registry);
-        // Only what the image is made from: the builder may send the whole directory to a daemon.
+        // A directory with only the program: the builder may send the whole directory to a daemon.
         let context = tempfile::tempdir().context("make a directory for the build context")?;
         let from = programs.join(image.program);
         fs::copy(&from, context.path().join(image.program)).with_context(|| format!("copy {}", from.display()))?;
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the programs as users run them, and returns their directory.
+/// Builds the release programs, and returns their directory.
 fn release() -> anyhow::Result<PathBuf> {
     show(
         cargo()

@@ -11,15 +11,15 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// A program that was killed needs a moment until it and its network namespace are gone.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// A killed program and its network namespace disappear after a delay.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Files, links, tables, rules, cgroups, mounts and processes of the machine, each with its kind before it.
+/// Files, links, nftables tables, rules, cgroups, mounts and processes of the machine, each after its kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Machine(BTreeSet<String>);
 
 impl Machine {
-    /// Reads the present state. A process counts if it runs a program from the directories `programs`.
+    /// Reads the current state. A process counts if it runs a program from the directories `programs`.
     pub(crate) fn read(programs: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| all.extend(names.iter().map(|name| format!("{kind} {name}")));
@@ -38,12 +38,12 @@ impl Machine {
         Ok(Self(all))
     }
 
-    /// Everything that was not there before; waits a moment for it to disappear.
+    /// Everything that did not exist before; waits up to [`TIMEOUT`] for it to disappear.
     pub(crate) fn left_since(&self, programs: &[PathBuf]) -> anyhow::Result<Vec<String>> {
         let start = Instant::now();
         loop {
             let left = Self::read(programs)?.without(self);
-            if left.is_empty() || start.elapsed() > PATIENCE {
+            if left.is_empty() || start.elapsed() > TIMEOUT {
                 return Ok(left);
             }
             thread::sleep(Duration::from_millis(200));
@@ -55,7 +55,7 @@ impl Machine {
     }
 }
 
-/// The names in a directory; none where there is no such directory.
+/// The names in a directory; none if it does not exist.
 fn names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_was_not_there_before_is_left() {
+    fn only_new_things_are_left() {
         let machine = |all: &[&str]| Machine(all.iter().map(|&one| one.to_owned()).collect());
         let before = machine(&["the link eth0", "the mount on /run"]);
         assert_eq!(before.without(&before), [""; 0]);

@@ -1,5 +1,5 @@
-//! Checks the links of every Markdown file of the repository: files exist, and so do anchors, by the rule that GitHub makes
-//! them from headings.
+//! Checks the links of every Markdown file of the repository: their files exist, and their anchors are those that GitHub makes from
+//! headings.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     anchors: BTreeSet<String>,
-    /// With the line that each begins on.
+    /// Line and target of each link.
     links: Vec<(usize, String)>,
 }
 
@@ -29,7 +29,7 @@ impl Page {
                 Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
                 Event::End(TagEnd::Heading(_)) => {
                     let anchor = anchor(&heading.take().unwrap_or_default());
-                    // Equal headings are numbered from the second one on.
+                    // GitHub numbers equal headings from the second one on.
                     let before: &mut usize = headings.entry(anchor.clone()).or_default();
                     page.anchors.insert(match before {
                         0 => anchor,
@@ -67,7 +67,7 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// What is wrong with a link of the page at this path. Paths are relative to the root of the repository.
+/// The fault of a link in the page at this path, if it has one. Paths are relative to the root of the repository.
 fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl Fn(&Path) -> bool) -> Option<String> {
     if link.starts_with("https:") || link.starts_with("http:") || link.starts_with("mailto:") {
         return None;
@@ -99,7 +99,7 @@ fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl 
     }
 }
 
-/// Without `.` and `..`; `None` above the root, and for an absolute path.
+/// The path without `.` and `..`; `None` if it leads above the root or is absolute.
 fn normalized(path: &Path) -> Option<PathBuf> {
     let mut normalized = PathBuf::new();
     for component in path.components() {
@@ -128,7 +128,7 @@ fn markdown_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
 }
 
 #[test]
-fn links_of_all_markdown_files_lead_somewhere() {
+fn links_of_all_markdown_files_have_targets() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut files = BTreeSet::new();
     markdown_files(&root, &mut files);
@@ -174,7 +174,7 @@ fn page_has_its_anchors_and_links() {
 }
 
 #[test]
-fn links_that_lead_nowhere_are_named() {
+fn broken_links_are_reported() {
     let pages = [
         (PathBuf::from("README.md"), Page::read("# Start")),
         (PathBuf::from("docs/a.md"), Page::read("# A\n## B c")),

@@ -1,4 +1,4 @@
-//! The project's own commands. Each lives in a module; this file only names them.
+//! Defines the command line of `cargo xtask`. Each command has its own module.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -29,18 +29,18 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Two whole Kubernetes clusters on this machine become one mesh; shows it, and tears everything down.
+    /// Connect two Kubernetes clusters on this machine into one mesh, show that it works, and remove everything.
     Demo(demo::Args),
-    /// Every test of the project, with all that they need built first.
+    /// Build what the tests need, and run every test of the project.
     Test(test::Args),
-    /// Fuzz what reads what others wrote: `cargo xtask fuzz datagram --seconds 600`. Needs no other compiler.
+    /// Fuzz the parsers of untrusted input: `cargo xtask fuzz datagram --seconds 600`. Works with the stable compiler.
     Fuzz(fuzz::Args),
-    /// Measure: what bench/README.md holds comes from here.
+    /// Run the benchmarks of bench/README.md.
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Install what this machine lacks (Debian, Ubuntu) or name it.
+    /// Install the packages that this machine lacks (Debian, Ubuntu), or list them.
     Prereq(prereq::Prereq),
-    /// Build what the lab runs - Kubernetes, containerd, CNI plugins, CoreDNS - into the cache.
+    /// Build the lab's programs into the cache: Kubernetes, containerd, CNI plugins, CoreDNS.
     Tools,
     /// Run a command on a virtual machine whose kernel has WireGuard: `cargo xtask vm -- COMMAND`.
     Vm(vm::Args),
@@ -52,13 +52,13 @@ enum Command {
     Manifests(Drift),
     /// Write docs/threats-index.md from the tags in the tests.
     Threats(Drift),
-    /// Prove from cargo metadata who imports whom.
+    /// Check that crates import only what ARCHITECTURE.md allows.
     Deps,
 }
 
 #[derive(Debug, clap::Args)]
 struct Drift {
-    /// Change nothing; fail where a file is not what would be written.
+    /// Change nothing; fail if a file differs from what would be written.
     #[arg(long)]
     check: bool,
 }
@@ -85,7 +85,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_contradicts_itself_nowhere() {
+    fn command_line_has_no_contradiction() {
         super::Cli::command().debug_assert();
     }
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask prereq`: what the lab and the tests need from this machine. Says all that is missing before anything
-//! starts; on Debian and Ubuntu installs it, elsewhere names it.
+//! `cargo xtask prereq`: checks that this machine has what the lab and the tests need. On Debian and Ubuntu it installs missing packages;
+//! elsewhere it lists everything that is missing.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -7,15 +7,15 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// How missing programs are dealt with.
+/// The options of `cargo xtask prereq`, and of the commands that begin with it.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Prereq {
-    /// Install nothing; only name what is missing.
+    /// Install nothing; only list what is missing.
     #[arg(long)]
     pub(crate) no_install: bool,
 }
 
-/// A program the project runs, and the Debian package that has it.
+/// A program that the project runs, and its Debian package.
 #[derive(Debug, PartialEq, Eq)]
 struct Program {
     name: &'static str,
@@ -68,7 +68,7 @@ const PROGRAMS: [Program; 30] = [
     program("dpkg-deb", "dpkg", "unpacking that kernel"),
 ];
 
-/// The oldest Go that fetches by itself the version that a go.mod asks for.
+/// The oldest Go that downloads the toolchain version that a go.mod requires.
 const OLDEST_GO: (u32, u32) = (1, 21);
 
 /// `cargo xtask prereq`.
@@ -78,10 +78,10 @@ pub(crate) fn run(args: &Prereq) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that everything is there, installing packages where it can. All that is left missing is in one error.
+/// Installs missing packages where possible. Fails with a list of everything that is still missing.
 pub(crate) fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
-    // libc.a and libc's headers have no program to look for; gcc without them cannot link runc.
+    // No program indicates libc.a and libc's headers, without which gcc cannot link runc.
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();
     if !has_static_libc() {
         packages.push("libc6-dev");
@@ -110,7 +110,7 @@ pub(crate) fn ensure(args: &Prereq) -> Result<()> {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());
-    // They are tried with the programs above: without those, a failure says nothing about the kernel.
+    // The checks run the programs above; without these, a failure would not be the kernel's.
     problems.extend(kernel_problems(root && missing.is_empty()));
     if problems.is_empty() {
         return Ok(());
@@ -143,7 +143,7 @@ fn has_apt() -> bool {
 
 fn has_static_libc() -> bool {
     let found = Command::new("gcc").arg("-print-file-name=libc.a").output();
-    // gcc answers with the bare name when there is none. Without gcc this is not the problem to speak of.
+    // gcc prints the bare name if there is no such file. A missing gcc is reported elsewhere.
     found.map_or(true, |output| {
         String::from_utf8_lossy(&output.stdout).trim() != "libc.a"
     })
@@ -157,14 +157,14 @@ fn install(packages: &[&str]) -> Result<()> {
     let apt = |words: &[&str]| {
         let mut command = Command::new("apt-get");
         command
-            // Another apt-get, such as that of unattended upgrades, may hold the lock for minutes.
+            // Another apt-get (unattended upgrades) may hold the lock for minutes.
             .args(["-o", "DPkg::Lock::Timeout=300"])
             .args(words)
             .env("DEBIAN_FRONTEND", "noninteractive")
             .status()
             .context("run apt-get")
     };
-    // Recommended packages are left out: wireguard-tools would pull in a kernel.
+    // Without recommended packages: wireguard-tools would install a kernel.
     let wanted = [&["install", "-y", "-q", "--no-install-recommends"], packages].concat();
     if apt(&wanted)?.success() {
         return Ok(());
@@ -226,7 +226,7 @@ fn kernel_problems(can_try: bool) -> Vec<String> {
     problems
 }
 
-/// From /proc, so that this crate needs no system call crate for one number.
+/// Reads /proc, so that this crate needs no system call crate for one number.
 fn is_root() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_directory_has_is_missing_with_its_package() {
+    fn program_in_no_directory_is_missing_with_its_package() {
         let directory = tempfile_with(&["nft", "ip", "bridge"]);
         let missing = missing_programs(std::slice::from_ref(&directory));
         std::fs::remove_dir_all(&directory).unwrap();
@@ -262,7 +262,7 @@ mod tests {
         let listed: BTreeSet<_> = listed.split(", ").collect();
         let mut installed: BTreeSet<_> = PROGRAMS.iter().map(|program| program.package).collect();
         installed.insert("libc6-dev");
-        // Parts of every Debian and Ubuntu.
+        // Every Debian and Ubuntu has these.
         installed.remove("dpkg");
         installed.remove("libc-bin");
         assert_eq!(listed, installed);

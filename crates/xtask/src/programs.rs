@@ -1,4 +1,4 @@
-//! Programs that are built: our own, so that tests and demo run what this checkout says, and those of crates.io, into a cache.
+//! Builds programs: the workspace's own, so that tests and demo run this checkout, and programs of crates.io, into a cache.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,14 +8,14 @@ use std::{
 use anyhow::{Context, bail};
 use clustermesh_lab::lab_home;
 
-/// The repository.
+/// The root of the repository.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Cargo for this workspace, with the environment of a shell. `cargo run` sets variables about the running package, which ring's
-/// build script takes for a change: then ring and all its dependents (rustls, kube, every program) are rebuilt each time that the
-/// two kinds of call alternate.
+/// A cargo command for this workspace, with the environment of a shell. `cargo run` sets variables about the running package, and ring's
+/// build script treats them as a change. If they stayed, ring and its dependents (rustls, kube, every program) would be rebuilt each time
+/// after a call from a shell.
 pub(crate) fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
@@ -31,7 +31,7 @@ pub(crate) fn cargo() -> Command {
     cargo
 }
 
-/// Runs a command with its output shown; a failure is an error that names it.
+/// Runs a command and shows its output; fails if the command does.
 pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
     let status = command
         .status()
@@ -42,7 +42,7 @@ pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The crates that programs of a cluster are made of.
+/// The workspace crates of the programs that run in a cluster.
 const DELIVERED: [&str; 7] = [
     "clustermesh-access",
     "clustermesh-agent-core",
@@ -53,33 +53,33 @@ const DELIVERED: [&str; 7] = [
     "wg-agent",
 ];
 
-/// Builds the programs and returns the directory that holds them.
+/// Builds the programs and returns their directory.
 pub(crate) fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
-/// The same, with this workspace's own crates optimised. Third-party crates are as in every build of the profile `dev`, so that
-/// they are not built once more.
+/// Like [`build`], with this workspace's crates optimised. Third-party crates keep the options of the profile `dev`, so they are not built
+/// again.
 pub(crate) fn build_optimised() -> anyhow::Result<PathBuf> {
     build_with(&DELIVERED.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
 }
 
 fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
-    // The whole workspace, as `cargo test` takes it: other features of a dependency would mean building it twice.
+    // The whole workspace, as in `cargo test`: with other features, dependencies would be built twice.
     show(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
-    // This very program lies where cargo puts them.
+    // Cargo puts the programs next to this one.
     let program = std::env::current_exe().context("where this program is")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())
 }
 
-/// The target directory that this very program was built in.
+/// The target directory in which this program was built.
 pub(crate) fn target() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("where this program is")?;
     let target = program.ancestors().nth(2);
     Ok(target.context("a program without a target directory")?.to_owned())
 }
 
-/// A program from crates.io with the dependencies its authors locked, kept beside the lab's tools.
+/// Installs a program from crates.io, with the authors' Cargo.lock, into the lab's cache. Returns its path.
 pub(crate) fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
     let home = lab_home()?;
     let directory = home.join(format!("{package}-{version}"));
@@ -88,7 +88,7 @@ pub(crate) fn from_crates_io(package: &str, version: &str, program: &str) -> any
         return Ok(path);
     }
     eprintln!("xtask: building {package} {version}, once");
-    // Built aside and renamed, so that what was interrupted is not taken for done.
+    // Built in another directory and renamed, so that an interrupted build is not used.
     let unfinished = home.join(format!("{package}.unfinished"));
     if unfinished.exists() {
         std::fs::remove_dir_all(&unfinished).with_context(|| format!("remove {}", unfinished.display()))?;
@@ -117,11 +117,11 @@ mod tests {
     use std::{collections::BTreeSet, ffi::OsStr};
 
     #[test]
-    fn cargo_is_told_nothing_of_this_package() {
+    fn cargo_gets_no_variables_about_this_package() {
         let cargo = super::cargo();
         let removed = cargo.get_envs().filter(|(_, value)| value.is_none());
         let removed: BTreeSet<&OsStr> = removed.map(|(name, _)| name).collect();
-        // Cargo, or the person who runs this program by hand, has set them.
+        // Cargo sets them for this test.
         for name in ["CARGO_MANIFEST_DIR", "CARGO_PKG_NAME", "CARGO_PKG_VERSION_MAJOR"] {
             assert!(
                 std::env::var_os(name).is_some() && removed.contains(OsStr::new(name)),

@@ -14,7 +14,7 @@ use anyhow::{Context, bail};
 
 const THREATS: &str = "THREATS.md";
 const INDEX: &str = "docs/threats-index.md";
-/// Below the root of the repository: where tests are.
+/// Folders with tests, relative to the root of the repository.
 const SOURCES: [&str; 2] = ["crates", "tests"];
 /// Contains tags as examples.
 const THIS: &str = "crates/xtask/src/threats.rs";
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_named_with_their_lines() {
+    fn contradictions_are_reported_with_their_lines() {
         let rows = format!("{ROWS}\n| [`one`](x) again | dropped |");
         let source = "// threat: three, four\n#[test]\nfn of_three() {}\n\n// threat: one\nlet x = 1;\n\nfn later() {}";
         assert_eq!(

@@ -1,5 +1,4 @@
-//! `cargo xtask vm -- COMMAND`: a command on a kernel that has WireGuard, whatever this machine's kernel lacks. The machine
-//! itself is the lab's.
+//! `cargo xtask vm -- COMMAND`: runs a command on a virtual machine whose kernel has WireGuard. The lab crate implements the machine.
 
 use std::time::Duration;
 
@@ -8,24 +7,24 @@ use clustermesh_lab::{Clock, Ended, Machine};
 /// What `cargo xtask vm` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Seconds after which the machine is ended (exit code 124).
+    /// Seconds after which the machine is stopped (exit code 124).
     #[arg(long, default_value_t = 600)]
     limit: u64,
-    /// Its memory, MiB.
+    /// Memory in MiB.
     #[arg(long, default_value_t = 2048)]
     memory: u32,
-    /// Its processors; with more than one the emulated kernel dies now and then.
+    /// Processors; with more than one the emulated kernel sometimes crashes.
     #[arg(long, default_value_t = 1)]
     cpus: u32,
-    /// A nanosecond is an instruction inside: figures without noise, for one processor.
+    /// Advance the machine's clock by one nanosecond for each instruction: results without noise, for one processor.
     #[arg(long, conflicts_with = "cpus")]
     count_instructions: bool,
-    /// What to run, with its arguments: as root, in this directory, on this machine's files. What it writes is gone afterwards.
+    /// The command and its arguments. It runs as root, in this directory, with this machine's files; what it writes to them is discarded.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
 }
 
-/// Runs it and ends with its exit code.
+/// Runs the command and exits with its exit code.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let Args {
         limit,
