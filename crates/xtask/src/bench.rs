@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: what is measured, and how its parts are chained. Nothing here asserts: a figure is for people to judge.
+//! `cargo xtask bench`: the benchmarks. They print figures for people, and assert nothing.
 
 mod cpu;
 mod dataplane;
@@ -14,19 +14,19 @@ mod wire;
 /// What `cargo xtask bench` takes.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Bench {
-    /// Throughput, latency, packet rate, CPU and memory of our userspace device beside others, in one run on the same namespaces.
+    /// Compare throughput, latency, packet rate, CPU and memory of our userspace device with other programs, in the same namespaces.
     Dataplane(dataplane::Args),
-    /// The kernel's WireGuard with everything of ours around it beside the same set up by hand, on this machine's own kernel:
-    /// what `dataplane --vm` runs in the virtual machine.
+    /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
+    /// the virtual machine.
     Kernel(kernel::Args),
-    /// Sandboxes that enter through gateways, on whole clusters: how fast a grant closes and opens, what a restarted or replaced
-    /// gateway interrupts, throughput by the number of grants, and what an idle gateway uses.
+    /// Measure gateways for sandboxes on whole clusters: how fast a grant closes and opens, how long a restarted or replaced gateway is
+    /// unreachable, throughput by the number of grants, and the resources of an idle gateway.
     Policy(policy::Args),
-    /// Minutes of traffic over our device while keys are renewed, processes killed and addresses changed.
+    /// Send traffic through our device for minutes, with rekeys, killed processes and changed addresses.
     Soak(soak::Args),
 }
 
-/// Runs the measurement asked for.
+/// Runs the selected benchmark.
 pub(crate) fn run(bench: &Bench) -> anyhow::Result<()> {
     match bench {
         Bench::Dataplane(args) => dataplane::run(args),

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: two whole clusters become one mesh, and a person sees it.
+//! `cargo xtask demo`: connects two whole clusters into one mesh, and shows each step with real traffic.
 
 use std::{
     collections::BTreeMap,
@@ -26,13 +26,13 @@ const EGRESS: &str =
 /// What `cargo xtask demo` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// What is shown.
+    /// What the demo shows.
     #[arg(long, value_enum, default_value = "mesh")]
     scenario: Scenario,
-    /// Leave everything standing at the end and print how to step inside.
+    /// Keep the clusters at the end, and print how to enter them.
     #[arg(long)]
     keep: bool,
-    /// Take down what an earlier `--keep` left.
+    /// Remove what an earlier `--keep` left.
     #[arg(long, conflicts_with = "keep")]
     down: bool,
     #[command(flatten)]
@@ -44,11 +44,11 @@ pub(crate) struct Args {
 enum Scenario {
     /// Two clusters become one mesh.
     Mesh,
-    /// A third one runs untrusted code, and reaches the Service that is named for it.
+    /// A third cluster runs untrusted code, and reaches only the Service that is granted to it.
     Sandbox,
 }
 
-/// Runs the demo. Ctrl-C, a failure, SIGTERM and even SIGKILL of this program take everything down.
+/// Runs the demo. Everything is also removed after Ctrl-C, a failure, or SIGTERM or SIGKILL of this program.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.down {
         println!("{} lab(s) taken down", down_all()?);
@@ -224,7 +224,7 @@ impl<'a> Demo<'a> {
             let mut seen: BTreeMap<String, usize> = BTreeMap::new();
             let mut error = None;
             for _ in 0..6 {
-                // Through the cluster's DNS, as a program would.
+                // By its DNS name, as a program in the pod would.
                 let url = "http://hub-web.default.svc.cluster.local";
                 let words = ["exec", &web.name, "--", "/bin/probe", "get", url];
                 let what = format!("{url} to answer {}", web.name);
@@ -262,7 +262,7 @@ impl<'a> Demo<'a> {
             "(net {0} and net {1}) or net {2} or net {3}",
             hub.underlay, member.underlay, hub.wireguard_cidr, member.wireguard_cidr
         );
-        // A kubeconfig leads to the member's API server, and the hub's controller follows it.
+        // The hub's controller connects to the member's API server without the mesh.
         let api = format!("host {} or host {}", hub.api_address(), member.api_address());
         let tunnel = captured
             .packets(&format!("udp port 51820 and ({between}) and not ({api})"))

@@ -1,4 +1,4 @@
-//! `cargo xtask manifests`: what `deploy/` holds, from one place. What is shipped here is what the demo and the tests run.
+//! `cargo xtask manifests`: generates the manifests in `deploy/`. The demo and the tests install these manifests, too.
 
 use std::{fs, path::Path};
 
@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 
 mod gateway;
 
-/// Where the controller and the meshes of the operator live.
+/// The namespace of the controller and the ClusterMeshes.
 pub(crate) const NAMESPACE: &str = "clustermesh";
-/// Where the agent lives: its init container is privileged, so the namespace admits that, and nothing else is in it.
+/// The namespace of the agent, and of nothing else: it admits privileged pods for the agent's init container.
 pub(crate) const AGENT_NAMESPACE: &str = "clustermesh-agent";
-/// The account that a member gives to the controller.
+/// The ServiceAccount of the controller in a member.
 pub(crate) const MEMBER_ACCOUNT: &str = "clustermesh-controller";
 /// Image of the controller.
 pub(crate) const CONTROLLER_IMAGE: &str = concat!(
@@ -311,12 +311,12 @@ fn agent() -> Vec<Value> {
                         "dnsPolicy": "Default",
                         "priorityClassName": "system-node-critical",
                         "tolerations": [{"operator": "Exists"}],
-                        // Machines where systemd runs the agent (deploy/systemd) are labelled so.
+                        // Nodes on which systemd runs the agent (deploy/systemd) have this label.
                         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{
                             "matchExpressions": [{"key": "kilo-clustermesh.io/wg-agent", "operator": "NotIn", "values": ["host"]}],
                         }]}}},
                         "terminationGracePeriodSeconds": 10,
-                        // Kernel settings of the node; the only privileged step, and it ends before the agent starts.
+                        // Writes kernel settings of the node. The only privileged step; it ends before the agent starts.
                         "initContainers": [{
                             "name": "sysctls",
                             "image": AGENT_IMAGE,
@@ -334,7 +334,8 @@ fn agent() -> Vec<Value> {
                             ],
                             "env": [
                                 {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-                                // The one thing that differs between clusters; the Pod says so when it is missing.
+                                // The only value that differs between clusters; without it the Pod does not start, and its status shows
+                                // why.
                                 {"name": "WIREGUARD_CIDR", "valueFrom": {"configMapKeyRef": {"name": name, "key": "wireguard-cidr"}}},
                             ],
                             "ports": [{"name": "http", "containerPort": AGENT_PORT}],
@@ -357,7 +358,7 @@ fn agent() -> Vec<Value> {
                         "volumes": [
                             volume("state", "/var/lib/kilo", "DirectoryOrCreate"),
                             volume("tun", "/dev/net/tun", "CharDevice"),
-                            // Where wg(8) on the node finds the device.
+                            // The directory in which wg(8) on the node looks for the device.
                             volume("wireguard", "/var/run/wireguard", "DirectoryOrCreate"),
                         ],
                     },

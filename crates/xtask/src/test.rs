@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test of the project, with all that they need built first.
+//! `cargo xtask test`: builds what the tests need, runs every test of the project, and counts the results.
 
 mod count;
 
@@ -35,13 +35,13 @@ const CLUSTERS: &str = "crates/lab";
 pub(crate) struct Args {
     #[command(flatten)]
     prereq: prereq::Prereq,
-    /// Passed on to `cargo test`: `-p clustermesh-core`, `--test mesh_flows`, a test's name.
+    /// Arguments for `cargo test`: `-p clustermesh-core`, `--test mesh_flows`, a test's name.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
 }
 
-/// Builds the lab's programs and ours, then runs the tests. Ends with one line, `N passed, N failed`, and exit code 1 where
-/// something failed or was not run.
+/// Builds the lab's and the workspace's programs, then runs the tests. The last line is `N passed, N failed`; the exit code is 1 if
+/// something failed or did not run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let start = Instant::now();
     prereq::ensure(&args.prereq)?;
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (mut counts, mut problems, scope) = if args.words.is_empty() {
         let ours = [programs::target()?, lab_home()?];
         let before = Machine::read(&ours)?;
-        let (counts, failed) = all(&programs)?;
+        let (counts, failed) = run_all(&programs)?;
         let failed = failed.into_iter().map(|name| format!("{name} failed, see above"));
         let left = before.left_since(&ours)?.into_iter();
         let left = left.map(|what| format!("the tests left on this machine: {what}"));
@@ -77,34 +77,35 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Inside a test program: the next test may want what this one has.
+/// Tests of one program run one at a time, because they may use the same resources.
 const ONE_BY_ONE: [&str; 2] = ["--", "--test-threads=1"];
 
 /// A test program.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Program {
-    /// Where cargo runs it: its package's directory.
+    /// The directory of its package, in which cargo runs it.
     directory: PathBuf,
     path: PathBuf,
 }
 
-/// Runs every test program, and the documents' tests; returns how many tests that were, and which programs failed. Those that
-/// start clusters wait more than they work, so the others run beside them: `cargo test` runs one program after the other, and
-/// two of it at once with other packages build these twice.
-fn all(programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
-    let mut tests = built()?;
+/// Runs every test program and the doc tests; returns the counts, and the names of programs that failed. The programs that start clusters
+/// mostly wait, so the others run at the same time. `cargo test` cannot do that: it runs one program after the other, and two calls at once
+/// for different packages build their dependencies twice.
+fn run_all(programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
+    let mut tests = build_tests()?;
     tests.sort();
     let rows: (Vec<_>, Vec<_>) = tests
         .into_iter()
         .partition(|program| program.directory.ends_with(CLUSTERS));
-    let (counts, mut failed) = beside([&rows.0, &rows.1], programs)?;
+    let (counts, mut failed) = run_rows([&rows.0, &rows.1], programs)?;
     let (documents, problem) = cargo_test(cargo().args(["test", "--workspace", "--doc"]))?;
     failed.extend(problem.map(|_| "cargo test --doc".to_owned()));
     Ok(([counts, documents].into_iter().sum(), failed))
 }
 
-/// Runs both rows at once, the programs of a row one after the other; returns the counts, and which programs failed.
-fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
+/// Runs both rows at the same time, and the programs of a row one after the other. Returns the counts, and the names of programs that
+/// failed.
+fn run_rows(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let row = |tests: &[Program]| {
         tests
             .iter()
@@ -126,7 +127,7 @@ fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec
     Ok((counts, failed))
 }
 
-/// Where the time went.
+/// Prints the programs that took the longest time.
 fn print_slowest(mut results: Vec<ProgramResult>) {
     results.sort_by_key(|result| Reverse(result.time));
     println!("\nxtask: the slowest test programs:");
@@ -135,21 +136,21 @@ fn print_slowest(mut results: Vec<ProgramResult>) {
     }
 }
 
-/// Runs `cargo test` with its output shown; returns how many tests that were, and how cargo says that something failed.
+/// Runs `cargo test` and shows its output; returns the counts, and an error text if cargo failed.
 fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
     let (mut reader, writer) = io::pipe().context("a pipe")?;
-    // Cargo's headings and the programs' results are read in the order in which they come. Colours would hide them.
+    // One pipe keeps cargo's headings and the programs' results in order. Colours would make them unreadable for the parser.
     test.env("CARGO_TERM_COLOR", "never")
         .stderr(writer.try_clone().context("a pipe")?)
         .stdout(writer);
     let mut child = test.spawn().with_context(|| format!("{test:?} cannot be started"))?;
-    // The command holds copies of the pipe's writing end, and the pipe ends only when all of them are closed.
+    // Close the command's copies of the pipe's writing end: a read ends only when all copies are closed.
     test.stdout(Stdio::null()).stderr(Stdio::null());
     let mut output = Vec::new();
     let mut buffer = [0; 8192];
     let status = loop {
-        // Checked before the pipe is read: if cargo has ended, an empty pipe is the end of its output. A process that a test
-        // left running may hold the pipe open for ever.
+        // Check this before the pipe: if cargo has ended, an empty pipe is the end of its output. Do not wait for the pipe to close,
+        // because a process that a test left running may keep it open for ever.
         let ended = child.try_wait().context("wait for cargo")?;
         if readable(&reader)? {
             let length = reader.read(&mut buffer).context("read what cargo prints")?;
@@ -174,7 +175,7 @@ fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
     ))
 }
 
-/// Waits a moment until there is something to read, or the pipe ends.
+/// Waits up to 200 ms until there is something to read or the pipe ends.
 fn readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
     let moment = Timespec {
         tv_sec: 0,
@@ -187,9 +188,9 @@ fn readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
     }
 }
 
-/// Builds the test programs, and says which they are.
-fn built() -> anyhow::Result<Vec<Program>> {
-    /// A line of cargo's (`cargo help build`, `--message-format=json`).
+/// Builds the test programs, and returns them.
+fn build_tests() -> anyhow::Result<Vec<Program>> {
+    /// A line of cargo's output (`cargo help build`, `--message-format=json`).
     #[derive(Deserialize)]
     struct Message {
         reason: String,
@@ -239,7 +240,7 @@ fn built() -> anyhow::Result<Vec<Program>> {
     Ok(out)
 }
 
-/// What a test program did.
+/// The result of a test program.
 struct ProgramResult {
     name: String,
     counts: Counts,
@@ -252,7 +253,7 @@ impl Program {
         name.rsplit_once('-').map_or(&*name, |(name, _)| name).to_owned()
     }
 
-    /// Runs it as cargo does, and prints its output when it has ended, because the output of two at once would be mixed.
+    /// Runs the program as cargo does. Prints its output only when it has ended, because two programs run at once.
     fn run(&self, programs: &Path) -> anyhow::Result<ProgramResult> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name());
@@ -294,7 +295,7 @@ mod tests {
         "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s";
 
     #[test]
-    fn failing_programs_are_named_and_later_ones_run() {
+    fn failing_programs_are_reported_and_later_ones_run() {
         let directory = tempfile::tempdir().expect("a directory");
         let program = |name: &str, script: &str| {
             let path = directory.path().join(format!("{name}-0123abcd"));
@@ -304,7 +305,7 @@ mod tests {
             Program { directory, path }
         };
         let run = |one: &[Program], other: &[Program]| {
-            let (counts, failed) = beside([one, other], Path::new("/")).expect("they start");
+            let (counts, failed) = run_rows([one, other], Path::new("/")).expect("they start");
             (counts.to_string(), failed)
         };
         let well = [program("well", &format!("echo '{PASSED}'"))];
@@ -324,6 +325,6 @@ mod tests {
             directory: "/".into(),
             path: "/nowhere".into(),
         };
-        assert!(beside([&[nowhere], &well], Path::new("/")).is_err());
+        assert!(run_rows([&[nowhere], &well], Path::new("/")).is_err());
     }
 }

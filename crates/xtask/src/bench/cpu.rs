@@ -1,4 +1,4 @@
-//! CPU time and memory as /proc tells them. The kernel counts CPU in ticks of 10 ms.
+//! Reads CPU time and memory from /proc. The kernel counts CPU time in ticks of 10 ms.
 
 use std::fs;
 
@@ -10,9 +10,9 @@ const TICKS_PER_SECOND: f64 = 100.0;
 /// CPU seconds used so far.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Cpu {
-    /// By all of the machine.
+    /// By the whole machine.
     pub(crate) machine: f64,
-    /// By the processes asked for, in user and kernel mode.
+    /// By the given processes, in user and kernel mode.
     pub(crate) daemons: f64,
 }
 
@@ -33,7 +33,7 @@ impl Cpu {
         })
     }
 
-    /// What was used since.
+    /// CPU seconds used since `earlier`.
     pub(crate) fn since(self, earlier: Self) -> Self {
         Self {
             machine: self.machine - earlier.machine,
@@ -42,7 +42,7 @@ impl Cpu {
     }
 }
 
-/// Bytes of memory that a process holds now (`VmRSS`, proc_pid_status(5)).
+/// Resident memory of a process in bytes (`VmRSS`, proc_pid_status(5)).
 pub(crate) fn resident(pid: u32) -> anyhow::Result<u64> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("read {path}: has the program ended?"))?;
@@ -51,14 +51,14 @@ pub(crate) fn resident(pid: u32) -> anyhow::Result<u64> {
         .with_context(|| format!("{path} has no VmRSS"))
 }
 
-/// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)); idle and iowait are left out, guests are in user.
+/// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)). Not idle and iowait; user contains guest.
 fn busy_ticks(stat: &str) -> Option<u64> {
     let words = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
     let ticks: Vec<u64> = words.map(|word| word.parse().ok()).collect::<Option<_>>()?;
     [0, 1, 2, 5, 6, 7].iter().map(|at| ticks.get(*at).copied()).sum()
 }
 
-/// Fields 14 and 15 (proc_pid_stat(5)), counted behind the name, which may hold spaces and brackets.
+/// Fields 14 and 15 (proc_pid_stat(5)), counted after the program's name, which may contain spaces and brackets.
 fn process_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let words: Vec<&str> = rest.split_whitespace().collect();
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_texts_are_read_as_their_manual_pages_say() {
+    fn proc_files_are_parsed_as_the_manual_pages_say() {
         assert_eq!(
             busy_ticks("cpu  10 20 30 4000 5000 1 2 3 900 900\ncpu0 1 1 1 1\n"),
             Some(10 + 20 + 30 + 1 + 2 + 3)

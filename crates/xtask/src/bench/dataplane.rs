@@ -1,5 +1,5 @@
-//! `cargo xtask bench dataplane`: every variant once in each round. Each round begins with another variant, so that other load on
-//! the machine, and the state that a variant leaves for the next one, affect all alike.
+//! `cargo xtask bench dataplane`: measures every variant once in each round. Each round starts with another variant, so that other load on
+//! the machine, and the state that one variant leaves for the next, affect all of them equally.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -12,28 +12,28 @@ use super::{
 };
 use crate::prereq;
 
-/// Streams of the throughput runs.
+/// Numbers of TCP streams in the throughput runs.
 pub(crate) const STREAMS: [u32; 3] = [1, 4, 16];
 
 /// What `cargo xtask bench dataplane` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// One round of two seconds, the underlay's offload left on: to see that it works, not how fast.
+    /// One round of two seconds, only with the underlay's offload: shows that everything works, not how fast.
     #[arg(long)]
     quick: bool,
-    /// The kernel backend beside `wg` by hand, in the virtual machine; nothing else.
+    /// Only compare the kernel backend with `wg` by hand, in the virtual machine.
     #[arg(long, conflicts_with = "only")]
     vm: bool,
-    /// These alone.
+    /// Only these variants.
     #[arg(long, value_delimiter = ',', value_enum)]
     only: Vec<Variant>,
-    /// Of each throughput run; latency and packet rate take half of it.
+    /// Seconds of each throughput run; latency and packet rate take half of it.
     #[arg(long, default_value_t = 6)]
     seconds: u32,
-    /// How often each is measured.
+    /// How often each variant is measured.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// What is printed at the end; progress goes to standard error.
+    /// Format of the results; progress goes to standard error.
     #[arg(short, long, value_enum, default_value = "markdown")]
     output: report::Format,
     #[command(flatten)]
@@ -44,7 +44,7 @@ pub(crate) struct Args {
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub(crate) struct Sample {
     pub(crate) variant: Variant,
-    /// Whether the wire took UDP super-packets.
+    /// Whether the veth accepted UDP super-packets (USO).
     pub(crate) udp_offload: bool,
     /// By number of streams.
     pub(crate) throughput: BTreeMap<u32, Throughput>,
@@ -61,12 +61,12 @@ pub(crate) struct Measured {
     pub(crate) samples: Vec<Sample>,
     /// One for each round.
     pub(crate) crowds: Vec<(Variant, Crowd)>,
-    /// What could not be built or measured, and why: the rest stands.
+    /// What could not be built or measured, and why; the other results are valid.
     pub(crate) failed: Vec<String>,
 }
 
 impl Measured {
-    /// Takes down a failure, so that half an hour of figures is not lost for one.
+    /// Records a failure and goes on, so that one failure does not lose half an hour of results.
     fn note<T>(&mut self, variant: Variant, result: anyhow::Result<T>) -> Option<T> {
         result
             .map_err(|error| {
@@ -78,7 +78,7 @@ impl Measured {
     }
 }
 
-/// Builds, measures, prints.
+/// Builds the programs, measures them, and prints the results.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
         quick,
@@ -162,7 +162,7 @@ fn sample(
 ) -> anyhow::Result<Sample> {
     let tunnel = Tunnel::open(variant, program.map(PathBuf::as_path), wire, keys)?;
     let half = Duration::from_secs(u64::from(seconds)) / 2;
-    // Idle before busy: what a flood leaves behind in queues would count as latency.
+    // Measure latency first: packets that throughput runs leave in queues would add to it.
     let latency = load::latency(wire, &tunnel.target, half)?;
     let mut throughput = BTreeMap::new();
     for streams in STREAMS {

@@ -1,6 +1,6 @@
-//! The kernel's WireGuard with everything of the agent around it - firewall table, routes, rules - beside the same set up by
-//! hand with `wg` and `ip`, and a sandbox's flows through a gateway, on the same namespaces, in turns; on a machine whose kernel
-//! has WireGuard, else in the lab's virtual one.
+//! Compares the agent's kernel backend, with firewall table, routes and rules, to WireGuard configured by hand with `wg` and `ip`; and
+//! flows of a sandbox through a gateway. All variants take turns in the same namespaces. Needs a kernel with WireGuard: this machine's, or
+//! that of the lab's virtual machine.
 
 use std::{
     collections::BTreeMap,
@@ -21,27 +21,27 @@ use super::{
 };
 use crate::programs::{cargo, show};
 
-/// Streams of the throughput runs.
+/// Numbers of TCP streams in the throughput runs.
 const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
-/// Booting, and what an emulated processor needs around each run.
-const BESIDE: Duration = Duration::from_secs(300);
-/// What an emulated second of one variant may take, with other programs on the machine.
+/// Time to boot, and to set up each run on an emulated processor.
+const SETUP: Duration = Duration::from_secs(300);
+/// The real time that an emulated second of one variant may take, with other programs on the machine.
 const EMULATED: Duration = Duration::from_secs(60);
 
-/// What runs where there is WireGuard in the kernel.
+/// What `cargo xtask bench kernel` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The directory that holds the examples `node` and `gateway` of wg-agent, built.
+    /// The directory with wg-agent's built examples `node` and `gateway`.
     #[arg(long)]
     examples: PathBuf,
-    /// Of each throughput run; latency takes half of it.
+    /// Seconds of each throughput run; latency takes half of it.
     #[arg(long, default_value_t = 6)]
     seconds: u32,
-    /// How often each is measured.
+    /// How often each variant is measured.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// What is printed at the end; progress goes to standard error.
+    /// Format of the results; progress goes to standard error.
     #[arg(short, long, value_enum, default_value = "markdown")]
     output: Format,
 }
@@ -50,12 +50,12 @@ pub(crate) struct Args {
 #[serde(rename_all = "kebab-case")]
 enum Variant {
     ByHand,
-    /// With conntrack, which kube-proxy brings to every node.
+    /// By hand, with conntrack, which kube-proxy enables on every node.
     Tracked,
     Ours,
-    /// A node by hand -> a gateway -> a pod.
+    /// A node configured by hand -> a gateway -> a pod.
     GatewayByHand,
-    /// A node of ours -> a gateway -> a pod: the path of a sandbox's flow.
+    /// A node of wg-agent -> a gateway -> a pod: the path of a sandbox's flow.
     Gateway,
 }
 
@@ -87,10 +87,10 @@ struct Sample {
     latency: Latency,
 }
 
-/// Builds what is measured and has it measured in the virtual machine, by `bench kernel`.
+/// Builds the examples, and runs `bench kernel` in the virtual machine.
 pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
     let mut build = cargo();
-    // All the work is the kernel's: how the program is built does not matter.
+    // The kernel does all the work, so the profile does not matter.
     build.args([
         "build",
         "--package",
@@ -115,8 +115,8 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
         command.extend([flag.to_owned(), value]);
     }
     let machine = Machine {
-        limit: BESIDE + EMULATED * seconds * rounds * Variant::ALL.len() as u32,
-        // Ratios without noise: what a processor does at once and what one after the other this does not tell.
+        limit: SETUP + EMULATED * seconds * rounds * Variant::ALL.len() as u32,
+        // Ratios without noise. This clock does not show what a real processor does in parallel.
         clock: Clock::Instructions,
         ..Machine::default()
     };
@@ -127,7 +127,7 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
     }
 }
 
-/// Measures here.
+/// Measures on this machine's kernel.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
         examples,
@@ -147,7 +147,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let mut samples = Vec::new();
     for round in 1..=*rounds {
-        // The one that is first in a round is last in the next.
+        // The first variant of a round is the last of the next.
         let mut order = Variant::ALL;
         order.rotate_left(round as usize % Variant::ALL.len());
         for variant in order {
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What every variant is measured with.
+/// What every variant uses.
 struct Bench<'a> {
     examples: &'a Path,
     wire: &'a Wire,
@@ -193,7 +193,7 @@ impl Bench<'_> {
                 wire.ends[0].until_answered(&target)?;
                 load::latency(wire, &target, half)?
             }
-            // It answers no ping. The first question waits in the device until the handshake is done.
+            // A gateway answers no ping. WireGuard stages the first request until the handshake is done.
             Variant::GatewayByHand | Variant::Gateway => {
                 load::latency_of(&load::bind(self.pod, POD, load::ECHO_PORT)?, wire, &target, half)?
             }
@@ -207,7 +207,7 @@ impl Bench<'_> {
             wire.ends[end].ip(&format!("link del {INTERFACE}"))?;
             wire.ends[end].run("nft", &["flush", "ruleset"])?;
         }
-        programs.into_iter().try_for_each(Node::end)?;
+        programs.into_iter().try_for_each(Example::end)?;
         Ok(Sample {
             variant,
             throughput,
@@ -215,11 +215,11 @@ impl Bench<'_> {
         })
     }
 
-    /// As a person would: no firewall, one route.
+    /// Configures WireGuard without firewall and with one route, as by hand.
     fn by_hand(&self, end: usize) -> anyhow::Result<()> {
         let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
         end.ip(&format!("link add {INTERFACE} mtu {MTU} type wireguard"))?;
-        let (file, endpoint, range) = (
+        let (file, endpoint, allowed_ip) = (
             self.keys.private_file(end),
             format!("{}:{PORT}", far.outer()),
             format!("{}/32", far.inner()),
@@ -231,16 +231,16 @@ impl Bench<'_> {
             "endpoint",
             &endpoint,
             "allowed-ips",
-            &range,
+            &allowed_ip,
         ];
         end.run("wg", &[&["set", INTERFACE][..], &peer].concat())?;
         end.ip(&format!("addr add {}/32 dev {INTERFACE}", end.inner()))?;
         end.ip(&format!("link set {INTERFACE} up"))?;
-        end.ip(&format!("route add {range} dev {INTERFACE}"))
+        end.ip(&format!("route add {allowed_ip} dev {INTERFACE}"))
     }
 
-    /// Starts a node of ours at one end of the wire.
-    fn ours(&self, end: usize) -> anyhow::Result<Node> {
+    /// Starts a node of wg-agent at one end of the veth.
+    fn ours(&self, end: usize) -> anyhow::Result<Example> {
         let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
         let peer = format!("{},{}:{PORT},{}", self.keys.public(far), far.outer(), far.inner());
         let underlay = format!("eth0,{}", end.outer());
@@ -248,7 +248,7 @@ impl Bench<'_> {
     }
 
     /// Starts a gateway at the far end, which grants the near end the ports of the pod.
-    fn gateway(&self) -> anyhow::Result<Node> {
+    fn gateway(&self) -> anyhow::Result<Example> {
         let [near, end] = &self.wire.ends;
         let peer = format!("{},{}", self.keys.public(near), near.inner());
         let [tcp, udp] = [load::IPERF_PORT, load::ECHO_PORT].map(|port| port.to_string());
@@ -257,7 +257,7 @@ impl Bench<'_> {
     }
 
     /// Starts an example of wg-agent, and waits until it is ready.
-    fn start(&self, example: &str, end: &End, more: &[&str]) -> anyhow::Result<Node> {
+    fn start(&self, example: &str, end: &End, more: &[&str]) -> anyhow::Result<Example> {
         let program = self.examples.join(example);
         let program = program.to_str().context("a program whose path is not UTF-8")?;
         let mut command = end.command(program);
@@ -273,35 +273,35 @@ impl Bench<'_> {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut running = Running::start(&mut command)?;
-        let life = running.child.stdin.take().context("its standard input")?;
-        let said = running.child.stdout.take().context("its standard output")?;
+        let stdin = running.child.stdin.take().context("its standard input")?;
+        let stdout = running.child.stdout.take().context("its standard output")?;
         let mut line = String::new();
-        BufReader::new(said)
+        BufReader::new(stdout)
             .read_line(&mut line)
             .with_context(|| format!("read the output of the example {example}"))?;
         if line.trim() != "ready" {
             bail!("the example {example} failed to start; see its message above");
         }
-        Ok(Node { running, life })
+        Ok(Example { running, stdin })
     }
 }
 
-/// One rule that asks for the state of connections: from then on the kernel keeps it, in every hook.
+/// Adds one rule that matches `ct state`, which makes the kernel track every connection.
 fn track(end: &End) -> anyhow::Result<()> {
     let rules = "table inet tracked { chain input { type filter hook input priority filter; ct state new accept; }; }";
     end.run("nft", &[rules]).map(drop)
 }
 
-/// A node or a gateway of ours, which runs as long as its standard input is open.
-struct Node {
+/// A running example `node` or `gateway`, which ends when its standard input closes.
+struct Example {
     running: Running,
-    life: ChildStdin,
+    stdin: ChildStdin,
 }
 
-impl Node {
+impl Example {
     fn end(self) -> anyhow::Result<()> {
-        let Self { mut running, life } = self;
-        drop(life);
+        let Self { mut running, stdin } = self;
+        drop(stdin);
         let status = running.child.wait().context("wait for a node or gateway of ours")?;
         if !status.success() {
             bail!("a node or gateway of ours did not take everything away: {status}");
@@ -310,7 +310,7 @@ impl Node {
     }
 }
 
-/// Its name, digits behind the point, and the figure.
+/// A column of the table: its name, the decimals, and its value.
 type Column = (&'static str, usize, fn(&Sample) -> f64);
 
 fn markdown(samples: &[Sample], seconds: u32) -> String {
@@ -346,7 +346,7 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     )
 }
 
-/// As [`spread`] has it.
+/// The same median as in [`spread`].
 fn median(values: &[f64]) -> f64 {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
@@ -361,7 +361,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ratio_is_that_of_the_medians() {
+    fn ratio_is_computed_from_medians() {
         let sample = |variant, gigabits, seconds| Sample {
             variant,
             throughput: STREAMS.map(|streams| (streams, gigabits)).into(),

@@ -1,4 +1,4 @@
-//! The traffic that is measured: TCP streams by iperf3, questions and answers, and small datagrams.
+//! Generates the measured traffic: TCP streams by iperf3, UDP requests and replies, and small datagrams.
 
 use std::{
     net::{SocketAddr, UdpSocket},
@@ -18,32 +18,32 @@ use super::{
 
 /// UDP payload of an IPv4 packet of 64 bytes.
 const SMALL: usize = 64 - 20 - 8;
-/// A question or an answer that does not come for so long is lost.
+/// A request without reply for this time counts as lost.
 const LOST: Duration = Duration::from_secs(1);
-/// Where iperf3 listens by default.
+/// The default port of iperf3.
 pub(crate) const IPERF_PORT: u16 = 5201;
-/// Where questions are answered.
+/// The port of the UDP echo server.
 pub(crate) const ECHO_PORT: u16 = 7;
 const SINK_PORT: u16 = 9;
 
-/// What TCP streams moved and what that took.
+/// The result of a run of TCP streams.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub(crate) struct Throughput {
-    /// Received by the far end's program, together.
+    /// Received by the far end's iperf3, all streams together.
     pub(crate) gigabits_per_second: f64,
     pub(crate) retransmits: u64,
-    /// CPU seconds for a gigabit: of both daemons.
+    /// CPU seconds of both daemons for a gigabit.
     pub(crate) daemons_per_gigabit: f64,
-    /// CPU seconds for a gigabit: of the whole machine, traffic generators and kernel included.
+    /// CPU seconds of the whole machine for a gigabit, with traffic generators and kernel.
     pub(crate) machine_per_gigabit: f64,
 }
 
-/// How long an answer takes when nothing else goes on.
+/// Round trip times without other traffic.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub(crate) struct Latency {
-    /// Seconds: half of all round trips are shorter.
+    /// The median, in seconds.
     pub(crate) p50: f64,
-    /// Seconds: one in a hundred is longer.
+    /// The 99th percentile, in seconds.
     pub(crate) p99: f64,
     pub(crate) lost: u64,
 }
@@ -54,7 +54,7 @@ struct Iperf {
     end: IperfEnd,
 }
 
-/// Empty where there was an error.
+/// Both fields are `None` after an error.
 #[derive(Deserialize)]
 struct IperfEnd {
     sum_sent: Option<IperfSum>,
@@ -69,14 +69,14 @@ struct IperfSum {
     retransmits: u64,
 }
 
-/// iperf3 as a server in this namespace, for as long as this is kept.
+/// Runs an iperf3 server in this namespace until the result is dropped.
 pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     let mut command = end.command("iperf3");
     command.arg("-s").stdout(Stdio::null()).stderr(Stdio::null());
     Running::start(&mut command)
 }
 
-/// So many TCP streams from the near end to the far one.
+/// Runs `streams` TCP streams from the near end to the far end.
 pub(crate) fn throughput(
     wire: &Wire,
     target: &str,
@@ -111,7 +111,7 @@ pub(crate) fn throughput(
                 machine_per_gigabit: used.machine / gigabits,
             });
         }
-        // The server is not up yet, or still busy with the run before.
+        // The server has not started yet, or is still busy with the previous run.
         if Instant::now() >= deadline {
             bail!("iperf3 to {target}: {}", error.unwrap_or_default());
         }
@@ -119,12 +119,12 @@ pub(crate) fn throughput(
     }
 }
 
-/// Small questions to the far end, one at a time, each answered at once.
+/// Measures round trips of small UDP requests to the far end, one at a time.
 pub(crate) fn latency(wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
     latency_of(&bind(&wire.ends[1], target, ECHO_PORT)?, wire, target, during)
 }
 
-/// The same, where packets to the target's [`ECHO_PORT`] reach this server.
+/// Like [`latency`], with this socket as the server: packets to [`ECHO_PORT`] of the target reach it.
 pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
     server.set_read_timeout(Some(LOST))?;
     let client = connect(&wire.ends[0], target, ECHO_PORT)?;
@@ -134,13 +134,13 @@ pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: 
         scope.spawn(|| echo(server, &done));
         let asked = ask(&client, during);
         done.store(true, Ordering::Release);
-        // So that the far end looks at the flag now.
+        // Wake the server, so that it checks the flag now.
         let _ = client.send(&[0; SMALL]);
         asked
     })
 }
 
-/// Answers questions until told to stop, which it looks at when asked or when nothing came for its socket's timeout.
+/// Answers requests until `stop` is set. It checks `stop` after each request, and after its socket's timeout.
 pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
     let mut buffer = [0; SMALL];
     while !stop.load(Ordering::Acquire) {
@@ -166,7 +166,7 @@ fn ask(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
             && loop {
                 match client.recv(&mut buffer) {
                     Ok(_) if buffer == question => break true,
-                    // An answer that had been given up.
+                    // A late reply to an earlier request, which counted as lost.
                     Ok(_) => {}
                     Err(_) => break false,
                 }
@@ -189,8 +189,8 @@ fn ask(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
     })
 }
 
-/// Datagrams received in a second when more are sent than get through. The sender has the lowest priority: it offers what the others
-/// leave it time for, and does not take theirs.
+/// Datagrams received in a second when more are sent than the tunnel can forward. The sender has the lowest priority, so that it takes no
+/// CPU time from the tunnel.
 pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyhow::Result<f64> {
     let sink = bind(&wire.ends[1], target, SINK_PORT)?;
     sink.set_read_timeout(Some(LOST))?;
@@ -207,13 +207,13 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
             }
         });
         scope.spawn(|| {
-            // Without the right to lower itself it is as important as the others, which the figures survive.
+            // If this fails, the sender competes with the tunnel; the figures are lower, but still valid.
             let _ = rustix::process::setpriority_process(None, 19);
             while !done.load(Ordering::Acquire) {
                 let _ = source.send(&[0; SMALL]);
             }
         });
-        // The first moments fill queues.
+        // Let the queues fill first.
         thread::sleep(Duration::from_millis(200));
         let (began, before) = (Instant::now(), received.load(Ordering::Relaxed));
         thread::sleep(during);
@@ -224,14 +224,14 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
     })
 }
 
-/// A UDP socket at an end.
+/// Binds a UDP socket in an end's namespace.
 pub(crate) fn bind(end: &End, address: &str, port: u16) -> anyhow::Result<UdpSocket> {
     let address = SocketAddr::new(address.parse().context("an address")?, port);
     end.enter(|| UdpSocket::bind(address))
         .with_context(|| format!("bind UDP {address}"))
 }
 
-/// A UDP socket at an end, for an address of the other.
+/// Opens a UDP socket in an end's namespace, connected to the target.
 pub(crate) fn connect(end: &End, target: &str, port: u16) -> anyhow::Result<UdpSocket> {
     let any = SocketAddr::from(([0, 0, 0, 0], 0));
     let connected = end.enter(|| {

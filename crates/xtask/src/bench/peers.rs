@@ -1,4 +1,4 @@
-//! The programs that are compared: ours built from this checkout, the others at pinned versions, each into a cache.
+//! Builds the programs to compare: ours from this checkout, the others at pinned versions into a cache.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use crate::{
     tools,
 };
 
-/// Our device alone (crates/wg-agent/examples/device.rs), as it is released.
+/// Our device alone (crates/wg-agent/examples/device.rs), with the release profile.
 pub(crate) fn ours() -> anyhow::Result<PathBuf> {
     let mut build = cargo();
     build.args(["build", "--release", "--package", "wg-agent", "--example", "device"]);
@@ -22,7 +22,7 @@ pub(crate) fn wireguard_go() -> anyhow::Result<PathBuf> {
     Ok(tools::build(&[ArtefactSet::WireguardGo])?.path("wireguard-go")?)
 }
 
-/// What is measured, in a word: the commit, and whether files differ from it.
+/// The commit of this checkout, and whether files differ from it.
 pub(crate) fn revision() -> String {
     let describe = std::process::Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=10"])

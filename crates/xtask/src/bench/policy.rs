@@ -1,5 +1,5 @@
-//! Sandboxes that enter a hub through gateways, measured on whole clusters by packets of the sandbox's own: how fast a grant closes
-//! and opens, what a restarted or replaced gateway interrupts, throughput by the number of grants, and what an idle gateway uses.
+//! `cargo xtask bench policy`: measures gateways on whole clusters with packets of a sandbox: how fast a grant closes and opens, how long a
+//! restarted or replaced gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
 
 use std::collections::BTreeMap;
 
@@ -13,27 +13,27 @@ mod load;
 mod world;
 
 use load::{Idle, Sample};
-use world::World;
+use world::TestClusters;
 
-/// What is measured, and how it is printed.
+/// What `cargo xtask bench policy` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Only these parts. Default: all.
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
-    /// Rounds of each change: of a revocation, a quarantine, a restart and a replacement.
+    /// Rounds of each change: revocation, quarantine, restart and replacement.
     #[arg(long, default_value_t = 20)]
     changes: u32,
-    /// Of each throughput run; round trips take half of it.
+    /// Seconds of each throughput run; round trips take half of it.
     #[arg(long, default_value_t = 4)]
     seconds: u32,
     /// How often throughput and round trips are measured for each number of grants.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// Builds agents, gateways and controller with our own crates optimised.
+    /// Build agents, gateways and controller with the workspace's crates optimised.
     #[arg(long)]
     optimised: bool,
-    /// What is printed at the end; progress goes to standard error.
+    /// Format of the results; progress goes to standard error.
     #[arg(short, long, value_enum, default_value = "markdown")]
     output: Format,
     #[command(flatten)]
@@ -44,7 +44,7 @@ pub(crate) struct Args {
 enum Part {
     /// Memory and CPU of an idle gateway.
     Idle,
-    /// A grant that is taken back and given again, and a quarantine.
+    /// A grant that is removed and added again, and a quarantine.
     Grants,
     /// A gateway whose container is restarted, and one whose pod is replaced.
     Gateways,
@@ -52,7 +52,8 @@ enum Part {
     Throughput,
 }
 
-/// A time that is measured in every round: milliseconds from before the call to the API server, where nothing else is said.
+/// A duration that every round measures, in milliseconds. It starts before the call to the API server, unless its description says
+/// otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Time {
@@ -85,21 +86,21 @@ impl Time {
 
 #[derive(Debug, Default, serde::Serialize)]
 struct Measured {
-    /// Of the gateways: `kernel` or `userspace`.
+    /// The gateways' backend: `kernel` or `userspace`.
     backend: String,
     times: BTreeMap<Time, Vec<u128>>,
-    /// Restarts of a gateway's container that changed its public key, and Peers that they wrote in the sandbox.
+    /// Restarts of a gateway's container that changed its public key, and Peers in the sandbox that were written because of restarts.
     keys_changed: u32,
     peers_written: usize,
-    /// New connections while a gateway's pod was replaced, and those of them that did not open within three seconds.
+    /// New connections while a gateway's pod was replaced, and how many of them did not open within three seconds.
     connections: u64,
     connections_lost: u64,
     samples: Vec<Sample>,
-    /// Of each gateway.
+    /// The resources of each idle gateway.
     idle: Vec<Idle>,
 }
 
-/// Measures and prints.
+/// Runs the benchmark and prints the results.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     prereq::ensure(&args.prereq)?;
     if args.optimised {
@@ -119,7 +120,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 async fn measure(args: &Args) -> anyhow::Result<Measured> {
     let say = |line: &str| eprintln!("bench: {line}");
     let lab = Lab::start_with(world::plan(), &say).await?;
-    let world = World::up(&lab, &say).await?;
+    let world = TestClusters::up(&lab, &say).await?;
     let mut measured = Measured {
         backend: world.backend().await?,
         ..Measured::default()
@@ -147,7 +148,7 @@ impl Measured {
     }
 }
 
-/// The value below which that share of all lies.
+/// The smallest value that is at least as large as that share of the values.
 fn quantile(sorted: &[u128], share: f64) -> u128 {
     #[allow(
         clippy::cast_possible_truncation,
@@ -238,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quantile_is_a_value_that_was_measured() {
+    fn quantile_is_one_of_the_values() {
         let all: Vec<u128> = (1..=400).collect();
         assert_eq!([0.5, 0.99, 1.0].map(|share| quantile(&all, share)), [200, 396, 400]);
         assert_eq!(quantile(&[7], 0.99), 7);

@@ -1,4 +1,4 @@
-//! The figures as people read them (a markdown table, bench/README.md holds one) and as programs do.
+//! Prints the results of `bench dataplane` as Markdown tables (as in bench/README.md) or as JSON.
 
 use std::fmt::{self, Write as _};
 
@@ -12,13 +12,13 @@ use super::{
 /// How the figures are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Format {
-    /// Medians, with the least and the most in brackets.
+    /// Medians, with minimum and maximum in brackets.
     Markdown,
     /// Every sample.
     Json,
 }
 
-/// What they were measured on.
+/// The machine and the revision of a measurement.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Machine {
     cpu: String,
@@ -28,7 +28,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// This one. What cannot be read is "unknown": figures are worth having all the same.
+    /// This machine. A value that cannot be read is "unknown"; the figures are useful all the same.
     pub(crate) fn here() -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_else(|_| "unknown".into());
         let info = read("/proc/cpuinfo");
@@ -56,12 +56,12 @@ impl fmt::Display for Machine {
     }
 }
 
-/// Without what the one who built it added.
+/// The kernel's version without the distribution's suffix.
 fn version(release: &str) -> &str {
     release.trim().split(['-', '+']).next().unwrap_or_default()
 }
 
-/// Prints all of it.
+/// Prints the results.
 pub(crate) fn print(measured: &Measured, format: Format) -> anyhow::Result<()> {
     match format {
         Format::Markdown => print!("{}", markdown(measured)),
@@ -70,7 +70,7 @@ pub(crate) fn print(measured: &Measured, format: Format) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One sample as progress.
+/// One sample in one line, to show progress.
 pub(crate) fn line(sample: &Sample) -> String {
     let Sample {
         variant,
@@ -175,12 +175,12 @@ fn crowd_table(text: &mut String, crowds: &[(Variant, Crowd)]) {
     }
 }
 
-/// Each once, in order.
+/// Each variant once, in order.
 fn variants(of: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Variant> {
     of.collect()
 }
 
-/// The median (of two in the middle the lower), with the least and the most where there is more than one.
+/// The median (the lower of two in the middle), with minimum and maximum if there is more than one value.
 pub(crate) fn spread(mut values: Vec<f64>, digits: usize) -> String {
     values.retain(|value| !value.is_nan());
     values.sort_by(f64::total_cmp);
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_spread_is_the_median_between_the_least_and_the_most() {
+    fn spread_is_the_median_with_minimum_and_maximum() {
         assert_eq!(spread(vec![], 1), "-");
         assert_eq!(spread(vec![f64::NAN], 1), "-");
         assert_eq!(spread(vec![2.25], 1), "2.2");

@@ -1,5 +1,5 @@
-//! `cargo xtask bench soak`: minutes of traffic over our device while keys are renewed, processes killed and addresses changed. Says
-//! how long anyone waited for an answer.
+//! `cargo xtask bench soak`: sends traffic through our device for minutes, with rekeys, killed processes and changed addresses. Prints the
+//! longest time without a reply.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,11 +21,11 @@ use super::{
 };
 use crate::prereq;
 
-/// Questions are asked so often.
-const EVERY: Duration = Duration::from_millis(10);
-/// A wait shorter than this is no stall: full CPUs alone make some.
-const NOTED: Duration = Duration::from_millis(100);
-/// The goal: no longer than this.
+/// Time from one request to the next.
+const INTERVAL: Duration = Duration::from_millis(10);
+/// A shorter time without a reply is no stall, because busy CPUs alone cause some.
+const MIN_STALL: Duration = Duration::from_millis(100);
+/// The goal for the longest stall.
 const GOAL: Duration = Duration::from_secs(1);
 
 /// What `cargo xtask bench soak` takes.
@@ -33,10 +33,10 @@ const GOAL: Duration = Duration::from_secs(1);
 pub(crate) struct Args {
     #[arg(long, default_value_t = 10)]
     minutes: u64,
-    /// Before each set of disturbances; keys are renewed after 120.
+    /// Seconds before each set of disturbances. A rekey happens after 120 s.
     #[arg(long, default_value_t = 150)]
     quiet_seconds: u64,
-    /// Between disturbances.
+    /// Seconds between disturbances.
     #[arg(long, default_value_t = 30)]
     pause_seconds: u64,
     #[command(flatten)]
@@ -46,26 +46,26 @@ pub(crate) struct Args {
 /// What is done to an end of the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Disturbance {
-    /// SIGKILL, and a new process at once.
+    /// Kill the process with SIGKILL, and start a new one at once.
     Restart,
-    /// Another address on the wire; the old one goes.
+    /// Replace the address on the veth.
     Roam,
 }
 
-/// A time without an answer, from its beginning.
+/// A time without a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stall {
     began: Duration,
     length: Duration,
 }
 
-/// What one side heard.
-struct Heard {
+/// The replies that one end received.
+struct Replies {
     answers: u64,
     stalls: Vec<Stall>,
 }
 
-/// Runs it and prints what was seen.
+/// Runs the benchmark and prints the results.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
         minutes,
@@ -98,13 +98,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         let done = disturb(&wire, &keys, &program, tunnel, begin, until, &plan)?;
         stop.store(true, Ordering::Release);
-        let heard = askers.into_iter().map(|asker| asker.join().expect("one who asks"));
-        print!("{}", markdown(until, &done, &heard.collect::<Vec<_>>()));
+        let replies = askers.into_iter().map(|asker| asker.join().expect("one who asks"));
+        print!("{}", markdown(until, &done, &replies.collect::<Vec<_>>()));
         Ok(())
     })
 }
 
-/// Ends the askers, also after an error.
+/// Stops the threads, also after an error.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -113,7 +113,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// When what is done to which end: quiet, then each disturbance to each end, again and again.
+/// The time, kind and end of each disturbance: a quiet time, then each kind at each end; repeated until the end.
 fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Disturbance, usize)> {
     let set = [
         (Disturbance::Restart, 0),
@@ -125,7 +125,7 @@ fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Dis
     let mut at = Duration::ZERO;
     for (index, (what, end)) in set.into_iter().cycle().enumerate() {
         at += if index % set.len() == 0 { quiet } else { pause };
-        // The last one is given the time to be heard of.
+        // Leave time to see the effect of the last one.
         if at + pause.min(quiet) > until {
             break;
         }
@@ -134,12 +134,12 @@ fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Dis
     plan
 }
 
-/// What happened.
-struct Done {
+/// What happened during the run.
+struct Events {
     disturbances: Vec<(Duration, Disturbance)>,
-    /// Handshakes seen at the near end, by when it says they were.
+    /// Handshakes that the near end reported, counted by their times.
     handshakes: usize,
-    /// Bytes that TCP moved.
+    /// Bytes that the far end received.
     moved: f64,
 }
 
@@ -151,15 +151,15 @@ fn disturb(
     begin: Instant,
     until: Duration,
     plan: &[(Duration, Disturbance, usize)],
-) -> anyhow::Result<Done> {
+) -> anyhow::Result<Events> {
     let mut handshakes = BTreeSet::new();
     let mut disturbances = Vec::new();
-    let mut places = wire.ends.each_ref().map(End::outer);
+    let mut addresses = wire.ends.each_ref().map(End::outer);
     let mut plan = plan.iter().peekable();
     let mut stream: Option<Running> = None;
     let before = received(wire)?;
     while begin.elapsed() < until {
-        // A connection may not survive what is done to it; the next one begins at once.
+        // A disturbance may end the connection; start the next one at once.
         if stream
             .as_mut()
             .is_none_or(|stream| !matches!(stream.child.try_wait(), Ok(None)))
@@ -176,29 +176,29 @@ fn disturb(
             );
             disturbances.push((begin.elapsed(), *what));
             match what {
-                // An agent would know where the other is now: from its Peer, or from what it kept.
-                Disturbance::Restart => tunnel.restart(*end, program, wire, keys, &places[1 - end])?,
+                // As an agent does, start with the other end's current endpoint.
+                Disturbance::Restart => tunnel.restart(*end, program, wire, keys, &addresses[1 - end])?,
                 Disturbance::Roam => {
                     let end_of = &wire.ends[*end];
                     let [home, away] = [end_of.outer(), end_of.away()];
-                    let next = if places[*end] == home { away } else { home };
+                    let next = if addresses[*end] == home { away } else { home };
                     end_of.ip(&format!("addr add {next}/24 dev eth0"))?;
-                    end_of.ip(&format!("addr del {}/24 dev eth0", places[*end]))?;
-                    places[*end] = next;
+                    end_of.ip(&format!("addr del {}/24 dev eth0", addresses[*end]))?;
+                    addresses[*end] = next;
                 }
             }
         }
         handshakes.extend(tunnel.latest_handshake(wire, 0)?);
         thread::sleep(Duration::from_millis(250));
     }
-    Ok(Done {
+    Ok(Events {
         disturbances,
         handshakes: handshakes.len(),
         moved: received(wire)? - before,
     })
 }
 
-/// Bytes that the far end's wire took so far.
+/// Bytes that the far end's veth has received so far.
 fn received(wire: &Wire) -> anyhow::Result<f64> {
     let text = wire.ends[1].run("cat", &["/proc/net/dev"])?;
     let line = text.lines().find_map(|line| line.trim().strip_prefix("eth0:"));
@@ -212,21 +212,21 @@ fn sockets(wire: &Wire, from: usize, to: usize) -> anyhow::Result<(UdpSocket, Ud
     let target = wire.ends[to].inner();
     let answering = load::bind(&wire.ends[to], &target, load::ECHO_PORT)?;
     let asking = load::connect(&wire.ends[from], &target, load::ECHO_PORT)?;
-    answering.set_read_timeout(Some(NOTED))?;
-    asking.set_read_timeout(Some(EVERY))?;
+    answering.set_read_timeout(Some(MIN_STALL))?;
+    asking.set_read_timeout(Some(INTERVAL))?;
     Ok((asking, answering))
 }
 
-/// Asks until told to stop; any answer counts, however late.
-fn ask(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Heard {
-    let mut heard = Heard {
+/// Sends requests until `stop` is set. Any reply counts, also a late one.
+fn ask(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Replies {
+    let mut replies = Replies {
         answers: 0,
         stalls: Vec::new(),
     };
     let mut last = Instant::now();
     let mut note = |last: Instant, now: Instant| {
-        if now - last >= NOTED {
-            heard.stalls.push(Stall {
+        if now - last >= MIN_STALL {
+            replies.stalls.push(Stall {
                 began: last - begin,
                 length: now - last,
             });
@@ -234,21 +234,21 @@ fn ask(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Heard {
     };
     while !stop.load(Ordering::Acquire) {
         let asked = Instant::now();
-        // While the interface is away this fails at once: also then a question every 10 ms.
+        // Without the interface the send fails at once; the loop still sends only every 10 ms.
         if socket.send(b"are you there?").is_ok() && socket.recv(&mut [0; 64]).is_ok() {
             let now = Instant::now();
             note(last, now);
             last = now;
-            heard.answers += 1;
+            replies.answers += 1;
         }
-        thread::sleep(EVERY.saturating_sub(asked.elapsed()));
+        thread::sleep(INTERVAL.saturating_sub(asked.elapsed()));
     }
     note(last, Instant::now());
-    heard
+    replies
 }
 
-fn markdown(until: Duration, done: &Done, heard: &[Heard]) -> String {
-    let Done {
+fn markdown(until: Duration, done: &Events, replies: &[Replies]) -> String {
+    let Events {
         disturbances,
         handshakes,
         moved,
@@ -258,17 +258,17 @@ fn markdown(until: Duration, done: &Done, heard: &[Heard]) -> String {
     for (_, what) in disturbances {
         longest.entry(Some(*what)).or_default();
     }
-    for stall in heard.iter().flat_map(|heard| &heard.stalls) {
+    for stall in replies.iter().flat_map(|replies| &replies.stalls) {
         let longest = longest.entry(cause(disturbances, *stall)).or_default();
         *longest = stall.length.max(*longest);
     }
-    let answers: u64 = heard.iter().map(|heard| heard.answers).sum();
+    let answers: u64 = replies.iter().map(|replies| replies.answers).sum();
     let mut text = format!(
         "{} minutes, {:.1} GB over TCP, {answers} answers to questions from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
          | | times | longest wait for an answer, s |\n|---|---|---|\n",
         until.as_secs() / 60,
         moved / 1e9,
-        NOTED.as_millis(),
+        MIN_STALL.as_millis(),
     );
     for (what, length) in &longest {
         let (name, times) = match what {
@@ -296,7 +296,7 @@ fn markdown(until: Duration, done: &Done, heard: &[Heard]) -> String {
     text
 }
 
-/// What a stall is laid to: the last disturbance before its end, if that was not long ago when it began.
+/// The cause of a stall: the last disturbance before its end, unless that was more than 10 s before its beginning.
 fn cause(disturbances: &[(Duration, Disturbance)], stall: Stall) -> Option<Disturbance> {
     let end = stall.began + stall.length;
     let last = disturbances.iter().rev().find(|(at, _)| *at <= end)?;
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_times_let_keys_be_renewed_between_sets_of_disturbances() {
+    fn sets_of_disturbances_start_after_a_quiet_time() {
         let at = |plan: Vec<(Duration, Disturbance, usize)>| plan.into_iter().map(|(at, ..)| at).collect::<Vec<_>>();
         assert_eq!(
             at(plan(s(600), s(150), s(30))),
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_laid_to_the_disturbance_just_before_it() {
+    fn stall_is_caused_by_the_disturbance_just_before_it() {
         let done = [(s(100), Disturbance::Restart), (s(130), Disturbance::Roam)];
         let stall = |began, length| Stall {
             began: s(began),

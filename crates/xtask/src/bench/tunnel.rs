@@ -1,4 +1,4 @@
-//! A tunnel over the wire, made by one of the programs that are compared. How fast it is is measured elsewhere.
+//! Opens a tunnel over the veth with one of the programs to compare.
 
 use std::{
     fmt::Write as _,
@@ -17,19 +17,19 @@ use super::{
 };
 use crate::programs::from_crates_io;
 
-/// Of every tunnel: what is left of 1500 for a WireGuard over IPv6.
+/// MTU of every tunnel: 1500 minus the overhead of WireGuard over IPv6.
 pub(crate) const MTU: &str = "1420";
 pub(crate) const PORT: &str = "51820";
 
-/// What carries the packets.
+/// The program that forwards the packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Variant {
-    /// No tunnel: the bound of all others.
+    /// No tunnel: the upper bound of all others.
     Veth,
     /// The userspace device of this checkout.
     WgAgent,
-    /// The same with `--no-offload`.
+    /// Like `WgAgent`, with `--no-offload`.
     WgAgentNoOffload,
     /// Current wireguard-go, pinned in tools/wireguard.
     WireguardGo,
@@ -40,7 +40,7 @@ pub(crate) enum Variant {
 }
 
 impl Variant {
-    /// As the table names it, with the version measured.
+    /// The name in the tables, with the measured version.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Veth => "plain veth",
@@ -52,7 +52,7 @@ impl Variant {
         }
     }
 
-    /// Builds the program; `None` where none is needed.
+    /// Builds the program; `None` if the variant needs none.
     pub(crate) fn build(self) -> anyhow::Result<Option<PathBuf>> {
         Ok(match self {
             Self::Veth => None,
@@ -75,7 +75,7 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// Makes a pair for each end.
+    /// Creates a pair for each end.
     pub(crate) fn new(wire: &Wire) -> anyhow::Result<Self> {
         let directory = tempfile::tempdir().context("a directory for keys")?;
         let mut public = [String::new(), String::new()];
@@ -103,8 +103,8 @@ impl Keys {
 pub(crate) struct Daemon {
     running: Running,
     interface: String,
-    /// Ours is told by its standard input, the others by `wg`.
-    conversation: Option<(ChildStdin, BufReader<ChildStdout>)>,
+    /// Standard input and output of our device, for its commands. The other programs are configured with `wg`.
+    pipes: Option<(ChildStdin, BufReader<ChildStdout>)>,
 }
 
 impl Daemon {
@@ -151,9 +151,9 @@ impl Daemon {
         let mut daemon = Self {
             running,
             interface,
-            conversation: pipes.map(|(stdin, stdout)| (stdin, BufReader::new(stdout))),
+            pipes: pipes.map(|(stdin, stdout)| (stdin, BufReader::new(stdout))),
         };
-        if daemon.conversation.is_some() {
+        if daemon.pipes.is_some() {
             daemon.line()?;
         } else {
             let socket = daemon.socket();
@@ -173,9 +173,9 @@ impl Daemon {
         Path::new("/var/run/wireguard").join(format!("{}.sock", self.interface))
     }
 
-    /// The next line that ours says.
+    /// Reads the next line of our device's output.
     fn line(&mut self) -> anyhow::Result<String> {
-        let (_, output) = self.conversation.as_mut().context("a program that is not ours")?;
+        let (_, output) = self.pipes.as_mut().context("a program that is not ours")?;
         let mut line = String::new();
         output.read_line(&mut line).context("read what our device says")?;
         if line.is_empty() {
@@ -184,9 +184,9 @@ impl Daemon {
         Ok(line)
     }
 
-    /// Has ours do something; returns how long that took.
-    fn ask(&mut self, request: &str) -> anyhow::Result<Duration> {
-        let (input, _) = self.conversation.as_mut().context("a program that is not ours")?;
+    /// Sends a command to our device; returns how long it took.
+    fn command(&mut self, request: &str) -> anyhow::Result<Duration> {
+        let (input, _) = self.pipes.as_mut().context("a program that is not ours")?;
         writeln!(input, "{request}").context("speak to our device")?;
         let line = self.line()?;
         let micros = line.trim().strip_prefix("done ").and_then(|micros| micros.parse().ok());
@@ -198,7 +198,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Killed, it cannot remove its socket itself.
+        // A killed program cannot remove its socket.
         let _ = self.running.child.kill();
         let _ = self.running.child.wait();
         let _ = std::fs::remove_file(self.socket());
@@ -213,7 +213,7 @@ pub(crate) struct Tunnel {
 }
 
 impl Tunnel {
-    /// Sets it up between both ends.
+    /// Opens the tunnel between both ends.
     pub(crate) fn open(variant: Variant, program: Option<&Path>, wire: &Wire, keys: &Keys) -> anyhow::Result<Self> {
         let Some(program) = program else {
             return Ok(Self {
@@ -241,14 +241,14 @@ impl Tunnel {
         keys: &Keys,
         other: &str,
     ) -> anyhow::Result<()> {
-        // The port must be free before it is asked for.
+        // The old process must release the port first.
         drop(self.daemons.remove(end));
         let daemon = join(Variant::WgAgent, program, wire, keys, end, other)?;
         self.daemons.insert(end, daemon);
         Ok(())
     }
 
-    /// When the device at an end says it last agreed on keys, Unix seconds.
+    /// The latest handshake of the device at an end, in Unix seconds.
     pub(crate) fn latest_handshake(&self, wire: &Wire, end: usize) -> anyhow::Result<Option<u64>> {
         let interface = &self.daemons[end].interface;
         let text = wire.ends[end].run("wg", &["show", interface, "latest-handshakes"])?;
@@ -256,18 +256,18 @@ impl Tunnel {
         Ok(seconds.filter(|seconds| *seconds > 0))
     }
 
-    /// The processes that do the work.
+    /// The processes of the tunnel.
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.daemons.iter().map(|daemon| daemon.running.pid()).collect()
     }
 }
 
-/// Of a tunnel at this end; the programs make it.
+/// The name of the tunnel's interface at this end, which the program creates.
 fn interface(end: &End) -> String {
     format!("bn{}x{}", std::process::id(), end.number)
 }
 
-/// Takes away the interface that a program of ours left, as it should, when it was killed.
+/// Removes the interface that outlived a killed process of ours.
 fn clear(end: &End) -> anyhow::Result<()> {
     let interface = interface(end);
     if end.output("ip", &["link", "show", "dev", &interface])?.status.success() {
@@ -276,13 +276,19 @@ fn clear(end: &End) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes one end of a tunnel to the other, which is at `other`.
+/// Opens one end of a tunnel; `other` is the outer address of the other end.
 fn join(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, other: &str) -> anyhow::Result<Daemon> {
     let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
     let endpoint = format!("{other}:{PORT}");
-    let range = format!("{}/32", far.inner());
+    let allowed_ip = format!("{}/32", far.inner());
     let key = keys.public(far);
-    let daemon = Daemon::start(variant, program, end, keys, Some(&format!("{key},{endpoint},{range}")))?;
+    let daemon = Daemon::start(
+        variant,
+        program,
+        end,
+        keys,
+        Some(&format!("{key},{endpoint},{allowed_ip}")),
+    )?;
     let interface = &daemon.interface;
     if !variant.is_ours() {
         end.run(
@@ -295,31 +301,31 @@ fn join(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, 
                 "endpoint",
                 &endpoint,
                 "allowed-ips",
-                &range,
+                &allowed_ip,
             ],
         )?;
     }
-    // An interface that outlived its process has its address.
+    // `replace`, because an interface that outlived its process has the address already.
     end.ip(&format!("addr replace {}/24 dev {interface}", end.inner()))?;
     end.ip(&format!("link set {interface} mtu {MTU} up"))?;
     Ok(daemon)
 }
 
-/// What many peers cost that nobody speaks to.
+/// The cost of many peers without traffic.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub(crate) struct Crowd {
-    /// Seconds from the first of them to the last.
+    /// Seconds to add all of them.
     pub(crate) programmed: f64,
-    /// Seconds for one range more of one of them; not a number where that is refused.
+    /// Seconds to add a network to the allowed IPs of one of them; NaN if the program refuses that.
     pub(crate) changed: f64,
-    /// Bytes of memory for a thousand.
+    /// Bytes of memory for a thousand peers.
     pub(crate) memory_per_thousand: f64,
 }
 
-/// How many they are: what a mesh is promised to hold.
+/// Their number: the largest supported mesh.
 pub(crate) const CROWD: u32 = 5_000;
 
-/// Gives one device many peers and looks at what that costs.
+/// Adds many peers to one device, and measures time and memory.
 pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) -> anyhow::Result<Crowd> {
     let end = &wire.ends[0];
     clear(end)?;
@@ -327,9 +333,9 @@ pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) 
     let before = cpu::resident(daemon.running.pid())?;
     let (programmed, changed, after);
     if variant.is_ours() {
-        programmed = daemon.ask(&format!("idle {CROWD}"))?;
+        programmed = daemon.command(&format!("idle {CROWD}"))?;
         after = cpu::resident(daemon.running.pid())?;
-        changed = Some(daemon.ask("change")?);
+        changed = Some(daemon.command("change")?);
     } else {
         let mut file = tempfile::NamedTempFile::new().context("a file of peers")?;
         file.write_all(configuration().as_bytes()).context("write peers")?;
@@ -341,9 +347,9 @@ pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) 
         };
         programmed = timed(&["addconf", &daemon.interface, path])?;
         after = cpu::resident(daemon.running.pid())?;
-        let ranges = format!("{},102.0.0.0/24", ranges(17).join(","));
-        // boringtun-cli cannot change a peer that it has.
-        changed = timed(&["set", &daemon.interface, "peer", &key(17), "allowed-ips", &ranges]).ok();
+        let allowed_ips = format!("{},102.0.0.0/24", allowed_ips(17).join(","));
+        // boringtun-cli cannot change an existing peer.
+        changed = timed(&["set", &daemon.interface, "peer", &key(17), "allowed-ips", &allowed_ips]).ok();
     }
     Ok(Crowd {
         programmed: programmed.as_secs_f64(),
@@ -352,7 +358,7 @@ pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) 
     })
 }
 
-/// The same peers that our example makes by itself.
+/// A configuration with the peers that our example adds for `idle`.
 fn configuration() -> String {
     let mut text = String::new();
     for number in 0..CROWD {
@@ -361,7 +367,7 @@ fn configuration() -> String {
             text,
             "[Peer]\nPublicKey = {}\nAllowedIPs = {}",
             key(number),
-            ranges(number).join(", ")
+            allowed_ips(number).join(", ")
         );
     }
     text
@@ -373,7 +379,7 @@ fn key(number: u32) -> String {
     base64::Engine::encode(&base64::engine::general_purpose::STANDARD, bytes)
 }
 
-fn ranges(number: u32) -> [String; 3] {
+fn allowed_ips(number: u32) -> [String; 3] {
     [
         (0x6400_0000 + number * 256, 24),
         (0x6540_0000 + number, 32),

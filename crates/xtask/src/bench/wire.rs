@@ -1,7 +1,7 @@
-//! Two network namespaces and the veth between them, and running things inside. What runs there is the caller's business.
+//! Creates two network namespaces with a veth between them, and runs programs in them.
 //!
-//! A namespace has neither name nor mount: a file descriptor of this process holds it, so it ends with this process, however that
-//! ends. So do the programs started in it.
+//! A namespace has neither name nor mount, only a file descriptor of this process. So it is removed when this process ends in any way, and
+//! so are the programs in it.
 
 use std::{
     fs::File,
@@ -14,13 +14,13 @@ use std::{
 use anyhow::{Context, bail};
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// The largest packet of the wire, as on most networks.
+/// MTU of the veth, as on most networks.
 const MTU: u16 = 1500;
-/// A pod behind the far end, and the far end as the pod sees it.
+/// Addresses of the pod behind the far end, and of the far end in the pod's network.
 pub(crate) const POD: &str = "10.244.0.2";
 const GATEWAY: &str = "10.244.0.1";
-/// How long anything that has to come up is waited for.
-const PATIENCE: Duration = Duration::from_secs(15);
+/// How long to wait for a peer or a program to be ready.
+const READY_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// One end: a namespace with its half of the veth.
 pub(crate) struct End {
@@ -40,7 +40,7 @@ pub(crate) struct Running {
 }
 
 impl Wire {
-    /// Makes the namespaces and joins them.
+    /// Creates the namespaces, and the veth between them.
     pub(crate) fn new() -> anyhow::Result<Self> {
         let wire = Self {
             ends: [End::new(1)?, End::new(2)?],
@@ -59,7 +59,7 @@ impl Wire {
         Ok(wire)
     }
 
-    /// Makes a pod behind the far end: a namespace that a veth of its own joins to it. In it the far end is [`GATEWAY`].
+    /// Creates a pod behind the far end: a third namespace, with another veth to the far end, which is [`GATEWAY`] there.
     pub(crate) fn pod(&self) -> anyhow::Result<End> {
         let pod = End::new(3)?;
         let far = &self.ends[1];
@@ -75,7 +75,7 @@ impl Wire {
         Ok(pod)
     }
 
-    /// Whether the wire takes UDP super-packets (as a NIC with USO and a receiver with GRO) or has the kernel cut them up before it.
+    /// Sets whether the veth accepts UDP super-packets, as a NIC with USO and a receiver with GRO, or the kernel splits them before.
     pub(crate) fn set_udp_offload(&self, on: bool) -> anyhow::Result<()> {
         let state = if on { "on" } else { "off" };
         for end in &self.ends {
@@ -98,7 +98,7 @@ impl End {
             .context("open the new namespace")?;
         let end = Self { namespace, number };
         end.ip("link set lo up")?;
-        // Else an address that goes takes along those added after it.
+        // Otherwise the kernel deletes secondary addresses together with the primary one.
         end.run(
             "sh",
             &["-ec", "echo 1 > /proc/sys/net/ipv4/conf/all/promote_secondaries"],
@@ -111,7 +111,7 @@ impl End {
         format!("192.0.2.{}", self.number)
     }
 
-    /// Its address on the veth when it has moved.
+    /// Its other address on the veth, for roaming.
     pub(crate) fn away(&self) -> String {
         format!("192.0.2.10{}", self.number)
     }
@@ -121,12 +121,12 @@ impl End {
         format!("10.9.0.{}", self.number)
     }
 
-    /// As long as this process lives.
+    /// The path of its namespace, valid while this process runs.
     fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespace.as_raw_fd())
     }
 
-    /// Runs the closure on a thread inside.
+    /// Runs the closure on a thread in the namespace.
     pub(crate) fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let run = scope.spawn(|| {
@@ -137,7 +137,7 @@ impl End {
         })
     }
 
-    /// A command that will run inside, and not longer than this thread.
+    /// A command that runs in the namespace, and is killed when this thread ends.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -147,7 +147,7 @@ impl End {
         command
     }
 
-    /// Runs a program to its end, whatever that is.
+    /// Runs a program until it ends, with any exit code.
     pub(crate) fn output(&self, program: &str, args: &[&str]) -> anyhow::Result<Output> {
         let output = self.command(program).args(args).output();
         output.with_context(|| format!("run {program}"))
@@ -176,8 +176,8 @@ impl End {
 
     /// Waits until a ping is answered.
     pub(crate) fn until_answered(&self, address: &str) -> anyhow::Result<()> {
-        // One process asks ten times a second and ends with the first answer.
-        let seconds = PATIENCE.as_secs().to_string();
+        // One process sends ten requests a second and exits after the first reply.
+        let seconds = READY_TIMEOUT.as_secs().to_string();
         let ping = ["-n", "-q", "-i", "0.1", "-c", "1", "-w", &seconds, address];
         self.run("ping", &ping).map(drop)
     }
@@ -190,7 +190,7 @@ impl Running {
         Ok(Self { child })
     }
 
-    /// Its process id: the programs that lead into the namespace end by becoming it.
+    /// Its process id: nsenter and setpriv replace themselves with the program.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -203,15 +203,15 @@ impl Drop for Running {
     }
 }
 
-/// Asks until there is a value.
+/// Calls `ask` until it returns a value.
 pub(crate) fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + READY_TIMEOUT;
     loop {
         if let Some(value) = ask() {
             return Ok(value);
         }
         if Instant::now() >= deadline {
-            bail!("waited {} s for {what}", PATIENCE.as_secs());
+            bail!("waited {} s for {what}", READY_TIMEOUT.as_secs());
         }
         thread::sleep(Duration::from_millis(10));
     }

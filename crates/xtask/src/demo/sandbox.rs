@@ -1,5 +1,5 @@
-//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code enters another through gateways, and reaches the Service that
-//! is named for it and nothing else.
+//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code enters another through gateways, and reaches only the Service
+//! that is granted to it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use super::{Demo, HUB, MEMBER, described};
 mod attack;
 
 const SANDBOX: &str = "notebooks";
-/// Two of the three ports of one Service.
+/// The grant: two of the three ports of one Service.
 const GRANT: &str = "[{service: {cluster: mgmt, namespace: default, name: store}, \
                      ports: [{port: http}, {port: echo, protocol: UDP}], as: {namespace: default, name: hub-store}}]";
 
@@ -26,7 +26,7 @@ pub(super) fn plan() -> LabPlan {
         .with_policies(HUB)
 }
 
-/// What of some sockets answers, or shall answer.
+/// Sockets that answer, or should answer.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Open {
     tcp: BTreeSet<SocketAddr>,
@@ -48,7 +48,7 @@ impl Open {
         })
     }
 
-    /// The same. What is `wanted` and silent is asked again: on a loaded machine one attempt may be too short.
+    /// Like [`Self::found`], but retries `wanted` sockets that do not answer: on a loaded machine one attempt may be too short.
     async fn found_with(
         lab: &Lab,
         from: &Asker,
@@ -57,7 +57,7 @@ impl Open {
     ) -> anyhow::Result<Self> {
         let mut found = Self::found(lab, from, sockets).await?;
         for _ in 0..20 {
-            let missing = wanted.beside(&found);
+            let missing = wanted.without(&found);
             if missing == Self::default() {
                 break;
             }
@@ -67,8 +67,8 @@ impl Open {
         Ok(found)
     }
 
-    /// Without what these are.
-    fn beside(&self, other: &Self) -> Self {
+    /// The sockets of `self` that are not in `other`.
+    fn without(&self, other: &Self) -> Self {
         Self {
             tcp: self.tcp.difference(&other.tcp).copied().collect(),
             udp: self.udp.difference(&other.udp).copied().collect(),
@@ -84,7 +84,7 @@ impl Open {
         format!("{} answer TCP, {} UDP", self.tcp.len(), self.udp.len())
     }
 
-    /// A line for each address, with what it is and its open ports.
+    /// Prints a line for each address, with its description and open ports.
     fn print_by_address(&self, all: &BTreeMap<SocketAddr, String>) {
         let mut lines: BTreeMap<IpAddr, (&str, Vec<String>)> = BTreeMap::new();
         for (sockets, protocol) in [(&self.tcp, ""), (&self.udp, "/UDP")] {
@@ -110,8 +110,8 @@ impl std::fmt::Display for Open {
     }
 }
 
-/// What all steps speak of.
-struct World<'a> {
+/// The clusters and grants that all steps use.
+struct Scene<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
@@ -119,14 +119,14 @@ struct World<'a> {
     sandbox: Cluster<'a>,
     /// The sandbox's pod and, as root, its node.
     askers: Vec<Asker>,
-    /// What is granted, and through which gateways.
+    /// The sockets of the grant, by gateway.
     through: Granted,
-    /// The same as sockets.
+    /// The same sockets, of all gateways together.
     granted: Open,
 }
 
 impl<'a> Demo<'a> {
-    /// Shows it.
+    /// Runs the scenario.
     pub(super) async fn sandbox(&mut self) -> anyhow::Result<()> {
         let world = self.up().await?;
         self.beside_the_mesh(&world).await?;
@@ -143,8 +143,8 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Installs, meshes, and shows that the granted Service answers under its name.
-    async fn up(&mut self) -> anyhow::Result<World<'a>> {
+    /// Installs everything, creates the mesh, and shows that the granted Service answers under its name.
+    async fn up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
         self.title("install: crds/ and deploy/, with kubectl as README.md tells");
@@ -179,7 +179,7 @@ impl<'a> Demo<'a> {
             .iter()
             .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
         let through = product.granted(SANDBOX).await?;
-        let world = World {
+        let world = Scene {
             granted: Open::granted(&through),
             askers: askers.collect(),
             lab,
@@ -209,7 +209,7 @@ impl<'a> Demo<'a> {
         Ok(world)
     }
 
-    async fn answers(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+    async fn answers(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         let service = world.sandbox.cluster_ip("default", "hub-store").await?;
         for from in &world.askers {
             let answer = world.lab.ask_until_answered(from, &format!("http://{service}")).await;
@@ -226,12 +226,12 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// The underlay, as the sandbox's own routes lead: without NetworkPolicies and with those that are shipped.
-    async fn beside_the_mesh(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+    /// Scans over the underlay, with the sandbox's own routes: without NetworkPolicies, then with those in deploy/.
+    async fn beside_the_mesh(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open anywhere there, as routes are",
         );
-        let World { lab, granted, .. } = world;
+        let Scene { lab, granted, .. } = world;
         let boundary = lab.boundary(SANDBOX)?;
         let all = boundary.sockets(&[&world.member], &world.through).await?;
         println!(
@@ -240,7 +240,7 @@ impl<'a> Demo<'a> {
         let mut open = Open::default();
         for from in &world.askers {
             let found = Open::found_with(lab, from, all.keys().copied(), granted).await?;
-            let outcome = match granted.beside(&found) {
+            let outcome = match granted.without(&found) {
                 missing if missing == Open::default() => Ok(format!("of {} sockets {}", all.len(), found.count())),
                 missing => Err(format!("granted and silent: {missing}")),
             };
@@ -248,20 +248,20 @@ impl<'a> Demo<'a> {
             open.extend(found);
         }
         println!("  Granted by the mesh: {granted}. Open on the underlay alone:");
-        open.beside(granted).print_by_address(&all);
+        open.without(granted).print_by_address(&all);
         self.with_policies(world, &boundary, &all, &open).await
     }
 
     async fn with_policies(
         &mut self,
-        world: &World<'_>,
+        world: &Scene<'_>,
         boundary: &Boundary<'_>,
         all: &BTreeMap<SocketAddr, String>,
         open: &Open,
     ) -> anyhow::Result<()> {
         self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its values set");
         println!("{}", without_comments(&boundary.policy()?));
-        let World { lab, granted, .. } = world;
+        let Scene { lab, granted, .. } = world;
         let admitted = boundary.admitted().await?;
         let applied = Instant::now();
         for from in &world.askers {
@@ -278,7 +278,7 @@ impl<'a> Demo<'a> {
                 udp: granted.udp.clone(),
             };
             let found = Open::found_with(lab, from, all.keys().copied(), &wanted).await?;
-            // A resolver need not answer what is no question.
+            // A resolver need not answer a datagram that is no DNS query.
             let udp = found
                 .udp
                 .iter()
@@ -293,7 +293,7 @@ impl<'a> Demo<'a> {
         self.answers(world).await
     }
 
-    async fn trusted(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+    async fn trusted(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
         let web = world.member.webs().await?.into_iter().next();
         let from = Asker::Pod(web.context("tenant-a runs no web server")?);
@@ -304,7 +304,7 @@ impl<'a> Demo<'a> {
         self.check(&format!("{from} -> pod {}", store.name), described(answer));
         let all = world.hub.sockets().await?;
         let open = Open::found(world.lab, &from, all.keys().copied()).await?;
-        // Where a kubeconfig leads to is the underlay's business: no mesh carries it.
+        // The API servers in kubeconfigs are reached over the underlay, not through the mesh.
         let apis = [&world.hub, &world.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
         println!(
             "  What answers it, {} and {} by the underlay, where kubeconfigs lead:",

@@ -1,4 +1,4 @@
-//! `deploy/gateway.yaml`: the gateways of a cluster that sandboxes may enter.
+//! Generates `deploy/gateway.yaml`: the gateways of a cluster that sandboxes may enter.
 
 use serde_json::{Value, json};
 
@@ -8,14 +8,14 @@ use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_a
 pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 
 const NAME: &str = "clustermesh-gateway";
-/// Its init container is privileged, so the namespace admits that, and nothing else is in it.
+/// The namespace of the gateways, and of nothing else: it admits privileged pods for their init container.
 const NAMESPACE: &str = "clustermesh-gateway";
 /// UDP port of the tunnel in the pod, and at its node.
 const PORT: u16 = 51820;
 const HOST_PORT: u16 = 51821;
 const REPLICAS: usize = 2;
 
-/// Account, roles, the SandboxGateways; then, after the admission policy, what runs.
+/// The documents before the admission policy (account, roles, SandboxGateways), and those after it (what the gateways run).
 pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
     (account(), vec![service(), budget(), network_policy(), stateful_set()])
 }
@@ -27,7 +27,7 @@ fn gateways() -> Vec<String> {
 fn account() -> Vec<Value> {
     let own = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
-        // A further replica is named here, too, and gets a SandboxGateway of its name.
+        // If you add replicas: each has its name in this list, and its SandboxGateway.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
     ]);
     let mut out = vec![
@@ -46,7 +46,7 @@ fn account() -> Vec<Value> {
             ("ClusterRole", NAME),
             (NAME, NAMESPACE),
         ),
-        // Bound in each namespace whose Services sandboxes may reach, by whoever owns it. Without that nothing of it is served.
+        // The owner of a namespace binds this role in it to let sandboxes reach its Services. Without the binding no grant in it is served.
         role(
             "ClusterRole",
             "clustermesh-gateway-reads",
@@ -70,7 +70,7 @@ fn account() -> Vec<Value> {
     out
 }
 
-/// The StatefulSet needs one; nothing resolves it.
+/// The Service that a StatefulSet requires; nothing resolves its name.
 fn service() -> Value {
     json!({
         "apiVersion": "v1",
@@ -93,8 +93,8 @@ fn budget() -> Value {
     })
 }
 
-/// What a gateway that was taken over may reach: pods, and the API server. Name that one's addresses, and the namespaces that
-/// sandboxes may reach, where the CNI enforces these.
+/// Limits what a compromised gateway can reach: pods, and the API server. Where the CNI enforces it, replace the API server's addresses and
+/// the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",
@@ -105,8 +105,8 @@ fn network_policy() -> Value {
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"ports": [{"protocol": "UDP", "port": PORT}]},
-                // Plain http without authentication: for pods of this cluster. A NetworkPolicy never closes a pod to its own node, where the
-                // kubelet probes it.
+                // Plain http without authentication: for pods of this cluster. A NetworkPolicy never closes a pod to its own node, where
+                // the kubelet probes it.
                 {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
             ],
             "egress": [

@@ -1,12 +1,11 @@
-//! Counts the tests that ran from the output of the test programs, and reports why a run without failures is no success: too few
-//! tests, or ignored ones.
+//! Counts tests from the output of the test programs. A run without failures is still no success if tests are ignored, or too few ran.
 
 use std::{fmt, iter::Sum};
 
 /// The fewest tests that `cargo xtask test` may run. Raise it when you add tests; lower it only by the tests that you delete.
 const LEAST: u64 = 1000;
 
-/// Tests of one program, or of several.
+/// The counts of one program, or their sum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     passed: u64,
@@ -15,14 +14,14 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    /// A test program that ended without a result: it was killed, or called `exit`.
+    /// The counts of a program that ended without a result: it was killed, or called `exit`.
     const LOST: Self = Self {
         passed: 0,
         failed: 1,
         ignored: 0,
     };
 
-    /// Reads the output of one test program. Only its last line of results is its own: a program that runs itself in a virtual
+    /// Reads the output of one test program. Only its last result line counts: a program that runs itself in a virtual
     /// machine prints the results of that run first.
     pub(super) fn of_program(output: &str) -> Self {
         output.lines().rev().find_map(Self::of_line).unwrap_or(Self::LOST)
@@ -63,8 +62,8 @@ impl Counts {
         })
     }
 
-    /// Compares the counts with the tests that were meant to run; returns why the run is no success although no test failed. Ignored
-    /// and missing tests count as failed from here on, so that the closing line agrees with the exit code.
+    /// Returns why the run is no success even if no test failed: ignored tests, or fewer tests than expected. Adds these to `failed`, so
+    /// that the last line agrees with the exit code.
     pub(super) fn judge(&mut self, scope: Scope) -> Vec<String> {
         let mut problems = Vec::new();
         if self.ignored > 0 {
@@ -101,12 +100,12 @@ fn is_heading(line: &str) -> bool {
     (line.starts_with("Running ") && line.contains(" (") && line.ends_with(')')) || line.starts_with("Doc-tests ")
 }
 
-/// Which tests were meant to run.
+/// Which tests were selected.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Scope {
-    /// All of the project.
+    /// All tests of the project.
     All { least: u64 },
-    /// Those that the caller named.
+    /// The tests that the arguments select.
     Selected,
 }
 
@@ -131,7 +130,7 @@ impl Sum for Counts {
     }
 }
 
-/// The closing line of a run.
+/// The last line of a run.
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} passed, {} failed", self.passed, self.failed)

@@ -1,4 +1,4 @@
-//! How long changes take until packets of the sandbox show them: flows of its pod are sent without a pause meanwhile.
+//! Measures how long a change takes to affect packets: pods of the sandbox send all the time.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -15,19 +15,19 @@ use serde_json::{Value, json};
 
 use super::{
     Measured, Time,
-    world::{PATIENCE, World, now},
+    world::{TIMEOUT, TestClusters, now},
 };
 
-/// A flow that is not answered for so long is closed.
+/// A flow without a reply for this time is closed.
 const SILENCE: Duration = Duration::from_secs(1);
-/// Between two changes: by then the one before is done with, its statuses included.
+/// The pause between two changes, in which the first one completes, with all statuses.
 const PAUSE: Duration = Duration::from_secs(3);
-/// A connection that waits longer was not opened by its first SYN, which is sent again after a second.
+/// Milliseconds: a connection that takes longer lost its first SYN, which TCP sends again after a second.
 const LATE: u128 = 500;
 
 impl Measured {
-    /// Takes a grant back and gives it again, then quarantines the sandbox and releases it, each so often.
-    pub(super) async fn grants(&mut self, world: &World<'_>, rounds: u32) -> anyhow::Result<()> {
+    /// Removes a grant and adds it again `rounds` times, then quarantines and releases the sandbox `rounds` times.
+    pub(super) async fn grants(&mut self, world: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
         let revoked = world.changed(|entry| {
             entry["egress"].as_array_mut().and_then(Vec::pop);
         });
@@ -40,7 +40,7 @@ impl Measured {
 
     async fn toggle(
         &mut self,
-        world: &World<'_>,
+        world: &TestClusters<'_>,
         rounds: u32,
         closed: &[Value],
         [closes, opens]: [Time; 2],
@@ -53,7 +53,7 @@ impl Measured {
                 flow.silent_for(SILENCE).await?;
             }
             tokio::time::sleep(PAUSE).await;
-            // Answers that came after the silence count, too.
+            // Replies after the silence count, too.
             let last: Vec<u128> = flows.iter().filter_map(|flow| flow.answers().pop()).collect();
             let last = last.into_iter().map(|last| last.saturating_sub(called));
             let closed_after: Vec<u128> = last.collect();
@@ -69,9 +69,9 @@ impl Measured {
         Ok(())
     }
 
-    /// Kills the process of one gateway, then deletes its pod, in turns with the other gateway, so often. The pod is new in each
-    /// round because the kubelet waits longer before each further restart of one container.
-    pub(super) async fn gateways(&mut self, world: &World<'_>, rounds: u32) -> anyhow::Result<()> {
+    /// In each round kills the process of one gateway, then deletes its pod; the gateways take turns. Each round needs a new pod, because
+    /// the kubelet waits longer before each further restart of a container.
+    pub(super) async fn gateways(&mut self, world: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
         for round in 1..=rounds {
             let gateways = world.gateways().await?;
             let gateway = &gateways[round as usize % gateways.len()];
@@ -84,7 +84,7 @@ impl Measured {
         Ok(())
     }
 
-    async fn restart(&mut self, world: &World<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+    async fn restart(&mut self, world: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
         let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
         tokio::time::sleep(PAUSE).await;
         let pod = world.gateway_pod(&gateway.name).await?;
@@ -92,7 +92,7 @@ impl Measured {
         let (peers, old) = (world.peers().await?, world.process(&pod)?);
         let called = now();
         kill(Pid::from_raw(old), Signal::SIGKILL)?;
-        wait_until("the next process", PATIENCE, async || match world.process(&pod) {
+        wait_until("the next process", TIMEOUT, async || match world.process(&pod) {
             Ok(new) if new != old => Ok(()),
             other => Err(format!("{other:?}")),
         })
@@ -109,7 +109,7 @@ impl Measured {
         Ok(())
     }
 
-    async fn replace(&mut self, world: &World<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+    async fn replace(&mut self, world: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
         let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
         let connections = world.lab.watch_connections(&world.pod, world.mirrored().await?)?;
         tokio::time::sleep(PAUSE).await;
@@ -118,7 +118,7 @@ impl Measured {
         let old = pods.get(&gateway.name).await?.metadata.uid;
         let called = now();
         pods.delete(&gateway.name, &DeleteParams::default()).await?;
-        wait_until("the next pod's status", PATIENCE, async || {
+        wait_until("the next pod's status", TIMEOUT, async || {
             let status = world.status(&gateway.name).await.map_err(|error| error.to_string())?;
             match status["podUID"].as_str().map(str::to_owned) {
                 Some(new) if Some(&new) != old.as_ref() => Ok(()),
@@ -130,7 +130,7 @@ impl Measured {
         self.add(Time::Replaced, answered - called);
         self.add(Time::ReplacedSilent, silence);
         world.hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await?;
-        // Those that are still waited for are lost by then.
+        // Connections that are still not open then are lost.
         tokio::time::sleep(PAUSE * 2).await;
         let attempts = connections.attempts();
         let attempts = attempts.into_iter().filter(|(began, _)| *began >= called);
@@ -151,8 +151,8 @@ impl Measured {
     }
 }
 
-/// A flow of the sandbox's pod to the echo through each gateway, answered.
-async fn flows(world: &World<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
+/// Starts a flow from the sandbox's pod to the echo server through each gateway, and waits for a reply.
+async fn flows(world: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
     let port = world.port("echo").await?;
     let mut flows = Vec::new();
     for gateway in gateways {
@@ -165,10 +165,10 @@ async fn flows(world: &World<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Ec
     Ok(flows)
 }
 
-/// Waits for an answer; how long the longest silence since that time was, and when it ended.
+/// Waits for a reply. Returns the length of the longest silence since that time, and when it ended.
 async fn longest_silence(flow: &Echo, since: u128) -> anyhow::Result<(u128, u128)> {
     flow.answered_after(now()).await?;
-    // The longest one is over when it goes on answering.
+    // The longest silence has ended if replies continue for this time.
     tokio::time::sleep(SILENCE).await;
     let answers: Vec<u128> = flow.answers().into_iter().filter(|at| *at >= since).collect();
     let starts = std::iter::once(&since).chain(&answers);

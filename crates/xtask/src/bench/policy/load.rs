@@ -1,5 +1,5 @@
-//! Throughput and round trips through a gateway by the number of grants in its table, beside those of a cluster-meshed member, and
-//! what an idle gateway uses.
+//! Measures throughput and round trips through a gateway by the number of grants in its table, compared to a cluster-meshed member; and the
+//! resources of an idle gateway.
 
 use std::{
     net::SocketAddr,
@@ -17,38 +17,38 @@ use serde_json::{Value, json};
 use super::{
     super::cpu::{Cpu, resident},
     quantile,
-    world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, PATIENCE, World, objects},
+    world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
 };
 
-/// In the table of every gateway, those of the measured sandbox among them.
+/// Numbers of grants in the table of every gateway, with those of the measured sandbox.
 const GRANTS: [usize; 3] = [OWN_GRANTS, 100, 10_000];
-/// What the schema allows one SandboxAccess.
+/// The most grants that the schema allows in one SandboxAccess.
 const GRANTS_OF_ONE: usize = 2048;
 const IDLE: u32 = 60;
 const FILLER: &str = "filler";
 
 #[derive(Debug, Clone, serde::Serialize)]
 pub(super) struct Sample {
-    /// In the gateway's table; `None` = the cluster-meshed member.
+    /// Number of grants in the gateway's table; `None` = the cluster-meshed member.
     pub(super) grants: Option<usize>,
     /// One TCP stream.
     pub(super) gigabits_per_second: f64,
-    /// Of round trips, microseconds.
+    /// Percentiles of round trips, in microseconds.
     pub(super) p50: f64,
     pub(super) p99: f64,
     /// VmRSS of the gateway, bytes.
     pub(super) resident: Option<f64>,
-    /// Seconds from the first write of the grants that were added until every gateway has published their number.
+    /// Seconds from the first write of the added grants until the status of every gateway has their number.
     pub(super) applied: Option<f64>,
 }
 
-/// What a gateway uses while no sandbox sends anything.
+/// The resources of a gateway while no sandbox sends.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct Idle {
     pub(super) gateway: String,
     /// VmRSS, bytes.
     pub(super) resident: f64,
-    /// CPU seconds of `seconds`.
+    /// CPU seconds used in `seconds`.
     pub(super) cpu: f64,
     pub(super) seconds: u32,
 }
@@ -58,7 +58,7 @@ fn memory(pid: u32) -> anyhow::Result<f64> {
     Ok(resident(pid)? as f64)
 }
 
-pub(super) async fn idle(world: &World<'_>) -> anyhow::Result<Vec<Idle>> {
+pub(super) async fn idle(world: &TestClusters<'_>) -> anyhow::Result<Vec<Idle>> {
     let mut before = Vec::new();
     for gateway in world.gateways().await? {
         let pod = world.gateway_pod(&gateway.name).await?;
@@ -77,13 +77,13 @@ pub(super) async fn idle(world: &World<'_>) -> anyhow::Result<Vec<Idle>> {
     used.collect()
 }
 
-pub(super) async fn throughput(world: &World<'_>, seconds: u32, rounds: u32) -> anyhow::Result<Vec<Sample>> {
+pub(super) async fn throughput(world: &TestClusters<'_>, seconds: u32, rounds: u32) -> anyhow::Result<Vec<Sample>> {
     let (load, echo) = (world.port("load").await?, world.port("echo").await?);
     let gateways = world.gateways().await?;
     let mut chosen = None;
     for gateway in &gateways {
         let pod = world.gateway_pod(&gateway.name).await?;
-        // On the server's node, where the member's tunnel ends, too.
+        // The gateway on the server's node, where the member's tunnel also ends.
         if pod.node == world.server.node {
             chosen = Some((gateway, u32::try_from(world.process(&pod)?)?));
         }
@@ -122,19 +122,19 @@ pub(super) async fn throughput(world: &World<'_>, seconds: u32, rounds: u32) -> 
     Ok(samples)
 }
 
-/// The SandboxAccesses of other sandboxes, which have no nodes: nothing uses their grants.
+/// Additional SandboxAccesses, of sandboxes without nodes: nothing uses their grants.
 struct Fillers<'a> {
-    world: &'a World<'a>,
+    world: &'a TestClusters<'a>,
     accesses: Api<DynamicObject>,
     gateways: Vec<Gateway>,
     count: usize,
-    /// Of the measured sandbox and of these.
+    /// Number of grants, with those of the measured sandbox.
     grants: usize,
 }
 
 impl Fillers<'_> {
-    /// Adds SandboxAccesses, each when the one before is applied, until every gateway serves so many grants or one refuses more.
-    /// Returns how many seconds that took.
+    /// Adds SandboxAccesses one at a time, each after the previous one is applied, until every gateway serves `to` grants or one refuses
+    /// more. Returns the duration in seconds.
     async fn grow(&mut self, to: usize) -> anyhow::Result<f64> {
         let began = Instant::now();
         while self.grants < to {
@@ -165,7 +165,7 @@ impl Fillers<'_> {
     async fn applied(&self) -> anyhow::Result<()> {
         for gateway in &self.gateways {
             let what = format!("{} to serve {} grants", gateway.name, self.grants);
-            wait_until(what, PATIENCE, async || {
+            wait_until(what, TIMEOUT, async || {
                 let status = self.world.status(&gateway.name).await;
                 let status = status.map_err(|error| error.to_string())?;
                 if status["grants"] == self.grants {
@@ -181,7 +181,7 @@ impl Fillers<'_> {
 }
 
 async fn sample(
-    world: &World<'_>,
+    world: &TestClusters<'_>,
     from: &Asker,
     [load, echo]: [SocketAddr; 2],
     seconds: u32,
@@ -190,7 +190,7 @@ async fn sample(
     let (host, port) = (load.ip().to_string(), load.port().to_string());
     let words = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
     let words = [&words[..], &["--connect-timeout", "5000"]].concat();
-    let run = wait_until(format!("iperf3 from {from}"), PATIENCE, async || {
+    let run = wait_until(format!("iperf3 from {from}"), TIMEOUT, async || {
         let run = world
             .lab
             .run_at(from, &words)

@@ -1,4 +1,4 @@
-//! The clusters that are measured: a hub with gateways, a sandbox and a cluster-meshed member, with one server pod in the hub.
+//! Sets up the measured clusters: a hub with gateways and one server pod, a sandbox, and a cluster-meshed member.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,8 @@ use serde_json::{Value, json};
 const HUB: &str = "mgmt";
 const MEMBER: &str = "tenant-a";
 pub(super) const SANDBOX: &str = "notebooks";
-pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+/// How long to wait for a state of the clusters.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(120);
 /// The ports that iperf3 and the echo listen at in the server pod.
 pub(super) const LOAD_PORT: u16 = 5201;
 pub(super) const ECHO_PORT: u16 = 9000;
@@ -34,28 +35,28 @@ kind: Service
 metadata: {name: echo, namespace: default}
 spec: {selector: {app: web}, ports: [{port: 9000, protocol: UDP}]}
 ";
-/// The grant that is removed and given again is the last one.
+/// The benchmark removes the last grant and adds it again.
 const EGRESS: &str = "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}, \
                       {service: {cluster: mgmt, namespace: default, name: load}}, \
                       {service: {cluster: mgmt, namespace: default, name: echo}}]";
-/// Ports of these Services together: the grants of the sandbox.
+/// The number of ports of these Services, which is the number of the sandbox's grants.
 pub(super) const OWN_GRANTS: usize = 3;
 
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
 }
 
-/// The clusters, meshed.
-pub(super) struct World<'a> {
+/// The connected clusters.
+pub(super) struct TestClusters<'a> {
     pub(super) lab: &'a Lab,
     product: Product<'a>,
     pub(super) hub: Cluster<'a>,
     sandbox: Cluster<'a>,
-    /// The sandbox's pod, which sends.
+    /// The sandbox's client pod.
     pub(super) pod: Asker,
-    /// The member's pod, which sends.
+    /// The member's client pod.
     pub(super) member_pod: Asker,
-    /// The hub's pod, which answers.
+    /// The hub's server pod.
     pub(super) server: Web,
     /// `spec.clusters` of the ClusterMesh with every grant.
     pub(super) members: Vec<Value>,
@@ -78,8 +79,8 @@ pub(super) fn objects(client: Client, kind: &str, plural: &str, namespace: Optio
     }
 }
 
-impl<'a> World<'a> {
-    /// Installs everything and waits until the sandbox and the member are answered.
+impl<'a> TestClusters<'a> {
+    /// Installs everything, and waits until the sandbox and the member get replies.
     pub(super) async fn up(lab: &'a Lab, say: &dyn Fn(&str)) -> anyhow::Result<Self> {
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
         let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, say).await?;
@@ -134,13 +135,13 @@ impl<'a> World<'a> {
 
     /// The gateways, once the sandbox has a Peer of each.
     pub(super) async fn gateways(&self) -> anyhow::Result<Vec<Gateway>> {
-        let granted = wait_until("a Peer of every gateway", PATIENCE, async || {
+        let granted = wait_until("a Peer of every gateway", TIMEOUT, async || {
             self.product.granted(SANDBOX).await.map_err(|error| error.to_string())
         });
         Ok(granted.await?.gateways)
     }
 
-    /// Where a Service is at each gateway's address.
+    /// The gateway port of a Service.
     pub(super) async fn port(&self, service: &str) -> anyhow::Result<u16> {
         let accesses = objects(self.hub.client().await?, "SandboxAccess", "sandboxaccesses", None);
         let access = accesses.get(&format!("{MESH}--{SANDBOX}")).await?;
@@ -208,7 +209,7 @@ impl<'a> World<'a> {
             .collect())
     }
 
-    /// `spec.clusters` with another entry of the sandbox.
+    /// `spec.clusters` with a changed entry of the sandbox.
     pub(super) fn changed(&self, change: impl Fn(&mut Value)) -> Vec<Value> {
         let mut members = self.members.clone();
         members
@@ -222,7 +223,7 @@ impl<'a> World<'a> {
     pub(super) async fn apply(&self, members: &[Value]) -> anyhow::Result<u128> {
         let client = self.hub.client().await?;
         let meshes = objects(client, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
-        // So that the connection is there.
+        // Opens the connection before the time starts.
         meshes.get(MESH).await?;
         let called = now();
         let patch = Patch::Merge(json!({"spec": {"clusters": members}}));

@@ -1,5 +1,5 @@
-//! The sandbox's administrator turns: everything is led into the tunnel and scanned, while the grant stands and after it was
-//! taken back.
+//! Shows an attack by the sandbox's administrator, who routes every address into the tunnel and scans it: with the grant, and after its
+//! revocation.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,11 +11,11 @@ use anyhow::Context;
 use clustermesh_lab::{Attacker, Echo, Gateway};
 use futures::future::try_join_all;
 
-use super::{Demo, HUB, Open, SANDBOX, World};
+use super::{Demo, HUB, Open, SANDBOX, Scene};
 
-/// So long nothing comes before it is taken for the end.
+/// A flow without an answer for this time counts as closed.
 const SILENCE: Duration = Duration::from_secs(1);
-/// What an address is, by how its description begins.
+/// The kind of an address, by the first words of its description.
 const KINDS: [(&str, &str); 8] = [
     ("node ", "of nodes"),
     ("WireGuard ", "of nodes' tunnels"),
@@ -28,8 +28,8 @@ const KINDS: [(&str, &str); 8] = [
 ];
 
 impl Demo<'_> {
-    /// Scans through each gateway in turn, and takes the grant back while all is led through the last one.
-    pub(super) async fn through_the_tunnel(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+    /// Scans through each gateway in turn, and revokes the grant while everything is routed through the last one.
+    pub(super) async fn through_the_tunnel(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
         let worker = world
             .sandbox
@@ -62,7 +62,7 @@ impl Demo<'_> {
             all.retain(|socket, _| !left.contains(&socket.ip()));
             let granted = Open::granted(&world.through.through(gateway));
             for from in &world.askers {
-                // Of a scan's first packets a session that is still to be made holds some and loses the others.
+                // Wait for a session: without one, WireGuard stages only some of a scan's first packets and drops the others.
                 world.lab.until_open(from, &granted.tcp).await?;
             }
             let found = self.scans(world, &all, &granted).await?;
@@ -81,7 +81,7 @@ impl Demo<'_> {
 
     async fn scans(
         &self,
-        world: &World<'_>,
+        world: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
         wanted: &Open,
     ) -> anyhow::Result<Vec<Open>> {
@@ -92,10 +92,10 @@ impl Demo<'_> {
         try_join_all(scans).await
     }
 
-    /// `gateway` = through which everything is led.
+    /// Revokes the grant, and measures how long it stays usable. `gateway` is the one through which everything is routed.
     async fn taken_back(
         &mut self,
-        world: &World<'_>,
+        world: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
         gateway: &Gateway,
     ) -> anyhow::Result<()> {
@@ -155,7 +155,7 @@ fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSe
     println!("  (The lab's etcd listens at the loopback of its own machine: 2379 and 2380 are asked all the same.)");
 }
 
-/// Milliseconds since 1970, as an echo's answers are told.
+/// Milliseconds since 1970, as in an [`Echo`]'s answers.
 fn now() -> anyhow::Result<u128> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis())
 }
