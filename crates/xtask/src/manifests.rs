@@ -121,7 +121,7 @@ fn binding(kind: &str, name: &str, namespace: Option<&str>, role: (&str, &str), 
     binding
 }
 
-/// What the controller needs in a cluster that takes part in a mesh, the hub among them.
+/// The controller's permissions in each member, also in the hub.
 fn member_rules() -> Value {
     json!([
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},
@@ -130,7 +130,7 @@ fn member_rules() -> Value {
         // Sandboxes that enter through gateways.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxaccesses"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["list", "watch"]},
-        // Mirrored Services stand in whichever namespace a grant names, so this cannot be narrower by name.
+        // A mirrored Service can be in any namespace that a grant names, so these permissions cannot be limited to namespaces.
         {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
     ])
@@ -155,7 +155,7 @@ fn controller() -> Vec<Value> {
             name,
             None,
             &json!([
-                // patch: the finalizer. Its status is written by server-side apply.
+                // `patch` is for the finalizer; the status is written by server-side apply.
                 {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes"], "verbs": ["list", "watch", "patch"]},
                 {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes/status"], "verbs": ["patch"]},
                 {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
@@ -168,7 +168,7 @@ fn controller() -> Vec<Value> {
             ("ClusterRole", name),
             (name, NAMESPACE),
         ),
-        // Secrets of the meshes' own namespace only. For meshes in another namespace, bind the same Role there.
+        // Only Secrets of the ClusterMeshes' namespace. For ClusterMeshes in another namespace, bind the same Role there.
         role(
             "Role",
             name,
@@ -181,7 +181,7 @@ fn controller() -> Vec<Value> {
             "kind": "Deployment",
             "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels(name)},
             "spec": {
-                // One replica, and the old one gone before the new one comes: two would write against each other.
+                // One replica, and the old pod stops before the new one starts: two controllers would overwrite each other's objects.
                 "replicas": 1,
                 "strategy": {"type": "Recreate"},
                 "selector": {"matchLabels": {"app.kubernetes.io/name": name}},
@@ -229,7 +229,7 @@ fn member_account() -> Vec<Value> {
             ("ClusterRole", "clustermesh-member"),
             (MEMBER_ACCOUNT, NAMESPACE),
         ),
-        // A token that lives as long as this Secret: delete it to take the controller's access back.
+        // The token is valid until this Secret is deleted: delete it to revoke the controller's access.
         json!({
             "apiVersion": "v1",
             "kind": "Secret",
@@ -267,7 +267,7 @@ fn agent() -> Vec<Value> {
             ("ClusterRole", name),
             (name, AGENT_NAMESPACE),
         ),
-        // Where this cluster's API server is: its addresses never go into the tunnel.
+        // The addresses of this cluster's API server, which the agent never routes into the tunnel.
         role(
             "Role",
             name,
@@ -281,7 +281,7 @@ fn agent() -> Vec<Value> {
             ("Role", name),
             (name, AGENT_NAMESPACE),
         ),
-        // Whether Cilium, where it is the CNI, leads packets past netfilter.
+        // Cilium's configuration: whether it bypasses netfilter.
         role(
             "Role",
             name,
@@ -307,7 +307,7 @@ fn agent() -> Vec<Value> {
                     "spec": {
                         "serviceAccountName": name,
                         "hostNetwork": true,
-                        // The node's own resolvers: those the agent keeps out of the tunnel.
+                        // The node's own resolvers, which the agent keeps out of the tunnel.
                         "dnsPolicy": "Default",
                         "priorityClassName": "system-node-critical",
                         "tolerations": [{"operator": "Exists"}],

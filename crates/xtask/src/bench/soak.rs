@@ -98,7 +98,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         let done = disturb(&wire, &keys, &program, tunnel, begin, until, &plan)?;
         stop.store(true, Ordering::Release);
-        let replies = askers.into_iter().map(|asker| asker.join().expect("one who asks"));
+        let replies = askers
+            .into_iter()
+            .map(|asker| asker.join().expect("a thread that sends requests"));
         print!("{}", markdown(until, &done, &replies.collect::<Vec<_>>()));
         Ok(())
     })

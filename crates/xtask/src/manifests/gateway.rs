@@ -10,7 +10,7 @@ pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 const NAME: &str = "clustermesh-gateway";
 /// The namespace of the gateways, and of nothing else: it admits privileged pods for their init container.
 const NAMESPACE: &str = "clustermesh-gateway";
-/// UDP port of the tunnel in the pod, and at its node.
+/// UDP ports of the tunnel: in the pod, and on its node.
 const PORT: u16 = 51820;
 const HOST_PORT: u16 = 51821;
 const REPLICAS: usize = 2;
@@ -93,7 +93,8 @@ fn budget() -> Value {
     })
 }
 
-/// Limits what a compromised gateway can reach: pods, and the API server. Where the CNI enforces it, replace the API server's addresses and
+/// Limits what a compromised gateway can reach to pods and the API server. Because the addresses differ between clusters, it admits all
+/// namespaces, and the API server's ports at any address. If the CNI enforces NetworkPolicies, narrow it to the API server's addresses and
 /// the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({
@@ -105,8 +106,8 @@ fn network_policy() -> Value {
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"ports": [{"protocol": "UDP", "port": PORT}]},
-                // Plain http without authentication: for pods of this cluster. A NetworkPolicy never closes a pod to its own node, where
-                // the kubelet probes it.
+                // The admin port (plain http without authentication) is open only to pods of this cluster. The kubelet's probes still work: a
+                // NetworkPolicy never blocks traffic from the pod's own node.
                 {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
             ],
             "egress": [
@@ -148,7 +149,7 @@ fn stateful_set() -> Value {
                     "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
                         {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector},
                     ]}},
-                    // Forwarding in the pod's own network namespace; the only privileged step, and it ends before the gateway starts.
+                    // Enables forwarding in the pod's network namespace. The only privileged step; it ends before the gateway starts.
                     "initContainers": [{
                         "name": "sysctls",
                         "image": AGENT_IMAGE,
@@ -174,7 +175,7 @@ fn stateful_set() -> Value {
                             field("POD_UID", "metadata.uid"),
                             field("POD_IPS", "status.podIPs"),
                             field("NODE_IPS", "status.hostIP"),
-                            // What differs between clusters; the Pod says so when it is missing.
+                            // Values that differ between clusters; without them the Pod does not start, and its status shows why.
                             configured("GATEWAY_CIDR", "gateway-cidr"),
                             configured("ENDPOINT_NETWORK", "endpoint-network"),
                         ],
@@ -199,11 +200,11 @@ fn stateful_set() -> Value {
                         ],
                     }],
                     "volumes": [
-                        // The key, made by the pod and gone with it, and where each peer was heard from: 0.1 MB for 1,000 of them, and as
-                        // much again while the file is replaced.
+                        // The private key, which the pod creates and which is deleted with it, and the endpoint of each peer: 0.1 MB for 1,000
+                        // peers, and twice that while the file is replaced.
                         memory("state", "16Mi"),
                         memory("wireguard", "1Mi"),
-                        // Not needed where the nodes' kernel has WireGuard: take it out there.
+                        // Remove it where the nodes' kernels have WireGuard: it is for the userspace backend.
                         {"name": "tun", "hostPath": {"path": "/dev/net/tun", "type": "CharDevice"}},
                     ],
                 },
