@@ -139,22 +139,22 @@ impl<'a> Demo<'a> {
 
         self.title("pod -> pod across the clusters, HTTP and ping, both directions");
         let capture = self.lab.capture("demo", "ip and not arp").await?;
-        self.matrix(&hub_webs, &member_webs).await?;
-        self.matrix(&member_webs, &hub_webs).await?;
+        self.check_pods(&hub_webs, &member_webs).await?;
+        self.check_pods(&member_webs, &hub_webs).await?;
 
         self.title("pod -> remote Service by its mirrored name, balanced by the importing cluster's own kube-proxy");
-        self.mirrored(&member, &member_webs).await?;
+        self.check_mirrored_service(&member, &member_webs).await?;
 
         self.title("pod -> remote ClusterIP through the anchor");
         let service = hub.cluster_ip("default", "web").await?;
         for web in &member_webs {
             let from = Asker::Pod(web.clone());
             let answer = self.lab.ask_until_answered(&from, &format!("http://{service}")).await;
-            self.check(&format!("{from} -> {service}"), described(answer));
+            self.check(&format!("{from} -> {service}"), describe(answer));
         }
 
         self.title("what passed between nodes of different clusters meanwhile");
-        self.captured(capture).await?;
+        self.check_capture(capture).await?;
 
         self.title("a node joins tenant-a");
         let joined = self.join(&member, &hub_webs[0]).await?;
@@ -186,7 +186,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn matrix(&mut self, from: &[Web], to: &[Web]) -> anyhow::Result<()> {
+    async fn check_pods(&mut self, from: &[Web], to: &[Web]) -> anyhow::Result<()> {
         for asker in from {
             for target in to {
                 let from = Asker::Pod(asker.clone());
@@ -219,7 +219,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn mirrored(&mut self, member: &Cluster<'_>, webs: &[Web]) -> anyhow::Result<()> {
+    async fn check_mirrored_service(&mut self, member: &Cluster<'_>, webs: &[Web]) -> anyhow::Result<()> {
         for web in webs {
             let mut seen: BTreeMap<String, usize> = BTreeMap::new();
             let mut error = None;
@@ -255,7 +255,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn captured(&mut self, capture: clustermesh_lab::Capture) -> anyhow::Result<()> {
+    async fn check_capture(&mut self, capture: clustermesh_lab::Capture) -> anyhow::Result<()> {
         let captured = capture.stop().await?;
         let [hub, member] = [HUB, MEMBER].map(|name| self.lab.cluster(name).plan().clone());
         let between = format!(
@@ -318,7 +318,7 @@ impl<'a> Demo<'a> {
         let answer = self.lab.ask_until_answered(&from, &url).await;
         let after = published.elapsed();
         let outcome =
-            described(answer).map(|seen| format!("{seen}; {:.2} s after its annotations", after.as_secs_f64()));
+            describe(answer).map(|seen| format!("{seen}; {:.2} s after its annotations", after.as_secs_f64()));
         self.check(&format!("{name} -> {url}"), outcome);
         Ok(name)
     }
@@ -353,7 +353,7 @@ impl<'a> Demo<'a> {
     }
 }
 
-fn described(answer: clustermesh_lab::Result<clustermesh_lab::Answer>) -> Result<String, String> {
+fn describe(answer: clustermesh_lab::Result<clustermesh_lab::Answer>) -> Result<String, String> {
     let answer = answer.map_err(|error| error.to_string())?;
     Ok(format!(
         "answered by {} on {}, which saw {}",

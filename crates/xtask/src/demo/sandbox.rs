@@ -10,7 +10,7 @@ use std::{
 use anyhow::Context;
 use clustermesh_lab::{Asker, Boundary, Cluster, Granted, INFRASTRUCTURE, Lab, LabPlan, MESH, Product, Tunnel, WEB};
 
-use super::{Demo, HUB, MEMBER, described};
+use super::{Demo, HUB, MEMBER, describe};
 
 mod attack;
 
@@ -128,10 +128,10 @@ struct Scene<'a> {
 impl<'a> Demo<'a> {
     /// Runs the scenario.
     pub(super) async fn sandbox(&mut self) -> anyhow::Result<()> {
-        let world = self.up().await?;
-        self.beside_the_mesh(&world).await?;
-        self.through_the_tunnel(&world).await?;
-        self.trusted(&world).await?;
+        let world = self.set_up().await?;
+        self.scan_underlay(&world).await?;
+        self.attack_through_tunnel(&world).await?;
+        self.check_trusted_member(&world).await?;
         self.title("as a user sees it: notebooks takes nothing from the controller any more, and the mesh says so");
         for (cluster, kinds) in [
             (&world.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
@@ -144,7 +144,7 @@ impl<'a> Demo<'a> {
     }
 
     /// Installs everything, creates the mesh, and shows that the granted Service answers under its name.
-    async fn up(&mut self) -> anyhow::Result<Scene<'a>> {
+    async fn set_up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
         self.title("install: crds/ and deploy/, with kubectl as README.md tells");
@@ -189,7 +189,7 @@ impl<'a> Demo<'a> {
             sandbox,
             through,
         };
-        self.answers(&world).await?;
+        self.check_granted_service(&world).await?;
         for from in &world.askers {
             lab.until_open(from, &world.granted.tcp).await?;
         }
@@ -209,17 +209,17 @@ impl<'a> Demo<'a> {
         Ok(world)
     }
 
-    async fn answers(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    async fn check_granted_service(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         let service = world.sandbox.cluster_ip("default", "hub-store").await?;
         for from in &world.askers {
             let answer = world.lab.ask_until_answered(from, &format!("http://{service}")).await;
             let gateways = &world.through.gateways;
             let outcome = match &answer {
                 Ok(seen) => match gateways.iter().find(|gateway| gateway.pod == seen.saw) {
-                    Some(gateway) => described(answer).map(|seen| format!("{seen} ({})", gateway.name)),
+                    Some(gateway) => describe(answer).map(|seen| format!("{seen} ({})", gateway.name)),
                     None => Err(format!("it saw {}, which is no gateway", seen.saw)),
                 },
-                Err(_) => described(answer),
+                Err(_) => describe(answer),
             };
             self.check(&format!("{from} -> hub-store ({service})"), outcome);
         }
@@ -227,7 +227,7 @@ impl<'a> Demo<'a> {
     }
 
     /// Scans over the underlay, with the sandbox's own routes: without NetworkPolicies, then with those in deploy/.
-    async fn beside_the_mesh(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    async fn scan_underlay(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open anywhere there, as routes are",
         );
@@ -249,10 +249,10 @@ impl<'a> Demo<'a> {
         }
         println!("  Granted by the mesh: {granted}. Open on the underlay alone:");
         open.without(granted).print_by_address(&all);
-        self.with_policies(world, &boundary, &all, &open).await
+        self.scan_with_policies(world, &boundary, &all, &open).await
     }
 
-    async fn with_policies(
+    async fn scan_with_policies(
         &mut self,
         world: &Scene<'_>,
         boundary: &Boundary<'_>,
@@ -290,10 +290,10 @@ impl<'a> Demo<'a> {
             };
             self.check(&format!("{from}, with it"), outcome);
         }
-        self.answers(world).await
+        self.check_granted_service(world).await
     }
 
-    async fn trusted(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    async fn check_trusted_member(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
         let web = world.member.webs().await?.into_iter().next();
         let from = Asker::Pod(web.context("tenant-a runs no web server")?);
@@ -301,7 +301,7 @@ impl<'a> Demo<'a> {
         let store = stores.first().context("mgmt runs no pod of the Service store")?;
         let url = format!("http://{}:8080", store.ip);
         let answer = world.lab.ask_until_answered(&from, &url).await;
-        self.check(&format!("{from} -> pod {}", store.name), described(answer));
+        self.check(&format!("{from} -> pod {}", store.name), describe(answer));
         let all = world.hub.sockets().await?;
         let open = Open::found(world.lab, &from, all.keys().copied()).await?;
         // The API servers in kubeconfigs are reached over the underlay, not through the mesh.

@@ -31,7 +31,7 @@ const SEND_TIMEOUT: Timespec = Timespec {
 };
 /// The most datagrams in a run (`UDP_MAX_SEGMENTS`, 64 before Linux 6.9).
 pub(super) const MAX_RUN: usize = 64;
-/// The most bytes in a run: an IPv4 packet of 65,535 with all its headers.
+/// The most bytes in a run, so that it fits into an IPv4 packet of 65,535 bytes with all its headers.
 pub(super) const MAX_RUN_BYTES: usize = 65_000;
 
 mod meminfo {

@@ -29,7 +29,7 @@ const KINDS: [(&str, &str); 8] = [
 
 impl Demo<'_> {
     /// Scans through each gateway in turn, and revokes the grant while everything is routed through the last one.
-    pub(super) async fn through_the_tunnel(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    pub(super) async fn attack_through_tunnel(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
         self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
         let worker = world
             .sandbox
@@ -65,7 +65,7 @@ impl Demo<'_> {
                 // Wait for a session: without one, WireGuard stages only some of a scan's first packets and drops the others.
                 world.lab.until_open(from, &granted.tcp).await?;
             }
-            let found = self.scans(world, &all, &granted).await?;
+            let found = self.scan_all(world, &all, &granted).await?;
             for (from, found) in world.askers.iter().zip(found) {
                 let outcome = if found == granted {
                     Ok(format!("{found}: what is granted, and nothing else"))
@@ -76,10 +76,10 @@ impl Demo<'_> {
             }
         }
         let last = world.through.gateways.last().context("mgmt has no gateway")?;
-        self.taken_back(world, &all, last).await
+        self.revoke_grant(world, &all, last).await
     }
 
-    async fn scans(
+    async fn scan_all(
         &self,
         world: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
@@ -93,7 +93,7 @@ impl Demo<'_> {
     }
 
     /// Revokes the grant, and measures how long it stays usable. `gateway` is the one through which everything is routed.
-    async fn taken_back(
+    async fn revoke_grant(
         &mut self,
         world: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
@@ -121,7 +121,7 @@ impl Demo<'_> {
             );
             lasts.push(last);
         }
-        let found = self.scans(world, all, &Open::default()).await?;
+        let found = self.scan_all(world, all, &Open::default()).await?;
         for ((from, found), (watch, last)) in world.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
             let outcome = match watch.answers().pop() {
                 again if again != last => Err(format!("it answers again, {again:?} after {last:?}")),
