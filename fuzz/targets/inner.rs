@@ -1,4 +1,4 @@
-//! See bodies/packets.rs.
+//! Fuzz target of the same name in bodies/packets.rs.
 #![no_main]
 
 #[path = "../bodies/packets.rs"]

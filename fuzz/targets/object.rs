@@ -1,4 +1,4 @@
-//! See bodies/objects.rs.
+//! Fuzz target of the same name in bodies/objects.rs.
 #![no_main]
 
 #[path = "../bodies/objects.rs"]

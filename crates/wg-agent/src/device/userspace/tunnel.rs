@@ -539,9 +539,9 @@ impl Tunnel {
     fn handle_data(&mut self, datagram: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.record_received(now);
         let index = receiver(datagram);
-        if let Some(place) = self.unconfirmed.iter().position(|(own, _)| *own == index) {
-            let (_, since) = self.unconfirmed[place];
-            self.unconfirmed.drain(..=place);
+        if let Some(position) = self.unconfirmed.iter().position(|(own, _)| *own == index) {
+            let (_, since) = self.unconfirmed[position];
+            self.unconfirmed.drain(..=position);
             self.initiation = None;
             self.set_session(index, false, since, now);
             self.flush(now, scratch, out);
