@@ -28,12 +28,12 @@ pub(super) fn plan() -> LabPlan {
 
 /// Sockets that answer, or should answer.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-struct Open {
+struct OpenSockets {
     tcp: BTreeSet<SocketAddr>,
     udp: BTreeSet<SocketAddr>,
 }
 
-impl Open {
+impl OpenSockets {
     fn granted(granted: &Granted) -> Self {
         Self {
             tcp: granted.tcp(),
@@ -41,21 +41,21 @@ impl Open {
         }
     }
 
-    async fn found(lab: &Lab, from: &Asker, sockets: impl Iterator<Item = SocketAddr> + Clone) -> anyhow::Result<Self> {
+    async fn scan(lab: &Lab, from: &Asker, sockets: impl Iterator<Item = SocketAddr> + Clone) -> anyhow::Result<Self> {
         Ok(Self {
             tcp: lab.scan(from, sockets.clone()).await?,
             udp: lab.scan_udp(from, sockets).await?,
         })
     }
 
-    /// Like [`Self::found`], but retries `wanted` sockets that do not answer: on a loaded machine one attempt may be too short.
-    async fn found_with(
+    /// Like [`Self::scan`], but retries `wanted` sockets that do not answer: on a loaded machine one attempt may be too short.
+    async fn scan_with_retries(
         lab: &Lab,
         from: &Asker,
         sockets: impl Iterator<Item = SocketAddr> + Clone,
         wanted: &Self,
     ) -> anyhow::Result<Self> {
-        let mut found = Self::found(lab, from, sockets).await?;
+        let mut found = Self::scan(lab, from, sockets).await?;
         for _ in 0..20 {
             let missing = wanted.without(&found);
             if missing == Self::default() {
@@ -100,7 +100,7 @@ impl Open {
     }
 }
 
-impl std::fmt::Display for Open {
+impl std::fmt::Display for OpenSockets {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let tcp = self.tcp.iter().map(ToString::to_string);
         let udp = self.udp.iter().map(|socket| format!("{socket}/UDP"));
@@ -122,20 +122,20 @@ struct Scene<'a> {
     /// The sockets of the grant, by gateway.
     through: Granted,
     /// The same sockets, of all gateways together.
-    granted: Open,
+    granted: OpenSockets,
 }
 
 impl<'a> Demo<'a> {
     /// Runs the scenario.
     pub(super) async fn sandbox(&mut self) -> anyhow::Result<()> {
-        let world = self.set_up().await?;
-        self.scan_underlay(&world).await?;
-        self.attack_through_tunnel(&world).await?;
-        self.check_trusted_member(&world).await?;
+        let scene = self.set_up().await?;
+        self.scan_underlay(&scene).await?;
+        self.attack_through_tunnel(&scene).await?;
+        self.check_trusted_member(&scene).await?;
         self.title("as a user sees it: notebooks takes nothing from the controller any more, and the mesh says so");
         for (cluster, kinds) in [
-            (&world.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
-            (&world.sandbox, "peers,services"),
+            (&scene.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
+            (&scene.sandbox, "peers,services"),
         ] {
             println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
             println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
@@ -179,8 +179,8 @@ impl<'a> Demo<'a> {
             .iter()
             .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
         let through = product.granted(SANDBOX).await?;
-        let world = Scene {
-            granted: Open::granted(&through),
+        let scene = Scene {
+            granted: OpenSockets::granted(&through),
             askers: askers.collect(),
             lab,
             product,
@@ -189,9 +189,9 @@ impl<'a> Demo<'a> {
             sandbox,
             through,
         };
-        self.check_granted_service(&world).await?;
-        for from in &world.askers {
-            lab.until_open(from, &world.granted.tcp).await?;
+        self.check_granted_service(&scene).await?;
+        for from in &scene.askers {
+            lab.until_open(from, &scene.granted.tcp).await?;
         }
         println!(
             "  every gateway answers {:.1} s after kubectl apply",
@@ -202,18 +202,18 @@ impl<'a> Demo<'a> {
             "$ kubectl --context {HUB} get sandboxaccess {access} -o yaml   # all that the sandbox may reach in mgmt"
         );
         let words = ["get", "sandboxaccess", &access, "-o", "yaml"];
-        println!("{}", world.hub.kubectl(words).await?.stdout);
+        println!("{}", scene.hub.kubectl(words).await?.stdout);
         println!("$ kubectl --context {HUB} get sandboxgateways -A -o wide   # through which pods");
         let words = ["get", "sandboxgateways", "-A", "-o", "wide"];
-        println!("{}", world.hub.kubectl(words).await?.stdout);
-        Ok(world)
+        println!("{}", scene.hub.kubectl(words).await?.stdout);
+        Ok(scene)
     }
 
-    async fn check_granted_service(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
-        let service = world.sandbox.cluster_ip("default", "hub-store").await?;
-        for from in &world.askers {
-            let answer = world.lab.ask_until_answered(from, &format!("http://{service}")).await;
-            let gateways = &world.through.gateways;
+    async fn check_granted_service(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
+        let service = scene.sandbox.cluster_ip("default", "hub-store").await?;
+        for from in &scene.askers {
+            let answer = scene.lab.ask_until_answered(from, &format!("http://{service}")).await;
+            let gateways = &scene.through.gateways;
             let outcome = match &answer {
                 Ok(seen) => match gateways.iter().find(|gateway| gateway.pod == seen.saw) {
                     Some(gateway) => describe(answer).map(|seen| format!("{seen} ({})", gateway.name)),
@@ -227,21 +227,23 @@ impl<'a> Demo<'a> {
     }
 
     /// Scans over the underlay, with the sandbox's own routes: without NetworkPolicies, then with those in deploy/.
-    async fn scan_underlay(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    async fn scan_underlay(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open anywhere there, as routes are",
         );
-        let Scene { lab, granted, .. } = world;
+        let Scene { lab, granted, .. } = scene;
         let boundary = lab.boundary(SANDBOX)?;
-        let all = boundary.sockets(&[&world.member], &world.through).await?;
+        let all = boundary.sockets(&[&scene.member], &scene.through).await?;
         println!(
             "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches what the underlay lets through, beside the mesh."
         );
-        let mut open = Open::default();
-        for from in &world.askers {
-            let found = Open::found_with(lab, from, all.keys().copied(), granted).await?;
+        let mut open = OpenSockets::default();
+        for from in &scene.askers {
+            let found = OpenSockets::scan_with_retries(lab, from, all.keys().copied(), granted).await?;
             let outcome = match granted.without(&found) {
-                missing if missing == Open::default() => Ok(format!("of {} sockets {}", all.len(), found.count())),
+                missing if missing == OpenSockets::default() => {
+                    Ok(format!("of {} sockets {}", all.len(), found.count()))
+                }
                 missing => Err(format!("granted and silent: {missing}")),
             };
             self.check(&format!("{from}, without any NetworkPolicy"), outcome);
@@ -249,22 +251,22 @@ impl<'a> Demo<'a> {
         }
         println!("  Granted by the mesh: {granted}. Open on the underlay alone:");
         open.without(granted).print_by_address(&all);
-        self.scan_with_policies(world, &boundary, &all, &open).await
+        self.scan_with_policies(scene, &boundary, &all, &open).await
     }
 
     async fn scan_with_policies(
         &mut self,
-        world: &Scene<'_>,
+        scene: &Scene<'_>,
         boundary: &Boundary<'_>,
         all: &BTreeMap<SocketAddr, String>,
-        open: &Open,
+        open: &OpenSockets,
     ) -> anyhow::Result<()> {
         self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its values set");
         println!("{}", without_comments(&boundary.policy()?));
-        let Scene { lab, granted, .. } = world;
+        let Scene { lab, granted, .. } = scene;
         let admitted = boundary.admitted().await?;
         let applied = Instant::now();
-        for from in &world.askers {
+        for from in &scene.askers {
             boundary.close(from, &open.tcp, &granted.tcp).await?;
         }
         println!(
@@ -272,12 +274,12 @@ impl<'a> Demo<'a> {
             applied.elapsed().as_secs_f64()
         );
         let tcp: BTreeSet<SocketAddr> = granted.tcp.union(&admitted).copied().collect();
-        for from in &world.askers {
-            let wanted = Open {
+        for from in &scene.askers {
+            let wanted = OpenSockets {
                 tcp: tcp.clone(),
                 udp: granted.udp.clone(),
             };
-            let found = Open::found_with(lab, from, all.keys().copied(), &wanted).await?;
+            let found = OpenSockets::scan_with_retries(lab, from, all.keys().copied(), &wanted).await?;
             // A resolver need not answer a datagram that is no DNS query.
             let udp = found
                 .udp
@@ -290,22 +292,22 @@ impl<'a> Demo<'a> {
             };
             self.check(&format!("{from}, with it"), outcome);
         }
-        self.check_granted_service(world).await
+        self.check_granted_service(scene).await
     }
 
-    async fn check_trusted_member(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    async fn check_trusted_member(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
-        let web = world.member.webs().await?.into_iter().next();
+        let web = scene.member.webs().await?.into_iter().next();
         let from = Asker::Pod(web.context("tenant-a runs no web server")?);
-        let stores = world.hub.labelled("store").await?;
+        let stores = scene.hub.labelled("store").await?;
         let store = stores.first().context("mgmt runs no pod of the Service store")?;
         let url = format!("http://{}:8080", store.ip);
-        let answer = world.lab.ask_until_answered(&from, &url).await;
+        let answer = scene.lab.ask_until_answered(&from, &url).await;
         self.check(&format!("{from} -> pod {}", store.name), describe(answer));
-        let all = world.hub.sockets().await?;
-        let open = Open::found(world.lab, &from, all.keys().copied()).await?;
+        let all = scene.hub.sockets().await?;
+        let open = OpenSockets::scan(scene.lab, &from, all.keys().copied()).await?;
         // The API servers in kubeconfigs are reached over the underlay, not through the mesh.
-        let apis = [&world.hub, &world.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
+        let apis = [&scene.hub, &scene.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
         println!(
             "  What answers it, {} and {} by the underlay, where kubeconfigs lead:",
             apis[0], apis[1]

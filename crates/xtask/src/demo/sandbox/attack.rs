@@ -11,7 +11,7 @@ use anyhow::Context;
 use clustermesh_lab::{Attacker, Echo, Gateway};
 use futures::future::try_join_all;
 
-use super::{Demo, HUB, Open, SANDBOX, Scene};
+use super::{Demo, HUB, OpenSockets, SANDBOX, Scene};
 
 /// A flow without an answer for this time counts as closed.
 const SILENCE: Duration = Duration::from_secs(1);
@@ -29,26 +29,26 @@ const KINDS: [(&str, &str); 8] = [
 
 impl Demo<'_> {
     /// Scans through each gateway in turn, and revokes the grant while everything is routed through the last one.
-    pub(super) async fn attack_through_tunnel(&mut self, world: &Scene<'_>) -> anyhow::Result<()> {
+    pub(super) async fn attack_through_tunnel(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
-        let worker = world
+        let worker = scene
             .sandbox
             .nodes()
             .first()
             .context("notebooks has no node")?
             .name()
             .to_owned();
-        let attacker = Attacker::new(world.lab, SANDBOX, &worker).await?;
+        let attacker = Attacker::new(scene.lab, SANDBOX, &worker).await?;
         println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
-        let mut every = world
+        let mut every = scene
             .sandbox
-            .sockets_beyond(&[&world.hub, &world.member], &BTreeSet::new())
+            .sockets_beyond(&[&scene.hub, &scene.member], &BTreeSet::new())
             .await?;
-        world.through.add_to(&mut every);
+        scene.through.add_to(&mut every);
         let addresses: BTreeSet<IpAddr> = every.keys().map(SocketAddr::ip).collect();
         print_what_is_scanned(&every, &addresses);
         let mut all = BTreeMap::new();
-        for gateway in &world.through.gateways {
+        for gateway in &scene.through.gateways {
             let (chosen, name) = (&gateway.peer, &gateway.name);
             println!(
                 "$ kubectl --context {SANDBOX} patch peer {chosen} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
@@ -60,13 +60,13 @@ impl Demo<'_> {
             }
             all = every.clone();
             all.retain(|socket, _| !left.contains(&socket.ip()));
-            let granted = Open::granted(&world.through.through(gateway));
-            for from in &world.askers {
+            let granted = OpenSockets::granted(&scene.through.through(gateway));
+            for from in &scene.askers {
                 // Wait for a session: without one, WireGuard stages only some of a scan's first packets and drops the others.
-                world.lab.until_open(from, &granted.tcp).await?;
+                scene.lab.until_open(from, &granted.tcp).await?;
             }
-            let found = self.scan_all(world, &all, &granted).await?;
-            for (from, found) in world.askers.iter().zip(found) {
+            let found = self.scan_all(scene, &all, &granted).await?;
+            for (from, found) in scene.askers.iter().zip(found) {
                 let outcome = if found == granted {
                     Ok(format!("{found}: what is granted, and nothing else"))
                 } else {
@@ -75,44 +75,44 @@ impl Demo<'_> {
                 self.check(&format!("{from}, all of it through {name}"), outcome);
             }
         }
-        let last = world.through.gateways.last().context("mgmt has no gateway")?;
-        self.revoke_grant(world, &all, last).await
+        let last = scene.through.gateways.last().context("mgmt has no gateway")?;
+        self.revoke_grant(scene, &all, last).await
     }
 
     async fn scan_all(
         &self,
-        world: &Scene<'_>,
+        scene: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
-        wanted: &Open,
-    ) -> anyhow::Result<Vec<Open>> {
-        let scans = world
+        wanted: &OpenSockets,
+    ) -> anyhow::Result<Vec<OpenSockets>> {
+        let scans = scene
             .askers
             .iter()
-            .map(|from| Open::found_with(world.lab, from, all.keys().copied(), wanted));
+            .map(|from| OpenSockets::scan_with_retries(scene.lab, from, all.keys().copied(), wanted));
         try_join_all(scans).await
     }
 
     /// Revokes the grant, and measures how long it stays usable. `gateway` is the one through which everything is routed.
     async fn revoke_grant(
         &mut self,
-        world: &Scene<'_>,
+        scene: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
         gateway: &Gateway,
     ) -> anyhow::Result<()> {
         self.title("the grant is taken back: the controller still writes in mgmt, where that is enough");
-        let granted = Open::granted(&world.through.through(gateway));
+        let granted = OpenSockets::granted(&scene.through.through(gateway));
         let socket = *granted.udp.first().context("nothing is granted there")?;
-        let watch = |from| world.lab.watch_udp(from, socket);
-        let watches: Vec<Echo> = world.askers.iter().map(watch).collect::<Result<_, _>>()?;
+        let watch = |from| scene.lab.watch_udp(from, socket);
+        let watches: Vec<Echo> = scene.askers.iter().map(watch).collect::<Result<_, _>>()?;
         for watch in &watches {
             watch.answered_after(now()?).await?;
         }
-        let mesh = world.product.mesh_with(&[SANDBOX], &[]);
+        let mesh = scene.product.mesh_with(&[SANDBOX], &[]);
         println!("$ kubectl --context {HUB} apply -f -   # the same without egress; {socket}/UDP is asked every 10 ms");
         let called = now()?;
-        world.hub.apply(&mesh).await?;
+        scene.hub.apply(&mesh).await?;
         let mut lasts = Vec::new();
-        for (from, watch) in world.askers.iter().zip(&watches) {
+        for (from, watch) in scene.askers.iter().zip(&watches) {
             let last = watch.silent_for(SILENCE).await?;
             let after = last.unwrap_or_default().saturating_sub(called);
             self.check(
@@ -121,11 +121,11 @@ impl Demo<'_> {
             );
             lasts.push(last);
         }
-        let found = self.scan_all(world, all, &Open::default()).await?;
-        for ((from, found), (watch, last)) in world.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
+        let found = self.scan_all(scene, all, &OpenSockets::default()).await?;
+        for ((from, found), (watch, last)) in scene.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
             let outcome = match watch.answers().pop() {
                 again if again != last => Err(format!("it answers again, {again:?} after {last:?}")),
-                _ if found != Open::default() => Err(found.to_string()),
+                _ if found != OpenSockets::default() => Err(found.to_string()),
                 _ => Ok(format!("of {} sockets nothing answers", all.len())),
             };
             self.check(&format!("{from}, all of it through {}", gateway.name), outcome);
