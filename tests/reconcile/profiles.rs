@@ -345,7 +345,9 @@ async fn tighter_profile_of_two_meshes_wins_and_is_reported() {
     until(&env, "tenant-a", "prod--notebooks", (0, false), None).await;
     let message = env.until_condition("Ready", "False/ProfileConflict", SOON).await;
     assert!(
-        message.contains("is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the more restrictive one applies"),
+        message.contains(
+            "is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the more restrictive one applies"
+        ),
         "{message}"
     );
     let last = recorder.caught_up(&env, "mgmt").await;

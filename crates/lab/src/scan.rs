@@ -36,7 +36,7 @@ impl Cluster<'_> {
         let list: Value =
             serde_json::from_str(&list).map_err(|error| Error::Plan(format!("what kubectl get printed: {error}")))?;
         let mut found = SocketInventory::default();
-        found.address(&self.plan().api_address().to_string(), || "the API server".to_owned());
+        found.add_address(&self.plan().api_address().to_string(), || "the API server".to_owned());
         found.ports.extend(INFRASTRUCTURE);
         for object in list["items"].as_array().into_iter().flatten() {
             found.add_object(object);

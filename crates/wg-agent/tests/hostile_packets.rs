@@ -18,7 +18,7 @@ use netns::{NetNs, wait_until};
 use wg_agent::device::Device;
 
 const SOURCES: u32 = 10_000;
-/// What one peer's packets may wait in (`userspace/held.rs`).
+/// What one peer's packets may wait in (`userspace/staged.rs`).
 const HELD: u64 = 128;
 
 macro_rules! both {
