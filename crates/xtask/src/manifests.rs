@@ -195,7 +195,7 @@ fn controller() -> Vec<Value> {
                             "name": "controller",
                             "image": CONTROLLER_IMAGE,
                             "imagePullPolicy": "IfNotPresent",
-                            "args": [format!("--hub-namespace={NAMESPACE}"), format!("--listen=0.0.0.0:{CONTROLLER_PORT}")],
+                            "args": [format!("--hub-namespace={NAMESPACE}"), format!("--listen=[::]:{CONTROLLER_PORT}")],
                             "env": [
                                 {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
                                 {"name": "MEMORY_LIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}},
@@ -330,7 +330,7 @@ fn agent() -> Vec<Value> {
                             "imagePullPolicy": "IfNotPresent",
                             "args": [
                                 "--wireguard-cidr=$(WIREGUARD_CIDR)",
-                                format!("--listen=0.0.0.0:{AGENT_PORT}"),
+                                format!("--listen=[::]:{AGENT_PORT}"),
                             ],
                             "env": [
                                 {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},

@@ -167,7 +167,7 @@ fn stateful_set() -> Value {
                             "--key-file=/run/clustermesh/gateway/key",
                             "--gateway-cidr=$(GATEWAY_CIDR)",
                             "--endpoint-network=$(ENDPOINT_NETWORK)",
-                            format!("--listen=0.0.0.0:{AGENT_PORT}"),
+                            format!("--listen=[::]:{AGENT_PORT}"),
                         ],
                         "env": [
                             field("POD_NAME", "metadata.name"),

@@ -543,7 +543,7 @@ impl Tunnel {
             let (_, since) = self.unconfirmed[position];
             self.unconfirmed.drain(..=position);
             // boringtun deletes an expired session up to a second late.
-            if !passed(since, REJECT_AFTER_TIME, now) {
+            if !has_elapsed(since, REJECT_AFTER_TIME, now) {
                 self.initiation = None;
                 self.set_session(index, false, since, now);
                 self.flush(now, scratch, out);
