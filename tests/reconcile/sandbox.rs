@@ -228,7 +228,7 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     mesh["spec"]["clusters"][1]["allowedNetworks"] = json!(["100.64.2.0/24"]);
     env.apply_mesh(&mesh).await;
     let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
-    let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on it");
+    let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on the Service");
     assert!(message.contains(&remedy), "{message}");
     let grants = async |want: usize| {
         wait_until(format!("{want} grants"), SOON, async || {
