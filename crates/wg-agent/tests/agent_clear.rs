@@ -347,7 +347,7 @@ async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
 
 // threat: unencrypted-packet
 #[tokio::test]
-async fn nothing_of_the_mesh_is_on_the_wire_in_clear_whatever_happens_to_the_agent() {
+async fn mesh_packets_never_leave_unencrypted() {
     let clear = Clear::start().await;
     let world = &clear.world;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));

@@ -8,7 +8,7 @@ use netns::wait_until;
 use pair::{SOON, introduce, two};
 
 #[test]
-fn an_interface_that_another_hand_changed_is_put_back_and_counted_by_kind() {
+fn changed_interface_is_restored_and_counted_by_kind() {
     let sites = two();
     let [a, b] = &sites;
     let _agents = sites.each_ref().map(|site| site.agent("userspace"));

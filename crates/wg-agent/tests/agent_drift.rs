@@ -54,7 +54,7 @@ async fn route_appears(world: &World, site: &Site, route: &str) {
 }
 
 #[tokio::test]
-async fn what_others_take_away_is_put_back_and_counted_and_what_the_underlay_needs_is_followed() {
+async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let resolv = tempfile::NamedTempFile::new().expect("a file");

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 // threat: gateway-ungranted
 #[tokio::test]
-async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() {
+async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     let stage = Stage::start().await;
     let arguments = [
         "--grant-timeout=20s".to_owned(),
@@ -30,40 +30,40 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     ];
     let arguments = arguments.each_ref().map(String::as_str);
     let mut gateway = stage.gateway(&arguments);
-    a_gateway_tells_where_it_is(&stage).await;
-    nothing_is_served_of_a_namespace_that_does_not_let_it(&stage).await;
-    what_is_granted_is_reached_in_both_families(&stage).await;
-    no_connection_has_the_tunnels_port(&stage).await;
-    nothing_else_is_reached(&stage);
-    endpoints_are_followed(&stage).await;
-    connections_to_an_endpoint_that_ends_stand_until_it_is_gone(&stage).await;
-    a_grant_without_a_ready_endpoint_refuses(&stage).await;
-    each_sandbox_has_its_own_grants(&stage).await;
-    a_port_that_gets_another_grant_serves_no_old_connection(&stage).await;
-    a_stream_that_nobody_answers_does_not_outlive_its_grant(&stage).await;
-    a_revoked_grant_ends_at_once(&stage).await;
+    gateway_publishes_its_endpoints(&stage).await;
+    namespace_without_rolebinding_is_refused(&stage).await;
+    grants_are_reached_in_both_families(&stage).await;
+    masqueraded_source_port_is_never_the_tunnels(&stage).await;
+    ungranted_destinations_are_closed(&stage);
+    endpoint_changes_are_followed(&stage).await;
+    terminating_endpoint_keeps_its_connections(&stage).await;
+    grant_without_ready_endpoint_refuses_connections(&stage).await;
+    sandboxes_have_separate_grants(&stage).await;
+    port_with_another_grant_ends_old_connections(&stage).await;
+    unanswered_flow_ends_with_its_grant(&stage).await;
+    revoked_grant_ends_its_connections_at_once(&stage).await;
     hostile::underlay_packets_leave_no_conntrack_entry(&stage);
     hostile::fragments_options_and_extension_headers_are_dropped(&stage).await;
     hostile::packets_of_a_stale_connection_are_dropped(&stage).await;
-    limits::a_sandbox_opens_only_so_many_connections_a_second(&stage).await;
-    limits::an_endpoint_gets_only_so_many_connections(&stage).await;
-    limits::a_sandbox_gets_only_so_many_connections(&stage).await;
-    limits::a_flooding_sandbox_leaves_the_other_its_connections(&stage).await;
-    limits::an_error_of_an_endpoint_reaches_the_sandbox(&stage).await;
-    refusals::what_is_wrong_costs_that_part_alone(&stage).await;
-    refusals::a_refused_sandbox_access_is_not_applied(&stage).await;
-    refusals::a_stolen_token_opens_nothing(&stage).await;
-    limits::thousands_of_grants_at_once_are_written_and_removed(&stage).await;
-    limits::a_sandbox_of_the_largest_size_is_served(&stage, &gateway).await;
+    limits::new_connections_per_second_are_limited(&stage).await;
+    limits::connections_to_an_endpoint_are_limited(&stage).await;
+    limits::connections_of_a_sandbox_are_limited(&stage).await;
+    limits::flood_of_a_sandbox_leaves_another_its_connections(&stage).await;
+    limits::endpoint_icmp_error_reaches_the_sandbox(&stage).await;
+    refusals::invalid_parts_are_refused_alone(&stage).await;
+    refusals::refused_sandbox_access_is_not_applied(&stage).await;
+    refusals::stolen_token_grants_no_access(&stage).await;
+    limits::thousands_of_grants_are_written_and_removed(&stage).await;
+    limits::largest_sandbox_access_is_served(&stage, &gateway).await;
     deleted_table_is_restored(&stage).await;
-    a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
-    without_an_api_server_grants_stand_for_their_timeout(&stage).await;
-    a_gateway_that_ends_says_so_first(&stage, &mut gateway).await;
+    restarted_container_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
+    grants_expire_without_an_api_server(&stage).await;
+    terminating_gateway_reports_it_first(&stage, &mut gateway).await;
     drop(gateway);
-    a_new_gateway_waits_for_the_sandboxes(&stage, &arguments).await;
+    new_gateway_waits_for_all_sandboxes(&stage, &arguments).await;
 }
 
-async fn a_gateway_tells_where_it_is(stage: &Stage) {
+async fn gateway_publishes_its_endpoints(stage: &Stage) {
     let status = stage
         .says("the gateway to publish its key", |status| {
             status["publicKey"].is_string()
@@ -85,7 +85,7 @@ async fn a_gateway_tells_where_it_is(stage: &Stage) {
 }
 
 // threat: stolen-gateway-token
-async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
+async fn namespace_without_rolebinding_is_refused(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
     stage.grants("m--a", a.access(&grants)).await;
@@ -110,7 +110,7 @@ async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
     stage.in_force("m--a", a.access(&grants)).await;
 }
 
-async fn what_is_granted_is_reached_in_both_families(stage: &Stage) {
+async fn grants_are_reached_in_both_families(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
         a.hears(at(gateway, SQL), "db").await;
@@ -122,7 +122,7 @@ async fn what_is_granted_is_reached_in_both_families(stage: &Stage) {
 }
 
 /// A source port of the tunnel's own: the answer would find the tunnel.
-async fn no_connection_has_the_tunnels_port(stage: &Stage) {
+async fn masqueraded_source_port_is_never_the_tunnels(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let db = &stage.pods[0];
     db.nft(
@@ -154,7 +154,7 @@ async fn no_connection_has_the_tunnels_port(stage: &Stage) {
 }
 
 // threat: gateway-ungranted
-fn nothing_else_is_reached(stage: &Stage) {
+fn ungranted_destinations_are_closed(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let closed = [
         (GATEWAY[0], LOG),
@@ -191,7 +191,7 @@ fn nothing_else_is_reached(stage: &Stage) {
     assert_eq!(b.call(at(GATEWAY[0], SQL)), None);
 }
 
-async fn endpoints_are_followed(stage: &Stage) {
+async fn endpoint_changes_are_followed(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
     assert!(stream.ask().is_some_and(|answer| answer.starts_with("db")));
@@ -241,7 +241,7 @@ async fn endpoints_are_followed(stage: &Stage) {
 }
 
 // threat: gateway-revoked-connection
-async fn connections_to_an_endpoint_that_ends_stand_until_it_is_gone(stage: &Stage) {
+async fn terminating_endpoint_keeps_its_connections(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
@@ -268,7 +268,7 @@ async fn connections_to_an_endpoint_that_ends_stand_until_it_is_gone(stage: &Sta
     a.hears(at(GATEWAY[0], SQL), "db").await;
 }
 
-async fn a_grant_without_a_ready_endpoint_refuses(stage: &Stage) {
+async fn grant_without_ready_endpoint_refuses_connections(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
@@ -295,7 +295,7 @@ async fn a_grant_without_a_ready_endpoint_refuses(stage: &Stage) {
 }
 
 // threat: gateway-revoked-connection
-async fn a_stream_that_nobody_answers_does_not_outlive_its_grant(stage: &Stage) {
+async fn unanswered_flow_ends_with_its_grant(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let heard = || stage.heard.load(std::sync::atomic::Ordering::Acquire);
     let granted = |port| [grant("db", "sql", "TCP", SQL), grant("db", port, "UDP", LOG)];
@@ -327,7 +327,7 @@ async fn a_stream_that_nobody_answers_does_not_outlive_its_grant(stage: &Stage) 
 }
 
 // threat: gateway-ungranted
-async fn each_sandbox_has_its_own_grants(stage: &Stage) {
+async fn sandboxes_have_separate_grants(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     // The same port of the gateway, for another Service.
     stage
@@ -342,7 +342,7 @@ async fn each_sandbox_has_its_own_grants(stage: &Stage) {
 }
 
 // threat: gateway-revoked-connection
-async fn a_port_that_gets_another_grant_serves_no_old_connection(stage: &Stage) {
+async fn port_with_another_grant_ends_old_connections(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
@@ -357,7 +357,7 @@ async fn a_port_that_gets_another_grant_serves_no_old_connection(stage: &Stage) 
 }
 
 // threat: gateway-revoked-connection
-async fn a_revoked_grant_ends_at_once(stage: &Stage) {
+async fn revoked_grant_ends_its_connections_at_once(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
     assert!(stream.ask().is_some());
@@ -422,11 +422,7 @@ async fn deleted_table_is_restored(stage: &Stage) {
     assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
-async fn a_container_that_starts_again_is_the_same_gateway(
-    stage: &Stage,
-    gateway: &mut gateway::Gateway,
-    arguments: &[&str],
-) {
+async fn restarted_container_is_the_same_gateway(stage: &Stage, gateway: &mut gateway::Gateway, arguments: &[&str]) {
     let [a, _] = &stage.sandboxes;
     let before = stage.status().await;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
@@ -454,7 +450,7 @@ async fn a_container_that_starts_again_is_the_same_gateway(
 }
 
 // threat: gateway-api-away
-async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
+async fn grants_expire_without_an_api_server(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let stream = hostile::Forged::of_the_grant(stage, 0, 7100, 50100);
     stage.cluster().kill_api().expect("kill the API server");
@@ -490,7 +486,7 @@ async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
-async fn a_gateway_that_ends_says_so_first(stage: &Stage, gateway: &mut gateway::Gateway) {
+async fn terminating_gateway_reports_it_first(stage: &Stage, gateway: &mut gateway::Gateway) {
     let [a, _] = &stage.sandboxes;
     stage.is_ready().await;
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
@@ -505,7 +501,7 @@ async fn a_gateway_that_ends_says_so_first(stage: &Stage, gateway: &mut gateway:
 }
 
 /// As a new pod: with a key that no sandbox has yet.
-async fn a_new_gateway_waits_for_the_sandboxes(stage: &Stage, arguments: &[&str]) {
+async fn new_gateway_waits_for_all_sandboxes(stage: &Stage, arguments: &[&str]) {
     std::fs::remove_file(stage.file("key")).expect("remove the key");
     let before = stage.status().await["publicKey"].clone();
     let _gateway = stage.gateway(arguments);

@@ -21,19 +21,19 @@ use node::SOON;
 
 // threat: forged-icmp-error, hostile-member-root
 #[tokio::test]
-async fn a_member_reaches_what_is_open_to_it_and_never_a_packet_more_whatever_happens() {
+async fn hostile_member_reaches_only_what_is_open_to_it() {
     let mut stage = Stage::start().await;
     stage.answered("the first start").await;
     stage.exactly("the first start").await;
 
-    agents_come_and_go(&mut stage).await;
-    an_api_server_that_goes_away_changes_nothing(&mut stage).await;
-    another_hand_takes_the_tables_away(&mut stage).await;
+    agent_restarts_change_nothing(&mut stage).await;
+    unavailable_api_server_changes_nothing(&mut stage).await;
+    deleted_tables_are_restored(&mut stage).await;
 
     assert_eq!(stage.unsent(), BTreeMap::new());
 }
 
-async fn agents_come_and_go(stage: &mut Stage) {
+async fn agent_restarts_change_nothing(stage: &mut Stage) {
     stage.killed().await;
     stage.flood.more(20).await;
     stage.started();
@@ -62,7 +62,7 @@ async fn agents_come_and_go(stage: &mut Stage) {
     stage.exactly("an upgrade").await;
 }
 
-async fn an_api_server_that_goes_away_changes_nothing(stage: &mut Stage) {
+async fn unavailable_api_server_changes_nothing(stage: &mut Stage) {
     stage.api_goes();
     stage.answered("without an API server").await;
     stage.exactly("without an API server").await;
@@ -76,7 +76,7 @@ async fn an_api_server_that_goes_away_changes_nothing(stage: &mut Stage) {
 }
 
 /// What passes in the moment in which no table stands is not looked at: for a member nothing but the table stands between.
-async fn another_hand_takes_the_tables_away(stage: &mut Stage) {
+async fn deleted_tables_are_restored(stage: &mut Stage) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         match how {
             "flush ruleset" => stage.flushed(),
@@ -100,7 +100,7 @@ async fn another_hand_takes_the_tables_away(stage: &mut Stage) {
 
 /// Of what stands around the test above: a packet that is counted twice would be one beyond what is open.
 #[test]
-fn a_witness_counts_a_packet_once_while_the_kernel_counts_more() {
+fn witness_counts_each_packet_once_while_its_set_grows() {
     let ns = NetNs::new("loopback");
     let mut witness = Witness::new("loopback", NetNs::at("loopback", ns.path().as_ref()), At::Arrival, "lo");
     let _sender = Work::start(&ns, |stop| {

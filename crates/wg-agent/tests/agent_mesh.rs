@@ -39,7 +39,7 @@ async fn left(world: &World, index: usize) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn pods_of_two_clusters_reach_each_other_and_a_killed_agent_comes_back() {
+async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let _first = world.agent(mgmt, "agent-mgmt");
@@ -164,7 +164,7 @@ fn key_file(world: &World, index: usize) -> String {
 }
 
 #[tokio::test]
-async fn an_api_server_that_is_away_changes_nothing_that_works() {
+async fn unavailable_api_server_changes_no_working_tunnel() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let _first = world.agent(mgmt, "agent-mgmt");
@@ -235,7 +235,7 @@ async fn an_api_server_that_is_away_changes_nothing_that_works() {
 
 // threat: peer-claims-node
 #[tokio::test]
-async fn a_wrong_peer_costs_that_peer_and_cleanup_leaves_nothing() {
+async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let before = left(&world, MGMT).await;
@@ -374,7 +374,7 @@ fn base64_key(n: u8) -> String {
 
 // threat: foreign-change
 #[tokio::test]
-async fn what_other_hands_take_away_is_put_back() {
+async fn deleted_kernel_state_is_restored() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let agent = world.agent(mgmt, "agent-mgmt");

@@ -25,7 +25,7 @@ async fn says(world: &World, site: &node::Site, key: &str, want: &str) {
 }
 
 #[tokio::test]
-async fn an_agent_publishes_who_it_is_and_keeps_it_so() {
+async fn agent_publishes_its_identity_and_restores_it() {
     let world = World::start().await;
     let site = world.site(MGMT);
     let mut agent = world.agent(site, "agent");
@@ -92,7 +92,7 @@ async fn an_agent_publishes_who_it_is_and_keeps_it_so() {
 }
 
 #[tokio::test]
-async fn of_two_nodes_with_one_address_the_later_moves_on() {
+async fn younger_node_with_a_duplicate_address_takes_another() {
     let world = World::start().await;
     let site = world.site(MGMT);
     let _agent = world.agent(site, "agent");
@@ -228,7 +228,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
 }
 
 #[tokio::test]
-async fn nothing_is_written_where_another_interface_has_the_name() {
+async fn foreign_interface_of_the_name_stops_all_writes() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let host = world.host(tenant);
@@ -263,7 +263,7 @@ async fn nothing_is_written_where_another_interface_has_the_name() {
 }
 
 #[tokio::test]
-async fn crds_that_come_late_are_noticed() {
+async fn crds_installed_later_are_noticed() {
     let world = World::without_crds().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let first = world.agent(mgmt, "agent-mgmt");
@@ -307,7 +307,7 @@ async fn published(world: &World, site: &node::Site, why: &str) {
 
 // threat: datapath-bypassed
 #[tokio::test]
-async fn what_leads_past_the_table_is_named_with_its_remedy_and_does_no_harm() {
+async fn bypassed_datapath_is_reported_with_its_remedy() {
     let world = World::start().await;
     let site = world.site(TENANT);
     let host = world.host(site);

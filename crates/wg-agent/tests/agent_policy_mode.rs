@@ -224,7 +224,7 @@ fn command(world: &World, site: &Site, more: &[&str]) -> Vec<String> {
 
 // threat: node-listener, kg-node
 #[tokio::test]
-async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
+async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let kg = Kg::start(&world, mgmt).await;

@@ -5,7 +5,7 @@ mod netns;
 use netns::NetNs;
 
 #[test]
-fn a_node_is_prepared_and_its_ipv6_forwarding_is_left_alone() {
+fn prepare_sets_sysctls_except_ipv6_forwarding() {
     let ns = NetNs::new("node");
     let keys = [
         "ipv4/ip_forward",

@@ -61,7 +61,7 @@ async fn cache_holds(file: &Path, want: &str) {
 }
 
 #[tokio::test]
-async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_applied_last() {
+async fn agent_without_api_server_restores_the_cached_state() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let _first = world.agent(mgmt, "agent-mgmt");
@@ -237,7 +237,7 @@ fn sorted<const N: usize>(mut all: [String; N]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_peer_that_nobody_knows_where_to_find_is_greeted_after_a_restart() {
+async fn peer_without_endpoint_is_contacted_after_a_restart() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let mut first = world.agent(mgmt, "agent-mgmt");
@@ -281,7 +281,7 @@ fn spellings(key: &str) -> Vec<String> {
 
 // threat: key-in-output
 #[tokio::test]
-async fn nothing_that_an_agent_says_holds_its_private_key() {
+async fn agent_output_never_contains_the_private_key() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     // One start makes the key, the other reads it.
@@ -349,12 +349,12 @@ async fn nothing_that_an_agent_says_holds_its_private_key() {
 }
 
 #[tokio::test]
-async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshake() {
+async fn key_rotation_costs_one_handshake_over_ipv4() {
     a_new_key(&World::start().await, "172.30.").await;
 }
 
 #[tokio::test]
-async fn a_new_key_costs_no_more_where_nodes_talk_over_ipv6() {
+async fn key_rotation_costs_one_handshake_over_ipv6() {
     let world = World::start().await;
     world.over_ipv6().await;
     a_new_key(&world, "[fd77::").await;

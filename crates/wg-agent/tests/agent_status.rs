@@ -66,7 +66,7 @@ async fn links(world: &World, want: BTreeMap<String, Link>) {
 }
 
 #[tokio::test]
-async fn who_does_not_answer_is_named_to_a_person_a_monitor_and_the_controller_until_it_is_mended() {
+async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     let world = World::start().await;
     let tenant = world.site(TENANT);
     let (code, _, said) = status(&world, TENANT, &[AGENT, "status"]).await;
@@ -187,7 +187,7 @@ spec: {policyName: agents, validationActions: [Deny]}
 "#;
 
 #[tokio::test]
-async fn agent_that_no_admission_policy_holds_is_ready_and_says_so() {
+async fn agent_without_admission_policy_is_ready_and_reports_it() {
     let world = World::start().await;
     let tenant = world.site(TENANT);
     let mut agent = world.agent(tenant, "agent-open");
@@ -247,7 +247,7 @@ async fn agent_that_no_admission_policy_holds_is_ready_and_says_so() {
 
 // threat: admin-port-flood
 #[tokio::test]
-async fn policy_is_enforced_beside_two_thousand_idle_connections() {
+async fn policy_is_enforced_during_two_thousand_idle_connections() {
     let world = World::start().await;
     let tenant = world.site(TENANT);
     // As many descriptors as container runtimes give at least.

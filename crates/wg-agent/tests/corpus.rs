@@ -164,42 +164,42 @@ fn tried(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
 
 // threat: hostile-object
 #[test]
-fn no_object_stops_a_reader_and_what_is_accepted_is_what_was_said() {
+fn mutated_objects_are_refused_or_read_as_written() {
     tried("object", ROUNDS, 40, objects::object);
 }
 
 // threat: hostile-object
 #[test]
-fn no_annotation_stops_a_reader_or_reaches_a_resolver_as_garbage() {
+fn mutated_annotations_never_panic_or_give_invalid_hosts() {
     tried("annotation", ROUNDS, 5, objects::annotation);
 }
 
 // threat: hostile-object
 #[test]
-fn no_peer_or_policy_opens_a_node_or_stops_the_compiler() {
+fn mutated_peers_and_policies_never_open_a_node() {
     tried("compiled", ROUNDS, 30, objects::compiled);
 }
 
 // threat: crafted-offload
 #[test]
-fn no_header_of_an_interface_cuts_a_packet_beyond_its_ends() {
+fn mutated_offload_headers_never_split_beyond_the_packet() {
     tried("superpacket", ROUNDS, 40, packets::superpacket);
 }
 
 // threat: crafted-offload
 #[test]
-fn what_is_joined_of_any_packets_is_cut_into_the_same() {
+fn coalesced_packets_are_split_into_the_same_packets() {
     tried("inner", ROUNDS, 25, packets::inner);
 }
 
 // threat: icmp-error-abuse
 #[test]
-fn an_error_about_any_packet_is_whole_small_and_answered_by_nobody() {
+fn icmp_errors_are_valid_small_and_cause_no_further_error() {
     tried("unreachable", ROUNDS, 50, packets::unreachable);
 }
 
 // threat: replayed-message
 #[test]
-fn no_network_makes_a_session_give_a_packet_twice_or_one_that_was_not_sent() {
+fn session_delivers_only_sent_packets_and_each_once() {
     tried("datagram", SESSIONS, 35, packets::datagram);
 }

@@ -16,7 +16,7 @@ macro_rules! case {
 contract::each!(case);
 
 #[test]
-fn auto_takes_what_ip_can_make_and_the_kernel_backend_says_what_is_missing() {
+fn auto_backend_follows_what_the_kernel_supports() {
     let ns = netns::NetNs::new("auto");
     let has = ns
         .output("ip", &["link", "add", "probe", "type", "wireguard"])

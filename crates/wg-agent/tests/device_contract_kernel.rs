@@ -44,7 +44,7 @@ macro_rules! case {
 contract::each!(case);
 
 #[test]
-fn a_restart_of_the_process_loses_no_packet_and_no_session() {
+fn process_restart_loses_no_packet_and_no_session() {
     in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -71,7 +71,7 @@ fn a_restart_of_the_process_loses_no_packet_and_no_session() {
 }
 
 #[test]
-fn node_moves_between_backends_with_nothing_left_over() {
+fn backend_switch_leaves_nothing_of_the_old_device() {
     in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -100,7 +100,7 @@ fn node_moves_between_backends_with_nothing_left_over() {
 }
 
 #[test]
-fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_its_alias() {
+fn foreign_wireguard_interface_of_our_name_is_left_alone() {
     in_the_machine!();
     let node = Node::new(1, Backend::Kernel);
     let (ns, ours) = (&node.ns, node.interface.clone());
@@ -127,7 +127,7 @@ fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_i
 }
 
 #[test]
-fn a_device_taken_over_under_a_new_key_greets_everybody_without_any_traffic() {
+fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     in_the_machine!();
     let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -196,13 +196,13 @@ fn mixed(outer: Family, largest: u16) {
 }
 
 #[test]
-fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv4() {
+fn kernel_and_userspace_carry_both_families_over_ipv4() {
     in_the_machine!();
     mixed(Family::V4, 1440);
 }
 
 #[test]
-fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv6() {
+fn kernel_and_userspace_carry_both_families_over_ipv6() {
     in_the_machine!();
     mixed(Family::V6, 1420);
 }

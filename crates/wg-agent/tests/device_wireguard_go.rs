@@ -229,7 +229,7 @@ fn until_ping(ns: &NetNs, address: &str, began: Instant) -> Duration {
 }
 
 #[test]
-fn no_start_at_the_same_time_as_wireguard_go_needs_longer_than_one_retry() {
+fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
     let (a, b) = wired();
@@ -273,7 +273,7 @@ fn no_start_at_the_same_time_as_wireguard_go_needs_longer_than_one_retry() {
 }
 
 #[test]
-fn tcp_flows_both_ways_between_us_and_wireguard_go() {
+fn tcp_to_and_from_wireguard_go_is_carried() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
     let (a, b) = wired();

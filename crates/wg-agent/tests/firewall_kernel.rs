@@ -114,7 +114,7 @@ fn elements(ns: &NetNs, set: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_belong() {
+fn kernel_accepts_the_table_with_expected_chains_and_sets() {
     let ns = NetNs::new("table");
     inside(&ns, async {
         FirewallManager::new(Nft::default()).converge(&example()).await.unwrap()
@@ -159,7 +159,7 @@ fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_bel
 }
 
 #[test]
-fn a_second_pass_does_nothing_and_a_change_touches_elements_alone() {
+fn second_pass_is_empty_and_changes_touch_only_elements() {
     let ns = NetNs::new("delta");
     inside(&ns, async {
         let mut manager = FirewallManager::new(Nft::default());
@@ -182,7 +182,7 @@ fn a_second_pass_does_nothing_and_a_change_touches_elements_alone() {
 }
 
 #[test]
-fn counters_that_count_are_no_change_and_other_hands_are() {
+fn counters_are_no_drift_and_external_changes_are() {
     let ns = NetNs::new("hands");
     ns.ip("addr add 10.243.0.1/32 dev lo");
     ns.ip("addr add 10.243.0.2/32 dev lo");
@@ -217,7 +217,7 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
 }
 
 #[test]
-fn our_table_is_listed_once_for_each_time_that_somebody_wrote() {
+fn table_is_listed_once_for_each_ruleset_generation() {
     let (ns, other) = (NetNs::new("listed"), NetNs::new("unlisted"));
     let directory = tempfile::tempdir().unwrap();
     let (program, log) = (directory.path().join("nft"), directory.path().join("log"));
@@ -260,7 +260,7 @@ fn our_table_is_listed_once_for_each_time_that_somebody_wrote() {
 }
 
 #[test]
-fn other_tables_stay_and_nothing_of_ours_is_left() {
+fn destroy_removes_only_our_table() {
     let ns = NetNs::new("others");
     ns.sh("nft add table ip cni; nft 'add chain ip cni post { type nat hook postrouting priority 100; }'; nft add table inet clustermesh2");
     let before = ns.sh("nft list ruleset");
@@ -276,7 +276,7 @@ fn other_tables_stay_and_nothing_of_ours_is_left() {
 }
 
 #[test]
-fn a_script_with_a_mistake_changes_nothing_and_says_where_it_is() {
+fn failing_script_changes_nothing_and_returns_the_error() {
     let ns = NetNs::new("mistake");
     let (before, error) = inside(&ns, async {
         let mut manager = FirewallManager::new(Nft::default());
@@ -293,7 +293,7 @@ fn a_script_with_a_mistake_changes_nothing_and_says_where_it_is() {
 }
 
 #[test]
-fn a_missing_nft_is_named_with_its_remedy() {
+fn missing_nft_is_reported_with_its_remedy() {
     let ns = NetNs::new("missing");
     let error = inside(&ns, async { Nft::new("/nonexistent/nft").observe().await.unwrap_err() });
     assert_eq!(
@@ -304,7 +304,7 @@ fn a_missing_nft_is_named_with_its_remedy() {
 
 // threat: foreign-change
 #[test]
-fn another_hand_at_nftables_is_heard_once() {
+fn external_nftables_change_is_reported_once() {
     let ns = NetNs::new("heard");
     inside(&ns, async {
         let mut watch = Watch::open().unwrap();
@@ -363,7 +363,7 @@ fn at_length(step: Update) -> Update {
 /// A transaction names all that changes, and packets see it set by set.
 // threat: table-update-window
 #[test]
-fn nothing_that_is_denied_passes_while_tables_are_written() {
+fn denied_packets_never_pass_during_table_updates() {
     const OPEN: &str = "10.101.0.1:9";
     const DENIED: &str = "10.101.0.9:9";
     let (member, node) = (NetNs::new("a member"), NetNs::new("a node"));
@@ -445,7 +445,7 @@ fn port() -> impl Strategy<Value = Port> {
 
 /// nft and the kernel check ranges for overlap in code of their own; whatever we come from and go to must pass it.
 #[test]
-fn any_step_between_any_two_tables_is_taken_by_the_kernel() {
+fn kernel_accepts_any_update_between_two_tables() {
     let ns = NetNs::new("steps");
     let table = || {
         (

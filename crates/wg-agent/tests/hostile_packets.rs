@@ -37,12 +37,12 @@ macro_rules! both {
 }
 
 both! {
-    a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out
-    what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint
-    a_peer_that_turned_speaks_in_nobody_elses_name
-    senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other
-    an_interface_that_takes_nothing_costs_counted_drops_and_serves_again
-    a_wire_that_stalls_costs_counted_drops_and_bounded_memory_until_it_moves
+    handshake_flood_stalls_no_peer_and_blocks_no_new_one
+    replayed_or_altered_messages_are_dropped_without_roaming
+    compromised_peer_cannot_use_another_source
+    flood_to_a_silent_peer_costs_bounded_memory
+    stalled_interface_counts_drops_and_recovers
+    stalled_underlay_counts_drops_in_bounded_memory
 }
 
 /// Of every kind of message what costs the victim most: an initiation with a true MAC for its key, and broken ones of each type.
@@ -81,7 +81,7 @@ impl Drop for Stop<'_> {
 }
 
 // threat: handshake-flood
-fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out(outer: &'static Outer) {
+fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     let mut stage = Stage::new(outer);
     // Every address of the range is the stranger's own, and the victim answers there.
     stage.stranger.ip(&format!("route add local {} dev lo", outer.range));
@@ -150,7 +150,7 @@ fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_n
 }
 
 // threat: replayed-message
-fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &'static Outer) {
+fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
@@ -228,7 +228,7 @@ fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &
 }
 
 // threat: compromised-peer
-fn a_peer_that_turned_speaks_in_nobody_elses_name(outer: &'static Outer) {
+fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
@@ -291,7 +291,7 @@ fn a_peer_that_turned_speaks_in_nobody_elses_name(outer: &'static Outer) {
 }
 
 // threat: silent-peer-flood
-fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other(outer: &'static Outer) {
+fn flood_to_a_silent_peer_costs_bounded_memory(outer: &'static Outer) {
     let mut stage = Stage::new(outer);
     // Nobody answers there: all that is sent waits for a session that never comes.
     let silent = 5;
@@ -350,7 +350,7 @@ fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other(outer
 }
 
 // threat: stalled-interface
-fn an_interface_that_takes_nothing_costs_counted_drops_and_serves_again(outer: &'static Outer) {
+fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
     mouth.shake_hands();
@@ -385,7 +385,7 @@ fn an_interface_that_takes_nothing_costs_counted_drops_and_serves_again(outer: &
 }
 
 // threat: stalled-interface
-fn a_wire_that_stalls_costs_counted_drops_and_bounded_memory_until_it_moves(outer: &'static Outer) {
+fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
     mouth.shake_hands();

@@ -14,9 +14,8 @@ use std::{
 use netns::{NetNs, wait_for};
 use path::{Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, serve, source_of};
 use worker::{
-    a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by,
-    a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does,
-    a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel,
+    worker_forwards_node_port_connections_into_the_tunnel, worker_in_the_hub_reaches_its_api_server_without_tunnel,
+    worker_in_the_hub_replies_on_the_path_of_the_request,
 };
 
 /// The same test for both families.
@@ -25,22 +24,22 @@ macro_rules! both {
 }
 
 both! {
-    pods_see_each_others_own_addresses_although_the_cni_masquerades
-    what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address
-    a_remote_service_is_reached_through_its_anchor_and_answers_by_it
-    a_service_translated_here_reaches_the_remote_pod_with_the_pods_address
-    a_nodes_address_inside_the_mesh_is_reached_by_the_tunnel_and_the_tunnels_own_packets_by_the_underlay
-    errors_about_a_flow_come_back_through_the_tunnel
-    what_the_policy_does_not_allow_is_closed
-    host_listeners_are_open_at_listed_node_addresses_alone
-    a_policy_taken_away_closes_an_open_connection
-    closed_member_is_neither_heard_nor_called_whatever_was_open
-    nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down
-    a_spoofed_mesh_source_is_not_forwarded
-    segments_fit_the_smaller_device
-    a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by
-    a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does
-    a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel
+    pods_keep_their_addresses_despite_cni_masquerading
+    unpublished_source_leaves_with_the_wireguard_address
+    remote_service_is_reached_and_answers_through_its_anchor
+    locally_translated_service_keeps_the_pod_source
+    node_address_is_tunnelled_while_outer_packets_are_not
+    icmp_errors_come_back_through_the_tunnel
+    destinations_outside_the_policy_are_closed
+    host_listeners_are_open_only_at_listed_node_addresses
+    removed_allow_rule_closes_an_open_connection
+    closed_member_loses_open_connections_both_ways
+    mesh_packets_never_leave_unencrypted_without_a_tunnel
+    spoofed_mesh_source_is_not_forwarded
+    mss_fits_the_smaller_device_mtu
+    worker_in_the_hub_replies_on_the_path_of_the_request
+    worker_in_the_hub_reaches_its_api_server_without_tunnel
+    worker_forwards_node_port_connections_into_the_tunnel
 }
 
 /// The flows once more through real devices, with the outer packets in the other family. Left out are the tests that take the
@@ -53,20 +52,20 @@ macro_rules! across {
 }
 
 across! {
-    pods_see_each_others_own_addresses_although_the_cni_masquerades
-    what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address
-    a_remote_service_is_reached_through_its_anchor_and_answers_by_it
-    a_service_translated_here_reaches_the_remote_pod_with_the_pods_address
-    errors_about_a_flow_come_back_through_the_tunnel
-    what_the_policy_does_not_allow_is_closed
-    host_listeners_are_open_at_listed_node_addresses_alone
-    a_policy_taken_away_closes_an_open_connection
-    closed_member_is_neither_heard_nor_called_whatever_was_open
-    a_spoofed_mesh_source_is_not_forwarded
-    segments_fit_the_smaller_device
+    pods_keep_their_addresses_despite_cni_masquerading
+    unpublished_source_leaves_with_the_wireguard_address
+    remote_service_is_reached_and_answers_through_its_anchor
+    locally_translated_service_keeps_the_pod_source
+    icmp_errors_come_back_through_the_tunnel
+    destinations_outside_the_policy_are_closed
+    host_listeners_are_open_only_at_listed_node_addresses
+    removed_allow_rule_closes_an_open_connection
+    closed_member_loses_open_connections_both_ways
+    spoofed_mesh_source_is_not_forwarded
+    mss_fits_the_smaller_device_mtu
 }
 
-fn pods_see_each_others_own_addresses_although_the_cni_masquerades(f: &'static Family) {
+fn pods_keep_their_addresses_despite_cni_masquerading(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
@@ -78,7 +77,7 @@ fn pods_see_each_others_own_addresses_although_the_cni_masquerades(f: &'static F
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_wireguard);
 }
 
-fn what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address(f: &'static Family) {
+fn unpublished_source_leaves_with_the_wireguard_address(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
@@ -92,7 +91,7 @@ fn what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address(f: &
     assert_eq!(stray, f.member_wireguard);
 }
 
-fn a_remote_service_is_reached_through_its_anchor_and_answers_by_it(f: &'static Family) {
+fn remote_service_is_reached_and_answers_through_its_anchor(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     mesh.service(&mesh.hub, f.service, f.hub2_pod);
@@ -101,7 +100,7 @@ fn a_remote_service_is_reached_through_its_anchor_and_answers_by_it(f: &'static 
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
 }
 
-fn a_service_translated_here_reaches_the_remote_pod_with_the_pods_address(f: &'static Family) {
+fn locally_translated_service_keeps_the_pod_source(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     mesh.service(&mesh.member, f.local_service, f.hub_pod);
@@ -109,9 +108,7 @@ fn a_service_translated_here_reaches_the_remote_pod_with_the_pods_address(f: &'s
     assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
 }
 
-fn a_nodes_address_inside_the_mesh_is_reached_by_the_tunnel_and_the_tunnels_own_packets_by_the_underlay(
-    f: &'static Family,
-) {
+fn node_address_is_tunnelled_while_outer_packets_are_not(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub, f.hub, 9090);
     for interface in ["all", "eth0", "kilo0"] {
@@ -140,7 +137,7 @@ fn a_nodes_address_inside_the_mesh_is_reached_by_the_tunnel_and_the_tunnels_own_
 }
 
 // threat: forged-icmp-error
-fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
+fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
     let mesh = Mesh::new(f);
     for from in [&mesh.member_pod, &mesh.member] {
         let any: IpAddr = if f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
@@ -187,7 +184,7 @@ fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
 }
 
 // threat: denied-address
-fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
+fn destinations_outside_the_policy_are_closed(f: &'static Family) {
     let mesh = Mesh::new(f);
     for port in [9090, 10250] {
         serve(&mesh.hub, f.hub, port);
@@ -258,7 +255,7 @@ fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
 }
 
 // threat: node-listener
-fn host_listeners_are_open_at_listed_node_addresses_alone(f: &'static Family) {
+fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
     let mesh = Mesh::new(f);
     let any = if f.n == 4 { "0.0.0.0" } else { "::" };
     serve(&mesh.hub, any, 22);
@@ -305,7 +302,7 @@ fn host_listeners_are_open_at_listed_node_addresses_alone(f: &'static Family) {
 }
 
 // threat: policy-removed
-fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
+fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
     let listener = mesh
@@ -333,7 +330,7 @@ fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
 }
 
 // threat: closed-member-continues
-fn closed_member_is_neither_heard_nor_called_whatever_was_open(f: &'static Family) {
+fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
     let open = |from: &NetNs, to: &NetNs, at: &str, port| {
@@ -376,7 +373,7 @@ fn closed_member_is_neither_heard_nor_called_whatever_was_open(f: &'static Famil
 }
 
 // threat: unencrypted-packet
-fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Family) {
+fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     let mesh = Mesh::new(f);
     let try_all = || {
         for to in [f.hub_pod, f.service, f.hub_wireguard] {
@@ -430,7 +427,7 @@ fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Fami
 }
 
 // threat: forged-mesh-source
-fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
+fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     // Another machine of the hub's underlay has given itself a member's address.
@@ -461,7 +458,7 @@ fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     assert!(from(&mesh.hub2), "without the chain it is not forwarded either");
 }
 
-fn segments_fit_the_smaller_device(f: &'static Family) {
+fn mss_fits_the_smaller_device_mtu(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);

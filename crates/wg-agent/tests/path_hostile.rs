@@ -42,7 +42,7 @@ fn target(mesh: &Mesh) -> Inputs {
 /// node itself would open the same port of everybody. (`conf.all` is off by default; `conf.default` is on.)
 // threat: ip-source-route
 #[test]
-fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() {
+fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
     apply(&mesh.hub, &target(&mesh));
     // Namespaces of pods are made with the node's settings.

@@ -16,11 +16,11 @@ macro_rules! both {
 }
 
 both! {
-    beside_kube_proxy_and_flannel_of_nftables
-    beside_kube_proxy_and_flannel_of_iptables_over_nftables
-    beside_kube_proxy_and_flannel_of_iptables_proper
-    beside_kube_proxy_and_calico
-    beside_kube_proxy_and_cilium_with_legacy_host_routing
+    flows_pass_kube_proxy_and_flannel_nftables_rules
+    flows_pass_kube_proxy_and_flannel_iptables_nft_rules
+    flows_pass_kube_proxy_and_flannel_iptables_legacy_rules
+    flows_pass_kube_proxy_and_calico_rules
+    flows_pass_kube_proxy_and_cilium_legacy_routing_rules
 }
 
 /// How rules are loaded.
@@ -143,7 +143,7 @@ fn flows(f: &'static Family, mesh: &Mesh) {
     );
 }
 
-fn beside_kube_proxy_and_flannel_of_nftables(f: &'static Family) {
+fn flows_pass_kube_proxy_and_flannel_nftables_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         rules.load(ns, Loader::Nft, include_str!("rules/kube-proxy.nft"));
         rules.load(ns, Loader::Nft, include_str!("rules/flannel.nft"));
@@ -151,22 +151,22 @@ fn beside_kube_proxy_and_flannel_of_nftables(f: &'static Family) {
     flows(f, &mesh);
 }
 
-fn beside_kube_proxy_and_flannel_of_iptables_over_nftables(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| beside_flannel(ns, rules, "nft"));
+fn flows_pass_kube_proxy_and_flannel_iptables_nft_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "nft"));
     flows(f, &mesh);
 }
 
-fn beside_kube_proxy_and_flannel_of_iptables_proper(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| beside_flannel(ns, rules, "legacy"));
+fn flows_pass_kube_proxy_and_flannel_iptables_legacy_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "legacy"));
     flows(f, &mesh);
 }
 
-fn beside_flannel(ns: &NetNs, rules: &Rules<'_>, kind: &'static str) {
+fn load_flannel_iptables(ns: &NetNs, rules: &Rules<'_>, kind: &'static str) {
     rules.load(ns, Loader::Iptables(kind), include_str!("rules/kube-proxy.iptables"));
     rules.load(ns, Loader::Iptables(kind), include_str!("rules/flannel.iptables"));
 }
 
-fn beside_kube_proxy_and_calico(f: &'static Family) {
+fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         let family = if f.n == 6 { "inet6" } else { "inet" };
         for set in ["masq", "all"] {
@@ -183,7 +183,7 @@ fn beside_kube_proxy_and_calico(f: &'static Family) {
 }
 
 /// Pods' packets come up from Cilium's programs with the pod's identity in the mark, of which two bits are where ours are.
-fn beside_kube_proxy_and_cilium_with_legacy_host_routing(f: &'static Family) {
+fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));

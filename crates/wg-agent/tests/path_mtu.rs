@@ -78,15 +78,15 @@ macro_rules! underlays {
 }
 
 underlays! {
-    every_size_passes_or_is_answered_where_the_underlay_has_1500 1500: [1440, 1440], [1420, 1420];
-    every_size_passes_or_is_answered_where_the_underlay_has_1450 1450: [1390, 1390], [1370, 1370];
-    every_size_passes_or_is_answered_where_the_underlay_has_1400 1400: [1340, 1340], [1320, 1320];
-    every_size_passes_or_is_answered_where_the_underlay_has_1280 1280: [1216, 1280], [1200, 1280];
+    every_size_passes_or_is_refused_on_a_1500_underlay 1500: [1440, 1440], [1420, 1420];
+    every_size_passes_or_is_refused_on_a_1450_underlay 1450: [1390, 1390], [1370, 1370];
+    every_size_passes_or_is_refused_on_a_1400_underlay 1400: [1340, 1340], [1320, 1320];
+    every_size_passes_or_is_refused_on_a_1280_underlay 1280: [1216, 1280], [1200, 1280];
 }
 
 // threat: forged-path-mtu
 #[test]
-fn peers_that_differ_in_width_and_family_keep_their_own_size_on_one_device() {
+fn peers_of_different_path_mtu_share_one_device() {
     let outer = |a, b| if a + b == 3 { V4 } else { V6 };
     let mut star = Star::new(&[1500, 1500, 1400], outer);
     for (from, to) in [(1, 3), (2, 3)] {
@@ -123,7 +123,7 @@ fn peers_that_differ_in_width_and_family_keep_their_own_size_on_one_device() {
 }
 
 #[test]
-fn a_way_that_becomes_narrower_is_learnt_and_followed() {
+fn smaller_path_mtu_is_learnt_and_applied() {
     let mut star = Star::up(&[1500, 1500], |_, _| V6);
     carries_one(&star, 1420);
     star.router.ip("link set r2 mtu 1400");
@@ -145,7 +145,7 @@ fn a_way_that_becomes_narrower_is_learnt_and_followed() {
 }
 
 #[test]
-fn a_narrow_link_on_the_way_that_says_nothing_is_no_black_hole() {
+fn narrow_link_without_icmp_is_no_black_hole() {
     let star = Star::up(&[1500, 1500], |_, _| V4);
     for (number, link) in [(1, "r1"), (2, "r2")] {
         star.router
@@ -172,7 +172,7 @@ fn carries_one(star: &Star, largest: u16) {
     transfer(&here.pod, &there.pod, &format!("{at}:9003"), 1 << 20);
 }
 
-fn a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at(outer: Family) {
+fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
     let mut star = Star::new(&[1500, 1500], |_, _| outer);
     for (site, other) in star.sites.iter_mut().zip([2, 1]) {
         for which in ["all", "default", "eth0"] {
@@ -210,14 +210,14 @@ fn a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at(outer: Fami
 
 mod ipv4 {
     #[test]
-    fn a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at() {
-        super::a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at(super::V4);
+    fn endpoint_in_allowed_ips_is_reached_through_the_tunnel() {
+        super::endpoint_in_allowed_ips_is_reached_through_the_tunnel(super::V4);
     }
 }
 
 mod ipv6 {
     #[test]
-    fn a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at() {
-        super::a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at(super::V6);
+    fn endpoint_in_allowed_ips_is_reached_through_the_tunnel() {
+        super::endpoint_in_allowed_ips_is_reached_through_the_tunnel(super::V6);
     }
 }

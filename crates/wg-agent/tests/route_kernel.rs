@@ -103,7 +103,7 @@ fn elsewhere(ns: &NetNs) -> String {
 }
 
 #[test]
-fn the_kernel_holds_what_was_wanted_in_both_families() {
+fn converge_writes_the_desired_state_of_both_families() {
     let ns = node("route");
     settle(&ns, &desired(&plan()));
     assert_eq!(
@@ -146,7 +146,7 @@ fn the_kernel_holds_what_was_wanted_in_both_families() {
 }
 
 #[test]
-fn a_change_to_one_peer_is_one_message() {
+fn change_of_one_peer_writes_one_route() {
     let ns = node("one");
     settle(&ns, &desired(&plan()));
     let mut less = plan();
@@ -177,7 +177,7 @@ fn a_change_to_one_peer_is_one_message() {
 }
 
 #[test]
-fn what_is_not_ours_is_never_touched() {
+fn foreign_routes_and_rules_are_never_touched() {
     let ns = node("foreign");
     ns.ip("route add 10.101.5.0/24 dev eth0");
     ns.ip("route add 10.9.0.0/16 dev eth0 table 99 proto 117");
@@ -208,7 +208,7 @@ fn what_is_not_ours_is_never_touched() {
 }
 
 #[test]
-fn rules_of_ours_that_are_not_written_any_more_are_removed() {
+fn obsolete_rules_of_ours_are_removed() {
     let ns = node("before");
     for rule in [
         "rule add pref 996 iif kilo0 from 100.66.1.0/24 fwmark 0x0/0x300000 protocol 117 blackhole",
@@ -247,7 +247,7 @@ fn rules_of_ours_that_are_not_written_any_more_are_removed() {
 }
 
 #[test]
-fn someone_elses_route_in_our_place_is_named_and_stays() {
+fn foreign_route_with_our_key_is_reported_and_kept() {
     let ns = node("taken");
     ns.ip("route add 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 98");
     let got = pass(&ns, &desired(&plan()));
@@ -265,7 +265,7 @@ fn someone_elses_route_in_our_place_is_named_and_stays() {
 }
 
 #[test]
-fn without_the_device_the_door_stays_closed_and_its_return_repairs_everything() {
+fn unreachable_routes_stay_until_the_device_is_back() {
     let ns = node("gone");
     let wanted = desired(&plan());
     settle(&ns, &wanted);
@@ -290,7 +290,7 @@ fn without_the_device_the_door_stays_closed_and_its_return_repairs_everything() 
 }
 
 #[test]
-fn an_altered_route_of_ours_is_written_over() {
+fn altered_route_of_ours_is_restored() {
     let ns = node("altered");
     settle(&ns, &desired(&plan()));
     ns.ip("route replace 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 117");
@@ -305,7 +305,7 @@ fn an_altered_route_of_ours_is_written_over() {
 }
 
 #[test]
-fn drift_is_heard_of_and_anothers_business_is_not() {
+fn watch_reports_our_drift_and_ignores_foreign_changes() {
     let ns = node("watch");
     settle(&ns, &desired(&plan()));
     inside(&ns, async {
@@ -364,7 +364,7 @@ fn drift_is_heard_of_and_anothers_business_is_not() {
 }
 
 #[test]
-fn a_peers_own_packet_size_is_on_its_routes_and_a_forwarder_of_ipv6_heeds_it() {
+fn smaller_peer_mtu_is_set_on_its_routes() {
     let ns = node("sizes");
     let sizes = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
     let narrow = Plan {

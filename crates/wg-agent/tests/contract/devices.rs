@@ -16,7 +16,7 @@ fn counters(ns: &NetNs) -> Vec<u64> {
         .collect()
 }
 
-pub(crate) fn a_new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
+pub(crate) fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
     let [mut a, b] = joined(backend);
     let _taken = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
     let on = |port| Configuration {
@@ -43,7 +43,7 @@ pub(crate) fn a_new_port_is_used_and_a_taken_one_changes_nothing(backend: Backen
     );
 }
 
-pub(crate) fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes(backend: Backend) {
+pub(crate) fn outer_packets_carry_the_current_fwmark(backend: Backend) {
     let [mut a, b] = joined(backend);
     a.ns.sh(
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
@@ -70,7 +70,7 @@ pub(crate) fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes
     }
 }
 
-pub(crate) fn a_device_deleted_by_someone_else_is_said_and_can_be_opened_again(backend: Backend) {
+pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
     let [mut a, b] = joined(backend);
     a.ns.ip(&format!("link del {}", a.interface));
     let gone = a.device.take().expect("an open device");
@@ -84,7 +84,7 @@ pub(crate) fn a_device_deleted_by_someone_else_is_said_and_can_be_opened_again(b
     wait_until("a ping", SOON, || b.reaches(1));
 }
 
-pub(crate) fn what_another_hand_changed_of_a_device_is_said_and_put_back(backend: Backend) {
+pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend) {
     let [mut a, b] = joined(backend);
     let look = |a: &mut Node| {
         let device = a.device.as_deref_mut().expect("an open device");
@@ -115,7 +115,7 @@ pub(crate) fn what_another_hand_changed_of_a_device_is_said_and_put_back(backend
     wait_until("a ping", SOON, || a.reaches(2) && b.reaches(1));
 }
 
-pub(crate) fn a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so(backend: Backend) {
+pub(crate) fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     let mut node = Node::new(1, backend);
     // A peer that nobody knows the place of, and an address that no peer has.
     node.add(2, None);
@@ -128,7 +128,7 @@ pub(crate) fn a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so(back
     }
 }
 
-pub(crate) fn an_interface_that_is_not_ours_is_left_alone(backend: Backend) {
+pub(crate) fn foreign_interface_is_left_alone(backend: Backend) {
     let ns = NetNs::new("not ours");
     ns.ip("link add foreign type veth peer name other");
     ns.ip("tuntap add dev kept mode tun");
@@ -157,7 +157,7 @@ pub(crate) fn an_interface_that_is_not_ours_is_left_alone(backend: Backend) {
     assert_eq!(links(&ns), ["foreign", "kept", "lo", "other"]);
 }
 
-pub(crate) fn a_closed_device_leaves_nothing(backend: Backend) {
+pub(crate) fn closed_device_leaves_nothing(backend: Backend) {
     let [mut a, _b] = joined(backend);
     let device = a.device.take().expect("an open device");
     a.ns.enter(|| device.close()).expect("close");

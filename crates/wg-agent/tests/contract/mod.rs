@@ -30,22 +30,22 @@ macro_rules! each {
     ($case:ident) => {
         $case! {
             two_devices_carry_both_families_and_wg_reads_every_attribute
-            a_new_peer_with_an_endpoint_is_greeted_without_any_traffic
-            a_change_of_attributes_keeps_the_session_and_the_counters
-            a_preshared_key_counts_at_once_and_must_be_the_same_on_both_sides
-            a_removed_peer_is_deaf_and_its_ranges_have_no_owner
-            a_peer_that_roamed_stays_where_it_is_whatever_else_changes
-            answers_come_from_the_address_that_was_called
-            a_new_private_key_makes_new_sessions_with_those_who_know_it
-            ranges_move_and_go_without_a_gap_for_the_others
-            a_new_port_is_used_and_a_taken_one_changes_nothing
-            every_outer_packet_carries_the_firewall_mark_also_after_it_changes
-            a_device_deleted_by_someone_else_is_said_and_can_be_opened_again
-            what_another_hand_changed_of_a_device_is_said_and_put_back
-            a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so
-            an_interface_that_is_not_ours_is_left_alone
-            of_five_thousand_peers_the_one_that_changes_is_the_only_one_touched
-            a_closed_device_leaves_nothing
+            new_peer_with_endpoint_gets_a_handshake_without_traffic
+            attribute_changes_keep_session_and_counters
+            preshared_key_applies_at_once_and_must_match
+            removed_peer_is_unreachable
+            roamed_endpoint_survives_other_changes
+            replies_come_from_the_contacted_address
+            new_private_key_makes_new_sessions
+            allowed_ips_move_between_peers_without_a_gap
+            new_port_is_used_and_a_taken_one_changes_nothing
+            outer_packets_carry_the_current_fwmark
+            deleted_device_is_reported_and_can_be_reopened
+            external_device_changes_are_reported_and_repaired
+            unroutable_inner_packet_gets_an_icmp_error
+            foreign_interface_is_left_alone
+            change_among_five_thousand_peers_touches_only_one
+            closed_device_leaves_nothing
         }
     };
 }

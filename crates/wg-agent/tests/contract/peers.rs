@@ -39,7 +39,7 @@ pub(crate) fn two_devices_carry_both_families_and_wg_reads_every_attribute(backe
     assert!(peer.stats.handshake_age.is_some() && peer.stats.rx_bytes > 0 && peer.stats.tx_bytes > 0);
 }
 
-pub(crate) fn a_new_peer_with_an_endpoint_is_greeted_without_any_traffic(backend: Backend) {
+pub(crate) fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: Backend) {
     let (mut a, mut b) = (Node::new(1, backend), Node::new(2, backend));
     wire(&a.ns, &b.ns);
     b.add(1, None);
@@ -53,7 +53,7 @@ pub(crate) fn a_new_peer_with_an_endpoint_is_greeted_without_any_traffic(backend
     assert_eq!(a.shown()[&public(2).to_string()][3], "off");
 }
 
-pub(crate) fn a_change_of_attributes_keeps_the_session_and_the_counters(backend: Backend) {
+pub(crate) fn attribute_changes_keep_session_and_counters(backend: Backend) {
     let [mut a, b] = joined(backend);
     let (handshake, before) = (a.handshake(), a.peer(2).stats);
     for round in 1..=5_u16 {
@@ -83,7 +83,7 @@ pub(crate) fn a_change_of_attributes_keeps_the_session_and_the_counters(backend:
     assert_eq!(a.handshake(), handshake, "the session of before");
 }
 
-pub(crate) fn a_preshared_key_counts_at_once_and_must_be_the_same_on_both_sides(backend: Backend) {
+pub(crate) fn preshared_key_applies_at_once_and_must_match(backend: Backend) {
     let [mut a, mut b] = joined(backend);
     let keyed = |number| PeerUpdate {
         preshared_key: Some(PresharedKey::new([number; 32])),
@@ -100,14 +100,14 @@ pub(crate) fn a_preshared_key_counts_at_once_and_must_be_the_same_on_both_sides(
     assert_eq!(a.peer(2).configured, want);
 }
 
-pub(crate) fn a_removed_peer_is_deaf_and_its_ranges_have_no_owner(backend: Backend) {
+pub(crate) fn removed_peer_is_unreachable(backend: Backend) {
     let [mut a, b] = joined(backend);
     a.apply(&[PeerChange::Remove(public(2))]);
     assert!(!b.reaches(1) && !a.reaches(2));
     assert_eq!((a.observe().peers.len(), a.shown().len()), (0, 0));
 }
 
-pub(crate) fn a_peer_that_roamed_stays_where_it_is_whatever_else_changes(backend: Backend) {
+pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
     let [mut a, b] = joined(backend);
     b.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr del 192.0.2.2/24 dev eth0; ip addr add 192.0.2.77/24 dev eth0 || true");
     let moved = Some("192.0.2.77:51820".parse().expect("an endpoint"));
@@ -131,7 +131,7 @@ pub(crate) fn a_peer_that_roamed_stays_where_it_is_whatever_else_changes(backend
     assert!(a.reaches(2));
 }
 
-pub(crate) fn answers_come_from_the_address_that_was_called(backend: Backend) {
+pub(crate) fn replies_come_from_the_contacted_address(backend: Backend) {
     let [mut a, mut b] = joined(backend);
     // Neither is the one that the kernel would choose.
     a.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr add 2001:db8::77/64 dev eth0 nodad preferred_lft 0");
@@ -146,7 +146,7 @@ pub(crate) fn answers_come_from_the_address_that_was_called(backend: Backend) {
     }
 }
 
-pub(crate) fn a_new_private_key_makes_new_sessions_with_those_who_know_it(backend: Backend) {
+pub(crate) fn new_private_key_makes_new_sessions(backend: Backend) {
     let [mut a, mut b] = joined(backend);
     b.apply(&[
         PeerChange::Remove(public(1)),
@@ -161,7 +161,7 @@ pub(crate) fn a_new_private_key_makes_new_sessions_with_those_who_know_it(backen
     assert!(b.peer(11).stats.handshake_age.is_some());
 }
 
-pub(crate) fn ranges_move_and_go_without_a_gap_for_the_others(backend: Backend) {
+pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     let [mut a, b] = joined(backend);
     let mut c = Node::new(3, backend);
     veth(&a.ns, "eth1", &["198.51.100.1/24"], &c.ns, "eth0", &["198.51.100.3/24"]);
@@ -226,7 +226,7 @@ pub(crate) fn ranges_move_and_go_without_a_gap_for_the_others(backend: Backend) 
     );
 }
 
-pub(crate) fn of_five_thousand_peers_the_one_that_changes_is_the_only_one_touched(backend: Backend) {
+pub(crate) fn change_among_five_thousand_peers_touches_only_one(backend: Backend) {
     let [mut a, b] = joined(backend);
     let key = |number: u32| {
         let mut bytes = [7; 32];

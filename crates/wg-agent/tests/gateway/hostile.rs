@@ -119,7 +119,7 @@ impl Forged {
     /// Sends an answer of the endpoint.
     pub(crate) fn answer(&self, stage: &Stage) {
         let back = (POD[self.family], self.masqueraded);
-        from_a_pod(&stage.pods[self.pod], self.endpoint(), back);
+        send_from_pod(&stage.pods[self.pod], self.endpoint(), back);
     }
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn underlay_packets_leave_no_conntrack_entry(stage: &Stage) {
     for (from, to) in DB.into_iter().zip(POD) {
         assert!(db.pings(to), "{to}");
         assert!(Call::open(db, at(to, 9587)).is_some(), "{to}");
-        from_a_pod(db, (from, 6001), (to, 51820));
+        send_from_pod(db, (from, 6001), (to, 51820));
         let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
         let found = stage.pod.run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
         assert_eq!(found, "", "{from}");
@@ -175,7 +175,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
 }
 
 /// Returns when the gateway has judged the packet: it has answered a ping that was sent after it.
-fn from_a_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
+fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
     let gateway = POD[usize::from(ip(from.0).is_ipv6())];
     assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
@@ -216,30 +216,30 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
                 assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
             }
         }
-        pods_begin_nothing(stage, &own, family);
+        pods_cannot_open_connections(stage, &own, family);
     }
     stage.in_force("m--b", b.access(&[sql])).await;
 }
 
 /// Towards a sandbox, through the gateway to another pod, and past its translation.
 // threat: gateway-inbound
-fn pods_begin_nothing(stage: &Stage, mark: &str, family: usize) {
+fn pods_cannot_open_connections(stage: &Stage, mark: &str, family: usize) {
     let [db, other] = &stage.pods;
     let a = &stage.sandboxes[0];
     let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
     forge(stage, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
     let called = Counter::new(&a.ns, "udp dport 7010");
-    from_a_pod(db, endpoint, (pod, 50010));
+    send_from_pod(db, endpoint, (pod, 50010));
     assert_eq!(called.packets(), 0, "family {family}: a sandbox is called");
     let stranger = (OTHER[family], 40000);
     forge(stage, mark, stranger, (pod, 50011), endpoint, None);
     let called = Counter::new(db, "udp sport 40000");
-    from_a_pod(other, stranger, (pod, 50011));
+    send_from_pod(other, stranger, (pod, 50011));
     assert_eq!(called.packets(), 0, "family {family}: a pod is called");
     forge(stage, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
     let called = Counter::new(&a.ns, "udp dport 7012");
     let before = stage.dropped("first", "not addressed to this pod");
-    from_a_pod(db, endpoint, (sandbox, 7012));
+    send_from_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
     assert!(
         stage.dropped("first", "not addressed to this pod") > before,

@@ -19,7 +19,7 @@ use super::{
 use crate::attacker::{Raw, Work, packets, public};
 
 /// Of other sandboxes, in one moment: a single transaction would take nft more memory than it gets.
-pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &Stage) {
+pub(crate) async fn thousands_of_grants_are_written_and_removed(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let other = |number: u8, count: u16| {
         let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
@@ -57,7 +57,7 @@ pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &
 }
 
 // threat: gateway-connection-flood
-pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &Stage) {
+pub(crate) async fn new_connections_per_second_are_limited(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "mute", "UDP", LOG)];
@@ -104,7 +104,7 @@ pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &St
 }
 
 // threat: gateway-connection-flood
-pub(crate) async fn an_endpoint_gets_only_so_many_connections(stage: &Stage) {
+pub(crate) async fn connections_to_an_endpoint_are_limited(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     for gateway in GATEWAY {
         let to = at(gateway, SQL);
@@ -126,7 +126,7 @@ pub(crate) async fn an_endpoint_gets_only_so_many_connections(stage: &Stage) {
     }
 }
 
-pub(crate) async fn an_error_of_an_endpoint_reaches_the_sandbox(stage: &Stage) {
+pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let sql = grant("db", "sql", "TCP", SQL);
     let shut = [sql.clone(), grant("db", "shut", "UDP", LOG)];
@@ -146,7 +146,7 @@ pub(crate) async fn an_error_of_an_endpoint_reaches_the_sandbox(stage: &Stage) {
 
 /// Over all of its grants and endpoints. Another sandbox has its own number of them.
 // threat: gateway-connection-flood
-pub(crate) async fn a_sandbox_gets_only_so_many_connections(stage: &Stage) {
+pub(crate) async fn connections_of_a_sandbox_are_limited(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let mut calls: Vec<Call> = Vec::new();
     for gateway in GATEWAY {
@@ -180,14 +180,14 @@ pub(crate) async fn a_sandbox_gets_only_so_many_connections(stage: &Stage) {
     a.hears(at(GATEWAY[0], SQL), "db").await;
 }
 
-/// Packets that the flood of [`a_flooding_sandbox_leaves_the_other_its_connections`] sends: most of them are each a new connection.
+/// Packets that the flood of [`flood_of_a_sandbox_leaves_another_its_connections`] sends: most of them are each a new connection.
 const FLOOD: u64 = 100_000;
 /// Calls of the other sandbox meanwhile.
 const CALLS: usize = 100;
 
 /// Root on one sandbox's node sends as fast as it can: datagrams of a granted stream, each from another port, and connections.
 // threat: gateway-connection-flood
-pub(crate) async fn a_flooding_sandbox_leaves_the_other_its_connections(stage: &Stage) {
+pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let to = at(GATEWAY[0], SQL);
     b.hears(to, "other").await;
@@ -246,7 +246,7 @@ fn calls(from: &Sandbox, to: SocketAddr) -> String {
 
 /// As many nodes as a SandboxAccess takes, made up by the sandbox's API server. Gateways have 256 MiB.
 // threat: oversized-access
-pub(crate) async fn a_sandbox_of_the_largest_size_is_served(stage: &Stage, gateway: &Gateway) {
+pub(crate) async fn largest_sandbox_access_is_served(stage: &Stage, gateway: &Gateway) {
     let [a, b] = &stage.sandboxes;
     let node = |number: u32| {
         let mut key = [7; 32];

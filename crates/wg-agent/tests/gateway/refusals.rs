@@ -12,7 +12,7 @@ use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Stage, at, grant};
 use crate::attacker::public;
 
 // threat: granted-slice-redirected, gateway-forbidden-endpoint
-pub(crate) async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
+pub(crate) async fn invalid_parts_are_refused_alone(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     stage.service("by-hand", json!({})).await;
     stage
@@ -28,7 +28,8 @@ pub(crate) async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
         json!({"service": {"namespace": "default", "name": "kubernetes"}, "port": "https", "gatewayPort": 20007}),
     ]);
     spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
-    let other = json!({"name": "copied", "publicKey": clustermesh_core_key(&stage.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
+    let other =
+        json!({"name": "copied", "publicKey": public_key_of(&stage.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
     let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
     let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
     for node in [other, outside, bad] {
@@ -82,7 +83,7 @@ pub(crate) async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
 }
 
 /// Of a SandboxAccess none of whose networks is its own nothing is in force, so its sandbox is not to be told so.
-pub(crate) async fn a_refused_sandbox_access_is_not_applied(stage: &Stage) {
+pub(crate) async fn refused_sandbox_access_is_not_applied(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut spec = a.access(&[grant("db", "sql", "TCP", SQL)]);
     spec["sandbox"] = json!("copy");
@@ -101,7 +102,7 @@ pub(crate) async fn a_refused_sandbox_access_is_not_applied(stage: &Stage) {
         .await;
 }
 
-fn clustermesh_core_key(of: &Sandbox) -> String {
+fn public_key_of(of: &Sandbox) -> String {
     public(&of.key).to_string()
 }
 
@@ -110,7 +111,7 @@ fn key(number: u8) -> String {
 }
 
 // threat: stolen-gateway-token
-pub(crate) async fn a_stolen_token_opens_nothing(stage: &Stage) {
+pub(crate) async fn stolen_token_grants_no_access(stage: &Stage) {
     let thief = stage.as_gateway().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),

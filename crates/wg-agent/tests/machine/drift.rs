@@ -57,7 +57,7 @@ fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) 
 }
 
 #[test]
-fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
+fn changed_kernel_device_is_restored_and_counted_by_kind() {
     in_the_machine!();
     let sites = two();
     let [a, b] = &sites;
@@ -108,7 +108,7 @@ fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
 
 // threat: conntrack-exhaustion
 #[test]
-fn a_table_of_connections_is_raised_with_its_buckets_and_never_lowered() {
+fn conntrack_table_is_raised_and_never_lowered() {
     in_the_machine!();
     let file = |name: &str| format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
     let held = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());

@@ -36,7 +36,7 @@ fn link(site: &Site, kind: &str) -> u64 {
 }
 
 #[test]
-fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_one_handshake_and_leave_nothing() {
+fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     in_the_machine!();
     let sites = two();
     let [a, b] = &sites;
@@ -110,7 +110,7 @@ fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_on
 }
 
 #[test]
-fn a_restart_with_another_backend_moves_the_node_and_leaves_nothing_of_the_one_before() {
+fn backend_change_at_restart_leaves_nothing_behind() {
     in_the_machine!();
     let sites = two();
     let [a, b] = &sites;

@@ -35,13 +35,13 @@ fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
 }
 
 #[test]
-fn every_size_passes_or_is_answered_over_ipv4_where_the_underlay_has_1400() {
+fn every_size_passes_or_is_refused_over_ipv4_at_1400() {
     in_the_machine!();
     carries(1400, Family::V4, [1340, 1340]);
 }
 
 #[test]
-fn every_size_passes_or_is_answered_over_ipv6_where_the_underlay_has_1280() {
+fn every_size_passes_or_is_refused_over_ipv6_at_1280() {
     in_the_machine!();
     carries(1280, Family::V6, [1200, 1280]);
 }

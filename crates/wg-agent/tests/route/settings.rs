@@ -3,7 +3,7 @@
 use super::super::*;
 
 #[test]
-fn settings_are_written_and_what_cannot_be_is_named_with_its_remedy() {
+fn sysctls_are_written_or_reported_with_a_remedy() {
     let ns = node("sysctl");
     for (key, value) in [
         ("net/ipv4/ip_forward", "0"),
@@ -35,7 +35,7 @@ fn settings_are_written_and_what_cannot_be_is_named_with_its_remedy() {
 }
 
 #[test]
-fn where_proc_is_read_only_an_interfaces_settings_go_over_netlink() {
+fn read_only_proc_sets_interface_sysctls_over_netlink() {
     let ns = node("readonly");
     ns.set_sysctl("net/ipv4/conf/all/rp_filter", "1");
     ns.set_sysctl("net/ipv4/tcp_fwmark_accept", "0");
@@ -86,7 +86,7 @@ fn where_proc_is_read_only_an_interfaces_settings_go_over_netlink() {
 }
 
 #[test]
-fn a_kernel_without_ipv6_on_the_device_keeps_the_rest() {
+fn device_without_ipv6_keeps_its_ipv4_routes() {
     let ns = node("no6");
     ns.set_sysctl("net/ipv6/conf/kilo0/disable_ipv6", "1");
     let got = pass(&ns, &desired(&plan()));

@@ -12,7 +12,7 @@ fn batch(ns: &NetNs, lines: impl Iterator<Item = String>) {
 }
 
 #[test]
-fn a_routing_daemon_with_many_routes_wakes_nobody_and_hides_nothing() {
+fn thirty_thousand_foreign_routes_hide_no_event() {
     let ns = node("bgp");
     settle(&ns, &desired(&plan()));
     ns.enter(|| {
@@ -78,7 +78,7 @@ fn monitored(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
 }
 
 #[test]
-fn of_ten_thousand_routes_one_that_changes_is_one_message() {
+fn change_among_ten_thousand_routes_is_one_message() {
     let ns = node("many");
     let net = |n: u32| ipnet::Ipv4Net::new((0x0a80_0000 + (n << 8)).into(), 24).unwrap();
     let peers = |count: u32| (0..count).map(|n| net(n).into()).collect();

@@ -16,7 +16,7 @@ use super::{Node, SOON, public, spec, two};
 use crate::netns::{NetNs, transfer, veth, wait_until};
 
 #[test]
-fn two_devices_carry_ping_and_tcp_both_ways_and_wg_reads_them() {
+fn two_devices_carry_ping_and_tcp_and_wg_reads_them() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || a.reaches(2));
     assert!(b.reaches(1));
@@ -54,7 +54,7 @@ fn two_devices_carry_ping_and_tcp_both_ways_and_wg_reads_them() {
 }
 
 #[test]
-fn the_outer_packets_may_be_ipv6() {
+fn outer_packets_over_ipv6_are_carried() {
     let (mut a, mut b) = (Node::new(1), Node::new(2));
     veth(&a.ns, "eth0", &["2001:db8::1/64"], &b.ns, "eth0", &["2001:db8::2/64"]);
     a.add(2, Some("[2001:db8::2]:51820"));
@@ -68,7 +68,7 @@ fn the_outer_packets_may_be_ipv6() {
 }
 
 #[test]
-fn what_happens_to_one_peer_leaves_the_session_and_the_flow_of_another_alone() {
+fn changes_of_one_peer_leave_another_session_alone() {
     let [mut a, b] = two();
     let c = {
         let mut c = Node::new(3);
@@ -161,7 +161,7 @@ fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
 }
 
 #[test]
-fn many_flows_to_one_peer_share_it_without_waiting_for_each_other_for_ever() {
+fn many_flows_to_one_peer_cause_no_deadlock() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
     let ns = &a.ns;

@@ -14,7 +14,7 @@ use crate::{
 };
 
 #[test]
-fn what_is_not_ours_is_left_alone_and_the_error_says_what_to_do() {
+fn foreign_interfaces_are_left_alone_with_a_clear_error() {
     let ns = NetNs::new("errors");
     let open = |interface: &str, port| {
         let configuration = Configuration {
@@ -64,7 +64,7 @@ fn what_is_not_ours_is_left_alone_and_the_error_says_what_to_do() {
 }
 
 #[test]
-fn the_interface_outlives_its_process_drops_what_comes_meanwhile_and_is_taken_over() {
+fn interface_outlives_its_process_and_is_taken_over() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
     a.ns.ip(&format!("route add 10.50.0.0/16 dev {}", a.interface));
@@ -108,7 +108,7 @@ fn the_interface_outlives_its_process_drops_what_comes_meanwhile_and_is_taken_ov
 }
 
 #[test]
-fn an_interface_that_an_older_version_made_with_other_flags_is_made_anew() {
+fn interface_with_older_flags_is_recreated() {
     let [mut a, b] = two();
     drop(a.device.take());
     assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));

@@ -9,7 +9,7 @@ use super::{Node, SOON, counters, public, two};
 use crate::netns::{veth, wait_until};
 
 #[test]
-fn after_a_restart_of_one_side_data_flows_within_five_seconds() {
+fn restart_of_one_side_resumes_data_within_five_seconds() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || b.reaches(1));
     for round in 0..5 {
@@ -31,7 +31,7 @@ fn after_a_restart_of_one_side_data_flows_within_five_seconds() {
 }
 
 #[test]
-fn a_peer_found_nowhere_is_asked_at_once_where_it_is_said_to_be_next() {
+fn changed_endpoint_of_a_silent_peer_is_tried_at_once() {
     let (mut a, mut b) = (Node::new(1), Node::new(2));
     veth(&a.ns, "eth0", &["192.0.2.1/24"], &b.ns, "eth0", &["192.0.2.2/24"]);
     b.add(1, None);
@@ -49,7 +49,7 @@ fn a_peer_found_nowhere_is_asked_at_once_where_it_is_said_to_be_next() {
 }
 
 #[test]
-fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes() {
+fn outer_packets_carry_the_current_fwmark() {
     let [mut a, b] = two();
     a.ns.sh(
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \

@@ -7,7 +7,7 @@ use crate::netns::wait_until;
 
 // threat: deleted-peer
 #[test]
-fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
+fn removed_peer_is_unreachable_and_its_packets_dropped() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || b.reaches(1));
     a.apply(&[PeerChange::Remove(public(2))]);
@@ -22,7 +22,7 @@ fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
 }
 
 #[test]
-fn a_sender_to_nobody_is_told_so() {
+fn packet_without_a_peer_gets_an_icmp_error() {
     let mut node = Node::new(1);
     // A peer that nobody knows the place of, and an address that no peer has.
     node.add(2, None);
@@ -40,7 +40,7 @@ fn a_sender_to_nobody_is_told_so() {
 
 // threat: forged-inner-source
 #[test]
-fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
+fn inner_source_outside_allowed_ips_is_dropped() {
     let [a, b] = two();
     wait_until("the first ping", SOON, || b.reaches(1));
     assert_eq!(a.observe().drops["foreign_source"], 0);
@@ -63,7 +63,7 @@ fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
 
 // threat: garbage-datagram
 #[test]
-fn garbage_from_anyone_changes_nothing() {
+fn garbage_datagrams_change_nothing() {
     let [a, b] = two();
     wait_until("the first ping", SOON, || b.reaches(1));
     let before = a.stats(2);

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::path::{Capture, Family, Worker, apply, ask, serve, source_of};
 
-pub(crate) fn a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by(f: &'static Family) {
+pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static Family) {
     let w = Worker::new(f);
     serve(&w.worker, f.worker, 9090);
     serve(&w.worker_pod, f.worker_pod, 8080);
@@ -50,7 +50,7 @@ pub(crate) fn a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by(f:
     assert!(ask(&w.worker_pod, f.hub_pod, 8080).is_err());
 }
 
-pub(crate) fn a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does(f: &'static Family) {
+pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'static Family) {
     let w = Worker::new(f);
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub
@@ -71,7 +71,7 @@ pub(crate) fn a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel
     reaches("the device is gone");
 }
 
-pub(crate) fn a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel(f: &'static Family) {
+pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static Family) {
     let w = Worker::new(f);
     serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
     // A NodePort of the worker's whose endpoint is a hub pod, asked for by another hub pod through eth0.
