@@ -1,6 +1,7 @@
-//! Nothing in clear: programs in pods and on the nodes send into the mesh all the time, over IPv4 and IPv6, while agents
-//! come, go, crash and are replaced, Peers and keys change, and other hands tear at the node. A capture of the wire between
-//! the nodes shows WireGuard and nothing of the mesh beside it, and the senders are told that there is no way instead.
+//! Checks that mesh packets never leave a node unencrypted. Programs in pods and on the nodes send into the mesh all
+//! the time, over IPv4 and IPv6, while agents start, stop, crash and are upgraded, Peers and keys change, and external
+//! changes remove kernel state. A capture on the link between the nodes must show only WireGuard, and senders must get
+//! ICMP errors where there is no route.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -19,64 +20,64 @@ use k8s_openapi::api::core::v1::Node;
 use kube::api::{Patch, PatchParams, PostParams};
 use netns::NetNs;
 use nix::sys::signal::Signal;
-use node::{MGMT, SOON, TENANT, World, peer, wide};
-use sender::{Sender, Told};
+use node::{MGMT, TENANT, TIMEOUT, TwoClusters, peer, wide};
+use sender::{Responses, Sender};
 
-/// Longer than anything takes on a loaded machine.
+/// Longer than any wait takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a cluster has of IPv6; its IPv4 is the site's.
-struct Six {
+/// The IPv6 addresses and networks of a cluster; the IPv4 ones are in its site.
+struct Ipv6 {
     pods: &'static str,
     wide: &'static str,
     gateway: &'static str,
     pod: &'static str,
-    nobody: &'static str,
+    unassigned: &'static str,
     underlay: &'static str,
 }
 
-const SIX: [Six; 2] = [
-    Six {
+const IPV6: [Ipv6; 2] = [
+    Ipv6 {
         pods: "fd00:10:0:1::/64",
         wide: "fd00:10::/32",
         gateway: "fd00:10:0:1::1",
         pod: "fd00:10:0:1::9",
-        nobody: "fd00:10:0:9::9",
+        unassigned: "fd00:10:0:9::9",
         underlay: "fd00:30::1:11",
     },
-    Six {
+    Ipv6 {
         pods: "fd00:20:0:1::/64",
         wide: "fd00:20::/32",
         gateway: "fd00:20:0:1::1",
         pod: "fd00:20:0:1::9",
-        nobody: "fd00:20:0:9::9",
+        unassigned: "fd00:20:0:9::9",
         underlay: "fd00:30::2:11",
     },
 ];
-/// Pod, its gateway, and an address of the pod network that no node owns.
-const FOUR: [[&str; 3]; 2] = [
+/// The pod, its gateway, and an address of the pod network that no node owns.
+const IPV4: [[&str; 3]; 2] = [
     ["10.10.1.9", "10.10.1.1", "10.10.99.9"],
     ["10.20.1.9", "10.20.1.1", "10.20.99.9"],
 ];
-/// Further addresses of the pod under test, of which each asks somebody else: in the order of [`Senders::asking`].
-const ASKING: [&str; 3] = ["10.20.1.21", "10.20.1.22", "10.20.1.23"];
-/// Every inner address, in tcpdump's language.
+/// Further source addresses of the pod under test, one for each sender of [`Senders::slow`], in order.
+const SLOW_SENDERS: [&str; 3] = ["10.20.1.21", "10.20.1.22", "10.20.1.23"];
+/// tcpdump filter: every inner address.
 const INNER: &str = "net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or net fd00:20::/32";
 
-/// Two dual-stack clusters of a node and a pod each.
-struct Clear {
-    world: World,
+/// Two dual-stack clusters with one node and one pod each.
+struct Testbed {
+    clusters: TwoClusters,
     pods: [NetNs; 2],
 }
 
-impl Clear {
+impl Testbed {
     async fn start() -> Self {
-        let world = World::start().await;
+        let clusters = TwoClusters::start().await;
         let pods = ["mgmt-pod", "tenant-pod"].map(NetNs::new);
         for index in [MGMT, TENANT] {
-            dual_stack(&world, index, &pods[index]).await;
+            dual_stack(&clusters, index, &pods[index]).await;
         }
-        Self { world, pods }
+        Self { clusters, pods }
     }
 
     fn pod(&self, index: usize) -> PathBuf {
@@ -84,20 +85,20 @@ impl Clear {
     }
 
     fn host(&self, index: usize) -> PathBuf {
-        self.world.host(self.world.site(index)).netns()
+        self.clusters.host(self.clusters.site(index)).netns()
     }
 
-    /// What a controller writes into `target` about `source`, both families of it.
+    /// Writes into `target` what a controller writes about `source`, in both families.
     async fn introduce(&self, target: usize, source: usize) {
-        let (at, of) = (self.world.site(target), self.world.site(source));
-        self.world
+        let (at, of) = (self.clusters.site(target), self.clusters.site(source));
+        self.clusters
             .peers(at)
             .await
             .create(&PostParams::default(), &self.peer(source).await)
             .await
             .expect("create the Peer");
-        let networks = vec![wide(of), of.wireguard.into(), SIX[source].wide.into()];
-        let to = vec![wide(at), at.wireguard.into(), SIX[target].wide.into()];
+        let networks = vec![wide(of), of.wireguard.into(), IPV6[source].wide.into()];
+        let to = vec![wide(at), at.wireguard.into(), IPV6[target].wide.into()];
         let allow = Allow { to };
         let spec = PeerPolicySpec {
             source: of.cluster.into(),
@@ -106,7 +107,7 @@ impl Clear {
             allow: vec![allow],
             ..PeerPolicySpec::default()
         };
-        self.world
+        self.clusters
             .policies(at)
             .await
             .create(&PostParams::default(), &PeerPolicy::new("mesh", spec))
@@ -115,55 +116,55 @@ impl Clear {
     }
 
     async fn peer(&self, source: usize) -> clustermesh_api::peer::Peer {
-        let of = self.world.site(source);
-        let mut peer = peer(of, &self.world.published(of).await);
+        let of = self.clusters.site(source);
+        let mut peer = peer(of, &self.clusters.published(of).await);
         peer.metadata.name = Some("other".into());
-        peer.spec.allowed_ips.push(SIX[source].pods.into());
+        peer.spec.allowed_ips.push(IPV6[source].pods.into());
         peer
     }
 
     async fn wireguard(&self, index: usize) -> IpAddr {
-        let said = self.world.published(self.world.site(index)).await;
+        let said = self.clusters.published(self.clusters.site(index)).await;
         let address = &said[clustermesh_api::names::KILO_WIREGUARD_IP];
         address.split('/').next().unwrap().parse().unwrap()
     }
 
-    /// Those who send, by whether somebody can be there at all.
+    /// Starts all senders.
     async fn senders(&self) -> Senders {
         let (pod, host) = (self.pod(TENANT), self.host(TENANT));
         let at = |text: &str| text.parse::<IpAddr>().unwrap();
         let wireguard = self.wireguard(MGMT).await;
         let start = |from: &str, netns: &PathBuf, to: IpAddr| Sender::start(&format!("{from} -> {to}"), netns, to);
-        let [there, _, nobody] = FOUR[MGMT];
+        let [there, _, unassigned] = IPV4[MGMT];
         Senders {
             reach: vec![
                 start("pod", &pod, at(there)),
-                start("pod", &pod, at(SIX[MGMT].pod)),
+                start("pod", &pod, at(IPV6[MGMT].pod)),
                 start("host", &host, at(there)),
             ],
             closed: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
             back: vec![
-                start("their pod", &self.pod(MGMT), at(FOUR[TENANT][0])),
-                start("their pod", &self.pod(MGMT), at(SIX[TENANT].pod)),
-                start("their host", &self.host(MGMT), at(FOUR[TENANT][0])),
+                start("their pod", &self.pod(MGMT), at(IPV4[TENANT][0])),
+                start("their pod", &self.pod(MGMT), at(IPV6[TENANT].pod)),
+                start("their host", &self.host(MGMT), at(IPV4[TENANT][0])),
             ],
-            nobody: vec![
-                start("pod", &pod, at(nobody)),
-                start("pod", &pod, at(SIX[MGMT].nobody)),
-                start("host", &host, at(nobody)),
-                start("host", &host, at(SIX[MGMT].nobody)),
+            unassigned: vec![
+                start("pod", &pod, at(unassigned)),
+                start("pod", &pod, at(IPV6[MGMT].unassigned)),
+                start("host", &host, at(unassigned)),
+                start("host", &host, at(IPV6[MGMT].unassigned)),
             ],
-            asking: [there.to_owned(), wireguard.to_string(), nobody.to_owned()]
+            slow: [there.to_owned(), wireguard.to_string(), unassigned.to_owned()]
                 .iter()
-                .zip(ASKING)
-                .map(|(to, source)| Sender::asking(&format!("pod, asking -> {to}"), &pod, at(source), at(to)))
+                .zip(SLOW_SENDERS)
+                .map(|(to, source)| Sender::slow(&format!("slow pod -> {to}"), &pod, at(source), at(to)))
                 .collect(),
         }
     }
 
-    async fn table_stands(&self, index: usize) {
-        let host = self.world.host(self.world.site(index));
-        wait_until("the firewall table", SOON, async || {
+    async fn wait_for_table(&self, index: usize) {
+        let host = self.clusters.host(self.clusters.site(index));
+        wait_until("the firewall table", TIMEOUT, async || {
             let words = ["nft", "list", "table", "inet", "clustermesh"];
             match host.try_exec(words).await.map_err(|e| e.to_string())? {
                 output if output.status.success() => Ok(()),
@@ -174,10 +175,10 @@ impl Clear {
         .unwrap();
     }
 
-    /// Waits until table, rules and closed door are all there, and the device is up.
-    async fn stands_again(&self, after: &str) {
-        let host = self.world.host(self.world.site(TENANT));
-        let interface = &self.world.site(TENANT).interface;
+    /// Waits until the table, the rules and the `unreachable` routes all exist and the device is up.
+    async fn wait_until_restored(&self, after: &str) {
+        let host = self.clusters.host(self.clusters.site(TENANT));
+        let interface = &self.clusters.site(TENANT).interface;
         let whole = format!(
             "nft list table inet clustermesh > /dev/null
             for f in -4 -6; do
@@ -190,8 +191,8 @@ impl Clear {
             ip link show dev {interface} up | grep -q UP"
         );
         wait_until(
-            format!("everything to stand again after {after}"),
-            SOON,
+            format!("table, rules and routes to be restored after {after}"),
+            TIMEOUT,
             async || match host.try_exec(["sh", "-exc", &whole]).await.map_err(|e| e.to_string())? {
                 output if output.status.success() => Ok(()),
                 output => Err(output.stderr),
@@ -202,39 +203,39 @@ impl Clear {
     }
 
     fn agent(&self, index: usize, log: &str) -> Running {
-        self.world.agent(self.world.site(index), log)
+        self.clusters.agent(self.clusters.site(index), log)
     }
 
-    async fn tear(&self, line: &str) {
-        let host = self.world.host(self.world.site(TENANT));
+    async fn damage(&self, line: &str) {
+        let host = self.clusters.host(self.clusters.site(TENANT));
         host.exec(["sh", "-ec", line]).await.expect(line);
     }
 }
 
 /// The senders of a run.
 struct Senders {
-    /// From the node under test to what is there.
+    /// From the node under test to addresses that exist.
     reach: Vec<Sender>,
-    /// To the other node's WireGuard address, where nothing is open.
+    /// To the other node's WireGuard address, where no port is open.
     closed: Vec<Sender>,
     /// From the other cluster to the node under test.
     back: Vec<Sender>,
-    /// From the node under test to mesh addresses that nobody has.
-    nobody: Vec<Sender>,
-    /// Pods that ask two who are there, then one who is not.
-    asking: Vec<Sender>,
+    /// From the node under test to mesh addresses that no node has.
+    unassigned: Vec<Sender>,
+    /// Slow senders in the pod: the first two send to existing addresses, the last to an unassigned one.
+    slow: Vec<Sender>,
 }
 
 impl Senders {
-    /// Waits until each that can be answered is.
+    /// Waits until each sender of `reach` and `back` gets a new answer.
     async fn answered(&self, why: &str) {
         let all = || self.reach.iter().chain(&self.back);
-        let before: Vec<u64> = all().map(|sender| sender.told().answers).collect();
+        let before: Vec<u64> = all().map(|sender| sender.responses().answers).collect();
         let silent = async || {
             let late = all()
                 .zip(&before)
-                .filter(|(sender, before)| sender.told().answers <= **before);
-            let late: Vec<_> = late.map(|(sender, _)| (&sender.name, sender.told())).collect();
+                .filter(|(sender, before)| sender.responses().answers <= **before);
+            let late: Vec<_> = late.map(|(sender, _)| (&sender.name, sender.responses())).collect();
             if late.is_empty() {
                 Ok(())
             } else {
@@ -244,31 +245,32 @@ impl Senders {
         wait_until(format!("answers: {why}"), PATIENCE, silent).await.unwrap();
     }
 
-    /// Waits until whoever sends from the node under test to somebody is told that there is no way, in every family.
-    async fn told(&self, why: &str) {
+    /// Waits until each sender from the node under test gets a new unreachable error, in both families. Fast IPv4
+    /// senders of the pod are left out: the kernel rate-limits the errors they get (see `sender`).
+    async fn wait_for_errors(&self, why: &str) {
         let all = self
             .reach
             .iter()
             .chain(&self.closed)
-            .chain(&self.nobody)
-            .chain(&self.asking);
-        told(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
+            .chain(&self.unassigned)
+            .chain(&self.slow);
+        wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
     }
 
-    /// Waits until whoever sends to nobody is told so.
-    async fn told_of_nobody(&self, why: &str) {
-        let all = self.nobody.iter().chain(self.asking.last());
-        told(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
+    /// Waits until each sender to an unassigned address gets a new unreachable error.
+    async fn wait_for_errors_about_unassigned(&self, why: &str) {
+        let all = self.unassigned.iter().chain(self.slow.last());
+        wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
     }
 }
 
-async fn told(senders: impl Iterator<Item = &Sender>, why: &str) {
-    let before: Vec<(&Sender, Told)> = senders.map(|sender| (sender, sender.told())).collect();
+async fn wait_for_new_errors(senders: impl Iterator<Item = &Sender>, why: &str) {
+    let before: Vec<(&Sender, Responses)> = senders.map(|sender| (sender, sender.responses())).collect();
     let silent = async || {
         let late = before
             .iter()
-            .filter(|(sender, before)| sender.told().unreachable() <= before.unreachable());
-        let late: Vec<_> = late.map(|(sender, _)| (&sender.name, sender.told())).collect();
+            .filter(|(sender, before)| sender.responses().unreachable() <= before.unreachable());
+        let late: Vec<_> = late.map(|(sender, _)| (&sender.name, sender.responses())).collect();
         if late.is_empty() {
             Ok(())
         } else {
@@ -276,7 +278,7 @@ async fn told(senders: impl Iterator<Item = &Sender>, why: &str) {
         }
     };
     wait_until(
-        format!("everybody to be told that there is no way: {why}"),
+        format!("every sender to get an unreachable error: {why}"),
         PATIENCE,
         silent,
     )
@@ -284,12 +286,12 @@ async fn told(senders: impl Iterator<Item = &Sender>, why: &str) {
     .unwrap();
 }
 
-/// Gives a site's node IPv6, forwarding, a pod, and a CNI that masquerades what leaves the cluster's pod network; and its
-/// underlay a default route in both families, so that whatever escapes the mesh has somewhere to go.
-async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
-    let (site, six) = (world.site(index), &SIX[index]);
-    let [address, gateway, _] = FOUR[index];
-    let nodes = world.nodes(site).await;
+/// Gives a site's node IPv6, forwarding, a pod, and a CNI that masquerades what leaves the cluster's pod network. The
+/// default route in both families gives packets that escape the mesh somewhere to go.
+async fn dual_stack(clusters: &TwoClusters, index: usize, pod: &NetNs) {
+    let (site, ipv6) = (clusters.site(index), &IPV6[index]);
+    let [address, gateway, _] = IPV4[index];
+    let nodes = clusters.nodes(site).await;
     let mut node: Node = nodes.get(site.node).await.expect("the Node");
     nodes
         .delete(site.node, &Default::default())
@@ -297,15 +299,15 @@ async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
         .expect("delete the Node");
     (node.metadata.resource_version, node.metadata.uid) = (None, None);
     if let Some(spec) = &mut node.spec {
-        spec.pod_cidrs = Some(vec![site.pods.into(), six.pods.into()]);
+        spec.pod_cidrs = Some(vec![site.pods.into(), ipv6.pods.into()]);
     }
     nodes
         .create(&PostParams::default(), &node)
         .await
         .expect("create it anew");
-    let Six {
+    let Ipv6 {
         wide: wide6, underlay, ..
-    } = six;
+    } = ipv6;
     let (own, wide4) = (pod.path(), wide(site));
     let script = format!(
         "
@@ -322,9 +324,9 @@ async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
         nft 'table ip cni {{ chain post {{ type nat hook postrouting priority 100; ip saddr {wide4} ip daddr != {wide4} masquerade; }}; }}'
         nft 'table ip6 cni {{ chain post {{ type nat hook postrouting priority 100; ip6 saddr {wide6} ip6 daddr != {wide6} masquerade; }}; }}'
         ",
-        gateway6 = six.gateway,
+        gateway6 = ipv6.gateway,
     );
-    world
+    clusters
         .host(site)
         .exec(["sh", "-ec", &script])
         .await
@@ -333,14 +335,14 @@ async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
         pod.set_sysctl(&format!("net/ipv6/conf/{f}/accept_dad"), "0");
     }
     pod.ip(&format!("addr add {address}/24 dev eth0"));
-    pod.ip(&format!("addr add {}/64 dev eth0 nodad", six.pod));
+    pod.ip(&format!("addr add {}/64 dev eth0 nodad", ipv6.pod));
     pod.ip("link set eth0 up");
     pod.ip(&format!("route add default via {gateway}"));
-    pod.ip(&format!("-6 route add default via {}", six.gateway));
-    for to in [address, six.pod] {
+    pod.ip(&format!("-6 route add default via {}", ipv6.gateway));
+    for to in [address, ipv6.pod] {
         sender::echo(&PathBuf::from(pod.path()), to.parse().unwrap());
     }
-    for more in ASKING.iter().filter(|_| index == TENANT) {
+    for more in SLOW_SENDERS.iter().filter(|_| index == TENANT) {
         pod.ip(&format!("addr add {more}/24 dev eth0"));
     }
 }
@@ -348,55 +350,61 @@ async fn dual_stack(world: &World, index: usize, pod: &NetNs) {
 // threat: unencrypted-packet
 #[tokio::test]
 async fn mesh_packets_never_leave_unencrypted() {
-    let clear = Clear::start().await;
-    let world = &clear.world;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let mut their = clear.agent(MGMT, "mgmt");
-    let mut ours = clear.agent(TENANT, "tenant");
-    clear.introduce(MGMT, TENANT).await;
-    clear.introduce(TENANT, MGMT).await;
-    world.ready(mgmt).await;
-    sender::echo(&clear.host(MGMT), clear.wireguard(MGMT).await);
+    let testbed = Testbed::start().await;
+    let clusters = &testbed.clusters;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let mut their = testbed.agent(MGMT, "mgmt");
+    let mut ours = testbed.agent(TENANT, "tenant");
+    testbed.introduce(MGMT, TENANT).await;
+    testbed.introduce(TENANT, MGMT).await;
+    clusters.ready(mgmt).await;
+    sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
-    // Before any mesh: the wire shows all of it, and so would whatever follows.
-    ours.terminate(SOON).await.expect("it ends");
-    let cleanup = world.command(tenant, &["cleanup"]);
-    world.host(tenant).exec(cleanup).await.expect("cleanup");
-    let senders = clear.senders().await;
-    in_clear(&clear, "before", "no mesh").await;
+    // Without a mesh the capture shows every packet. This proves that it would also show later leaks.
+    ours.terminate(TIMEOUT).await.expect("it ends");
+    let cleanup = clusters.command(tenant, &["cleanup"]);
+    clusters.host(tenant).exec(cleanup).await.expect("cleanup");
+    let senders = testbed.senders().await;
+    wait_for_unencrypted(&testbed, "before", "no mesh").await;
 
     let began = Instant::now();
     let step = |what: &str| println!("{:6.1} s {what}", began.elapsed().as_secs_f64());
-    // From the moment the table stands, until the end.
-    ours = clear.agent(TENANT, "tenant-1");
-    clear.table_stands(TENANT).await;
+    // The capture runs from the moment the table exists until the end.
+    ours = testbed.agent(TENANT, "tenant-1");
+    testbed.wait_for_table(TENANT).await;
     let filter = format!("({INNER}) and not udp port 51820");
-    let capture = world.lab.capture("clear", &filter).await.expect("start a capture");
-    step("the table stands");
+    let capture = clusters
+        .lab
+        .capture("unencrypted", &filter)
+        .await
+        .expect("start a capture");
+    step("the table exists");
     senders.answered("the first start").await;
-    senders.told_of_nobody("nobody has this address").await;
+    senders
+        .wait_for_errors_about_unassigned("no node has this address")
+        .await;
 
-    step("the peer goes down");
+    step("the peer's agent is killed");
     their.signal(Signal::SIGKILL).expect("kill");
-    their.ends(SOON).await.expect("dead");
+    their.ends(TIMEOUT).await.expect("dead");
     let host = senders
         .back
         .iter()
         .filter(|sender| sender.name.starts_with("their host"));
-    told(host, "their agent is dead").await;
-    their = clear.agent(MGMT, "mgmt-2");
+    wait_for_new_errors(host, "the peer's agent is dead").await;
+    their = testbed.agent(MGMT, "mgmt-2");
     senders.answered("the peer is back").await;
 
     step("the Peer is deleted");
-    world.delete_peer(tenant, "other").await;
-    senders.told("no Peer has these addresses").await;
-    let again = clear.peer(MGMT).await;
-    let peers = world.peers(tenant).await;
+    clusters.delete_peer(tenant, "other").await;
+    senders.wait_for_errors("no Peer has these addresses").await;
+    let again = testbed.peer(MGMT).await;
+    let peers = clusters.peers(tenant).await;
     peers.create(&PostParams::default(), &again).await.expect("create");
     senders.answered("the Peer is back").await;
 
     step("the peer's key changes");
-    let real = world.published(mgmt).await[KILO_KEY].clone();
+    let real = clusters.published(mgmt).await[KILO_KEY].clone();
     let wrong = clustermesh_core::key::PublicKey::new([77; 32]).to_string();
     let key = async |key: &str| {
         let patch = serde_json::json!({"spec": {"publicKey": key}});
@@ -407,57 +415,57 @@ async fn mesh_packets_never_leave_unencrypted() {
             .expect("patch");
     };
     key(&wrong).await;
-    wait_until("the device to have it", SOON, async || {
-        let (_, state) = world.page(tenant, "/debug/state").await;
+    wait_until("the device to have the wrong key", TIMEOUT, async || {
+        let (_, state) = clusters.page(tenant, "/debug/state").await;
         if state.contains(&wrong) { Ok(()) } else { Err(state) }
     })
     .await
     .unwrap();
     key(&real).await;
-    senders.answered("the key is the right one again").await;
+    senders.answered("the right key is back").await;
 
     step("the agent is stopped");
-    ours.terminate(SOON).await.expect("it ends");
-    senders.told("the agent is stopped").await;
-    ours = clear.agent(TENANT, "tenant-2");
-    senders.answered("started again").await;
+    ours.terminate(TIMEOUT).await.expect("it ends");
+    senders.wait_for_errors("the agent is stopped").await;
+    ours = testbed.agent(TENANT, "tenant-2");
+    senders.answered("the agent is started again").await;
 
-    step("upgraded");
-    // Another file, started as soon as the old one has let go.
+    step("the agent is upgraded");
+    // A copy of the program, started as soon as the old agent has released its lock.
     let files = tempfile::tempdir().expect("a directory");
     let newer = files.path().join("wg-agent");
     std::fs::copy(node::AGENT, &newer).expect("copy the program");
-    ours.terminate(SOON).await.expect("it ends");
-    let mut words = world.command(tenant, &[]);
+    ours.terminate(TIMEOUT).await.expect("it ends");
+    let mut words = clusters.command(tenant, &[]);
     words[0] = newer.display().to_string();
-    ours = world
+    ours = clusters
         .host(tenant)
         .spawn("tenant-3", words)
         .expect("start the newer one");
-    senders.answered("upgraded").await;
+    senders.answered("the agent is upgraded").await;
 
-    step("killed, again and again");
+    step("the agent is killed repeatedly");
     ours.signal(Signal::SIGKILL).expect("kill");
-    ours.ends(SOON).await.expect("dead");
+    ours.ends(TIMEOUT).await.expect("dead");
     for (round, milliseconds) in [0, 20, 60, 120, 250, 500, 1000].into_iter().enumerate() {
-        let mut crashing = clear.agent(TENANT, &format!("tenant-crash-{round}"));
-        // Wherever it is by then.
+        let mut crashing = testbed.agent(TENANT, &format!("tenant-crash-{round}"));
+        // Kills the agent at whatever stage of its start it has reached.
         tokio::time::sleep(Duration::from_millis(milliseconds)).await;
         let _ = crashing.signal(Signal::SIGKILL);
-        crashing.ends(SOON).await.expect("dead");
+        crashing.ends(TIMEOUT).await.expect("dead");
     }
-    senders.told("it does not come up").await;
+    senders.wait_for_errors("the agent does not come up").await;
 
     step("its API server is down");
-    let cluster = world.lab.cluster(tenant.cluster);
+    let cluster = clusters.lab.cluster(tenant.cluster);
     cluster.kill_api().expect("kill the API server");
-    ours = clear.agent(TENANT, "tenant-4");
-    senders.told_of_nobody("the API server is down").await;
+    ours = testbed.agent(TENANT, "tenant-4");
+    senders.wait_for_errors_about_unassigned("the API server is down").await;
     ours.signal(Signal::SIGKILL).expect("kill");
-    ours.ends(SOON).await.expect("dead");
-    ours = clear.agent(TENANT, "tenant-5");
+    ours.ends(TIMEOUT).await.expect("dead");
+    ours = testbed.agent(TENANT, "tenant-5");
     cluster.start_api().await.expect("start the API server");
-    senders.answered("it has read from its API server").await;
+    senders.answered("the API server is back").await;
 
     for line in [
         "nft flush ruleset",
@@ -468,9 +476,9 @@ async fn mesh_packets_never_leave_unencrypted() {
         &format!("ip link set {} down", tenant.interface),
     ] {
         step(line);
-        clear.tear(line).await;
-        // One hand at a time: what keeps the node closed while one part is gone are the others.
-        clear.stands_again(line).await;
+        testbed.damage(line).await;
+        // One external change at a time: while one part is missing, the others keep the node closed.
+        testbed.wait_until_restored(line).await;
         senders.answered(line).await;
     }
     step("end");
@@ -480,22 +488,25 @@ async fn mesh_packets_never_leave_unencrypted() {
     assert_eq!(
         seen.iter().take(20).collect::<Vec<_>>(),
         Vec::<&String>::new(),
-        "{} packets in clear",
+        "{} unencrypted packets",
         seen.len()
     );
     drop(their);
-    // And the wire would have shown it.
-    ours.terminate(SOON).await.expect("it ends");
-    let cleanup = world.command(tenant, &["cleanup"]);
-    world.host(tenant).exec(cleanup).await.expect("cleanup");
-    in_clear(&clear, "after", "nothing of ours is left").await;
+    // The capture would have shown an unencrypted packet.
+    ours.terminate(TIMEOUT).await.expect("it ends");
+    let cleanup = clusters.command(tenant, &["cleanup"]);
+    clusters.host(tenant).exec(cleanup).await.expect("cleanup");
+    wait_for_unencrypted(&testbed, "after", "nothing of ours is left").await;
 }
 
-/// Waits until a capture shows the senders' packets, of each family.
-async fn in_clear(clear: &Clear, name: &str, why: &str) {
-    for (family, net) in [("ip", wide(clear.world.site(MGMT))), ("ip6", SIX[MGMT].wide.to_owned())] {
-        let capture = clear
-            .world
+/// Checks that a capture shows the senders' packets of each family.
+async fn wait_for_unencrypted(testbed: &Testbed, name: &str, why: &str) {
+    for (family, net) in [
+        ("ip", wide(testbed.clusters.site(MGMT))),
+        ("ip6", IPV6[MGMT].wide.to_owned()),
+    ] {
+        let capture = testbed
+            .clusters
             .lab
             .capture(&format!("{name}-{family}"), &format!("{family} and dst net {net}"))
             .await

@@ -5,14 +5,14 @@ mod netns;
 mod pair;
 
 use netns::wait_until;
-use pair::{SOON, introduce, two};
+use pair::{TIMEOUT, exchange_peers, start_nodes};
 
 #[test]
 fn changed_interface_is_restored_and_counted_by_kind() {
-    let sites = two();
+    let sites = start_nodes();
     let [a, b] = &sites;
     let _agents = sites.each_ref().map(|site| site.agent("userspace"));
-    introduce(&sites);
+    exchange_peers(&sites);
     a.reaches(b);
     a.ready();
     let link = || {
@@ -23,15 +23,15 @@ fn changed_interface_is_restored_and_counted_by_kind() {
     assert_eq!(a.repairs(), [].into());
     let handshakes = a.shown("latest-handshakes");
     a.ns.ip(&format!("link set {} mtu 1300", a.interface));
-    wait_until("the MTU to be put back", SOON, || link() == whole);
-    wait_until("it to be counted", SOON, || {
+    wait_until("the MTU to be put back", TIMEOUT, || link() == whole);
+    wait_until("it to be counted", TIMEOUT, || {
         a.repairs() == [("mtu".to_owned(), 1)].into()
     });
     assert_eq!(a.shown("latest-handshakes"), handshakes, "no session was touched");
 
     // With the link go the routes of IPv4 and the addresses of IPv6; no session.
     a.ns.ip(&format!("link set {} down", a.interface));
-    wait_until("the link to be up", SOON, || link() == whole);
+    wait_until("the link to be up", TIMEOUT, || link() == whole);
     a.reaches(b);
     b.reaches(a);
     assert_eq!(a.repairs().get("link_down"), Some(&1));

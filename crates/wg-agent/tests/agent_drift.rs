@@ -11,24 +11,24 @@ use std::{
 use clustermesh_lab::wait_until;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, api::PostParams};
-use node::{MGMT, SOON, Site, TENANT, World};
+use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
 /// The agent looks every 30 s whatever it hears.
 const HEARD: Duration = Duration::from_secs(10);
 
 /// Everything of ours in the node's routing, as `ip` shows it.
-async fn routing(world: &World, site: &Site) -> String {
+async fn routing(clusters: &TwoClusters, site: &Site) -> String {
     let script = format!(
         "ip rule show; ip -6 rule show; ip route show table 5182; ip route show table 5183; ip -br -4 addr show dev {}",
         site.interface
     );
-    let shown = world.host(site).try_exec(["sh", "-c", &script]).await.expect("ip");
+    let shown = clusters.host(site).try_exec(["sh", "-c", &script]).await.expect("ip");
     shown.stdout
 }
 
 /// `wg_agent_repairs_total` by part.
-async fn repairs(world: &World, site: &Site) -> BTreeMap<String, u64> {
-    let (_, text) = world.page(site, "/metrics").await;
+async fn repairs(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, u64> {
+    let (_, text) = clusters.page(site, "/metrics").await;
     let lines = text
         .lines()
         .filter_map(|line| line.strip_prefix("wg_agent_repairs_total{part=\""));
@@ -40,9 +40,9 @@ async fn repairs(world: &World, site: &Site) -> BTreeMap<String, u64> {
         .collect()
 }
 
-async fn route_appears(world: &World, site: &Site, route: &str) {
+async fn route_appears(clusters: &TwoClusters, site: &Site, route: &str) {
     wait_until(route, HEARD, async || {
-        let shown = routing(world, site).await;
+        let shown = routing(clusters, site).await;
         if shown.lines().any(|line| line.trim() == route) {
             Ok(())
         } else {
@@ -55,21 +55,26 @@ async fn route_appears(world: &World, site: &Site, route: &str) {
 
 #[tokio::test]
 async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let resolv = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(resolv.path(), "nameserver 192.0.2.53\n").expect("write");
-    let agent = world.agent_with_resolvers(mgmt, "agent-mgmt", resolv.path());
-    let _other = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
-    world.ready(mgmt).await;
+    let agent = clusters.agent_with_resolvers(mgmt, "agent-mgmt", resolv.path());
+    let _other = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
+    clusters.ready(mgmt).await;
 
-    route_appears(&world, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
-    let whole = routing(&world, mgmt).await;
-    assert_eq!(repairs(&world, mgmt).await.get("routes"), Some(&0), "{}", agent.log());
+    route_appears(&clusters, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
+    let whole = routing(&clusters, mgmt).await;
+    assert_eq!(
+        repairs(&clusters, mgmt).await.get("routes"),
+        Some(&0),
+        "{}",
+        agent.log()
+    );
     let device = &mgmt.interface;
-    let (address, _) = world.annotations(mgmt).await["kilo.squat.ai/wireguard-ip"]
+    let (address, _) = clusters.annotations(mgmt).await["kilo.squat.ai/wireguard-ip"]
         .split_once('/')
         .map(|(a, b)| (a.to_owned(), b.to_owned()))
         .expect("an address");
@@ -92,10 +97,10 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
             1,
         ),
     ] {
-        world.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
+        clusters.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
         let start = Instant::now();
         wait_until(format!("{damage} to be mended"), HEARD, async || {
-            let now = routing(&world, mgmt).await;
+            let now = routing(&clusters, mgmt).await;
             if now == whole {
                 Ok(())
             } else {
@@ -106,8 +111,8 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
         println!("{damage}: mended after {} ms", start.elapsed().as_millis());
         counted += routes;
-        wait_until("the count", SOON, async || {
-            let now = repairs(&world, mgmt).await;
+        wait_until("the count", TIMEOUT, async || {
+            let now = repairs(&clusters, mgmt).await;
             if now.get("routes") == Some(&counted) {
                 Ok(())
             } else {
@@ -118,14 +123,19 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         .unwrap_or_else(|error| panic!("{damage}: {error}\n{}", agent.log()));
     }
     // A setting, of which the kernel tells.
-    assert_eq!(repairs(&world, mgmt).await.get("sysctls"), Some(&0), "{}", agent.log());
+    assert_eq!(
+        repairs(&clusters, mgmt).await.get("sysctls"),
+        Some(&0),
+        "{}",
+        agent.log()
+    );
     let setting = format!("/proc/sys/net/ipv4/conf/{device}/rp_filter");
     let damage = format!("echo 1 > {setting}");
-    world.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
+    clusters.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
     let start = Instant::now();
     wait_until("the setting to be mended and counted", HEARD, async || {
-        let now = world.host(mgmt).exec(["cat", &setting]).await.expect("read").stdout;
-        match repairs(&world, mgmt).await.get("sysctls") {
+        let now = clusters.host(mgmt).exec(["cat", &setting]).await.expect("read").stdout;
+        match repairs(&clusters, mgmt).await.get("sysctls") {
             Some(1) if now == "2\n" => Ok(()),
             counted => Err(format!("{now}{counted:?}")),
         }
@@ -133,34 +143,39 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
     println!("{damage}: mended after {} ms", start.elapsed().as_millis());
-    world.reaches(mgmt, tenant).await;
+    clusters.reaches(mgmt, tenant).await;
     // The device itself: with it go its routes and sessions.
-    world
+    clusters
         .host(mgmt)
         .exec(["ip", "link", "del", device])
         .await
         .expect("delete the device");
     let start = Instant::now();
     wait_until("the device to be mended", HEARD, async || {
-        let now = routing(&world, mgmt).await;
+        let now = routing(&clusters, mgmt).await;
         if now == whole { Ok(()) } else { Err(now) }
     })
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
     println!("ip link del: mended after {} ms", start.elapsed().as_millis());
-    world.reaches(mgmt, tenant).await;
-    assert_eq!(repairs(&world, mgmt).await.get("device"), Some(&1), "{}", agent.log());
+    clusters.reaches(mgmt, tenant).await;
+    assert_eq!(
+        repairs(&clusters, mgmt).await.get("device"),
+        Some(&1),
+        "{}",
+        agent.log()
+    );
 
     // What the underlay needs, in the tenant's network: a resolver, a next hop, an API server.
     std::fs::write(resolv.path(), "nameserver 10.20.250.53\n").expect("write");
-    route_appears(&world, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
+    route_appears(&clusters, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
     let hop = "ip route add default via 10.20.250.1 dev eth0 onlink metric 5000";
-    world
+    clusters
         .host(mgmt)
         .exec(["sh", "-ec", hop])
         .await
         .expect("a default route");
-    route_appears(&world, mgmt, "throw 10.20.250.1 proto 117 metric 10").await;
+    route_appears(&clusters, mgmt, "throw 10.20.250.1 proto 117 metric 10").await;
     let slice: EndpointSlice = serde_json::from_value(serde_json::json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
         "metadata": {"name": "second-server", "labels": {"kubernetes.io/service-name": "kubernetes"}},
@@ -168,10 +183,10 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         "ports": [{"name": "https", "port": 6443, "protocol": "TCP"}],
     }))
     .expect("an EndpointSlice");
-    let slices: Api<EndpointSlice> = Api::namespaced(world.client(mgmt).await, "default");
+    let slices: Api<EndpointSlice> = Api::namespaced(clusters.client(mgmt).await, "default");
     slices
         .create(&PostParams::default(), &slice)
         .await
         .expect("create an EndpointSlice");
-    route_appears(&world, mgmt, "throw 10.20.250.64 proto 117 metric 10").await;
+    route_appears(&clusters, mgmt, "throw 10.20.250.64 proto 117 metric 10").await;
 }

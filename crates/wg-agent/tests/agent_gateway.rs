@@ -10,8 +10,8 @@ use std::{collections::BTreeSet, io::ErrorKind, time::Duration};
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use gateway::{
-    Call, DB, ENDPOINT_CONNECTIONS, GATEWAY, LOG, OTHER, POD, SANDBOX_CONNECTIONS, SOON, SQL, Stage, Stream, TCP, at,
-    grant, hostile, ip, limits, refusals,
+    DB, ENDPOINT_CONNECTIONS, GATEWAY, LOG, OTHER, POD, SANDBOX_CONNECTIONS, SQL, TCP, TIMEOUT, TcpConnection, Testbed,
+    UdpFlow, at, grant, hostile, ip, limits, refusals,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -22,50 +22,50 @@ use serde_json::{Value, json};
 // threat: gateway-ungranted
 #[tokio::test]
 async fn sandbox_reaches_only_its_grants_through_a_gateway() {
-    let stage = Stage::start().await;
+    let testbed = Testbed::start().await;
     let arguments = [
         "--grant-timeout=20s".to_owned(),
         format!("--sandbox-connections={SANDBOX_CONNECTIONS}"),
         format!("--endpoint-connections={ENDPOINT_CONNECTIONS}"),
     ];
     let arguments = arguments.each_ref().map(String::as_str);
-    let mut gateway = stage.gateway(&arguments);
-    gateway_publishes_its_endpoints(&stage).await;
-    namespace_without_rolebinding_is_refused(&stage).await;
-    grants_are_reached_in_both_families(&stage).await;
-    masqueraded_source_port_is_never_the_tunnels(&stage).await;
-    ungranted_destinations_are_closed(&stage);
-    endpoint_changes_are_followed(&stage).await;
-    terminating_endpoint_keeps_its_connections(&stage).await;
-    grant_without_ready_endpoint_refuses_connections(&stage).await;
-    sandboxes_have_separate_grants(&stage).await;
-    port_with_another_grant_ends_old_connections(&stage).await;
-    unanswered_flow_ends_with_its_grant(&stage).await;
-    revoked_grant_ends_its_connections_at_once(&stage).await;
-    hostile::underlay_packets_leave_no_conntrack_entry(&stage);
-    hostile::fragments_options_and_extension_headers_are_dropped(&stage).await;
-    hostile::packets_of_a_stale_connection_are_dropped(&stage).await;
-    limits::new_connections_per_second_are_limited(&stage).await;
-    limits::connections_to_an_endpoint_are_limited(&stage).await;
-    limits::connections_of_a_sandbox_are_limited(&stage).await;
-    limits::flood_of_a_sandbox_leaves_another_its_connections(&stage).await;
-    limits::endpoint_icmp_error_reaches_the_sandbox(&stage).await;
-    refusals::invalid_parts_are_refused_alone(&stage).await;
-    refusals::refused_sandbox_access_is_not_applied(&stage).await;
-    refusals::stolen_token_grants_no_access(&stage).await;
-    limits::thousands_of_grants_are_written_and_removed(&stage).await;
-    limits::largest_sandbox_access_is_served(&stage, &gateway).await;
-    deleted_table_is_restored(&stage).await;
-    restarted_container_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
-    grants_expire_without_an_api_server(&stage).await;
-    terminating_gateway_reports_it_first(&stage, &mut gateway).await;
+    let mut gateway = testbed.gateway(&arguments);
+    gateway_publishes_its_endpoints(&testbed).await;
+    namespace_without_rolebinding_is_refused(&testbed).await;
+    grants_are_reached_in_both_families(&testbed).await;
+    masqueraded_source_port_is_never_the_tunnels(&testbed).await;
+    ungranted_destinations_are_closed(&testbed);
+    endpoint_changes_are_followed(&testbed).await;
+    terminating_endpoint_keeps_its_connections(&testbed).await;
+    grant_without_ready_endpoint_refuses_connections(&testbed).await;
+    sandboxes_have_separate_grants(&testbed).await;
+    port_with_another_grant_ends_old_connections(&testbed).await;
+    unanswered_flow_ends_with_its_grant(&testbed).await;
+    revoked_grant_ends_its_connections_at_once(&testbed).await;
+    hostile::underlay_packets_leave_no_conntrack_entry(&testbed);
+    hostile::fragments_options_and_extension_headers_are_dropped(&testbed).await;
+    hostile::packets_of_a_stale_connection_are_dropped(&testbed).await;
+    limits::new_connections_per_second_are_limited(&testbed).await;
+    limits::connections_to_an_endpoint_are_limited(&testbed).await;
+    limits::connections_of_a_sandbox_are_limited(&testbed).await;
+    limits::flood_of_a_sandbox_leaves_another_its_connections(&testbed).await;
+    limits::endpoint_icmp_error_reaches_the_sandbox(&testbed).await;
+    refusals::invalid_parts_are_refused_alone(&testbed).await;
+    refusals::refused_sandbox_access_is_not_applied(&testbed).await;
+    refusals::stolen_token_grants_no_access(&testbed).await;
+    limits::thousands_of_grants_are_written_and_removed(&testbed).await;
+    limits::largest_sandbox_access_is_served(&testbed, &gateway).await;
+    deleted_table_is_restored(&testbed).await;
+    restarted_container_is_the_same_gateway(&testbed, &mut gateway, &arguments).await;
+    grants_expire_without_an_api_server(&testbed).await;
+    terminating_gateway_reports_it_first(&testbed, &mut gateway).await;
     drop(gateway);
-    new_gateway_waits_for_all_sandboxes(&stage, &arguments).await;
+    new_gateway_waits_for_all_sandboxes(&testbed, &arguments).await;
 }
 
-async fn gateway_publishes_its_endpoints(stage: &Stage) {
-    let status = stage
-        .says("the gateway to publish its key", |status| {
+async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
+    let status = testbed
+        .wait_for_status("the gateway to publish its key", |status| {
             status["publicKey"].is_string()
         })
         .await;
@@ -78,18 +78,18 @@ async fn gateway_publishes_its_endpoints(stage: &Stage) {
     );
     assert_eq!(status["backend"], gateway::backend());
     let key = status["publicKey"].as_str().expect("a key").parse().expect("a key");
-    for sandbox in &stage.sandboxes {
-        sandbox.tunnel.dial(key, at("172.30.1.11", 31820));
+    for sandbox in &testbed.sandboxes {
+        sandbox.tunnel.set_peer(key, at("172.30.1.11", 31820));
     }
-    stage.is_ready().await;
+    testbed.wait_until_ready().await;
 }
 
 // threat: stolen-gateway-token
-async fn namespace_without_rolebinding_is_refused(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
-    stage.grants("m--a", a.access(&grants)).await;
-    let status = stage.says("the namespace to be refused", |status| {
+    testbed.write_access("m--a", a.access(&grants)).await;
+    let status = testbed.wait_for_status("the namespace to be refused", |status| {
         status["refused"][0]["reason"] == "ServiceUnknown"
             && status["refused"][0]["message"].to_string().contains("may not read")
     });
@@ -106,14 +106,14 @@ async fn namespace_without_rolebinding_is_refused(stage: &Stage) {
     assert!(message.contains(remedy), "{message}");
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
     let words: Vec<&str> = remedy.split_whitespace().skip(1).collect();
-    stage.cluster().kubectl(words).await.expect("bind the role");
-    stage.in_force("m--a", a.access(&grants)).await;
+    testbed.cluster().kubectl(words).await.expect("bind the role");
+    testbed.apply_access("m--a", a.access(&grants)).await;
 }
 
-async fn grants_are_reached_in_both_families(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+async fn grants_are_reached_in_both_families(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
-        a.hears(at(gateway, SQL), "db").await;
+        a.wait_for_answer_from(at(gateway, SQL), "db").await;
         // Pods see the gateway.
         let seen = Some(format!("db {pod}"));
         assert_eq!(a.call(at(gateway, SQL)), seen);
@@ -122,17 +122,17 @@ async fn grants_are_reached_in_both_families(stage: &Stage) {
 }
 
 /// A source port of the tunnel's own: the answer would find the tunnel.
-async fn masqueraded_source_port_is_never_the_tunnels(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let db = &stage.pods[0];
+async fn masqueraded_source_port_is_never_the_tunnels(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let db = &testbed.pods[0];
     db.nft(
         "table inet ports { chain in { type filter hook input priority filter; policy accept;
              udp dport 5000 udp sport 51820 counter
              udp dport 5000 counter
          }\n }\n",
     );
-    let raw = attacker::Raw::open(&a.ns, &a.tunnel.interface);
-    wait_until("the pod to get a datagram", SOON, async || {
+    let raw = attacker::RawSender::open(&a.ns, &a.tunnel.interface);
+    wait_until("the pod to get a datagram", TIMEOUT, async || {
         for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
             raw.send(to, &attacker::packets::udp(from, to, (51820, LOG)))
                 .map_err(|error| error.to_string())?;
@@ -154,8 +154,8 @@ async fn masqueraded_source_port_is_never_the_tunnels(stage: &Stage) {
 }
 
 // threat: gateway-ungranted
-fn ungranted_destinations_are_closed(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
+fn ungranted_destinations_are_closed(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
     let closed = [
         (GATEWAY[0], LOG),
         (GATEWAY[1], LOG),
@@ -175,41 +175,43 @@ fn ungranted_destinations_are_closed(stage: &Stage) {
         assert_eq!(a.call(at(address, port)), None, "{address} {port}");
     }
     assert_eq!(a.datagram(at(GATEWAY[0], SQL)), None);
-    let before = stage.dropped("first", "neither TCP nor UDP");
+    let before = testbed.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
     // Another rule would drop them as well, but after conntrack has put fragments together.
-    assert!(stage.dropped("first", "neither TCP nor UDP") > before);
+    assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
     // Nobody calls a sandbox, and one sandbox is nothing to another, which has no grant at all.
     let listener =
         a.ns.enter(|| std::net::TcpListener::bind((ip(a.addresses[0]), 7000)))
             .expect("listen");
     let to = listener.local_addr().expect("an address");
-    for ns in [&stage.pods[0], &stage.pod, &stage.node] {
-        assert!(Call::open(ns, to).is_none(), "from {}", ns.name);
+    for ns in [&testbed.pods[0], &testbed.pod, &testbed.node] {
+        assert!(TcpConnection::open(ns, to).is_none(), "from {}", ns.name);
     }
     assert_eq!(b.call(to), None);
     assert_eq!(b.call(at(GATEWAY[0], SQL)), None);
 }
 
-async fn endpoint_changes_are_followed(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
+async fn endpoint_changes_are_followed(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
     assert!(stream.ask().is_some_and(|answer| answer.starts_with("db")));
-    stage.slices("db", &[OTHER]).await;
-    a.hears(at(GATEWAY[0], SQL), "other").await;
+    testbed.write_endpoints("db", &[OTHER]).await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     // A stream of datagrams would keep the endpoint that is gone.
-    wait_until("the stream to find the other endpoint", SOON, async || {
-        match stream.ask() {
+    wait_until(
+        "the stream to find the other endpoint",
+        TIMEOUT,
+        async || match stream.ask() {
             Some(answer) if answer.starts_with("other") => Ok(()),
             other => Err(format!("{other:?}")),
-        }
-    })
+        },
+    )
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     // New connections are spread over all of them.
-    stage.slices("db", &[DB, OTHER]).await;
+    testbed.write_endpoints("db", &[DB, OTHER]).await;
     let mut seen = BTreeSet::new();
-    wait_until("both endpoints to answer", SOON, async || {
+    wait_until("both endpoints to answer", TIMEOUT, async || {
         seen.extend(a.call(at(GATEWAY[1], SQL)));
         if seen.len() == 2 {
             Ok(())
@@ -219,10 +221,10 @@ async fn endpoint_changes_are_followed(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    stage
-        .service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "ClientIP"}))
+    testbed
+        .write_service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "ClientIP"}))
         .await;
-    wait_until("one endpoint alone to answer", SOON, async || {
+    wait_until("one endpoint alone to answer", TIMEOUT, async || {
         let all: BTreeSet<_> = (0..12).filter_map(|_| a.call(at(GATEWAY[0], SQL))).collect();
         if all.len() == 1 {
             Ok(())
@@ -232,29 +234,29 @@ async fn endpoint_changes_are_followed(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    stage
-        .service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "None"}))
+    testbed
+        .write_service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "None"}))
         .await;
-    stage.slices("db", &[DB]).await;
+    testbed.write_endpoints("db", &[DB]).await;
     // Both may answer until the last change is in force.
-    a.hears_only(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answers_only_from(at(GATEWAY[0], SQL), "db").await;
 }
 
 // threat: gateway-revoked-connection
-async fn terminating_endpoint_keeps_its_connections(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
     let ready = json!({"ready": true, "serving": true, "terminating": false});
     let ends = json!({"ready": false, "serving": true, "terminating": true});
-    stage.slices_with("db", &[(DB, ends), (OTHER, ready)]).await;
-    a.hears_only(at(GATEWAY[0], SQL), "other").await;
+    testbed.write_endpoints_with("db", &[(DB, ends), (OTHER, ready)]).await;
+    a.wait_for_answers_only_from(at(GATEWAY[0], SQL), "other").await;
     assert!(
         call.ask().is_some_and(|answer| answer.starts_with("db")),
         "the old connection"
     );
-    stage.slices("db", &[OTHER]).await;
-    wait_until("the old connection to end", SOON, async || match call.ask() {
+    testbed.write_endpoints("db", &[OTHER]).await;
+    wait_until("the old connection to end", TIMEOUT, async || match call.ask() {
         None => Ok(()),
         other => Err(format!("{other:?}")),
     })
@@ -264,16 +266,16 @@ async fn terminating_endpoint_keeps_its_connections(stage: &Stage) {
         a.call(at(GATEWAY[0], SQL))
             .is_some_and(|answer| answer.starts_with("other"))
     );
-    stage.slices("db", &[DB]).await;
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    testbed.write_endpoints("db", &[DB]).await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
 }
 
-async fn grant_without_ready_endpoint_refuses_connections(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
-    stage.slices("db", &[]).await;
-    wait_until("connections to be refused", SOON, async || {
+    testbed.write_endpoints("db", &[]).await;
+    wait_until("connections to be refused", TIMEOUT, async || {
         let connect = || std::net::TcpStream::connect_timeout(&at(GATEWAY[0], SQL), Duration::from_secs(1));
         match a.ns.enter(connect).map_err(|error| error.kind()) {
             Err(ErrorKind::ConnectionRefused) => Ok(()),
@@ -290,21 +292,21 @@ async fn grant_without_ready_endpoint_refuses_connections(stage: &Stage) {
         );
     }
     assert_eq!(call.ask(), None);
-    stage.slices("db", &[DB]).await;
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    testbed.write_endpoints("db", &[DB]).await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
 }
 
 // threat: gateway-revoked-connection
-async fn unanswered_flow_ends_with_its_grant(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let heard = || stage.heard.load(std::sync::atomic::Ordering::Acquire);
+async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let unanswered_datagrams = || testbed.unanswered_datagrams.load(std::sync::atomic::Ordering::Acquire);
     let granted = |port| [grant("db", "sql", "TCP", SQL), grant("db", port, "UDP", LOG)];
-    stage.in_force("m--a", a.access(&granted("mute"))).await;
-    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
-    let before = heard();
-    wait_until("the pod to get datagrams", SOON, async || {
+    testbed.apply_access("m--a", a.access(&granted("mute"))).await;
+    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
+    let before = unanswered_datagrams();
+    wait_until("the pod to get datagrams", TIMEOUT, async || {
         stream.send();
-        if heard() > before {
+        if unanswered_datagrams() > before {
             Ok(())
         } else {
             Err("none".to_owned())
@@ -313,9 +315,9 @@ async fn unanswered_flow_ends_with_its_grant(stage: &Stage) {
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     // The same port of the gateway, the same pod, another port there: what goes on is not to reach the old one.
-    stage.in_force("m--a", a.access(&granted("log"))).await;
-    let before = heard();
-    wait_until("the stream to find the new endpoint", SOON, async || {
+    testbed.apply_access("m--a", a.access(&granted("log"))).await;
+    let before = unanswered_datagrams();
+    wait_until("the stream to find the new endpoint", TIMEOUT, async || {
         match stream.ask() {
             Some(answer) if answer.starts_with("db") => Ok(()),
             other => Err(format!("{other:?}")),
@@ -323,17 +325,17 @@ async fn unanswered_flow_ends_with_its_grant(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(heard(), before);
+    assert_eq!(unanswered_datagrams(), before);
 }
 
 // threat: gateway-ungranted
-async fn sandboxes_have_separate_grants(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
+async fn sandboxes_have_separate_grants(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
     // The same port of the gateway, for another Service.
-    stage
-        .in_force("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+    testbed
+        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
         .await;
-    b.hears(at(GATEWAY[0], SQL), "other").await;
+    b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     assert!(
         a.call(at(GATEWAY[0], SQL))
             .is_some_and(|answer| answer.starts_with("db"))
@@ -342,63 +344,63 @@ async fn sandboxes_have_separate_grants(stage: &Stage) {
 }
 
 // threat: gateway-revoked-connection
-async fn port_with_another_grant_ends_old_connections(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+async fn port_with_another_grant_ends_old_connections(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
-    stage
-        .in_force(
+    testbed
+        .apply_access(
             "m--a",
             a.access(&[grant("web", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
         )
         .await;
-    a.hears(at(GATEWAY[0], SQL), "other").await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     assert_eq!(call.ask(), None, "the old connection");
 }
 
 // threat: gateway-revoked-connection
-async fn revoked_grant_ends_its_connections_at_once(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
-    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
+async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
     assert!(stream.ask().is_some());
-    let mut call = Call::open(&a.ns, at(GATEWAY[1], SQL)).expect("a connection");
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[1], SQL)).expect("a connection");
     assert!(call.ask().is_some());
     // Several: by chance one would have the port that it had before.
-    let mut others = [0; 8].map(|_| Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection"));
-    stage.in_force("m--a", a.access(&[])).await;
+    let mut others = [0; 8].map(|_| TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection"));
+    testbed.apply_access("m--a", a.access(&[])).await;
     assert_eq!((stream.ask(), call.ask()), (None, None));
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
     assert!(b.call(at(GATEWAY[0], SQL)).is_some());
     // Whose nodes go has no peer any more.
     let mut spec = b.access(&[grant("web", "sql", "TCP", SQL)]);
     spec["nodes"] = json!([]);
-    stage.in_force("m--b", spec).await;
+    testbed.apply_access("m--b", spec).await;
     assert_eq!(b.call(at(GATEWAY[0], SQL)), None);
-    stage
-        .in_force("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+    testbed
+        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
         .await;
-    stage
-        .in_force(
+    testbed
+        .apply_access(
             "m--a",
             a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
         )
         .await;
-    b.tunnel.knock();
-    b.hears(at(GATEWAY[0], SQL), "other").await;
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    b.tunnel.restart_session();
+    b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
     // The grant is back, the connections from before are not: a reset says so.
-    let answers: Vec<_> = others.iter_mut().map(Call::ask).collect();
+    let answers: Vec<_> = others.iter_mut().map(TcpConnection::ask).collect();
     assert_eq!(answers, vec![None; others.len()]);
-    let errors: Vec<_> = others.iter_mut().map(Call::error).collect();
+    let errors: Vec<_> = others.iter_mut().map(TcpConnection::error).collect();
     assert_eq!(errors, vec![Some(ErrorKind::BrokenPipe); others.len()]);
 }
 
 /// As soon as it is back it is deleted again, also before the gateway has looked at what it wrote.
-async fn deleted_table_is_restored(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+async fn deleted_table_is_restored(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     // Renewals of the table would restore it, too, but rarely.
     let repairs = || {
-        let metrics = stage.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
+        let metrics = testbed.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
         let mut lines = metrics
             .lines()
             .filter(|line| line.contains("repairs_total{part=\"firewall\"}"));
@@ -406,9 +408,9 @@ async fn deleted_table_is_restored(stage: &Stage) {
     };
     assert_eq!(repairs(), None::<u32>);
     let mut deleted = 0;
-    wait_until("the table to be restored each time", SOON, async || {
+    wait_until("the table to be restored each time", TIMEOUT, async || {
         while deleted < 5 {
-            let output = stage.pod.output("nft", &["delete", "table", "inet", NFT_TABLE]);
+            let output = testbed.pod.output("nft", &["delete", "table", "inet", NFT_TABLE]);
             if !output.status.success() {
                 return Err(format!("gone after {deleted} deletions"));
             }
@@ -418,26 +420,30 @@ async fn deleted_table_is_restored(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
     assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
-async fn restarted_container_is_the_same_gateway(stage: &Stage, gateway: &mut gateway::Gateway, arguments: &[&str]) {
-    let [a, _] = &stage.sandboxes;
-    let before = stage.status().await;
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+async fn restarted_container_is_the_same_gateway(
+    testbed: &Testbed,
+    gateway: &mut gateway::Gateway,
+    arguments: &[&str],
+) {
+    let [a, _] = &testbed.sandboxes;
+    let before = testbed.status().await;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
-    gateway.running.wait(SOON);
+    gateway.running.wait(TIMEOUT);
     // While no process renews or answers, packets are dropped; the kernel's tunnel goes on.
     let kernel = gateway::backend() == "kernel";
     assert_eq!(a.call(at(GATEWAY[0], SQL)).is_some(), kernel);
     // Its node begins no handshake: it goes on in the session that died with the process. The new one begins one.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
-    *gateway = stage.gateway(arguments);
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    *gateway = testbed.gateway(arguments);
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
     a.ns.nft("delete table inet mute");
-    stage.is_ready().await;
+    testbed.wait_until_ready().await;
     assert!(call.ask().is_some(), "a connection from before");
     let same = |status: &Value| {
         [
@@ -446,14 +452,14 @@ async fn restarted_container_is_the_same_gateway(stage: &Stage, gateway: &mut ga
             status["endpoints"].clone(),
         ]
     };
-    assert_eq!(same(&stage.status().await), same(&before));
+    assert_eq!(same(&testbed.status().await), same(&before));
 }
 
 // threat: gateway-api-away
-async fn grants_expire_without_an_api_server(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let stream = hostile::Forged::of_the_grant(stage, 0, 7100, 50100);
-    stage.cluster().kill_api().expect("kill the API server");
+async fn grants_expire_without_an_api_server(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let stream = hostile::ForgedEntry::of_the_grant(testbed, 0, 7100, 50100);
+    testbed.cluster().kill_api().expect("kill the API server");
     assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "nothing changes at once");
     let closed = Duration::from_secs(60);
     wait_until("the grants to expire", closed, async || {
@@ -467,16 +473,16 @@ async fn grants_expire_without_an_api_server(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let (asked, answered) = stream.counters(stage);
-    stream.ask(stage);
-    stream.answer(stage);
-    stage.cluster().start_api().await.expect("start the API server");
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    let (asked, answered) = stream.counters(testbed);
+    stream.ask(testbed);
+    stream.answer(testbed);
+    testbed.cluster().start_api().await.expect("start the API server");
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
     // The connection's packets come before those of the call, which are answered.
     assert_eq!((asked.packets(), answered.packets()), (0, 0));
-    wait_until("packets of both directions", SOON, async || {
-        stream.ask(stage);
-        stream.answer(stage);
+    wait_until("packets of both directions", TIMEOUT, async || {
+        stream.ask(testbed);
+        stream.answer(testbed);
         match (asked.packets(), answered.packets()) {
             (1.., 1..) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -486,26 +492,28 @@ async fn grants_expire_without_an_api_server(stage: &Stage) {
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
-async fn terminating_gateway_reports_it_first(stage: &Stage, gateway: &mut gateway::Gateway) {
-    let [a, _] = &stage.sandboxes;
-    stage.is_ready().await;
+async fn terminating_gateway_reports_it_first(testbed: &Testbed, gateway: &mut gateway::Gateway) {
+    let [a, _] = &testbed.sandboxes;
+    testbed.wait_until_ready().await;
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
-    wait_until("the gateway to say that it ends", SOON, async || match stage.ready() {
-        (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),
-        other => Err(format!("{other:?}")),
+    wait_until("the gateway to say that it ends", TIMEOUT, async || {
+        match testbed.readyz() {
+            (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "it still serves");
-    assert!(gateway.running.wait(SOON).success());
+    assert!(gateway.running.wait(TIMEOUT).success());
 }
 
 /// As a new pod: with a key that no sandbox has yet.
-async fn new_gateway_waits_for_all_sandboxes(stage: &Stage, arguments: &[&str]) {
-    std::fs::remove_file(stage.file("key")).expect("remove the key");
-    let before = stage.status().await["publicKey"].clone();
-    let _gateway = stage.gateway(arguments);
-    let status = stage.says("the new gateway to publish its key", |status| {
+async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, arguments: &[&str]) {
+    std::fs::remove_file(testbed.file("key")).expect("remove the key");
+    let before = testbed.status().await["publicKey"].clone();
+    let _gateway = testbed.gateway(arguments);
+    let status = testbed.wait_for_status("the new gateway to publish its key", |status| {
         status["publicKey"] != before
     });
     let key = status.await["publicKey"]
@@ -514,20 +522,22 @@ async fn new_gateway_waits_for_all_sandboxes(stage: &Stage, arguments: &[&str]) 
         .expect("a key");
     let waits_for = async |names: &str| {
         let line = format!("no node of {names} has connected to this new gateway");
-        wait_until(format!("the gateway to wait for {names}"), SOON, async || {
-            match stage.ready() {
+        wait_until(
+            format!("the gateway to wait for {names}"),
+            TIMEOUT,
+            async || match testbed.readyz() {
                 (code, text) if code == "503" && text.contains(&line) => Ok(()),
                 other => Err(format!("{other:?}")),
-            }
-        })
+            },
+        )
         .await
         .unwrap_or_else(|error| panic!("{error}"));
     };
-    let [a, b] = &stage.sandboxes;
+    let [a, b] = &testbed.sandboxes;
     waits_for("m--a, m--b").await;
-    a.tunnel.dial(key, at("172.30.1.11", 31820));
+    a.tunnel.set_peer(key, at("172.30.1.11", 31820));
     waits_for("m--b").await;
-    b.tunnel.dial(key, at("172.30.1.11", 31820));
-    stage.is_ready().await;
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    b.tunnel.set_peer(key, at("172.30.1.11", 31820));
+    testbed.wait_until_ready().await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
 }

@@ -1,6 +1,6 @@
-//! A cluster-meshed member's packets against a real agent: root of the member's node sends without a pause, over IPv4 and IPv6, what
-//! is open to it and everything that is not, while agents and API servers come and go. Witnesses in the pods, around the node and
-//! at the member's count what passes. Needs root.
+//! Checks the packets of a cluster-meshed member against a real agent. Root on the member's node floods allowed and
+//! forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses in the pods, around the
+//! node and at the member count what passes. Needs root.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod attacked;
@@ -10,106 +10,113 @@ mod node;
 
 use std::{collections::BTreeMap, net::UdpSocket, sync::atomic::Ordering, thread, time::Duration};
 
-use attacked::Stage;
+use attacked::Testbed;
 use attacker::{
-    Work,
-    witness::{At, Witness},
+    BackgroundThread,
+    witness::{CountingPoint, Witness},
 };
 use clustermesh_lab::wait_until;
 use netns::NetNs;
-use node::SOON;
+use node::TIMEOUT;
 
 // threat: forged-icmp-error, hostile-member-root
 #[tokio::test]
 async fn hostile_member_reaches_only_what_is_open_to_it() {
-    let mut stage = Stage::start().await;
-    stage.answered("the first start").await;
-    stage.exactly("the first start").await;
+    let mut testbed = Testbed::start().await;
+    testbed.wait_for_answers("the first start").await;
+    testbed.assert_only_open_traffic("the first start").await;
 
-    agent_restarts_change_nothing(&mut stage).await;
-    unavailable_api_server_changes_nothing(&mut stage).await;
-    deleted_tables_are_restored(&mut stage).await;
+    agent_restarts_change_nothing(&mut testbed).await;
+    unavailable_api_server_changes_nothing(&mut testbed).await;
+    deleted_tables_are_restored(&mut testbed).await;
 
-    assert_eq!(stage.unsent(), BTreeMap::new());
+    assert_eq!(testbed.unsent(), BTreeMap::new());
 }
 
-async fn agent_restarts_change_nothing(stage: &mut Stage) {
-    stage.killed().await;
-    stage.flood.more(20).await;
-    stage.started();
-    stage.answered("killed, and started again").await;
-    stage.exactly("SIGKILL").await;
+async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
+    testbed.kill_agent().await;
+    testbed.flood.more(20).await;
+    testbed.start_agent();
+    testbed.wait_for_answers("killed, and started again").await;
+    testbed.assert_only_open_traffic("SIGKILL").await;
 
-    stage.stopped().await;
-    stage.flood.more(20).await;
-    stage.started();
-    stage.answered("stopped, and started again").await;
-    stage.exactly("SIGTERM").await;
+    testbed.stop_agent().await;
+    testbed.flood.more(20).await;
+    testbed.start_agent();
+    testbed.wait_for_answers("stopped, and started again").await;
+    testbed.assert_only_open_traffic("SIGTERM").await;
 
-    // Another file, started as soon as the old one has let go.
+    // A copy of the program, started as soon as the old agent has released its lock.
     let files = tempfile::tempdir().expect("a directory");
     let newer = files.path().join("wg-agent");
     std::fs::copy(node::AGENT, &newer).expect("copy the program");
-    stage.stopped().await;
-    let mut words = stage.world.command(stage.mgmt(), &[]);
+    testbed.stop_agent().await;
+    let mut words = testbed.clusters.command(testbed.mgmt(), &[]);
     words[0] = newer.display().to_string();
-    stage.agent = stage
-        .world
-        .host(stage.mgmt())
+    testbed.agent = testbed
+        .clusters
+        .host(testbed.mgmt())
         .spawn("newer", words)
         .expect("start the newer one");
-    stage.answered("upgraded").await;
-    stage.exactly("an upgrade").await;
+    testbed.wait_for_answers("upgraded").await;
+    testbed.assert_only_open_traffic("an upgrade").await;
 }
 
-async fn unavailable_api_server_changes_nothing(stage: &mut Stage) {
-    stage.api_goes();
-    stage.answered("without an API server").await;
-    stage.exactly("without an API server").await;
-    stage.killed().await;
-    stage.started();
-    stage.answered("an agent that started from its cache").await;
-    stage.exactly("an agent that started from its cache").await;
-    stage.api_comes().await;
-    stage.answered("the API server is back").await;
-    stage.exactly("an API server that went away").await;
+async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
+    testbed.kill_api();
+    testbed.wait_for_answers("without an API server").await;
+    testbed.assert_only_open_traffic("without an API server").await;
+    testbed.kill_agent().await;
+    testbed.start_agent();
+    testbed.wait_for_answers("an agent that started from its cache").await;
+    testbed
+        .assert_only_open_traffic("an agent that started from its cache")
+        .await;
+    testbed.start_api().await;
+    testbed.wait_for_answers("the API server is back").await;
+    testbed.assert_only_open_traffic("an API server that went away").await;
 }
 
-/// What passes in the moment in which no table stands is not looked at: for a member nothing but the table stands between.
-async fn deleted_tables_are_restored(stage: &mut Stage) {
+/// Packets that pass while there is no table are ignored: only the table protects the node from a member.
+async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         match how {
-            "flush ruleset" => stage.flushed(),
-            _ => stage.node.nft(how),
+            "flush ruleset" => testbed.flush_ruleset(),
+            _ => testbed.node.nft(how),
         }
-        wait_until("the table to be written again", SOON, async || {
-            let listed = stage.node.output("nft", &["list", "table", "inet", "clustermesh"]);
+        wait_until("the table to be written again", TIMEOUT, async || {
+            let listed = testbed.node.output("nft", &["list", "table", "inet", "clustermesh"]);
             if listed.status.success() {
                 Ok(())
             } else {
-                Err(stage.agent.log())
+                Err(testbed.agent.log())
             }
         })
         .await
-        .expect("the agent hears of it");
-        stage.answered("the table is back").await;
-        stage.forget();
-        stage.exactly(&format!("after {how}")).await;
+        .expect("the agent restores the table");
+        testbed.wait_for_answers("the table is back").await;
+        testbed.discard_traffic();
+        testbed.assert_only_open_traffic(&format!("after {how}")).await;
     }
 }
 
-/// Of what stands around the test above: a packet that is counted twice would be one beyond what is open.
+/// Checks the witness itself: a packet that is counted twice would look like one that is not allowed.
 #[test]
 fn witness_counts_each_packet_once_while_its_set_grows() {
     let ns = NetNs::new("loopback");
-    let mut witness = Witness::new("loopback", NetNs::at("loopback", ns.path().as_ref()), At::Arrival, "lo");
-    let _sender = Work::start(&ns, |stop| {
+    let mut witness = Witness::new(
+        "loopback",
+        NetNs::open("loopback", ns.path().as_ref()),
+        CountingPoint::Arrival,
+        "lo",
+    );
+    let _sender = BackgroundThread::start(&ns, |stop| {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("bind");
         for port in 1..u16::MAX {
             if stop.load(Ordering::Acquire) {
                 return;
             }
-            // Who hears nothing may say so.
+            // The socket may report an error about an earlier datagram.
             let _ = socket.send_to(b"?", ("127.0.0.1", port));
             if port % 4 == 0 {
                 thread::sleep(Duration::from_millis(1));
@@ -118,12 +125,12 @@ fn witness_counts_each_packet_once_while_its_set_grows() {
     });
     let mut seen = 0;
     while seen < 5000 {
-        let news = witness.news();
-        let twice: Vec<_> = news
+        let counts = witness.new_counts();
+        let twice: Vec<_> = counts
             .iter()
             .filter(|(key, count)| key.contains(" udp ") && **count > 1)
             .collect();
         assert!(twice.is_empty(), "sent once: {twice:?}");
-        seen += news.len();
+        seen += counts.len();
     }
 }

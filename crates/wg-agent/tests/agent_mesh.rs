@@ -9,12 +9,12 @@ use clustermesh_lab::wait_until;
 use kube::api::PostParams;
 use netns::NetNs;
 use nix::sys::signal::Signal;
-use node::{MGMT, SOON, TENANT, World, peer};
+use node::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
 use serde_json::Value;
 
 /// Everything of ours that a kernel holds, as other programs than ours see it.
-async fn left(world: &World, index: usize) -> Vec<String> {
-    let site = world.site(index);
+async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
+    let site = clusters.site(index);
     let mut out = Vec::new();
     for words in [
         vec!["ip", "-j", "-d", "rule", "show"],
@@ -24,7 +24,7 @@ async fn left(world: &World, index: usize) -> Vec<String> {
         vec!["ip", "-j", "link", "show"],
         vec!["nft", "-j", "list", "tables"],
     ] {
-        let text = world.host(site).exec(words).await.expect("ask the kernel").stdout;
+        let text = clusters.host(site).exec(words).await.expect("ask the kernel").stdout;
         let list: Value = serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("JSON");
         let list = list.get("nftables").cloned().unwrap_or(list);
         let ours = list.as_array().into_iter().flatten().filter(|one| {
@@ -40,17 +40,21 @@ async fn left(world: &World, index: usize) -> Vec<String> {
 
 #[tokio::test]
 async fn pods_reach_each_other_and_a_killed_agent_recovers() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let _first = world.agent(mgmt, "agent-mgmt");
-    let mut second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
-    world.reaches(tenant, mgmt).await;
-    world.ready(mgmt).await;
-    world.ready(tenant).await;
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+    let mut second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
+    clusters.reaches(tenant, mgmt).await;
+    clusters.ready(mgmt).await;
+    clusters.ready(tenant).await;
     // Before both had their PeerPolicies a ping followed the default route, as it does without any mesh.
-    let capture = world.lab.capture("mesh", "ip or ip6").await.expect("start a capture");
+    let capture = clusters
+        .lab
+        .capture("mesh", "ip or ip6")
+        .await
+        .expect("start a capture");
 
     // TCP, with enough data that segments of the tunnel's size are needed, to a pod: the node itself listens to no member.
     let (pod, server) = (NetNs::new("tenant-pod"), "10.20.1.6");
@@ -62,7 +66,7 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         ip route add {server} dev cni0",
         pod.path()
     );
-    world
+    clusters
         .host(tenant)
         .exec(["sh", "-ec", &script])
         .await
@@ -71,13 +75,13 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     pod.ip("link set eth0 up");
     pod.ip("route add default via 10.20.1.1");
     let net = format!("--net={}", pod.path());
-    let _server = world
+    let _server = clusters
         .host(tenant)
         .spawn("iperf3", ["nsenter", &net, "iperf3", "-s", "-B", server])
         .expect("start iperf3");
-    wait_until("a TCP stream", SOON, async || {
+    wait_until("a TCP stream", TIMEOUT, async || {
         let words = ["iperf3", "-c", server, "-B", mgmt.pod, "-n", "4M", "-J"];
-        let output = world.host(mgmt).try_exec(words).await.map_err(|e| e.to_string())?;
+        let output = clusters.host(mgmt).try_exec(words).await.map_err(|e| e.to_string())?;
         if output.status.success() {
             Ok(())
         } else {
@@ -88,8 +92,8 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     .expect("4 MB get across");
 
     // What a person and a monitor see.
-    wait_until("the peer to count as up", SOON, async || {
-        let (_, metrics) = world.page(mgmt, "/metrics").await;
+    wait_until("the peer to count as up", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         let up = "wg_agent_peers{cluster=\"tenant-a\",state=\"up\"} 1";
         if metrics.lines().any(|line| line == up) {
             Ok(())
@@ -99,30 +103,30 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     })
     .await
     .expect("metrics");
-    let (_, state) = world.page(mgmt, "/debug/state").await;
-    let key = std::fs::read_to_string(key_file(&world, MGMT)).expect("the key");
+    let (_, state) = clusters.page(mgmt, "/debug/state").await;
+    let key = std::fs::read_to_string(key_file(&clusters, MGMT)).expect("the key");
     assert!(state.contains("mesh--tenant-a--tenant-a-1"), "{state}");
     assert!(!state.contains(key.trim()), "the private key is not shown");
 
     // A second agent is told who is there.
     let pid = second.pid().expect("it runs");
-    let mut third = world
+    let mut third = clusters
         .host(tenant)
-        .spawn("third", world.command(tenant, &["--listen=127.0.0.1:0"]))
+        .spawn("third", clusters.command(tenant, &["--listen=127.0.0.1:0"]))
         .expect("start");
-    let status = third.ends(SOON).await.expect("it ends");
+    let status = third.ends(TIMEOUT).await.expect("it ends");
     let said = third.log();
     assert!(
         !status.success() && said.contains("another wg-agent") && said.contains(&format!("process {pid}")),
         "{said}"
     );
-    world.pings(mgmt, tenant).await.expect("the first is not disturbed");
+    clusters.pings(mgmt, tenant).await.expect("the first is not disturbed");
 
     // Killed: nothing leaves in clear; back: the tunnel is.
     second.signal(Signal::SIGKILL).expect("kill");
-    second.ends(SOON).await.expect("dead");
-    world.pings(tenant, mgmt).await.expect_err("nobody carries it");
-    let route = world
+    second.ends(TIMEOUT).await.expect("dead");
+    clusters.pings(tenant, mgmt).await.expect_err("nobody carries it");
+    let route = clusters
         .host(tenant)
         .try_exec(["ip", "route", "get", mgmt.pod])
         .await
@@ -135,9 +139,9 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         route.stderr
     );
     let started = Instant::now();
-    let _second = world.agent(tenant, "agent-tenant-2");
-    world.reaches(tenant, mgmt).await;
-    world.reaches(mgmt, tenant).await;
+    let _second = clusters.agent(tenant, "agent-tenant-2");
+    clusters.reaches(tenant, mgmt).await;
+    clusters.reaches(mgmt, tenant).await;
     let took = started.elapsed();
     eprintln!("back {took:?} after the start");
     assert!(took < Duration::from_secs(10), "{took:?}");
@@ -157,64 +161,64 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     assert!(!outer.is_empty());
 }
 
-fn key_file(world: &World, index: usize) -> String {
-    let words = world.command(world.site(index), &[]);
+fn key_file(clusters: &TwoClusters, index: usize) -> String {
+    let words = clusters.command(clusters.site(index), &[]);
     let at = words.iter().position(|word| word == "--key-file").expect("the flag");
     words[at + 1].clone()
 }
 
 #[tokio::test]
 async fn unavailable_api_server_changes_no_working_tunnel() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let _first = world.agent(mgmt, "agent-mgmt");
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
 
     // Away at the start: the agent waits, says so, and has published nothing and touched nothing.
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
-    let _second = world.agent(tenant, "agent-tenant");
-    wait_until("the agent to say what it waits for", SOON, async || {
-        match world.page(tenant, "/readyz").await {
+    let _second = clusters.agent(tenant, "agent-tenant");
+    wait_until("the agent to say what it waits for", TIMEOUT, async || {
+        match clusters.page(tenant, "/readyz").await {
             (503, text) if text.contains("waiting for the first list of") => Ok(()),
             (code, text) => Err(format!("{code}: {text}")),
         }
     })
     .await
     .expect("readyz");
-    assert_eq!(left(&world, TENANT).await, Vec::<String>::new());
-    world
+    assert_eq!(our_kernel_state(&clusters, TENANT).await, Vec::<String>::new());
+    clusters
         .lab
         .cluster(tenant.cluster)
         .start_api()
         .await
         .expect("start the API server");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
-    world.reaches(tenant, mgmt).await;
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
+    clusters.reaches(tenant, mgmt).await;
 
     // Away later, in both ways.
-    let before = left(&world, TENANT).await;
-    world
+    let before = our_kernel_state(&clusters, TENANT).await;
+    clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
-    world
+    clusters
         .lab
         .cluster(mgmt.cluster)
         .freeze_api()
         .expect("freeze the API server");
     for _ in 0..8 {
-        world.pings(mgmt, tenant).await.expect("the tunnel does not care");
+        clusters.pings(mgmt, tenant).await.expect("the tunnel does not care");
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    assert_eq!(left(&world, TENANT).await, before);
-    assert_eq!(world.page(tenant, "/readyz").await.0, 200);
-    world.lab.cluster(mgmt.cluster).thaw_api().expect("thaw");
-    world
+    assert_eq!(our_kernel_state(&clusters, TENANT).await, before);
+    assert_eq!(clusters.page(tenant, "/readyz").await.0, 200);
+    clusters.lab.cluster(mgmt.cluster).thaw_api().expect("thaw");
+    clusters
         .lab
         .cluster(tenant.cluster)
         .start_api()
@@ -222,9 +226,9 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .expect("start the API server");
 
     // And it hears again.
-    world.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
-    wait_until("the Peer's routes to be gone", SOON, async || {
-        match world.pings(tenant, mgmt).await {
+    clusters.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
+    wait_until("the Peer's routes to be gone", TIMEOUT, async || {
+        match clusters.pings(tenant, mgmt).await {
             Ok(()) => Err("still answered".to_owned()),
             Err(_) => Ok(()),
         }
@@ -236,17 +240,17 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
 // threat: peer-claims-node
 #[tokio::test]
 async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let before = left(&world, MGMT).await;
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let before = our_kernel_state(&clusters, MGMT).await;
     assert_eq!(before, Vec::<String>::new());
-    let mut first = world.agent(mgmt, "agent-mgmt");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
+    let mut first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
 
-    let good = peer(tenant, &world.published(tenant).await);
-    let peers = world.peers(mgmt).await;
+    let good = peer(tenant, &clusters.published(tenant).await);
+    let peers = clusters.peers(mgmt).await;
     let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
     let wrong = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
         let mut peer = good.clone();
@@ -290,8 +294,8 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
             .await
             .expect("the CRD takes it");
     }
-    wait_until("each to be counted", SOON, async || {
-        let (_, metrics) = world.page(mgmt, "/metrics").await;
+    wait_until("each to be counted", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         let line = |reason: &str, count: usize| format!("wg_agent_peers_refused{{reason=\"{reason}\"}} {count}");
         let missing: Vec<String> = [
             ("Unreadable", 2),
@@ -321,17 +325,17 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
             .count();
         assert_eq!(lines, 1, "{name} is logged once:\n{log}");
     }
-    world.pings(mgmt, tenant).await.expect("the good Peer does not care");
-    world.pings(tenant, mgmt).await.expect("the good Peer does not care");
-    world.ready(mgmt).await;
+    clusters.pings(mgmt, tenant).await.expect("the good Peer does not care");
+    clusters.pings(tenant, mgmt).await.expect("the good Peer does not care");
+    clusters.ready(mgmt).await;
     // The API server is still reached as before: the agent hears of a deletion.
     for (peer, _) in &all {
-        world
+        clusters
             .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
             .await;
     }
-    wait_until("nothing to be left out any more", SOON, async || {
-        let (_, metrics) = world.page(mgmt, "/metrics").await;
+    wait_until("nothing to be left out any more", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         if metrics.contains("wg_agent_peers_refused{") {
             Err(metrics)
         } else {
@@ -342,27 +346,27 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     .expect("metrics");
 
     // Cleanup beside a running agent is refused; after it, nothing is left.
-    let cleanup = || world.command(mgmt, &["cleanup"]);
-    let beside = world.host(mgmt).try_exec(cleanup()).await.expect("run");
+    let cleanup = || clusters.command(mgmt, &["cleanup"]);
+    let beside = clusters.host(mgmt).try_exec(cleanup()).await.expect("run");
     assert!(
         !beside.status.success() && beside.stderr.contains("another wg-agent"),
         "{}",
         beside.stderr
     );
-    assert!(!left(&world, MGMT).await.is_empty());
-    let status = first.terminate(SOON).await.expect("it ends");
+    assert!(!our_kernel_state(&clusters, MGMT).await.is_empty());
+    let status = first.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", first.log());
     assert!(
-        !left(&world, MGMT).await.is_empty(),
+        !our_kernel_state(&clusters, MGMT).await.is_empty(),
         "after a stop the node stays closed"
     );
-    let done = world.host(mgmt).exec(cleanup()).await.expect("cleanup");
-    assert_eq!(left(&world, MGMT).await, before, "{}", done.stderr);
+    let done = clusters.host(mgmt).exec(cleanup()).await.expect("cleanup");
+    assert_eq!(our_kernel_state(&clusters, MGMT).await, before, "{}", done.stderr);
     assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", mgmt.interface)).exists());
-    let annotations = world.annotations(mgmt).await;
+    let annotations = clusters.annotations(mgmt).await;
     assert!(annotations.keys().all(|key| !key.contains("kilo")), "{annotations:?}");
     assert!(
-        std::path::Path::new(&key_file(&world, MGMT)).exists(),
+        std::path::Path::new(&key_file(&clusters, MGMT)).exists(),
         "the identity stays"
     );
 }
@@ -375,12 +379,12 @@ fn base64_key(n: u8) -> String {
 // threat: foreign-change
 #[tokio::test]
 async fn deleted_kernel_state_is_restored() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let agent = world.agent(mgmt, "agent-mgmt");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let agent = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
     let table = ["nft", "list", "table", "inet", "clustermesh"];
     for (what, taking) in [
         ("the firewall table", "nft delete table inet clustermesh".to_owned()),
@@ -393,25 +397,25 @@ async fn deleted_kernel_state_is_restored() {
         ("an address", format!("ip addr flush dev {}", mgmt.interface)),
         ("the device", format!("ip link del {}", mgmt.interface)),
     ] {
-        let before = left(&world, MGMT).await;
+        let before = our_kernel_state(&clusters, MGMT).await;
         let started = Instant::now();
-        world
+        clusters
             .host(mgmt)
             .exec(["sh", "-ec", &taking])
             .await
             .expect("take it away");
-        wait_until(format!("{what} to be back"), SOON, async || {
-            let now = left(&world, MGMT).await;
+        wait_until(format!("{what} to be back"), TIMEOUT, async || {
+            let now = our_kernel_state(&clusters, MGMT).await;
             // A new device has a new index; nothing else may differ in kind and number.
             if now.len() != before.len() {
                 return Err(format!("{now:#?}\n{}", agent.log()));
             }
-            let table = world.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
+            let table = clusters.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
             if !table.status.success() {
                 return Err(table.stderr);
             }
-            world.pings(mgmt, tenant).await?;
-            world.pings(tenant, mgmt).await
+            clusters.pings(mgmt, tenant).await?;
+            clusters.pings(tenant, mgmt).await
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));

@@ -9,11 +9,11 @@ use clustermesh_api::names::{
 use clustermesh_lab::wait_until;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::PostParams;
-use node::{MGMT, SOON, TENANT, World};
+use node::{MGMT, TENANT, TIMEOUT, TwoClusters};
 
-async fn says(world: &World, site: &node::Site, key: &str, want: &str) {
-    wait_until(format!("{key} = {want}"), SOON, async || {
-        let all = world.annotations(site).await;
+async fn wait_for_annotation(clusters: &TwoClusters, site: &node::Site, key: &str, want: &str) {
+    wait_until(format!("{key} = {want}"), TIMEOUT, async || {
+        let all = clusters.annotations(site).await;
         if all.get(key).is_some_and(|value| value == want) {
             Ok(())
         } else {
@@ -26,11 +26,11 @@ async fn says(world: &World, site: &node::Site, key: &str, want: &str) {
 
 #[tokio::test]
 async fn agent_publishes_its_identity_and_restores_it() {
-    let world = World::start().await;
-    let site = world.site(MGMT);
-    let mut agent = world.agent(site, "agent");
-    let first = world.published(site).await;
-    world.ready(site).await;
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(MGMT);
+    let mut agent = clusters.agent(site, "agent");
+    let first = clusters.published(site).await;
+    clusters.ready(site).await;
     assert_eq!(first[KILO_ENDPOINT], "172.30.1.11:51820");
     let status: serde_json::Value = serde_json::from_str(&first[NODE_AGENT]).expect("JSON");
     assert_eq!(
@@ -43,12 +43,14 @@ async fn agent_publishes_its_identity_and_restores_it() {
     );
 
     // What others write over it is written again; what a person says is taken over and never written.
-    world.annotate(site, KILO_KEY, "nonsense").await;
-    says(&world, site, KILO_KEY, &first[KILO_KEY]).await;
-    world.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
-    world.annotate(site, KILO_FORCE_ENDPOINT, "node.example.org:4711").await;
-    says(&world, site, KILO_ENDPOINT, "node.example.org:4711").await;
-    let all = world.annotations(site).await;
+    clusters.annotate(site, KILO_KEY, "nonsense").await;
+    wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
+    clusters.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
+    clusters
+        .annotate(site, KILO_FORCE_ENDPOINT, "node.example.org:4711")
+        .await;
+    wait_for_annotation(&clusters, site, KILO_ENDPOINT, "node.example.org:4711").await;
+    let all = clusters.annotations(site).await;
     assert_eq!(
         (
             all[KILO_CLUSTERMESH_ENDPOINT].as_str(),
@@ -59,14 +61,14 @@ async fn agent_publishes_its_identity_and_restores_it() {
 
     // The claim survives a restart, and a younger rival.
     assert!(
-        agent.terminate(SOON).await.expect("it ends").success(),
+        agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
         agent.log()
     );
-    let again = world.agent(site, "agent-2");
-    world.ready(site).await;
+    let again = clusters.agent(site, "agent-2");
+    clusters.ready(site).await;
     assert_eq!(
-        world.annotations(site).await[KILO_WIREGUARD_IP],
+        clusters.annotations(site).await[KILO_WIREGUARD_IP],
         first[KILO_WIREGUARD_IP]
     );
     let rival: Node = serde_json::from_value(serde_json::json!({
@@ -74,17 +76,17 @@ async fn agent_publishes_its_identity_and_restores_it() {
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
     .expect("a Node");
-    let nodes = world.nodes(site).await;
+    let nodes = clusters.nodes(site).await;
     nodes
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
     // Nodes are heard of in the order in which they are written: who has put the key back has seen the rival before, and
     // says with the key which address it wants.
-    world.annotate(site, KILO_KEY, "nonsense").await;
-    says(&world, site, KILO_KEY, &first[KILO_KEY]).await;
+    clusters.annotate(site, KILO_KEY, "nonsense").await;
+    wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     assert_eq!(
-        world.annotations(site).await[KILO_WIREGUARD_IP],
+        clusters.annotations(site).await[KILO_WIREGUARD_IP],
         first[KILO_WIREGUARD_IP],
         "{}",
         again.log()
@@ -93,16 +95,16 @@ async fn agent_publishes_its_identity_and_restores_it() {
 
 #[tokio::test]
 async fn younger_node_with_a_duplicate_address_takes_another() {
-    let world = World::start().await;
-    let site = world.site(MGMT);
-    let _agent = world.agent(site, "agent");
-    let first = world.published(site).await;
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(MGMT);
+    let _agent = clusters.agent(site, "agent");
+    let first = clusters.published(site).await;
     // The other Node has to be older: so ours is made anew, with what it had published.
     let rival: Node = serde_json::from_value(serde_json::json!({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
     .expect("a Node");
-    let nodes = world.nodes(site).await;
+    let nodes = clusters.nodes(site).await;
     nodes
         .create(&PostParams::default(), &rival)
         .await
@@ -118,8 +120,8 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
         .create(&PostParams::default(), &own)
         .await
         .expect("create our Node anew");
-    wait_until("another address", SOON, async || {
-        let now = world
+    wait_until("another address", TIMEOUT, async || {
+        let now = clusters
             .annotations(site)
             .await
             .get(KILO_WIREGUARD_IP)
@@ -133,9 +135,9 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
     })
     .await
     .expect("it moved on");
-    let now = world.annotations(site).await[KILO_WIREGUARD_IP].clone();
+    let now = clusters.annotations(site).await[KILO_WIREGUARD_IP].clone();
     let host = now.split('/').next().expect("a host").to_owned();
-    let shown = world
+    let shown = clusters
         .host(site)
         .exec(["ip", "-br", "addr", "show", "dev", &site.interface])
         .await
@@ -146,18 +148,18 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
 
 #[tokio::test]
 async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
-    let world = World::start().await;
-    let site = world.site(TENANT);
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(TENANT);
     let now = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .expect("a clock")
         .as_secs();
-    world.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
+    clusters.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
     let waits = async |why: &str| {
         wait_until(
             format!("the agent to say why it waits: {why}"),
-            SOON,
-            async || match world.page(site, "/readyz").await {
+            TIMEOUT,
+            async || match clusters.page(site, "/readyz").await {
                 (503, text) if text.contains(why) => Ok(()),
                 (code, text) => Err(format!("{code}: {text}")),
             },
@@ -167,7 +169,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     };
     let written = async || {
         let all = "ip -br link; ip rule show; ip route show table all; nft list tables";
-        let all = world
+        let all = clusters
             .host(site)
             .exec(["sh", "-ec", all])
             .await
@@ -181,12 +183,12 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
         all.lines().filter(ours).map(str::to_owned).collect::<Vec<_>>()
     };
     let nothing = Vec::<String>::new();
-    let mut agent = world.agent(site, "agent");
+    let mut agent = clusters.agent(site, "agent");
     waits("take kg off it").await;
     assert_eq!(written().await, nothing);
     // kg takes its annotation away when it ends.
     let patch = serde_json::json!({"metadata": {"annotations": {KILO_LAST_SEEN: null}}});
-    let nodes = world.nodes(site).await;
+    let nodes = clusters.nodes(site).await;
     nodes
         .patch(site.node, &Default::default(), &kube::api::Patch::Merge(&patch))
         .await
@@ -195,20 +197,20 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     assert_eq!(written().await, nothing);
 
     // An agent that has seen no kg takes the node, until kg is there again, with annotations of its own.
-    agent.terminate(SOON).await.expect("it ends");
-    agent = world.agent(site, "agent-alone");
-    world.ready(site).await;
-    world.published(site).await;
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    agent = clusters.agent(site, "agent-alone");
+    clusters.ready(site).await;
+    clusters.published(site).await;
     assert_ne!(written().await, nothing);
     let kgs = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
-    world.annotate(site, KILO_KEY, kgs).await;
+    clusters.annotate(site, KILO_KEY, kgs).await;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now = now.expect("a clock").as_secs().to_string();
-    world.annotate(site, KILO_LAST_SEEN, &now).await;
+    clusters.annotate(site, KILO_LAST_SEEN, &now).await;
     waits("take kg off it").await;
     assert_eq!(written().await, nothing);
-    wait_until("the agent's annotation to be removed", SOON, async || {
-        let all = world.annotations(site).await;
+    wait_until("the agent's annotation to be removed", TIMEOUT, async || {
+        let all = clusters.annotations(site).await;
         if all.contains_key(NODE_AGENT) {
             Err(format!("{all:?}"))
         } else {
@@ -219,32 +221,34 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     .expect("removed");
 
     // Nor does `cleanup` take what is kg's.
-    world.annotate(site, KILO_KEY, kgs).await;
-    let before = world.annotations(site).await;
-    agent.terminate(SOON).await.expect("it ends");
-    let cleanup = world.command(site, &["cleanup"]);
-    world.host(site).exec(cleanup).await.expect("cleanup");
-    assert_eq!(world.annotations(site).await, before);
+    clusters.annotate(site, KILO_KEY, kgs).await;
+    let before = clusters.annotations(site).await;
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    let cleanup = clusters.command(site, &["cleanup"]);
+    clusters.host(site).exec(cleanup).await.expect("cleanup");
+    assert_eq!(clusters.annotations(site).await, before);
 }
 
 #[tokio::test]
 async fn foreign_interface_of_the_name_stops_all_writes() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let host = world.host(tenant);
-    let _first = world.agent(mgmt, "agent-mgmt");
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let host = clusters.host(tenant);
+    let _first = clusters.agent(mgmt, "agent-mgmt");
     // Somebody's interface has the device's name.
     host.exec(["ip", "link", "add", &tenant.interface, "type", "bridge"])
         .await
         .expect("make a bridge");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.introduce(tenant, mgmt).await;
-    wait_until("the agent to say what is in its way", SOON, async || {
-        match world.page(tenant, "/readyz").await {
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.introduce(tenant, mgmt).await;
+    wait_until(
+        "the agent to say what is in its way",
+        TIMEOUT,
+        async || match clusters.page(tenant, "/readyz").await {
             (503, text) if text.contains("exists already") => Ok(()),
             (code, text) => Err(format!("{code}: {text}")),
-        }
-    })
+        },
+    )
     .await
     .expect("readyz");
     // It may be another program's tunnel, which rules and routes of ours would cut off.
@@ -257,35 +261,35 @@ async fn foreign_interface_of_the_name_stops_all_writes() {
     host.exec(["ip", "link", "del", &tenant.interface])
         .await
         .expect("take the bridge away");
-    world.ready(tenant).await;
-    world.introduce(mgmt, tenant).await;
-    world.reaches(mgmt, tenant).await;
+    clusters.ready(tenant).await;
+    clusters.introduce(mgmt, tenant).await;
+    clusters.reaches(mgmt, tenant).await;
 }
 
 #[tokio::test]
 async fn crds_installed_later_are_noticed() {
-    let world = World::without_crds().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let first = world.agent(mgmt, "agent-mgmt");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.ready(mgmt).await;
+    let clusters = TwoClusters::without_crds().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.ready(mgmt).await;
     assert!(
         first.log().contains("the CRD of Peer is not installed"),
         "{}",
         first.log()
     );
-    world.install_crds(mgmt).await;
-    world.install_crds(tenant).await;
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
-    world.reaches(tenant, mgmt).await;
+    clusters.install_crds(mgmt).await;
+    clusters.install_crds(tenant).await;
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
+    clusters.reaches(tenant, mgmt).await;
     assert!(first.log().contains("resolved"), "{}", first.log());
 }
 
 /// Waits until the agent's annotation says this of what leads past its table.
-async fn published(world: &World, site: &node::Site, why: &str) {
-    let nodes: kube::Api<Node> = kube::Api::all(world.client(site).await);
-    wait_until("the Node to say so", SOON, async || {
+async fn published(clusters: &TwoClusters, site: &node::Site, why: &str) {
+    let nodes: kube::Api<Node> = kube::Api::all(clusters.client(site).await);
+    wait_until("the Node to say so", TIMEOUT, async || {
         let list = nodes
             .list(&Default::default())
             .await
@@ -308,9 +312,9 @@ async fn published(world: &World, site: &node::Site, why: &str) {
 // threat: datapath-bypassed
 #[tokio::test]
 async fn bypassed_datapath_is_reported_with_its_remedy() {
-    let world = World::start().await;
-    let site = world.site(TENANT);
-    let host = world.host(site);
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(TENANT);
+    let host = clusters.host(site);
     // What Cilium leaves on a node and in its cluster.
     let link = [
         "ip",
@@ -329,12 +333,12 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         "data": {"kube-proxy-replacement": "true", "enable-bpf-masquerade": "true"},
     }))
     .expect("a ConfigMap");
-    let maps = kube::Api::namespaced(world.client(site).await, "kube-system");
+    let maps = kube::Api::namespaced(clusters.client(site).await, "kube-system");
     maps.create(&Default::default(), &config).await.expect("create it");
-    let agent = world.agent(site, "agent");
-    world.ready(site).await;
-    wait_until("the metric and the log", SOON, async || {
-        let (_, metrics) = world.page(site, "/metrics").await;
+    let agent = clusters.agent(site, "agent");
+    clusters.ready(site).await;
+    wait_until("the metric and the log", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(site, "/metrics").await;
         let log = agent.log();
         if metrics.contains("wg_agent_datapath_bypassed 1") && log.contains("DatapathBypassed: Cilium leads packets") {
             Ok(())
@@ -344,11 +348,11 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     })
     .await
     .expect("it is said");
-    assert_eq!(world.page(site, "/readyz").await.0, 200);
+    assert_eq!(clusters.page(site, "/readyz").await.0, 200);
     let why = "kube-proxy-replacement and masquerading in BPF imply host routing in BPF";
-    published(&world, site, why).await;
+    published(&clusters, site, why).await;
     let program = env!("CARGO_BIN_EXE_wg-agent");
-    let kubeconfig = world.kubeconfig(site).display().to_string();
+    let kubeconfig = clusters.kubeconfig(site).display().to_string();
     let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
     let said = async |why: &str, remedy: &str| {
         let status = host.try_exec([program, "status"]).await.expect("run it");
@@ -382,12 +386,12 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     };
     gone("cilium_host").await;
     let why = "kube-proxy in mode ipvs translates after the policies looked";
-    published(&world, site, why).await;
+    published(&clusters, site, why).await;
     said(why, "`ip link delete kube-ipvs0`").await;
-    assert_eq!(world.page(site, "/readyz").await.0, 200);
+    assert_eq!(clusters.page(site, "/readyz").await.0, 200);
     gone("kube-ipvs0").await;
-    wait_until("it to be over", SOON, async || {
-        let (_, metrics) = world.page(site, "/metrics").await;
+    wait_until("it to be over", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(site, "/metrics").await;
         let over = metrics.contains("wg_agent_datapath_bypassed 0");
         over.then_some(()).ok_or(metrics)
     })

@@ -19,7 +19,7 @@ use clustermesh_lab::{ArtefactSet, Running, Tools, wait_until};
 use kube::api::{Patch, PatchParams};
 use netns::NetNs;
 use nix::sched::{CloneFlags, setns};
-use node::{MGMT, SOON, Site, TENANT, World, peer};
+use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// kg's WireGuard address of the node.
 const KG: &str = "100.66.1.7";
@@ -41,18 +41,18 @@ impl Drop for Kg {
 }
 
 impl Kg {
-    async fn start(world: &World, site: &Site) -> Self {
+    async fn start(clusters: &TwoClusters, site: &Site) -> Self {
         let tools =
             Tools::ensure(&[ArtefactSet::WireguardGo], &|line| eprintln!("{line}")).expect("build wireguard-go");
         let program = tools.path("wireguard-go").expect("wireguard-go").display().to_string();
-        let (host, interface) = (world.host(site), &site.interface);
+        let (host, interface) = (clusters.host(site), &site.interface);
         let process = host
             .spawn("kg", [&program, "-f", interface])
             .expect("start wireguard-go");
         let socket = PathBuf::from(format!("/var/run/wireguard/{interface}.sock"));
         let answers = async || std::os::unix::net::UnixStream::connect(&socket).map_err(|error| error.to_string());
-        wait_until("wireguard-go", SOON, answers).await.expect("it listens");
-        let key = world.key_file(site).with_file_name("kg");
+        wait_until("wireguard-go", TIMEOUT, answers).await.expect("it listens");
+        let key = clusters.key_file(site).with_file_name("kg");
         std::fs::create_dir_all(key.parent().expect("a directory")).expect("a directory");
         let script = format!(
             "umask 077; wg genkey > {key}
@@ -73,7 +73,7 @@ impl Kg {
             (KILO_LAST_SEEN, now.expect("a clock").as_secs().to_string()),
         ]);
         let patch = serde_json::json!({"metadata": {"annotations": annotations}});
-        let nodes = world.nodes(site).await;
+        let nodes = clusters.nodes(site).await;
         nodes
             .patch(site.node, &PatchParams::default(), &Patch::Merge(&patch))
             .await
@@ -85,8 +85,8 @@ impl Kg {
     }
 
     /// What kg makes of a Peer: allowed addresses, and routes in the main table.
-    async fn program(&self, world: &World, site: &Site, of: &Site) {
-        let said = world.published(of).await;
+    async fn program(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
+        let said = clusters.published(of).await;
         let spec = peer(of, &said).spec;
         let more = format!("{LAPTOP}/32");
         let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
@@ -101,7 +101,7 @@ impl Kg {
             endpoint = said[KILO_ENDPOINT],
             allowed = allowed.join(",")
         );
-        world
+        clusters
             .host(site)
             .exec(["sh", "-ec", &script])
             .await
@@ -110,7 +110,7 @@ impl Kg {
 }
 
 /// Everything of a node that could be touched, but for our table and our annotation.
-async fn state(world: &World, site: &Site) -> BTreeMap<String, String> {
+async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for words in [
         &["ip", "-d", "rule"][..],
@@ -126,7 +126,7 @@ async fn state(world: &World, site: &Site) -> BTreeMap<String, String> {
         ],
         &["sh", "-c", "nft list tables | grep -v 'inet clustermesh' || true"],
     ] {
-        let text = world.host(site).exec(words).await.expect("ask the node").stdout;
+        let text = clusters.host(site).exec(words).await.expect("ask the node").stdout;
         // Lifetimes count down.
         out.insert(
             words.join(" "),
@@ -136,7 +136,7 @@ async fn state(world: &World, site: &Site) -> BTreeMap<String, String> {
                 .join("\n"),
         );
     }
-    let mut annotations = world.annotations(site).await;
+    let mut annotations = clusters.annotations(site).await;
     annotations.remove(NODE_AGENT);
     out.insert("annotations".into(), format!("{annotations:#?}"));
     out
@@ -153,7 +153,7 @@ fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'st
 }
 
 /// Moves the address of a site's pod, and others beside it, into a pod: what listens on the node itself is another matter.
-async fn pod(world: &World, site: &Site, name: &str, more: &[&str]) -> NetNs {
+async fn pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let gateway = site.pods.replace(".0/24", ".1");
     let routes: String = more
@@ -170,7 +170,7 @@ async fn pod(world: &World, site: &Site, name: &str, more: &[&str]) -> NetNs {
         pod = site.pod,
         own = pod.path(),
     );
-    world
+    clusters
         .host(site)
         .exec(["sh", "-ec", &script])
         .await
@@ -209,15 +209,15 @@ fn seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::
             .connect_timeout(&at.into(), Duration::from_secs(2))
             .map_err(|error| error.kind())?;
         let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(SOON)).expect("a timeout");
+        stream.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         let mut text = String::new();
         stream.read_to_string(&mut text).map_err(|error| error.kind())?;
         Ok(text)
     })
 }
 
-fn command(world: &World, site: &Site, more: &[&str]) -> Vec<String> {
-    let mut words = world.command(site, more);
+fn command(clusters: &TwoClusters, site: &Site, more: &[&str]) -> Vec<String> {
+    let mut words = clusters.command(site, more);
     words.push("--mode=policy".into());
     words
 }
@@ -225,29 +225,29 @@ fn command(world: &World, site: &Site, more: &[&str]) -> Vec<String> {
 // threat: node-listener, kg-node
 #[tokio::test]
 async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let kg = Kg::start(&world, mgmt).await;
-    let mgmt_pod = pod(&world, mgmt, "mgmt-pod", &[DENIED]).await;
-    let tenant_pod = pod(&world, tenant, "tenant-pod", &[]).await;
-    let _whole = world.agent(tenant, "agent-tenant");
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let kg = Kg::start(&clusters, mgmt).await;
+    let mgmt_pod = pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
+    let tenant_pod = pod(&clusters, tenant, "tenant-pod", &[]).await;
+    let _whole = clusters.agent(tenant, "agent-tenant");
     // kg in add-on mode leaves pods' sources to the CNI, which masquerades what leaves the cluster.
     let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
-    world
+    clusters
         .host(mgmt)
         .exec(["sh", "-ec", masquerade])
         .await
         .expect("a CNI's rule");
-    world.mesh().await;
-    kg.program(&world, mgmt, tenant).await;
+    clusters.mesh().await;
+    kg.program(&clusters, mgmt, tenant).await;
     // A laptop behind the same key: what kg lets in besides meshes.
     let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
-    world
+    clusters
         .host(tenant)
         .exec(["sh", "-ec", &laptop])
         .await
         .expect("an address");
-    wait_until("a ping between the pods", SOON, async || {
+    wait_until("a ping between the pods", TIMEOUT, async || {
         if tenant_pod.pings(mgmt.pod) {
             Ok(())
         } else {
@@ -260,7 +260,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         serve(Path::new(&mgmt_pod.path()), address, port);
     }
     for port in [8080, 10250] {
-        serve(&world.host(mgmt).netns(), KG, port);
+        serve(&clusters.host(mgmt).netns(), KG, port);
     }
     serve(Path::new(&tenant_pod.path()), tenant.pod, 8080);
     let closed = Err(std::io::ErrorKind::TimedOut);
@@ -268,7 +268,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         "infrastructurePorts": [{"port": 10250, "protocol": "TCP"}],
         "deny": [{"to": [format!("{DENIED}/32")], "ports": [{"port": 8080, "protocol": "TCP"}]}],
     }});
-    let policies = world.policies(mgmt).await;
+    let policies = clusters.policies(mgmt).await;
     policies
         .patch("mesh--tenant-a", &PatchParams::default(), &Patch::Merge(&patch))
         .await
@@ -281,7 +281,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), Ok(tenant.pod.to_owned()));
     assert_eq!(seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
 
-    let before = state(&world, mgmt).await;
+    let before = state(&clusters, mgmt).await;
     let words = [
         "unshare",
         "--mount",
@@ -293,12 +293,12 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let words: Vec<String> = words
         .map(String::from)
         .into_iter()
-        .chain(command(&world, mgmt, &[]))
+        .chain(command(&clusters, mgmt, &[]))
         .collect();
-    let mut agent = world.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
-    world.ready(mgmt).await;
-    wait_until("the annotation", SOON, async || {
-        let said = world
+    let mut agent = clusters.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
+    clusters.ready(mgmt).await;
+    wait_until("the annotation", TIMEOUT, async || {
+        let said = clusters
             .annotations(mgmt)
             .await
             .get(NODE_AGENT)
@@ -328,10 +328,10 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         "an infrastructure port"
     );
     assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
-    assert_eq!(state(&world, mgmt).await, before);
+    assert_eq!(state(&clusters, mgmt).await, before);
 
     // What no mesh brought is none of its business.
-    let rules = world
+    let rules = clusters
         .host(mgmt)
         .exec(["nft", "list", "set", "inet", "clustermesh", "mesh4"])
         .await
@@ -340,9 +340,13 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert!(rules.contains("10.20.0.0/16") && !rules.contains("10.99"), "{rules}");
 
     // Torn away, it comes back.
-    world.host(mgmt).exec(["nft", "flush", "ruleset"]).await.expect("flush");
-    wait_until("the table to be back", SOON, async || {
-        let list = world
+    clusters
+        .host(mgmt)
+        .exec(["nft", "flush", "ruleset"])
+        .await
+        .expect("flush");
+    wait_until("the table to be back", TIMEOUT, async || {
+        let list = clusters
             .host(mgmt)
             .try_exec(["nft", "list", "table", "inet", "clustermesh"])
             .await;
@@ -360,7 +364,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .delete("mesh--tenant-a", &Default::default())
         .await
         .expect("delete the PeerPolicy");
-    wait_until("the member to be closed out", SOON, async || {
+    wait_until("the member to be closed out", TIMEOUT, async || {
         match seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
             Err(std::io::ErrorKind::TimedOut) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -370,7 +374,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .expect("closed");
 
     // Nor without its Peer: kg here is slower than we are, and lets it go never.
-    world.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
+    clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     for _ in 0..2 {
         assert_eq!(
             seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
@@ -380,31 +384,31 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     }
 
     // Stopped: still closed. Cleaned up: as it was.
-    let status = agent.terminate(SOON).await.expect("it ends");
+    let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
         seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         closed,
         "the agent is stopped"
     );
-    let done = world
+    let done = clusters
         .host(mgmt)
-        .exec(command(&world, mgmt, &["cleanup"]))
+        .exec(command(&clusters, mgmt, &["cleanup"]))
         .await
         .expect("cleanup");
-    let mut after = state(&world, mgmt).await;
+    let mut after = state(&clusters, mgmt).await;
     // The flush was ours.
     let tables = "sh -c nft list tables | grep -v 'inet clustermesh' || true";
     after.insert(tables.into(), before[tables].clone());
     assert_eq!(after, before, "{}", done.stderr);
-    let left = world
+    let left = clusters
         .host(mgmt)
         .exec(["nft", "list", "tables"])
         .await
         .expect("nft")
         .stdout;
     assert!(!left.contains("clustermesh"), "{left}");
-    assert!(!world.annotations(mgmt).await.contains_key(NODE_AGENT));
+    assert!(!clusters.annotations(mgmt).await.contains_key(NODE_AGENT));
     assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), Ok(tenant.pod.to_owned()));
     drop(kg);
 }

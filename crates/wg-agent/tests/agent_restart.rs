@@ -16,29 +16,29 @@ use kube::{
     config::{AuthInfo, Kubeconfig},
 };
 use nix::sys::signal::Signal;
-use node::{MGMT, SOON, Site, TENANT, World, peer};
+use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// A file beside the key of a site's agent.
-fn state(world: &World, site: &Site, name: &str) -> PathBuf {
-    world.key_file(site).with_file_name(name)
+fn state(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
+    clusters.key_file(site).with_file_name(name)
 }
 
 /// A column of `wg show INTERFACE WHAT`, by public key.
-async fn shown(world: &World, site: &Site, what: &str) -> BTreeMap<String, String> {
+async fn shown(clusters: &TwoClusters, site: &Site, what: &str) -> BTreeMap<String, String> {
     let words = ["wg", "show", &site.interface, what];
-    let output = world.host(site).exec(words).await.expect("wg show").stdout;
+    let output = clusters.host(site).exec(words).await.expect("wg show").stdout;
     let lines = output.lines().filter_map(|line| line.split_once('\t'));
     lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
 }
 
 async fn kill(agent: &mut Running) {
     agent.signal(Signal::SIGKILL).expect("kill");
-    agent.ends(SOON).await.expect("dead");
+    agent.ends(TIMEOUT).await.expect("dead");
 }
 
-async fn page_says(world: &World, site: &Site, path: &str, want: &str) {
-    wait_until(format!("{path} to say {want:?}"), SOON, async || {
-        match world.page(site, path).await {
+async fn wait_for_page(clusters: &TwoClusters, site: &Site, path: &str, want: &str) {
+    wait_until(format!("{path} to say {want:?}"), TIMEOUT, async || {
+        match clusters.page(site, path).await {
             (_, text) if text.contains(want) => Ok(()),
             (code, text) => Err(format!("{code}: {text}")),
         }
@@ -47,10 +47,10 @@ async fn page_says(world: &World, site: &Site, path: &str, want: &str) {
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
-async fn cache_holds(file: &Path, want: &str) {
+async fn wait_for_cache(file: &Path, want: &str) {
     wait_until(
         format!("{} to hold {want}", file.display()),
-        SOON,
+        TIMEOUT,
         async || match fs::read_to_string(file) {
             Ok(text) if text.contains(want) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -62,15 +62,15 @@ async fn cache_holds(file: &Path, want: &str) {
 
 #[tokio::test]
 async fn agent_without_api_server_restores_the_cached_state() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let _first = world.agent(mgmt, "agent-mgmt");
-    let mut second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(tenant, mgmt).await;
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+    let mut second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(tenant, mgmt).await;
 
     // A Peer that will be deleted while nobody looks.
-    let real = peer(mgmt, &world.published(mgmt).await);
+    let real = peer(mgmt, &clusters.published(mgmt).await);
     let more = |name: &str, n: u8| {
         let mut peer = real.clone();
         peer.metadata.name = Some(name.into());
@@ -79,13 +79,13 @@ async fn agent_without_api_server_restores_the_cached_state() {
         peer
     };
     let gone = more("gone", 41);
-    let peers = world.peers(tenant).await;
+    let peers = clusters.peers(tenant).await;
     peers
         .create(&PostParams::default(), &gone)
         .await
         .expect("create a Peer");
-    let cache = state(&world, tenant, "wg-agent.cache");
-    cache_holds(&cache, &gone.spec.public_key).await;
+    let cache = state(&clusters, tenant, "wg-agent.cache");
+    wait_for_cache(&cache, &gone.spec.public_key).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     assert!(text.contains(&real.spec.public_key), "{text}");
     let mode = |path: &Path| fs::metadata(path).expect("it is there").permissions().mode() & 0o7777;
@@ -96,42 +96,42 @@ async fn agent_without_api_server_restores_the_cached_state() {
 
     // The agent ends, a Peer is deleted, the API server goes away, and the agent starts.
     kill(&mut second).await;
-    world.delete_peer(tenant, "gone").await;
-    world
+    clusters.delete_peer(tenant, "gone").await;
+    clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
-    let mut second = world.agent(tenant, "agent-tenant-2");
-    world.reaches(tenant, mgmt).await;
-    world.reaches(mgmt, tenant).await;
-    page_says(
-        &world,
+    let mut second = clusters.agent(tenant, "agent-tenant-2");
+    clusters.reaches(tenant, mgmt).await;
+    clusters.reaches(mgmt, tenant).await;
+    wait_for_page(
+        &clusters,
         tenant,
         "/readyz",
         "ok\nbut: cache: the API server has not listed since",
     )
     .await;
-    page_says(&world, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
-    let on_device = shown(&world, tenant, "allowed-ips").await;
+    wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
+    let on_device = shown(&clusters, tenant, "allowed-ips").await;
     let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
     assert_eq!(
         on_device.keys().cloned().collect::<Vec<_>>(),
         sorted(expected),
         "what was cached is on the device again"
     );
-    let before = shown(&world, tenant, "latest-handshakes").await;
+    let before = shown(&clusters, tenant, "latest-handshakes").await;
 
     // It answers again: what was deleted goes, and who stays keeps its session.
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .start_api()
         .await
         .expect("start the API server");
-    page_says(&world, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
-    wait_until("the deleted Peer to go", SOON, async || {
-        let now = shown(&world, tenant, "latest-handshakes").await;
+    wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
+    wait_until("the deleted Peer to go", TIMEOUT, async || {
+        let now = shown(&clusters, tenant, "latest-handshakes").await;
         let keys: Vec<&String> = now.keys().collect();
         if keys == [&real.spec.public_key] {
             Ok(())
@@ -141,17 +141,17 @@ async fn agent_without_api_server_restores_the_cached_state() {
     })
     .await
     .expect("it goes");
-    assert_eq!(world.readiness(tenant).await, (200, "ok\n".to_owned()));
-    world
+    assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
+    clusters
         .pings(tenant, mgmt)
         .await
         .expect("no packet waits for a handshake");
-    let after = shown(&world, tenant, "latest-handshakes").await;
+    let after = shown(&clusters, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
     // One that answers and refuses is not away: the tunnels are kept, and the node is not ready.
     kill(&mut second).await;
-    let kubeconfig = world.kubeconfig(tenant);
+    let kubeconfig = clusters.kubeconfig(tenant);
     let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
     let mut spoilt = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
     for user in &mut spoilt.auth_infos {
@@ -161,39 +161,39 @@ async fn agent_without_api_server_restores_the_cached_state() {
         });
     }
     fs::write(&kubeconfig, serde_json::to_string(&spoilt).expect("it is written")).expect("write it");
-    let mut second = world.agent(tenant, "agent-tenant-refused");
-    world.reaches(tenant, mgmt).await;
-    page_says(
-        &world,
+    let mut second = clusters.agent(tenant, "agent-tenant-refused");
+    clusters.reaches(tenant, mgmt).await;
+    wait_for_page(
+        &clusters,
         tenant,
         "/readyz",
         "cache: the API server answers but refuses to list: Peer (",
     )
     .await;
-    let (code, page) = world.page(tenant, "/readyz").await;
+    let (code, page) = clusters.page(tenant, "/readyz").await;
     assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
     fs::write(&kubeconfig, good).expect("write it");
 
     // A cache that is older than it may be is set aside and said, and the agent waits as if there were none.
     kill(&mut second).await;
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
     let young = fs::read(&cache).expect("the cache");
-    let mut second = world.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
-    page_says(
-        &world,
+    let mut second = clusters.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
+    wait_for_page(
+        &clusters,
         tenant,
         "/readyz",
         "which is longer ago than --cache-max-age (0s)",
     )
     .await;
-    page_says(&world, tenant, "/readyz", "waiting for the first list of").await;
+    wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
     fs::write(&cache, young).expect("put it back");
     fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("root's alone");
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .start_api()
@@ -204,24 +204,24 @@ async fn agent_without_api_server_restores_the_cached_state() {
     kill(&mut second).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     fs::write(&cache, &text[..text.len() - 9]).expect("damage it");
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
-    let second = world.agent(tenant, "agent-tenant-3");
-    page_says(&world, tenant, "/readyz", "waiting for the first list of").await;
-    let aside = state(&world, tenant, "wg-agent.cache.damaged");
+    let second = clusters.agent(tenant, "agent-tenant-3");
+    wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
+    let aside = state(&clusters, tenant, "wg-agent.cache.damaged");
     assert_eq!(fs::read(&aside).expect("set aside"), text.as_bytes()[..text.len() - 9]);
-    world
+    clusters
         .lab
         .cluster(tenant.cluster)
         .start_api()
         .await
         .expect("start the API server");
-    world.reaches(tenant, mgmt).await;
-    page_says(
-        &world,
+    clusters.reaches(tenant, mgmt).await;
+    wait_for_page(
+        &clusters,
         tenant,
         "/readyz",
         &format!("but: cache: the cache {} is not used", cache.display()),
@@ -238,13 +238,13 @@ fn sorted<const N: usize>(mut all: [String; N]) -> Vec<String> {
 
 #[tokio::test]
 async fn peer_without_endpoint_is_contacted_after_a_restart() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let mut first = world.agent(mgmt, "agent-mgmt");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(tenant, mgmt).await;
-    let peers = world.peers(mgmt).await;
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let mut first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(tenant, mgmt).await;
+    let peers = clusters.peers(mgmt).await;
     let mut dials = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
     dials.spec.endpoint = None;
     peers
@@ -252,14 +252,14 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .await
         .expect("replace it");
     // The next restart knows no endpoint but the one it was heard from. Only this side speaks.
-    cache_holds(&state(&world, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
+    wait_for_cache(&state(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
-        first.terminate(SOON).await.expect("it ends").success(),
+        first.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
         first.log()
     );
-    let _first = world.agent(mgmt, "agent-mgmt-2");
-    world.reaches(mgmt, tenant).await;
+    let _first = clusters.agent(mgmt, "agent-mgmt-2");
+    clusters.reaches(mgmt, tenant).await;
 }
 
 /// How a secret of 32 bytes may be written.
@@ -282,48 +282,48 @@ fn spellings(key: &str) -> Vec<String> {
 // threat: key-in-output
 #[tokio::test]
 async fn agent_output_never_contains_the_private_key() {
-    let world = World::start().await;
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     // One start makes the key, the other reads it.
-    let mut made = world.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
-    world.published(mgmt).await;
-    assert!(made.terminate(SOON).await.expect("it ends").success());
-    let mut agent = world.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
-    let _second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(mgmt, tenant).await;
-    world.ready(mgmt).await;
-    let cache = state(&world, mgmt, "wg-agent.cache");
-    let public = world.annotations(mgmt).await[KILO_KEY].clone();
-    let other = world.annotations(tenant).await[KILO_KEY].clone();
-    cache_holds(&cache, &other).await;
+    let mut made = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
+    clusters.published(mgmt).await;
+    assert!(made.terminate(TIMEOUT).await.expect("it ends").success());
+    let mut agent = clusters.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(mgmt, tenant).await;
+    clusters.ready(mgmt).await;
+    let cache = state(&clusters, mgmt, "wg-agent.cache");
+    let public = clusters.annotations(mgmt).await[KILO_KEY].clone();
+    let other = clusters.annotations(tenant).await[KILO_KEY].clone();
+    wait_for_cache(&cache, &other).await;
 
     let mut said: BTreeMap<String, String> = BTreeMap::new();
     for path in ["/metrics", "/debug/state", "/readyz", "/healthz"] {
-        said.insert(path.into(), world.page(mgmt, path).await.1);
+        said.insert(path.into(), clusters.page(mgmt, path).await.1);
     }
-    said.insert("annotations".into(), format!("{:?}", world.annotations(mgmt).await));
+    said.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
     // The control socket has to hide it: wireguard-tools print what it says.
     let dump = ["wg", "show", &mgmt.interface, "dump"];
     said.insert(
         "wg show dump".into(),
-        world.host(mgmt).exec(dump).await.expect("wg show").stdout,
+        clusters.host(mgmt).exec(dump).await.expect("wg show").stdout,
     );
     let pid = agent.pid().expect("it runs");
     for file in ["cmdline", "environ", "comm"] {
         let text = fs::read(format!("/proc/{pid}/{file}")).expect("of our own process");
         said.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
     }
-    assert!(agent.terminate(SOON).await.expect("it ends").success());
+    assert!(agent.terminate(TIMEOUT).await.expect("it ends").success());
     said.insert("log of the first start".into(), made.log());
     said.insert("log".into(), agent.log());
     said.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
     // A key that is refused is not quoted either.
-    let file = world.key_file(mgmt);
+    let file = clusters.key_file(mgmt);
     let private = fs::read_to_string(&file).expect("the key");
     fs::write(&file, format!("{private}{private}")).expect("spoil it");
-    let mut spoilt = world.agent(mgmt, "agent-spoilt");
-    assert!(!spoilt.ends(SOON).await.expect("it ends").success());
+    let mut spoilt = clusters.agent(mgmt, "agent-spoilt");
+    assert!(!spoilt.ends(TIMEOUT).await.expect("it ends").success());
     said.insert("refusal".into(), spoilt.log());
 
     // That it is looked for where something is: each of these holds what it should.
@@ -350,38 +350,38 @@ async fn agent_output_never_contains_the_private_key() {
 
 #[tokio::test]
 async fn key_rotation_costs_one_handshake_over_ipv4() {
-    a_new_key(&World::start().await, "172.30.").await;
+    a_new_key(&TwoClusters::start().await, "172.30.").await;
 }
 
 #[tokio::test]
 async fn key_rotation_costs_one_handshake_over_ipv6() {
-    let world = World::start().await;
-    world.over_ipv6().await;
-    a_new_key(&world, "[fd77::").await;
+    let clusters = TwoClusters::start().await;
+    clusters.over_ipv6().await;
+    a_new_key(&clusters, "[fd77::").await;
 }
 
 /// `outer` = how the endpoints of both begin.
-async fn a_new_key(world: &World, outer: &str) {
-    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
-    let agent = world.agent(mgmt, "agent-mgmt");
-    let _second = world.agent(tenant, "agent-tenant");
-    world.mesh().await;
-    world.reaches(tenant, mgmt).await;
-    world.ready(mgmt).await;
-    let old = world.annotations(mgmt).await[KILO_KEY].clone();
-    let before = left(world, mgmt).await;
-    let private = fs::read_to_string(world.key_file(mgmt)).expect("the key");
+async fn a_new_key(clusters: &TwoClusters, outer: &str) {
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let agent = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.mesh().await;
+    clusters.reaches(tenant, mgmt).await;
+    clusters.ready(mgmt).await;
+    let old = clusters.annotations(mgmt).await[KILO_KEY].clone();
+    let before = nft_tables(clusters, mgmt).await;
+    let private = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
 
-    let rotate = || world.command(mgmt, &["rotate-key"]);
-    let said = world.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
-    let next = wait_until("another key on the Node", SOON, async || {
-        let now = world.annotations(mgmt).await[KILO_KEY].clone();
+    let rotate = || clusters.command(mgmt, &["rotate-key"]);
+    let said = clusters.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
+    let next = wait_until("another key on the Node", TIMEOUT, async || {
+        let now = clusters.annotations(mgmt).await[KILO_KEY].clone();
         if now == old { Err(now) } else { Ok(now) }
     })
     .await
     .expect("it is published");
     assert!(said.contains(&next), "{said}");
-    let again = world.host(mgmt).try_exec(rotate()).await.expect("run");
+    let again = clusters.host(mgmt).try_exec(rotate()).await.expect("run");
     assert!(
         !again.status.success() && again.stderr.contains("already waiting"),
         "{}",
@@ -389,31 +389,31 @@ async fn a_new_key(world: &World, outer: &str) {
     );
 
     // The controller is away, say: the old key serves, and the node says what it waits for.
-    page_says(
-        world,
+    wait_for_page(
+        clusters,
         mgmt,
         "/readyz",
         &format!("\nbut: key: the new key {next} is published"),
     )
     .await;
     for _ in 0..5 {
-        world.pings(mgmt, tenant).await.expect("the old key serves");
-        world.pings(tenant, mgmt).await.expect("the old key serves");
+        clusters.pings(mgmt, tenant).await.expect("the old key serves");
+        clusters.pings(tenant, mgmt).await.expect("the old key serves");
     }
 
     // The peer learns of it while packets flow both ways.
     let flow = |from: &Site, to: &Site| {
         let words = ["ping", "-n", "-D", "-i", "0.05", "-w", "5", "-I", from.pod, to.pod];
-        world
+        clusters
             .host(from)
             .spawn(&format!("flow-{}", from.node), words)
             .expect("ping")
     };
     let mut flows = [flow(mgmt, tenant), flow(tenant, mgmt)];
     for flow in &mut flows {
-        flow.says("icmp_seq=10 ", SOON).await.expect("it flows");
+        flow.says("icmp_seq=10 ", TIMEOUT).await.expect("it flows");
     }
-    let peers = world.peers(tenant).await;
+    let peers = clusters.peers(tenant).await;
     let mut learnt = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
     learnt.spec.public_key.clone_from(&next);
     peers
@@ -421,7 +421,7 @@ async fn a_new_key(world: &World, outer: &str) {
         .await
         .expect("replace it");
     for flow in &mut flows {
-        flow.ends(SOON).await.expect("it ends");
+        flow.ends(TIMEOUT).await.expect("it ends");
         let log = flow.log();
         let numbers = log
             .lines()
@@ -437,32 +437,36 @@ async fn a_new_key(world: &World, outer: &str) {
         );
     }
     for site in [mgmt, tenant] {
-        let endpoints = shown(world, site, "endpoints").await;
+        let endpoints = shown(clusters, site, "endpoints").await;
         assert!(endpoints.values().all(|at| at.starts_with(outer)), "{endpoints:?}");
     }
-    let handshakes = shown(world, tenant, "latest-handshakes").await;
+    let handshakes = shown(clusters, tenant, "latest-handshakes").await;
     assert!(
         handshakes.keys().eq([&next]) && handshakes[&next] != "0",
         "{handshakes:?}"
     );
-    let now = fs::read_to_string(world.key_file(mgmt)).expect("the key");
-    let mode = fs::metadata(world.key_file(mgmt))
+    let now = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
+    let mode = fs::metadata(clusters.key_file(mgmt))
         .expect("the key")
         .permissions()
         .mode()
         & 0o7777;
     assert!(now != private && mode == 0o600, "{mode:o}");
-    assert!(!state(world, mgmt, "key.next").exists());
-    assert_eq!(world.readiness(mgmt).await, (200, "ok\n".to_owned()));
-    assert_eq!(left(world, mgmt).await, before, "the rule that hears calls is gone");
+    assert!(!state(clusters, mgmt, "key.next").exists());
+    assert_eq!(clusters.readiness(mgmt).await, (200, "ok\n".to_owned()));
+    assert_eq!(
+        nft_tables(clusters, mgmt).await,
+        before,
+        "the rule that hears calls is gone"
+    );
     for secret in spellings(&private).into_iter().chain(spellings(&now)) {
         assert!(!agent.log().contains(&secret) && !said.contains(&secret));
     }
 }
 
 /// The nftables tables of a node.
-async fn left(world: &World, site: &Site) -> String {
-    world
+async fn nft_tables(clusters: &TwoClusters, site: &Site) -> String {
+    clusters
         .host(site)
         .exec(["nft", "list", "tables"])
         .await

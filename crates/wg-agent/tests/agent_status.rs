@@ -12,7 +12,7 @@ use clustermesh_api::{
 };
 use clustermesh_lab::wait_until;
 use kube::api::PostParams;
-use node::{AGENT, MGMT, SOON, TENANT, World};
+use node::{AGENT, MGMT, TENANT, TIMEOUT, TwoClusters};
 
 /// A peer that was greeted is given 15 s, and news of it 10.
 const NOTICED: Duration = Duration::from_secs(60);
@@ -45,15 +45,15 @@ fn phantom() -> Peer {
 }
 
 /// Exit code, output and errors of `wg-agent status` on a node, as root or as nobody.
-async fn status(world: &World, site: usize, words: &[&str]) -> (i32, String, String) {
-    let site = world.site(site);
-    let output = world.host(site).try_exec(words).await.expect("run it");
+async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, String, String) {
+    let site = clusters.site(site);
+    let output = clusters.host(site).try_exec(words).await.expect("run it");
     (output.status.code().unwrap_or(-1), output.stdout, output.stderr)
 }
 
-async fn links(world: &World, want: BTreeMap<String, Link>) {
+async fn links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
     wait_until(format!("links {want:?} on the Node"), NOTICED, async || {
-        let all = world.annotations(world.site(TENANT)).await;
+        let all = clusters.annotations(clusters.site(TENANT)).await;
         let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
         if agent.links == want {
             Ok(())
@@ -67,28 +67,28 @@ async fn links(world: &World, want: BTreeMap<String, Link>) {
 
 #[tokio::test]
 async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
-    let world = World::start().await;
-    let tenant = world.site(TENANT);
-    let (code, _, said) = status(&world, TENANT, &[AGENT, "status"]).await;
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
+    let (code, _, said) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(
         code == 2 && said.contains("no wg-agent runs in this network namespace"),
         "{code}: {said}"
     );
 
-    let _mgmt = world.agent(world.site(MGMT), "agent-mgmt");
-    let words = world.command(tenant, &["--metrics-per-peer", "--listen=127.0.0.1:9587"]);
-    let mut agent = world
+    let _mgmt = clusters.agent(clusters.site(MGMT), "agent-mgmt");
+    let words = clusters.command(tenant, &["--metrics-per-peer", "--listen=127.0.0.1:9587"]);
+    let mut agent = clusters
         .host(tenant)
         .spawn("agent-tenant", words)
         .expect("start the agent");
-    world.published(tenant).await;
-    let peers = world.peers(tenant).await;
+    clusters.published(tenant).await;
+    let peers = clusters.peers(tenant).await;
     peers
         .create(&PostParams::default(), &phantom())
         .await
         .expect("create the Peer");
-    world.mesh().await;
-    world.reaches(tenant, world.site(MGMT)).await;
+    clusters.mesh().await;
+    clusters.reaches(tenant, clusters.site(MGMT)).await;
 
     // The other is up at once, the phantom down in time; both are told to whoever asks.
     let gone = [(
@@ -100,8 +100,8 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         },
     )]
     .into();
-    links(&world, gone).await;
-    let (code, page, said) = status(&world, TENANT, &[AGENT, "status"]).await;
+    links(&clusters, gone).await;
+    let (code, page, said) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert_eq!((code, said.as_str()), (1, ""), "{page}");
     let row = |name: &str| {
         let line = page
@@ -119,9 +119,9 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         page.contains("Peers      1 up, 1 down, 0 unknown") && page.contains("\n1 down: most likely UDP"),
         "{page}"
     );
-    let (code, page, _) = status(&world, TENANT, &[AGENT, "status", "--cluster=mgmt"]).await;
+    let (code, page, _) = status(&clusters, TENANT, &[AGENT, "status", "--cluster=mgmt"]).await;
     assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
-    let (code, json, _) = status(&world, TENANT, &[AGENT, "status", "-o", "json"]).await;
+    let (code, json, _) = status(&clusters, TENANT, &[AGENT, "status", "-o", "json"]).await;
     let state: serde_json::Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!(
         (code, &state["peers"]["prod--gone--gone-1"]["state"]),
@@ -137,15 +137,15 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         (&state["troubles"], &state["refused"]),
         (&serde_json::json!([]), &serde_json::json!([]))
     );
-    let key = std::fs::read_to_string(world.key_file(tenant)).expect("the key");
+    let key = std::fs::read_to_string(clusters.key_file(tenant)).expect("the key");
     assert!(!json.contains(key.trim()), "the private key is not shown");
     let nobody = ["setpriv", "--reuid=65534", "--clear-groups", AGENT, "status"];
-    let (code, page, said) = status(&world, TENANT, &nobody).await;
+    let (code, page, said) = status(&clusters, TENANT, &nobody).await;
     assert!(
         code == 2 && page.is_empty() && said.contains("it answers only root"),
         "{code}: {page}{said}"
     );
-    let (_, metrics) = world.page(tenant, "/metrics").await;
+    let (_, metrics) = clusters.page(tenant, "/metrics").await;
     for line in [
         "wg_agent_peers{cluster=\"gone\",state=\"down\"} 1",
         "wg_agent_peer_state{cluster=\"gone\",peer=\"prod--gone--gone-1\",state=\"down\"} 1",
@@ -154,16 +154,16 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         assert!(metrics.lines().any(|found| found == line), "{line} is not in {metrics}");
     }
 
-    world.delete_peer(tenant, "prod--gone--gone-1").await;
-    links(&world, BTreeMap::new()).await;
-    let (code, page, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    clusters.delete_peer(tenant, "prod--gone--gone-1").await;
+    links(&clusters, BTreeMap::new()).await;
+    let (code, page, _) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
     assert!(
-        agent.terminate(SOON).await.expect("it ends").success(),
+        agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
         agent.log()
     );
-    let (code, _, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    let (code, _, _) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert_eq!(code, 2);
 }
 
@@ -188,22 +188,22 @@ spec: {policyName: agents, validationActions: [Deny]}
 
 #[tokio::test]
 async fn agent_without_admission_policy_is_ready_and_reports_it() {
-    let world = World::start().await;
-    let tenant = world.site(TENANT);
-    let mut agent = world.agent(tenant, "agent-open");
-    world.ready(tenant).await;
-    let (code, page, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
+    let mut agent = clusters.agent(tenant, "agent-open");
+    clusters.ready(tenant).await;
+    let (code, page, _) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(
         code == 0 && page.contains("Admission  no admission policy holds"),
         "{code}: {page}"
     );
-    let (code, text) = world.page(tenant, "/readyz").await;
+    let (code, text) = clusters.page(tenant, "/readyz").await;
     assert!(
         code == 200 && text.contains("but: admission: no admission policy holds"),
         "{code}: {text}"
     );
     assert!(agent.log().contains("no admission policy holds"), "{}", agent.log());
-    let labels = world
+    let labels = clusters
         .nodes(tenant)
         .await
         .get(tenant.node)
@@ -213,13 +213,13 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
         .labels;
     assert!(!format!("{labels:?}").contains("admission-probe"), "{labels:?}");
 
-    agent.terminate(SOON).await.expect("it ends");
-    let file = world.kubeconfig(tenant).with_extension("admission.yaml");
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    let file = clusters.kubeconfig(tenant).with_extension("admission.yaml");
     std::fs::write(&file, ADMISSION).expect("write a manifest");
-    let cluster = world.lab.cluster(tenant.cluster);
+    let cluster = clusters.lab.cluster(tenant.cluster);
     let file = file.display().to_string();
     cluster.kubectl(["apply", "-f", &file]).await.expect("apply the policy");
-    wait_until("the policy to be in force", SOON, async || {
+    wait_until("the policy to be in force", TIMEOUT, async || {
         let label = ["label", "node", tenant.node, "probe=1", "--dry-run=server"];
         match cluster.kubectl(label).await {
             Ok(_) => Err("accepted".to_owned()),
@@ -228,10 +228,10 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
     })
     .await
     .expect("in force");
-    let agent = world.agent(tenant, "agent-held");
-    world.ready(tenant).await;
-    wait_until("the agent to know", SOON, async || {
-        let (_, state) = world.page(tenant, "/debug/state").await;
+    let agent = clusters.agent(tenant, "agent-held");
+    clusters.ready(tenant).await;
+    wait_until("the agent to know", TIMEOUT, async || {
+        let (_, state) = clusters.page(tenant, "/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         if state["admission"] == "held" {
             Ok(())
@@ -241,47 +241,47 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
     })
     .await
     .expect("held");
-    assert_eq!(world.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    assert_eq!(clusters.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
     assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
 }
 
 // threat: admin-port-flood
 #[tokio::test]
 async fn policy_is_enforced_during_two_thousand_idle_connections() {
-    let world = World::start().await;
-    let tenant = world.site(TENANT);
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
     // As many descriptors as container runtimes give at least.
     let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
-    words.extend(world.command(tenant, &[]));
-    let _agent = world.host(tenant).spawn("agent", words).expect("start the agent");
-    world.ready(tenant).await;
-    let host = world.host(tenant).netns();
+    words.extend(clusters.command(tenant, &[]));
+    let _agent = clusters.host(tenant).spawn("agent", words).expect("start the agent");
+    clusters.ready(tenant).await;
+    let host = clusters.host(tenant).netns();
     let idle = std::thread::spawn(move || {
         let limit = nix::sys::resource::Resource::RLIMIT_NOFILE;
         let (_, hard) = nix::sys::resource::getrlimit(limit).expect("a limit");
         nix::sys::resource::setrlimit(limit, hard, hard).expect("raise the limit");
         let host = std::fs::File::open(host).expect("open a network namespace");
         nix::sched::setns(&host, nix::sched::CloneFlags::CLONE_NEWNET).expect("enter it");
-        let one = || std::net::TcpStream::connect_timeout(&([127, 0, 0, 1], 9587).into(), SOON);
+        let one = || std::net::TcpStream::connect_timeout(&([127, 0, 0, 1], 9587).into(), TIMEOUT);
         (0..2000).map(|_| one()).collect::<Result<Vec<_>, _>>()
     });
     let idle = idle.join().expect("no panic").expect("2,000 connections");
-    let mgmt = world.site(MGMT);
+    let mgmt = clusters.site(MGMT);
     let policy = clustermesh_api::policy::PeerPolicySpec {
         source: mgmt.cluster.into(),
         sources: vec![mgmt.pods.into()],
         networks: vec![mgmt.pods.into()],
         ..Default::default()
     };
-    let policies = world.policies(tenant).await;
+    let policies = clusters.policies(tenant).await;
     let policy = clustermesh_api::policy::PeerPolicy::new("mesh", policy);
     policies
         .create(&PostParams::default(), &policy)
         .await
         .expect("create the PeerPolicy");
-    wait_until("the table to hold the policy", SOON, async || {
+    wait_until("the table to hold the policy", TIMEOUT, async || {
         let list = ["nft", "list", "set", "inet", "clustermesh", "mesh4"];
-        let list = world
+        let list = clusters
             .host(tenant)
             .try_exec(list)
             .await
@@ -294,6 +294,6 @@ async fn policy_is_enforced_during_two_thousand_idle_connections() {
     })
     .await
     .expect("enforced");
-    assert_eq!(world.page(tenant, "/healthz").await, (200, "ok\n".to_owned()));
+    assert_eq!(clusters.page(tenant, "/healthz").await, (200, "ok\n".to_owned()));
     drop(idle);
 }

@@ -125,7 +125,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
 }
 
 /// `least`: so many of 100 inputs near the kept ones get as far as the body is made for; else it tries next to nothing.
-fn tried(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
+fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../fuzz/corpus")
         .join(target);
@@ -165,41 +165,41 @@ fn tried(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
 // threat: hostile-object
 #[test]
 fn mutated_objects_are_refused_or_read_as_written() {
-    tried("object", ROUNDS, 40, objects::object);
+    run_target("object", ROUNDS, 40, objects::object);
 }
 
 // threat: hostile-object
 #[test]
 fn mutated_annotations_never_panic_or_give_invalid_hosts() {
-    tried("annotation", ROUNDS, 5, objects::annotation);
+    run_target("annotation", ROUNDS, 5, objects::annotation);
 }
 
 // threat: hostile-object
 #[test]
 fn mutated_peers_and_policies_never_open_a_node() {
-    tried("compiled", ROUNDS, 30, objects::compiled);
+    run_target("compiled", ROUNDS, 30, objects::compiled);
 }
 
 // threat: crafted-offload
 #[test]
 fn mutated_offload_headers_never_split_beyond_the_packet() {
-    tried("superpacket", ROUNDS, 40, packets::superpacket);
+    run_target("superpacket", ROUNDS, 40, packets::superpacket);
 }
 
 // threat: crafted-offload
 #[test]
 fn coalesced_packets_are_split_into_the_same_packets() {
-    tried("inner", ROUNDS, 25, packets::inner);
+    run_target("inner", ROUNDS, 25, packets::inner);
 }
 
 // threat: icmp-error-abuse
 #[test]
 fn icmp_errors_are_valid_small_and_cause_no_further_error() {
-    tried("unreachable", ROUNDS, 50, packets::unreachable);
+    run_target("unreachable", ROUNDS, 50, packets::unreachable);
 }
 
 // threat: replayed-message
 #[test]
 fn session_delivers_only_sent_packets_and_each_once() {
-    tried("datagram", SESSIONS, 35, packets::datagram);
+    run_target("datagram", SESSIONS, 35, packets::datagram);
 }

@@ -26,10 +26,10 @@ use std::{
 };
 
 use clustermesh_agent_core::{device::PeerChange, prefixes::Family};
-use contract::{Node, SOON, links, public, spec, two};
+use contract::{Node, TIMEOUT, links, public, spec, two};
 use machine::in_the_machine;
 use netns::{transfer, wait_until};
-use path::real::{Star, pod, sweep};
+use path::real::{Star, pod, probe_sizes};
 use wg_agent::device::{Backend, DeviceError, userspace};
 
 macro_rules! case {
@@ -47,7 +47,7 @@ contract::each!(case);
 fn process_restart_loses_no_packet_and_no_session() {
     in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let (handshake, before) = (a.handshake(), a.peer(2));
     let words = ["-n", "-q", "-c", "200", "-i", "0.05", "-W", "2", "10.9.0.2"];
     let mut ping =
@@ -74,7 +74,7 @@ fn process_restart_loses_no_packet_and_no_session() {
 fn backend_switch_leaves_nothing_of_the_old_device() {
     in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let socket = format!("/var/run/wireguard/{}.sock", a.interface);
     for (backend, kind, has_socket) in [
         (Backend::Userspace, "tun", true),
@@ -130,10 +130,10 @@ fn foreign_wireguard_interface_of_our_name_is_left_alone() {
 fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     in_the_machine!();
     let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     // Until then the pings themselves could call for a handshake: both sides have said by now that they got them.
     let quiet = Duration::from_secs(25);
-    wait_until("the pings to be forgotten", SOON * 2, || {
+    wait_until("the pings to be forgotten", TIMEOUT * 2, || {
         a.peer(2).stats.handshake_age > Some(quiet)
     });
     drop(a.device.take());
@@ -143,7 +143,7 @@ fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
         PeerChange::Add(public(11), spec(1, None)),
     ]);
     a.open(Backend::Auto);
-    wait_until("a handshake", SOON, || b.peer(11).stats.handshake_age.is_some());
+    wait_until("a handshake", TIMEOUT, || b.peer(11).stats.handshake_age.is_some());
 }
 
 /// Two nodes with devices, routes and firewall, one of each kind; every pair of families inside and outside.
@@ -156,8 +156,8 @@ fn mixed(outer: Family, largest: u16) {
         }
     };
     let mut star = Star::of(&[1500, 1500], backend, |_, _| outer);
-    star.settle();
-    star.meet();
+    star.reconcile();
+    star.wait_until_connected();
     let [kernel, userspace] = &star.sites[..] else {
         panic!("two nodes")
     };
@@ -175,7 +175,7 @@ fn mixed(outer: Family, largest: u16) {
                 1 << 20,
             );
             let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
-            assert_eq!(sweep(&from.pod, at, sizes), Some(64..=largest), "to {at}");
+            assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
             // The answers came from where they were asked: nothing translated the pods' own addresses.
             assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
         }

@@ -87,7 +87,7 @@ impl Go {
     }
 
     /// Adds us; with the keepalive it starts a handshake at once.
-    fn greet(&self, ns: &NetNs, endpoint: &str) {
+    fn add_peer(&self, ns: &NetNs, endpoint: &str) {
         let key = public(1).to_string();
         let peer = ["peer", &key, "endpoint", endpoint, "allowed-ips", "10.9.0.1/32"];
         ns.run(
@@ -203,7 +203,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
     crossed
 }
 
-fn greet(endpoint: &str) -> PeerChange {
+fn add_peer(endpoint: &str) -> PeerChange {
     PeerChange::Add(
         public(2),
         PeerSpec {
@@ -249,7 +249,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
                 device.apply(&[greet(TO_GO)]).expect("add a peer");
             });
             barrier.wait();
-            go.greet(&b, TO_US);
+            go.add_peer(&b, TO_US);
         });
         let began = Instant::now();
         let (there, back) = std::thread::scope(|scope| {
@@ -279,7 +279,7 @@ fn tcp_to_and_from_wireguard_go_is_carried() {
     let (a, b) = wired();
     let go = Go::start(&b, &program, directory.path());
     let mut device = ours(&a);
-    go.greet(&b, "192.0.2.1:51820");
+    go.add_peer(&b, "192.0.2.1:51820");
     device.apply(&[greet("192.0.2.2:51820")]).expect("add a peer");
     until_ping(&a, "10.9.0.2", Instant::now());
     transfer(&a, &b, "10.9.0.2:5000", 50_000_000);

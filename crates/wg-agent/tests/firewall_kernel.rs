@@ -338,7 +338,7 @@ fn external_nftables_change_is_reported_once() {
     });
 }
 
-async fn take(nft: &mut Nft, step: &Update) -> Result<(), String> {
+async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     for script in step.scripts() {
         nft.run(script).await.map_err(|error| format!("{error}\n{script}"))?;
     }
@@ -346,7 +346,7 @@ async fn take(nft: &mut Nft, step: &Update) -> Result<(), String> {
 }
 
 /// The same table with rules that say nothing between its questions, so that packets are between two of them for long.
-fn at_length(step: Update) -> Update {
+fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;
     };
@@ -394,8 +394,8 @@ fn denied_packets_never_pass_during_table_updates() {
     };
     let (with, without) = (table(&["10.243.0.0/16", "10.244.0.0/16"]), table(&["10.244.0.0/16"]));
     inside(&node, async {
-        let whole = at_length(update(None, &with).unwrap());
-        take(&mut Nft::default(), &whole).await.unwrap()
+        let whole = with_slow_rules(update(None, &with).unwrap());
+        run_update(&mut Nft::default(), &whole).await.unwrap()
     });
 
     std::thread::scope(|scope| {
@@ -413,7 +413,9 @@ fn denied_packets_never_pass_during_table_updates() {
             let mut nft = Nft::default();
             for _ in 0..150 {
                 for (old, new) in [(None, &with), (Some(&with), &without), (Some(&without), &with)] {
-                    take(&mut nft, &at_length(update(old, new).unwrap())).await.unwrap();
+                    run_update(&mut nft, &with_slow_rules(update(old, new).unwrap()))
+                        .await
+                        .unwrap();
                 }
             }
         });
@@ -464,10 +466,10 @@ fn kernel_accepts_any_update_between_two_tables() {
         inside(&ns, async {
             let mut nft = Nft::default();
             for step in [update(None, &a), update(Some(&a), &b)].iter().flatten() {
-                take(&mut nft, step).await.map_err(TestCaseError::fail)?;
+                run_update(&mut nft, step).await.map_err(TestCaseError::fail)?;
             }
             let stepped = nft.observe().await.unwrap();
-            take(&mut nft, &update(None, &b).unwrap()).await.unwrap();
+            run_update(&mut nft, &update(None, &b).unwrap()).await.unwrap();
             prop_assert_eq!(stepped, nft.observe().await.unwrap());
             Ok(())
         })

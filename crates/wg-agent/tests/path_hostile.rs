@@ -12,7 +12,7 @@ use std::{
 };
 
 use attacker::{
-    Raw,
+    RawSender,
     packets::{UDP, source_route, udp_body, v4},
 };
 use clustermesh_agent_core::{
@@ -64,7 +64,7 @@ fn accepted_source_route_reaches_no_closed_address() {
             listen(&mesh.hub, gateway),
         ],
     );
-    let raw = Raw::open(&mesh.member, "kilo0");
+    let raw = RawSender::open(&mesh.member, "kilo0");
     let send = |options: &[u8], text: &[u8]| {
         let mut body = udp_body(from, node, (9, PORT), text);
         // None: it would be one for the last address on the way.

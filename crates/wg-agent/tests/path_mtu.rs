@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use netns::{transfer, wait_until};
 use path::{
     Capture,
-    real::{Star, gateway, key, pod, sweep, underlay},
+    real::{Star, gateway, key, pod, probe_sizes, underlay},
 };
 
 /// How the pods' packets fare between node 1 and another: the largest that pass are exactly these, every smaller passes,
@@ -25,7 +25,7 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
             (&there.pod, &here.pod, pod(1, family)),
         ] {
             assert_eq!(
-                sweep(from, at, 64..=largest + 1),
+                probe_sizes(from, at, 64..=largest + 1),
                 Some(64..=largest),
                 "{} -> {at}",
                 from.name
@@ -39,7 +39,7 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
         let at = pod(other, family);
         let some = (64..=largest + 1).filter(|size| size % 61 == 0 || size + 3 > largest);
         let least = 64_u16.next_multiple_of(61);
-        assert_eq!(sweep(&here.ns, at, some), Some(least..=largest), "node -> {at}");
+        assert_eq!(probe_sizes(&here.ns, at, some), Some(least..=largest), "node -> {at}");
         transfer(
             &here.ns,
             &there.pod,
@@ -58,7 +58,7 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
 }
 
 fn two(mtu: u16, outer: Family, largest: [u16; 2]) {
-    let star = Star::up(&[mtu, mtu], |_, _| outer);
+    let star = Star::connected(&[mtu, mtu], |_, _| outer);
     carries(&star, 2, largest);
     if mtu > 1280 {
         assert_eq!(
@@ -95,8 +95,8 @@ fn peers_of_different_path_mtu_share_one_device() {
             .ns
             .ip(&format!("-6 route add {to} via {via} mtu 1400"));
     }
-    star.settle();
-    star.meet();
+    star.reconcile();
+    star.wait_until_connected();
     let sizes = |n: usize| star.sites[n].sizes();
     assert_eq!((sizes(0).device, sizes(0).narrow), (1440, [(key(3), 1312)].into()));
     assert_eq!((sizes(2).device, sizes(2).narrow), (1320, [].into()));
@@ -108,7 +108,7 @@ fn peers_of_different_path_mtu_share_one_device() {
     whole("between 1 and 2");
     let ends = |family| [pod(1, family), pod(3, family)];
     for [one, three] in [V4, V6].map(ends) {
-        assert_eq!(sweep(&star.sites[0].pod, three, 64..=1320), Some(64..=1312));
+        assert_eq!(probe_sizes(&star.sites[0].pod, three, 64..=1320), Some(64..=1312));
         whole("from 1 to 3");
         for (from, to, at) in [(0, 2, three), (2, 0, one)] {
             let at = std::net::SocketAddr::new(at, 9002);
@@ -118,13 +118,13 @@ fn peers_of_different_path_mtu_share_one_device() {
     }
     // Node 3 itself sends what its own link takes; the echo of it is fragmented inside the tunnel.
     for [one, _] in [V4, V6].map(ends) {
-        assert_eq!(sweep(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
+        assert_eq!(probe_sizes(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
     }
 }
 
 #[test]
 fn smaller_path_mtu_is_learnt_and_applied() {
-    let mut star = Star::up(&[1500, 1500], |_, _| V6);
+    let mut star = Star::connected(&[1500, 1500], |_, _| V6);
     carries_one(&star, 1420);
     star.router.ip("link set r2 mtu 1400");
     star.sites[1].ns.ip("link set eth0 mtu 1400");
@@ -134,7 +134,7 @@ fn smaller_path_mtu_is_learnt_and_applied() {
         carries_one(&star, 1420);
         star.sites[0].sizes().device == 1320
     });
-    star.settle();
+    star.reconcile();
     let before: u64 = star.sites.iter().map(|s| s.fragments()).sum();
     carries_one(&star, 1320);
     assert_eq!(
@@ -146,7 +146,7 @@ fn smaller_path_mtu_is_learnt_and_applied() {
 
 #[test]
 fn narrow_link_without_icmp_is_no_black_hole() {
-    let star = Star::up(&[1500, 1500], |_, _| V4);
+    let star = Star::connected(&[1500, 1500], |_, _| V4);
     for (number, link) in [(1, "r1"), (2, "r2")] {
         star.router
             .ip(&format!("route change 172.30.{number}.0/24 dev {link} mtu 1300"));
@@ -168,7 +168,7 @@ fn carries_one(star: &Star, largest: u16) {
     let (here, there) = (&star.sites[0], &star.sites[1]);
     let at = pod(2, V4);
     let some = (64..=largest + 1).filter(|size| size % 100 == 0 || size + 3 > largest);
-    assert_eq!(sweep(&here.pod, at, some), Some(100..=largest));
+    assert_eq!(probe_sizes(&here.pod, at, some), Some(100..=largest));
     transfer(&here.pod, &there.pod, &format!("{at}:9003"), 1 << 20);
 }
 
@@ -185,8 +185,8 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
         let own: [IpNet; 2] = [V4, V6].map(|f| underlay(site.number, f).into());
         site.inputs.policies[0].allow[0].to.extend(own);
     }
-    star.settle();
-    star.meet();
+    star.reconcile();
+    star.wait_until_connected();
     let node = &star.sites[0].ns;
     let clear = Capture::start(node, "eth0", "icmp[0] == 8 or (icmp6 and ip6[40] == 128)");
     let tunnelled = Capture::start(node, "eth0", "udp port 51820");

@@ -1,11 +1,11 @@
-//! The stage of agent_hostile_member: a target's node with a real agent, pods behind it, a cluster-meshed member's node whose root
-//! is an attacker, and witnesses of all that passes. What happens to the target is the test's business.
+//! Sets up the testbed of agent_hostile_member: a target node with a real agent and pods, the node of a cluster-meshed
+//! member whose root is the attacker, and witnesses that count the packets at each place.
 
-mod around;
-mod furniture;
+mod attack;
+mod node_setup;
 mod objects;
-mod seen;
-mod shots;
+mod surroundings;
+mod traffic;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,150 +22,155 @@ use kube::api::PostParams;
 use x25519_dalek::StaticSecret;
 
 use self::{
-    furniture::{furnish, tables},
-    objects::{peer, policy, two_families},
-    seen::Seen,
+    node_setup::{set_up_node, tables},
+    objects::{make_dual_stack, peer, policy},
+    traffic::ObservedTraffic,
 };
 use crate::{
     attacker::{
-        Asker, Flood, PATIENCE, Tunnel, echo,
-        witness::{At, Counts, Witness},
+        Flood, PATIENCE, Prober, Tunnel, echo,
+        witness::{CountingPoint, Counts, Witness},
     },
     netns::{NetNs, unique_name},
-    node::{MGMT, SOON, Site, World},
+    node::{MGMT, Site, TIMEOUT, TwoClusters},
 };
 
-/// Two pods, of which the member talks to the second; a pair is of both families.
+/// Two pods of the target in both families. The member may talk to the second only.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
-/// Where the target's pods find their node.
+/// The addresses of the target node on its pod links.
 pub(crate) const GATEWAY: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
-/// The target's node on the underlay, over IPv6.
+/// The IPv6 address of the target node on the underlay.
 pub(crate) const NODE6: &str = "fd00:30::1:11";
-/// A Service of the target's, whose endpoint is the first pod.
+/// A Service of the target whose endpoint is the first pod.
 pub(crate) const VIP: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
-/// The member's node: inside, and on the underlay.
+/// The WireGuard addresses of the member's node, and its underlay address.
 pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
-pub(crate) const MEMBER_AT: &str = "172.30.3.11";
-/// A third member's node, whose tunnel the target has, too.
+pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
+/// The WireGuard addresses of a third member's node, which is also a peer of the target.
 pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
-/// What every pod, and whoever stands around, listens on.
+/// The ports on which every pod and every machine of [`surroundings`] listens.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;
-/// Source port of who asks in earnest.
-pub(crate) const MEMBER_ASKING: u16 = 9010;
-/// Of the flood against what is open: datagrams and connections.
-pub(crate) const MEMBERS_FLOOD: [u16; 2] = [9021, 9022];
+/// Source port of the legitimate requests.
+pub(crate) const MEMBER_PORT: u16 = 9010;
+/// Source ports of the flood to the allowed pod: datagrams and connections.
+pub(crate) const FLOOD_PORTS: [u16; 2] = [9021, 9022];
 
 pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-/// The whole.
-pub(crate) struct Stage {
-    pub(crate) world: World,
+/// The testbed.
+pub(crate) struct Testbed {
+    pub(crate) clusters: TwoClusters,
     pub(crate) node: NetNs,
     pub(crate) agent: Running,
     pub(crate) flood: Flood,
-    asker: Asker,
+    prober: Prober,
     pods: Vec<Witness>,
     passed: Witness,
     members: Witness,
     starts: u32,
     _pods: [NetNs; 2],
-    _around: around::Around,
+    _around: surroundings::Surroundings,
     _member: Arc<Tunnel>,
 }
 
-impl Stage {
-    /// The API server of the node under attack is killed.
-    pub(crate) fn api_goes(&self) {
-        let cluster = self.world.lab.cluster(self.mgmt().cluster);
+impl Testbed {
+    /// Kills the API server of the target cluster.
+    pub(crate) fn kill_api(&self) {
+        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
         cluster.kill_api().expect("kill the API server");
     }
 
-    /// It answers again.
-    pub(crate) async fn api_comes(&self) {
-        let cluster = self.world.lab.cluster(self.mgmt().cluster);
+    /// Starts that API server again.
+    pub(crate) async fn start_api(&self) {
+        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
         cluster.start_api().await.expect("start the API server");
     }
 
     pub(crate) async fn start() -> Self {
-        let world = World::start().await;
-        let mgmt = world.site(MGMT);
-        let node = NetNs::at("the target's node", &world.host(mgmt).netns());
-        let host = world
+        let clusters = TwoClusters::start().await;
+        let mgmt = clusters.site(MGMT);
+        let node = NetNs::open("the target's node", &clusters.host(mgmt).netns());
+        let host = clusters
             .lab
-            .add_host("tenant-b-1", MEMBER_AT.parse().expect("an address"))
+            .add_host("tenant-b-1", MEMBER_UNDERLAY.parse().expect("an address"))
             .await;
-        let members = NetNs::at("the member's node", &host.expect("add a host").netns());
+        let members = NetNs::open("the member's node", &host.expect("add a host").netns());
         let pods = ["a pod", "another pod"].map(NetNs::new);
-        furnish(&node, &pods);
-        let around = around::Around::new(&node);
+        set_up_node(&node, &pods);
+        let surroundings = surroundings::Surroundings::new(&node);
         for address in GATEWAY {
             echo(&node, ip(address), UDP_PORT, TCP_PORT);
         }
         node.nft(&tables(&mgmt.interface));
-        two_families(&world, mgmt).await;
+        make_dual_stack(&clusters, mgmt).await;
 
-        // The kernel sends nothing over IPv6, by whatever socket, without a route.
+        // Without a route the kernel sends no IPv6 packet, not even by a raw socket.
         let routes = ["10.10.0.0/16", "::/0"];
         let (interface, key) = (unique_name("km"), StaticSecret::from([78; 32]));
         let member = Arc::new(Tunnel::open(&members, &interface, key, &MEMBER.map(ip), &routes));
 
-        let agent = world.agent(mgmt, "agent");
-        let said = world.published(mgmt).await;
+        let agent = clusters.agent(mgmt, "agent");
+        let said = clusters.published(mgmt).await;
         let key = said[KILO_KEY].parse().expect("a key");
-        member.dial(key, SocketAddr::new(ip(mgmt.address), 51820));
+        member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
         let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
-        let flood = Flood::start(&members, &member.interface, shots::all(wireguard), (&node, 51820));
-        let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_ASKING);
-        let asker = Asker::udp(&members, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
+        let flood = Flood::start(&members, &member.interface, attack::all(wireguard), (&node, 51820));
+        let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
+        let prober = Prober::udp(&members, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
         let [first, second] = &pods;
-        let watched = |name, ns: &NetNs, interface: &str| {
-            Witness::new(name, NetNs::at(name, ns.path().as_ref()), At::Arrival, interface)
+        let witness = |name, ns: &NetNs, interface: &str| {
+            Witness::new(
+                name,
+                NetNs::open(name, ns.path().as_ref()),
+                CountingPoint::Arrival,
+                interface,
+            )
         };
-        let stage = Self {
+        let testbed = Self {
             pods: vec![
-                watched("a pod", first, "eth0"),
-                watched("another pod", second, "eth0"),
-                watched("the node's neighbour", &around.neighbour, "eth0"),
-                watched("a container of the node's", &around.container, "eth0"),
+                witness("a pod", first, "eth0"),
+                witness("another pod", second, "eth0"),
+                witness("the node's neighbour", &surroundings.neighbour, "eth0"),
+                witness("a container of the node's", &surroundings.container, "eth0"),
             ],
-            members: watched("the member", &members, &member.interface),
+            members: witness("the member", &members, &member.interface),
             passed: Witness::new(
                 "the target's node",
-                NetNs::at("the target's node", node.path().as_ref()),
-                At::Passed,
+                NetNs::open("the target's node", node.path().as_ref()),
+                CountingPoint::AfterFilters,
                 &mgmt.interface,
             ),
             node,
             agent,
             flood,
-            asker,
+            prober,
             starts: 0,
             _pods: pods,
-            _around: around,
+            _around: surroundings,
             _member: member,
-            world,
+            clusters,
         };
-        stage.introduce().await;
-        stage
+        testbed.write_objects().await;
+        testbed
     }
 
-    async fn introduce(&self) {
+    async fn write_objects(&self) {
         let mgmt = self.mgmt();
         let create = PostParams::default();
-        let policies = self.world.policies(mgmt).await;
+        let policies = self.clusters.policies(mgmt).await;
         for (source, nodes) in [("tenant-b", MEMBER), ("tenant-c", THIRD)] {
             let policy = PeerPolicy::new(&format!("mesh--{source}"), policy(source, nodes));
             policies.create(&create, &policy).await.expect("create a PeerPolicy");
         }
-        let peers = self.world.peers(mgmt).await;
+        let peers = self.clusters.peers(mgmt).await;
         let member = StaticSecret::from([78; 32]);
         for peer in [
-            peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_AT)),
+            peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_UNDERLAY)),
             peer("mesh--tenant-c--tenant-c-1", &StaticSecret::from([76; 32]), THIRD, None),
         ] {
             peers.create(&create, &peer).await.expect("create a Peer");
@@ -173,102 +178,103 @@ impl Stage {
     }
 
     pub(crate) fn mgmt(&self) -> &Site {
-        self.world.site(MGMT)
+        self.clusters.site(MGMT)
     }
 
-    /// What the attacker's own kernel would not send.
+    /// Packets that the attacker's own kernel refused to send.
     pub(crate) fn unsent(&self) -> BTreeMap<String, u64> {
         self.flood.unsent()
     }
 
     /// Starts an agent.
-    pub(crate) fn started(&mut self) {
+    pub(crate) fn start_agent(&mut self) {
         self.starts += 1;
         self.agent = self
-            .world
+            .clusters
             .agent_as(self.mgmt(), &format!("agent-{}", self.starts), &[], &[]);
     }
 
-    pub(crate) async fn killed(&mut self) {
+    pub(crate) async fn kill_agent(&mut self) {
         self.agent.signal(nix::sys::signal::Signal::SIGKILL).expect("kill");
-        self.agent.ends(SOON).await.expect("dead");
+        self.agent.ends(TIMEOUT).await.expect("dead");
     }
 
-    pub(crate) async fn stopped(&mut self) {
-        self.agent.terminate(SOON).await.expect("it ends");
+    pub(crate) async fn stop_agent(&mut self) {
+        self.agent.terminate(TIMEOUT).await.expect("it ends");
     }
 
-    /// Another hand takes every table away; those that are not the agent's are back in the same moment.
-    pub(crate) fn flushed(&self) {
+    /// Flushes the whole ruleset. The tables that are not the agent's are restored in the same transaction.
+    pub(crate) fn flush_ruleset(&self) {
         self.node
             .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
     }
 
-    /// Waits until who may ask is answered, from now on.
-    pub(crate) async fn answered(&self, why: &str) {
-        let before = self.asker.answers();
+    /// Waits for new replies to the legitimate requests.
+    pub(crate) async fn wait_for_answers(&self, why: &str) {
+        let before = self.prober.answers();
         wait_until(format!("answers: {why}"), PATIENCE, async || {
-            if self.asker.answers() > before + 1 {
+            if self.prober.answers() > before + 1 {
                 Ok(())
             } else {
-                Err(format!("none of {}\n{}", self.asker.name, self.agent.log()))
+                Err(format!("none of {}\n{}", self.prober.name, self.agent.log()))
             }
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Everything that was seen since the last look: in the pods, of what the node took or sent on, and where it came back.
-    fn look(&mut self) -> Seen {
+    /// The traffic since the last call: in the pods, accepted or forwarded by the node, and back at the member.
+    fn new_traffic(&mut self) -> ObservedTraffic {
         let sources = |counts: &Counts| {
             let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
             counts.keys().map(source).collect()
         };
         let mut arrived = Counts::new();
         for pod in &mut self.pods {
-            arrived.extend(pod.news());
+            arrived.extend(pod.new_counts());
         }
-        // Its own node tells a pod, or a neighbour that the member reached without a table, that there is no way for its answers.
+        // A pod's own node sends it ICMP errors about replies that it cannot route. So do neighbours that the member
+        // reached while there was no table.
         arrived.retain(|key, _| {
-            ![GATEWAY, around::NODE_THERE, around::BRIDGE]
+            ![GATEWAY, surroundings::NODE_THERE, surroundings::BRIDGE]
                 .iter()
                 .flatten()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
         });
-        Seen {
-            passed: self.passed.news(),
-            members: sources(&self.members.news()),
+        ObservedTraffic {
+            passed: self.passed.new_counts(),
+            members: sources(&self.members.new_counts()),
             arrived,
         }
     }
 
-    /// Leaves out what was seen so far.
-    pub(crate) fn forget(&mut self) {
-        self.look();
+    /// Ignores the traffic so far.
+    pub(crate) fn discard_traffic(&mut self) {
+        self.new_traffic();
     }
 
-    /// Waits until everything that is open has been seen since the last call, and nothing else was.
-    pub(crate) async fn exactly(&mut self, what: &str) {
-        let open = Seen::open();
-        // The kernel says so as often as it likes.
-        let mut want = open.clone();
-        let asked = |key: &String| !key.contains("destination-unreachable");
-        want.arrived.retain(|key, _| asked(key));
-        want.passed.retain(|key, _| asked(key));
+    /// Waits until all allowed traffic has been seen since the last call, and fails if there was any other.
+    pub(crate) async fn assert_only_open_traffic(&mut self, what: &str) {
+        let allowed = ObservedTraffic::allowed();
+        // The kernel rate-limits these ICMP errors, so they are allowed but not required.
+        let mut want = allowed.clone();
+        let is_required = |key: &String| !key.contains("destination-unreachable");
+        want.arrived.retain(|key, _| is_required(key));
+        want.passed.retain(|key, _| is_required(key));
         want.members.retain(|key| !key.contains("parameter-problem"));
-        let mut seen = self.look();
+        let mut traffic = self.new_traffic();
         for _ in 0..200 {
-            if want.beyond(&seen).is_empty() {
+            if want.not_in(&traffic).is_empty() {
                 break;
             }
             self.flood.more(25).await;
-            seen.add(self.look());
+            traffic.add(self.new_traffic());
         }
-        seen.print(what, &open, &self.flood);
-        let (beyond, missing, nothing) = (seen.beyond(&open), want.beyond(&seen), BTreeSet::new());
-        for (key, count) in seen.arrived.iter().chain(&seen.passed) {
+        traffic.print(what, &allowed, &self.flood);
+        let (beyond, missing, nothing) = (traffic.not_in(&allowed), want.not_in(&traffic), BTreeSet::new());
+        for (key, count) in traffic.arrived.iter().chain(&traffic.passed) {
             if beyond.contains(key) {
-                println!("not open: {count} of {key}");
+                println!("not allowed: {count} of {key}");
             }
         }
         assert_eq!(

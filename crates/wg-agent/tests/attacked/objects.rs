@@ -1,4 +1,4 @@
-//! What a controller writes into the target's API server about members.
+//! Builds the objects that a controller writes into the target cluster about members.
 
 use clustermesh_api::{
     mesh::Protocol,
@@ -12,10 +12,10 @@ use x25519_dalek::StaticSecret;
 
 use crate::{
     attacker::public,
-    node::{Site, World},
+    node::{Site, TwoClusters},
 };
 
-/// What a cluster-meshed member may, with the ports that a controller closes unless it is told otherwise.
+/// The PeerPolicy of a cluster-meshed member, with the default infrastructure ports.
 pub(super) fn policy(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
     let [v4, v6] = nodes.map(|node| node.rsplit_once(['.', ':']).expect("a last part").0.to_owned());
     let networks = vec![format!("{v4}.0/24"), format!("{v6}:/64")];
@@ -37,7 +37,7 @@ pub(super) fn policy(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
     }
 }
 
-/// TCP ports that are closed to every member on every address of every node.
+/// The infrastructure ports: closed to every member on every address of every node.
 pub(super) fn infrastructure() -> impl Iterator<Item = u16> {
     Settings::default()
         .infrastructure_ports
@@ -66,9 +66,9 @@ pub(super) fn peer(name: &str, key: &StaticSecret, addresses: [&str; 2], endpoin
     )
 }
 
-/// The target's Node with pod networks of both families.
-pub(super) async fn two_families(world: &World, site: &Site) {
-    let nodes = world.nodes(site).await;
+/// Recreates the target's Node with pod networks of both families.
+pub(super) async fn make_dual_stack(clusters: &TwoClusters, site: &Site) {
+    let nodes = clusters.nodes(site).await;
     let mut node: Node = nodes.get(site.node).await.expect("the Node");
     nodes
         .delete(site.node, &Default::default())

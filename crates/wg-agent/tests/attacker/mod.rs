@@ -1,5 +1,5 @@
-//! A node that nobody but its owner rules: WireGuard of its own with allowedIPs of its own choosing, programs that send
-//! whatever they like into it without a pause, and others that ask in earnest. What it may reach is the tests' business.
+//! Attacks from a compromised node. [`Tunnel`] is WireGuard with allowed IPs of its own choice, [`Flood`] sends
+//! arbitrary packets without a pause, and [`Prober`] sends legitimate requests.
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 pub(crate) mod packets;
@@ -28,30 +28,30 @@ use x25519_dalek::StaticSecret;
 
 use crate::netns::NetNs;
 
-/// Between two rounds of a flood: others have work to do, too.
+/// Time between two rounds of a flood, so that other threads can run.
 const PACE: Duration = Duration::from_millis(8);
-/// Bytes that wait in the target's socket: a few rounds.
-const FULL: u64 = 1 << 18;
-/// For how many paces a flood waits for less.
-const PATIENT: u32 = 20;
-/// Between two questions of one that asks in earnest, and the time that it waits for each answer.
-const ASKING: Duration = Duration::from_millis(50);
-/// Without an answer for so long it begins a new session: a target that has started again knows nothing of the old one.
-const SILENCE: Duration = Duration::from_millis(400);
-/// Longer than anything takes on a loaded machine.
+/// A flood pauses while more bytes than this, a few rounds, wait in the target's socket.
+const QUEUE_LIMIT: u64 = 1 << 18;
+/// The longest pause of a flood, in paces.
+const MAX_PAUSE: u32 = 20;
+/// Time between two requests of a prober, and the time it waits for each reply.
+const REQUEST_PACE: Duration = Duration::from_millis(50);
+/// After this time without a reply a prober starts a new session: a restarted target has lost the old one.
+const SESSION_TIMEOUT: Duration = Duration::from_millis(400);
+/// Longer than any wait takes on a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn public(secret: &StaticSecret) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(secret).to_bytes())
 }
 
-/// A thread that works until it is dropped.
-pub(crate) struct Work {
+/// A thread that runs until this is dropped.
+pub(crate) struct BackgroundThread {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Work {
+impl BackgroundThread {
     pub(crate) fn start(ns: &NetNs, work: impl FnOnce(&AtomicBool) + Send + 'static) -> Self {
         let stop = Arc::<AtomicBool>::default();
         let stopped = stop.clone();
@@ -60,7 +60,7 @@ impl Work {
     }
 }
 
-impl Drop for Work {
+impl Drop for BackgroundThread {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
@@ -70,7 +70,7 @@ impl Drop for Work {
     }
 }
 
-/// Waits for a thread; its panic becomes the test's, unless that one has failed already.
+/// Waits for a thread. Its panic becomes the test's, unless the test already panics.
 fn join(thread: JoinHandle<()>) {
     if let Err(panic) = thread.join()
         && !thread::panicking()
@@ -79,7 +79,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// WireGuard on a node, by hand: one peer that may be anybody.
+/// A WireGuard device of the attacker, with one peer of any key.
 pub(crate) struct Tunnel {
     pub(crate) interface: String,
     device: Mutex<Userspace>,
@@ -88,7 +88,7 @@ pub(crate) struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens it, with these addresses and a route for each of `routes`. The peer comes with [`Self::dial`].
+    /// Opens a device with these addresses and a route for each of `routes`. [`Self::set_peer`] adds the peer.
     pub(crate) fn open(ns: &NetNs, interface: &str, key: StaticSecret, addresses: &[IpAddr], routes: &[&str]) -> Self {
         let configuration = Configuration {
             private_key: key,
@@ -113,8 +113,8 @@ impl Tunnel {
         }
     }
 
-    /// Takes this one for its peer, at this address, with everything behind it.
-    pub(crate) fn dial(&self, key: PublicKey, endpoint: SocketAddr) {
+    /// Replaces the peer by this key and endpoint, with all addresses as allowed IPs.
+    pub(crate) fn set_peer(&self, key: PublicKey, endpoint: SocketAddr) {
         let everything = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network"));
         let spec = PeerSpec {
             endpoint: Some(endpoint),
@@ -130,8 +130,8 @@ impl Tunnel {
         device.apply(&changes).expect("configure a peer");
     }
 
-    /// Begins a session anew.
-    pub(crate) fn knock(&self) {
+    /// Starts a new session, by removing and adding the peer.
+    pub(crate) fn restart_session(&self) {
         let (key, spec) = self.peer.lock().expect("the peer").clone();
         if spec.endpoint.is_some() {
             let anew = [PeerChange::Remove(key), PeerChange::Add(key, spec)];
@@ -140,29 +140,29 @@ impl Tunnel {
         }
     }
 
-    /// Calls itself otherwise.
+    /// Replaces the private key.
     pub(crate) fn take_key(&self, key: StaticSecret) {
         let mut configuration = self.configuration.lock().expect("the configuration");
         configuration.private_key = key;
         let mut device = self.device.lock().expect("the device");
         device.configure(&configuration).expect("configure the device");
         drop((device, configuration));
-        self.knock();
+        self.restart_session();
     }
 }
 
-/// One that asks in earnest, over and over.
-pub(crate) struct Asker {
+/// Sends legitimate requests, one after the other, and counts the replies.
+pub(crate) struct Prober {
     pub(crate) name: String,
     answers: Arc<AtomicU64>,
-    _work: Work,
+    _thread: BackgroundThread,
 }
 
-impl Asker {
-    /// Datagrams from a port of this node's to an [`echo`], and whoever is silent too long is called anew.
+impl Prober {
+    /// Sends datagrams from a fixed port to an [`echo`], and restarts the session after a long silence.
     pub(crate) fn udp(ns: &NetNs, tunnel: &Arc<Tunnel>, from: SocketAddr, to: SocketAddr) -> Self {
         let socket = ns.enter(|| UdpSocket::bind(from)).expect("bind");
-        socket.set_read_timeout(Some(ASKING)).expect("a timeout");
+        socket.set_read_timeout(Some(REQUEST_PACE)).expect("a timeout");
         let tunnel = tunnel.clone();
         Self::with(ns, format!("udp {to}"), move |answers, stop| {
             let mut last = Instant::now();
@@ -171,23 +171,23 @@ impl Asker {
                 if matches!(socket.recv_from(&mut [0; 100]), Ok((_, from)) if from == to) {
                     answers.fetch_add(1, Ordering::Release);
                     last = Instant::now();
-                    thread::park_timeout(ASKING);
-                } else if last.elapsed() > SILENCE {
-                    tunnel.knock();
+                    thread::park_timeout(REQUEST_PACE);
+                } else if last.elapsed() > SESSION_TIMEOUT {
+                    tunnel.restart_session();
                     last = Instant::now();
                 }
             }
         })
     }
 
-    /// Connections to an [`echo`], each a new one.
+    /// Opens a new connection to an [`echo`] for each request.
     pub(crate) fn tcp(ns: &NetNs, to: SocketAddr) -> Self {
         Self::with(ns, format!("tcp {to}"), move |answers, stop| {
             while !stop.load(Ordering::Acquire) {
-                if talk(to).is_ok() {
+                if request(to).is_ok() {
                     answers.fetch_add(1, Ordering::Release);
                 }
-                thread::park_timeout(ASKING);
+                thread::park_timeout(REQUEST_PACE);
             }
         })
     }
@@ -195,11 +195,11 @@ impl Asker {
     fn with(ns: &NetNs, name: String, work: impl FnOnce(&AtomicU64, &AtomicBool) + Send + 'static) -> Self {
         let answers = Arc::<AtomicU64>::default();
         let counted = answers.clone();
-        let work = Work::start(ns, move |stop| work(&counted, stop));
+        let work = BackgroundThread::start(ns, move |stop| work(&counted, stop));
         Self {
             name,
             answers,
-            _work: work,
+            _thread: work,
         }
     }
 
@@ -208,14 +208,14 @@ impl Asker {
     }
 }
 
-fn talk(to: SocketAddr) -> std::io::Result<()> {
+fn request(to: SocketAddr) -> std::io::Result<()> {
     let mut stream = TcpStream::connect_timeout(&to, Duration::from_millis(500))?;
     stream.set_read_timeout(Some(Duration::from_millis(500)))?;
     stream.write_all(b"?")?;
     stream.read_exact(&mut [0])
 }
 
-/// Sends everything back that comes to this address, by UDP at one port and TCP at another, for as long as the process runs.
+/// Echoes everything sent to this address, on one UDP and one TCP port, until the process ends.
 pub(crate) fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
     let socket = ns.enter(|| UdpSocket::bind((at, udp))).expect("bind");
     thread::spawn(move || {
@@ -241,13 +241,13 @@ pub(crate) fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
     });
 }
 
-/// Sends whole packets into an interface, by no route.
-pub(crate) struct Raw {
+/// Sends whole packets into an interface, past the routing tables.
+pub(crate) struct RawSender {
     v4: Socket,
     v6: Socket,
 }
 
-impl Raw {
+impl RawSender {
     pub(crate) fn open(ns: &NetNs, interface: &str) -> Self {
         let open = |domain| {
             let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(255))).expect("a raw socket");
@@ -258,7 +258,7 @@ impl Raw {
         Self { v4, v6 }
     }
 
-    /// Of IPv4 the kernel writes the length and the checksum of the header itself.
+    /// The kernel itself fills in the length and checksum of an IPv4 header.
     pub(crate) fn send(&self, to: IpAddr, packet: &[u8]) -> std::io::Result<usize> {
         match to {
             IpAddr::V4(to) => self.v4.send_to(packet, &SocketAddrV4::new(to, 0).into()),
@@ -267,22 +267,22 @@ impl Raw {
     }
 }
 
-/// What a flood sends in each round.
-pub(crate) enum Shot {
-    /// The same packet, or the same few, to this address.
-    Same(IpAddr, Vec<Vec<u8>>),
-    /// A connection that is always a new one: from, to.
-    New(IpAddr, SocketAddr),
+/// One item of a round of a flood.
+pub(crate) enum FloodPacket {
+    /// The same packets in every round, to this address.
+    Repeated(IpAddr, Vec<Vec<u8>>),
+    /// The SYN of a connection with another source port in every round: source and destination.
+    NewConnection(IpAddr, SocketAddr),
 }
 
-/// What waits to be read by a port of UDP, as the kernel tells it.
-struct Waiting {
+/// The receive queues of a UDP port, read from /proc/net.
+struct ReceiveQueue {
     tables: [File; 2],
     port: String,
 }
 
-impl Waiting {
-    fn at(ns: &NetNs, port: u16) -> Self {
+impl ReceiveQueue {
+    fn of(ns: &NetNs, port: u16) -> Self {
         let open = |name| File::open(format!("/proc/thread-self/net/{name}")).expect("a table of sockets");
         Self {
             tables: ns.enter(|| ["udp", "udp6"].map(open)),
@@ -290,8 +290,8 @@ impl Waiting {
         }
     }
 
-    /// In bytes, of every socket of this port.
-    fn bytes(&mut self) -> u64 {
+    /// The bytes that wait in all sockets of this port.
+    fn queued_bytes(&mut self) -> u64 {
         let mut sum = 0;
         for table in &mut self.tables {
             let mut text = String::new();
@@ -312,29 +312,29 @@ impl Waiting {
     }
 }
 
-/// One that sends without a pause, as fast as its target reads: what stood in the target's socket would keep everybody's packets
-/// for seconds.
+/// Sends as fast as the target reads. A full socket queue of the target would delay everyone's packets by seconds.
 pub(crate) struct Flood {
     rounds: Arc<AtomicU64>,
-    /// What the node's own kernel would not send, by its error: such an attack would test nothing.
+    /// Packets that the attacker's own kernel refused to send, by error. They would test nothing.
     unsent: Arc<Mutex<BTreeMap<String, u64>>>,
-    shots: usize,
+    packets_per_round: usize,
     began: Instant,
-    _work: Work,
+    _thread: BackgroundThread,
 }
 
 impl Flood {
-    /// Sends into this interface, by no route, all of `shots` in each round, by a tunnel that ends in this namespace at this port.
-    pub(crate) fn start(ns: &NetNs, interface: &str, shots: Vec<Shot>, (target, port): (&NetNs, u16)) -> Self {
-        let mut waiting = Waiting::at(target, port);
-        let raw = Raw::open(ns, interface);
+    /// Sends all of `packets` in each round into this interface, past the routing tables. The tunnel ends at `port` in
+    /// the namespace `target`.
+    pub(crate) fn start(ns: &NetNs, interface: &str, packets: Vec<FloodPacket>, (target, port): (&NetNs, u16)) -> Self {
+        let mut queue = ReceiveQueue::of(target, port);
+        let raw = RawSender::open(ns, interface);
         let (rounds, unsent) = (
             Arc::<AtomicU64>::default(),
             Arc::<Mutex<BTreeMap<String, u64>>>::default(),
         );
         let (counted, failed) = (rounds.clone(), unsent.clone());
-        let number = shots.len();
-        let work = Work::start(ns, move |stop| {
+        let number = packets.len();
+        let work = BackgroundThread::start(ns, move |stop| {
             let send = |to: IpAddr, packet: &[u8]| {
                 if let Err(error) = raw.send(to, packet) {
                     let mut all = failed.lock().expect("what was not sent");
@@ -345,17 +345,19 @@ impl Flood {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
-                for shot in &shots {
-                    match shot {
-                        Shot::Same(to, packets) => packets.iter().for_each(|packet| send(*to, packet)),
-                        Shot::New(from, to) => send(to.ip(), &packets::syn(*from, to.ip(), (port, to.port()))),
+                for packet in &packets {
+                    match packet {
+                        FloodPacket::Repeated(to, packets) => packets.iter().for_each(|packet| send(*to, packet)),
+                        FloodPacket::NewConnection(from, to) => {
+                            send(to.ip(), &self::packets::syn(*from, to.ip(), (port, to.port())))
+                        }
                     }
                 }
                 counted.fetch_add(1, Ordering::Release);
                 thread::park_timeout(PACE);
-                // A reader that stands still is no reason to stop.
-                for _ in 0..PATIENT {
-                    if waiting.bytes() < FULL || stop.load(Ordering::Acquire) {
+                // A reader that has stopped does not end the flood.
+                for _ in 0..MAX_PAUSE {
+                    if queue.queued_bytes() < QUEUE_LIMIT || stop.load(Ordering::Acquire) {
                         break;
                     }
                     thread::park_timeout(PACE);
@@ -365,9 +367,9 @@ impl Flood {
         Self {
             rounds,
             unsent,
-            shots: number,
+            packets_per_round: number,
             began: Instant::now(),
-            _work: work,
+            _thread: work,
         }
     }
 
@@ -375,10 +377,10 @@ impl Flood {
         self.rounds.load(Ordering::Acquire)
     }
 
-    /// Waits until so many rounds more were sent.
+    /// Waits for this many further rounds.
     pub(crate) async fn more(&self, rounds: u64) {
         let from = self.rounds();
-        wait_until("a flood to go on", PATIENCE, async || match self.rounds() {
+        wait_until("further rounds of the flood", PATIENCE, async || match self.rounds() {
             now if now >= from + rounds => Ok(()),
             now => Err(format!("{} rounds", now - from)),
         })
@@ -390,9 +392,9 @@ impl Flood {
         self.began
     }
 
-    /// Different packets in a round.
-    pub(crate) fn shots(&self) -> usize {
-        self.shots
+    /// The number of items in a round.
+    pub(crate) fn packets_per_round(&self) -> usize {
+        self.packets_per_round
     }
 
     pub(crate) fn unsent(&self) -> BTreeMap<String, u64> {

@@ -1,4 +1,4 @@
-//! Inner packets made by hand, both families. What an attack is made of is the tests' business.
+//! Builds inner packets byte by byte, in both families.
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ fn bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// The Internet's checksum (RFC 1071).
+/// The Internet checksum (RFC 1071).
 fn sum(data: &[u8]) -> u16 {
     let mut total = data.chunks(2).fold(0_u32, |sum, pair| {
         sum + u32::from(pair[0]) * 256 + u32::from(pair.get(1).copied().unwrap_or_default())
@@ -25,8 +25,8 @@ fn sum(data: &[u8]) -> u16 {
     !(total as u16)
 }
 
-/// What follows an IP header, with its checksum at `at`.
-fn summed(from: IpAddr, to: IpAddr, protocol: u8, mut body: Vec<u8>, at: usize) -> Vec<u8> {
+/// Writes the checksum of a transport packet at offset `at` of `body`.
+fn with_checksum(from: IpAddr, to: IpAddr, protocol: u8, mut body: Vec<u8>, at: usize) -> Vec<u8> {
     let mut all = [bytes(from), bytes(to)].concat();
     all.extend((body.len() as u32).to_be_bytes());
     all.extend([0, 0, 0, protocol]);
@@ -40,17 +40,17 @@ pub(crate) fn udp_body(from: IpAddr, to: IpAddr, ports: (u16, u16), text: &[u8])
     body.extend((8 + text.len() as u16).to_be_bytes());
     body.extend([0, 0]);
     body.extend(text);
-    summed(from, to, UDP, body, 6)
+    with_checksum(from, to, UDP, body, 6)
 }
 
 pub(crate) fn syn_body(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
     let mut body = [ports.0.to_be_bytes(), ports.1.to_be_bytes()].concat();
     body.extend(7_u32.to_be_bytes());
     body.extend([0, 0, 0, 0, 5 << 4, SYN, 0xff, 0xff, 0, 0, 0, 0]);
-    summed(from, to, TCP, body, 16)
+    with_checksum(from, to, TCP, body, 16)
 }
 
-/// ICMP of either family, by the numbers of IPv4's and IPv6's own type and code.
+/// An ICMP or ICMPv6 packet: `v4` and `v6` are its type and code in either family.
 pub(crate) fn icmp(from: IpAddr, to: IpAddr, v4: [u8; 2], v6: [u8; 2], rest: [u8; 4], quoted: &[u8]) -> Vec<u8> {
     let mut body = if from.is_ipv4() { v4 } else { v6 }.to_vec();
     body.extend([0, 0]);
@@ -61,10 +61,10 @@ pub(crate) fn icmp(from: IpAddr, to: IpAddr, v4: [u8; 2], v6: [u8; 2], rest: [u8
         body[2..4].copy_from_slice(&sum.to_be_bytes());
         return ip(from, to, 1, &body);
     }
-    ip(from, to, 58, &summed(from, to, 58, body, 2))
+    ip(from, to, 58, &with_checksum(from, to, 58, body, 2))
 }
 
-/// A whole packet.
+/// A whole IP packet without options or extension headers.
 pub(crate) fn ip(from: IpAddr, to: IpAddr, protocol: u8, body: &[u8]) -> Vec<u8> {
     match from {
         IpAddr::V4(_) => v4(from, to, protocol, &[], 0, 0, body),
@@ -80,7 +80,8 @@ pub(crate) fn syn(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
     ip(from, to, TCP, &syn_body(from, to, ports))
 }
 
-/// An IPv4 packet or fragment: `options` fill whole words; `fragment` = the header's flags and offset in units of 8 bytes.
+/// An IPv4 packet or fragment. `options` must fill whole 32-bit words; `fragment` holds the header's flags and offset,
+/// in units of 8 bytes.
 pub(crate) fn v4(
     from: IpAddr,
     to: IpAddr,
@@ -105,10 +106,10 @@ pub(crate) fn v4(
     packet
 }
 
-/// More fragments follow.
+/// The IPv4 flag "more fragments".
 pub(crate) const MORE: u16 = 0x2000;
 
-/// An IPv6 packet; `next` is what follows the header, an extension it may be.
+/// An IPv6 packet; `next` is the next header, possibly of an extension.
 pub(crate) fn v6(from: IpAddr, to: IpAddr, next: u8, body: &[u8]) -> Vec<u8> {
     let mut packet = vec![0x60, 0, 0, 0];
     packet.extend((body.len() as u16).to_be_bytes());
@@ -119,7 +120,7 @@ pub(crate) fn v6(from: IpAddr, to: IpAddr, next: u8, body: &[u8]) -> Vec<u8> {
     packet
 }
 
-/// IPv6's fragment header.
+/// An IPv6 fragment header.
 pub(crate) fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     let mut header = vec![next, 0];
     header.extend((offset << 3 | u16::from(more)).to_be_bytes());
@@ -127,12 +128,12 @@ pub(crate) fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     header
 }
 
-/// An option of IPv4 that asks to be sent on to `hop`: loose (131) or strict (137) source route, padded to whole words.
+/// An IPv4 source route option through `hop`: loose (131) or strict (137), padded to whole words.
 pub(crate) fn source_route(kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![kind, 7, 4], bytes(hop), vec![0]].concat()
 }
 
-/// IPv6's routing header of a type, with one more segment to go.
+/// An IPv6 routing header of a type, with one segment left.
 pub(crate) fn routing(next: u8, kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![next, 2, kind, 1, 0, 0, 0, 0], bytes(hop)].concat()
 }

@@ -1,5 +1,5 @@
-//! What arrives in a network namespace, counted by the kernel: by who says to have sent it, how, and to whom. Who may is the
-//! tests' business.
+//! Counts the packets that arrive in a network namespace with an nftables table, by source, protocol, ports and
+//! destination.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,25 +7,25 @@ use serde_json::Value;
 
 use crate::netns::NetNs;
 
-/// Source ports from here on are a program's own choice.
+/// Source ports from here on are ephemeral.
 const EPHEMERAL: u64 = 32_768;
-/// Source ports of connections that are always new.
+/// Source ports of [`FloodPacket::NewConnection`](super::FloodPacket).
 pub(crate) const NEW: std::ops::Range<u16> = 20_000..20_256;
 
-/// Where it stands.
+/// The hook at which packets are counted.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum At {
-    /// Before anything of this namespace's own can decide.
+pub(crate) enum CountingPoint {
+    /// In prerouting, before any other chain of this namespace.
     Arrival,
-    /// Behind everybody's filters: what this node takes itself or sends on, from this interface.
-    Passed,
+    /// In input and forward after all filters: what the node accepts or forwards from this interface.
+    AfterFilters,
 }
 
-/// A count by `SOURCE PROTOCOL PORT -> DESTINATION:PORT`.
+/// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT`.
 pub(crate) type Counts = BTreeMap<String, u64>;
 
-/// The rules of a witness, for `nft -f`. A table that is there goes on as it is.
-pub(crate) fn rules(at: At, interface: &str) -> String {
+/// The table of a witness, for `nft -f`. An existing table keeps its counts.
+pub(crate) fn rules(at: CountingPoint, interface: &str) -> String {
     let mut out = String::from("table inet witness {\n");
     for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {
         out += &format!(
@@ -35,15 +35,16 @@ pub(crate) fn rules(at: At, interface: &str) -> String {
     }
     out += "set errors4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
             set errors6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
-    // Neighbours of a link. And of what comes in pieces the first alone has ports; behind conntrack it is whole.
+    // Not counted: neighbour discovery, and later fragments, of which only the first has ports. After conntrack,
+    // packets are reassembled.
     let arriving = match at {
-        At::Arrival => {
+        CountingPoint::Arrival => {
             "icmpv6 type { 130, 131, 132, 133, 134, 135, 136, 143 } ip6 saddr fe80::/10 accept
              icmpv6 type { 135, 136 } ip6 hoplimit 255 accept
              ip frag-off & 0x1fff != 0 accept
              frag frag-off != 0 accept"
         }
-        At::Passed => "",
+        CountingPoint::AfterFilters => "",
     };
     let body = format!(
         "iifname != \"{interface}\" accept
@@ -57,8 +58,8 @@ pub(crate) fn rules(at: At, interface: &str) -> String {
         "
     );
     let hooks: &[_] = match at {
-        At::Arrival => &[("prerouting", "raw")],
-        At::Passed => &[("input", "filter + 10"), ("forward", "filter + 10")],
+        CountingPoint::Arrival => &[("prerouting", "raw")],
+        CountingPoint::AfterFilters => &[("input", "filter + 10"), ("forward", "filter + 10")],
     };
     for (hook, priority) in hooks {
         out += &format!("chain {hook} {{ type filter hook {hook} priority {priority}; policy accept;\n{body}\n}}\n");
@@ -66,18 +67,18 @@ pub(crate) fn rules(at: At, interface: &str) -> String {
     out + "}\n"
 }
 
-/// One place that is watched.
+/// A namespace whose packets are counted.
 pub(crate) struct Witness {
     pub(crate) name: &'static str,
     ns: NetNs,
     before: Counts,
-    /// The table's number: one that is made anew counts from nothing.
+    /// The table's handle: a recreated table counts from zero.
     table: u64,
 }
 
 impl Witness {
-    /// Watches `interface`.
-    pub(crate) fn new(name: &'static str, ns: NetNs, at: At, interface: &str) -> Self {
+    /// Starts to count packets of `interface`.
+    pub(crate) fn new(name: &'static str, ns: NetNs, at: CountingPoint, interface: &str) -> Self {
         ns.nft(&rules(at, interface));
         Self {
             name,
@@ -87,25 +88,27 @@ impl Witness {
         }
     }
 
-    /// What came since this was asked last.
-    pub(crate) fn news(&mut self) -> Counts {
+    /// The counts since the last call.
+    pub(crate) fn new_counts(&mut self) -> Counts {
         let (table, now) = self.all();
         if table != self.table {
             self.before.clear();
             self.table = table;
         }
         let before = |key: &String| self.before.get(key).copied().unwrap_or(0);
-        let more = now.iter().filter(|(key, count)| **count > before(key));
-        let more = more.map(|(key, count)| (key.clone(), count - before(key))).collect();
-        // A listing may miss what is there while a set grows: it is not forgotten.
+        let increased = now.iter().filter(|(key, count)| **count > before(key));
+        let new_counts = increased
+            .map(|(key, count)| (key.clone(), count - before(key)))
+            .collect();
+        // A listing may miss elements while a set grows, so old counts are kept.
         self.before.extend(now);
-        more
+        new_counts
     }
 
-    /// What came since it was made, and its number.
+    /// All counts of the table, and its handle.
     ///
-    /// The kernel lists a set in pieces, each from the place in its hash table where the last one ended: where packets write a
-    /// new element before that place meanwhile, the last element comes once more.
+    /// The kernel lists a set in parts and continues each time at a position in its hash table. If packets add an
+    /// element before that position meanwhile, the last element is listed twice.
     fn all(&self) -> (u64, Counts) {
         let mut elements = BTreeMap::<(String, String), u64>::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);
@@ -139,7 +142,7 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// `SOURCE TYPE CODE -> DESTINATION`, of ICMP; without the code where something cannot be reached, for whatever reason.
+/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable.
 fn error(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {
@@ -162,7 +165,7 @@ fn key(parts: &[Value]) -> String {
     format!("{from} {protocol} {port} -> {to}:{to_port}")
 }
 
-/// The keys alone.
+/// The keys of the counts.
 pub(crate) fn keys(counts: &Counts) -> BTreeSet<String> {
     counts.keys().cloned().collect()
 }

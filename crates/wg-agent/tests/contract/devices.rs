@@ -32,7 +32,7 @@ pub(crate) fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend)
         (PORT, ["51820", "off"].map(ToOwned::to_owned))
     );
     a.configure(&free).expect("a free port");
-    wait_until("a ping from the new port", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping from the new port", TIMEOUT, || a.reaches(2) && b.reaches(1));
     assert_eq!(
         b.peer(1).stats.endpoint,
         Some("192.0.2.1:51999".parse().expect("an endpoint"))
@@ -74,14 +74,14 @@ pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
     let [mut a, b] = joined(backend);
     a.ns.ip(&format!("link del {}", a.interface));
     let gone = a.device.take().expect("an open device");
-    wait_until("the device to notice", SOON, || {
+    wait_until("the device to notice", TIMEOUT, || {
         matches!(gone.observe(), Err(DeviceError::Gone(_)))
     });
     drop(gone);
     a.open(backend);
     a.address();
     a.add(2, Some("192.0.2.2:51820"));
-    wait_until("a ping", SOON, || b.reaches(1));
+    wait_until("a ping", TIMEOUT, || b.reaches(1));
 }
 
 pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend) {
@@ -112,7 +112,7 @@ pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend
     a.ns.enter(|| device.mend(&altered)).expect("mend");
     assert_eq!(look(&mut a), [].into());
     assert_eq!((link(&a), a.device_shown()), (whole, shown));
-    wait_until("a ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }
 
 pub(crate) fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {

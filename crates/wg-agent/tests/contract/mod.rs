@@ -53,7 +53,7 @@ pub(crate) use each;
 
 const PORT: u16 = 51820;
 /// Anything that takes longer is broken; an emulated machine is slow, and WireGuard waits five seconds between two attempts.
-pub(crate) const SOON: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 pub(crate) struct Node {
@@ -200,7 +200,7 @@ fn wire(a: &NetNs, b: &NetNs) {
 
 fn joined(backend: Backend) -> [Node; 2] {
     let [a, b] = two([backend, backend]);
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     [a, b]
 }
 

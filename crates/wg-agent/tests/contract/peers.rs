@@ -44,7 +44,7 @@ pub(crate) fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: B
     wire(&a.ns, &b.ns);
     b.add(1, None);
     a.add(2, Some("192.0.2.2:51820"));
-    wait_until("a handshake", SOON, || b.peer(1).stats.handshake_age.is_some());
+    wait_until("a handshake", TIMEOUT, || b.peer(1).stats.handshake_age.is_some());
     assert_eq!(
         a.peer(2).configured,
         spec(2, Some("192.0.2.2:51820")),
@@ -92,7 +92,9 @@ pub(crate) fn preshared_key_applies_at_once_and_must_match(backend: Backend) {
     a.update(2, keyed(1));
     assert!(!a.reaches(2));
     b.update(1, keyed(1));
-    wait_until("a ping with the preshared key", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping with the preshared key", TIMEOUT, || {
+        a.reaches(2) && b.reaches(1)
+    });
     let want = PeerSpec {
         preshared_key: PresharedKey::new([1; 32]),
         ..spec(2, Some("192.0.2.2:51820"))
@@ -111,7 +113,7 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
     let [mut a, b] = joined(backend);
     b.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr del 192.0.2.2/24 dev eth0; ip addr add 192.0.2.77/24 dev eth0 || true");
     let moved = Some("192.0.2.77:51820".parse().expect("an endpoint"));
-    wait_until("the new address", SOON, || {
+    wait_until("the new address", TIMEOUT, || {
         b.reaches(1) && a.peer(2).stats.endpoint == moved
     });
     let update = PeerUpdate {
@@ -140,7 +142,7 @@ pub(crate) fn replies_come_from_the_contacted_address(backend: Backend) {
         b.apply(&[PeerChange::Remove(public(1))]);
         a.add(2, None);
         b.add(1, Some(called));
-        wait_until("a ping", SOON, || b.reaches(1) && a.reaches(2));
+        wait_until("a ping", TIMEOUT, || b.reaches(1) && a.reaches(2));
         let endpoint = b.peer(1).stats.endpoint;
         assert_eq!(endpoint, Some(called.parse().expect("an endpoint")));
     }
@@ -157,7 +159,7 @@ pub(crate) fn new_private_key_makes_new_sessions(backend: Backend) {
         ..a.configuration.clone()
     };
     a.configure(&configuration).expect("configure");
-    wait_until("a ping with the new key", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping with the new key", TIMEOUT, || a.reaches(2) && b.reaches(1));
     assert!(b.peer(11).stats.handshake_age.is_some());
 }
 
@@ -167,7 +169,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     veth(&a.ns, "eth1", &["198.51.100.1/24"], &c.ns, "eth0", &["198.51.100.3/24"]);
     c.add(1, Some("198.51.100.1:51820"));
     a.add(3, Some("198.51.100.3:51820"));
-    wait_until("the third node", SOON, || a.reaches(3) && c.reaches(1));
+    wait_until("the third node", TIMEOUT, || a.reaches(3) && c.reaches(1));
     let moving = PeerUpdate {
         add_allowed_ips: ranges(&["10.7.0.1/32"]),
         ..PeerUpdate::default()
@@ -209,7 +211,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
         sent += 20;
         // A queue that runs over would look like a gap.
         if sent % 100 == 0 {
-            wait_until("every datagram at one of the two", SOON, || {
+            wait_until("every datagram at one of the two", TIMEOUT, || {
                 for (receiver, got) in receivers.iter().zip(&mut got) {
                     *got += std::iter::from_fn(|| receiver.recv(&mut [0; 16]).ok()).count();
                 }

@@ -3,10 +3,10 @@
 
 use clustermesh_lab::wait_until;
 
-use super::{Call, Counter, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Sandbox, Stage, UDP, at, grant, ip};
+use super::{Counter, DB, GATEWAY, LOG, OTHER, POD, SQL, Sandbox, TIMEOUT, TcpConnection, Testbed, UDP, at, grant, ip};
 use crate::{
     attacker::{
-        Raw,
+        RawSender,
         packets::{self, MORE},
     },
     netns::NetNs,
@@ -18,10 +18,10 @@ const DESTINATION: u8 = 60;
 
 /// Lengths of UDP tell the packets apart at the pod.
 // threat: gateway-ungranted
-pub(crate) async fn fragments_options_and_extension_headers_are_dropped(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    let db = &stage.pods[0];
-    let raw = Raw::open(&a.ns, &a.tunnel.interface);
+pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let db = &testbed.pods[0];
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let odd = Counter::new(db, "udp dport 5000 udp length 701-799");
     for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
         let plain = Counter::new(db, "udp dport 5000 udp length 700");
@@ -48,7 +48,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(stage: &
             ]
         };
         let last = packets::ip(from, to, packets::UDP, &body(700));
-        wait_until("the pod to get the plain packet", SOON, async || {
+        wait_until("the pod to get the plain packet", TIMEOUT, async || {
             for packet in all.iter().chain([&last]) {
                 raw.send(to, packet).map_err(|error| error.to_string())?;
             }
@@ -64,7 +64,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(stage: &
 }
 
 /// An entry of the gateway's conntrack table, from the first sandbox to an endpoint.
-pub(crate) struct Forged {
+pub(crate) struct ForgedEntry {
     family: usize,
     /// Index of the pod that is its endpoint.
     pod: usize,
@@ -73,14 +73,14 @@ pub(crate) struct Forged {
     masqueraded: u16,
 }
 
-impl Forged {
+impl ForgedEntry {
     /// One that belongs to the grant at [`LOG`].
-    pub(crate) fn of_the_grant(stage: &Stage, family: usize, port: u16, masqueraded: u16) -> Self {
-        let mark = mark(stage, &stage.sandboxes[0]);
-        Self::new(stage, &mark, family, 0, (port, masqueraded))
+    pub(crate) fn of_the_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
+        let mark = mark(testbed, &testbed.sandboxes[0]);
+        Self::new(testbed, &mark, family, 0, (port, masqueraded))
     }
 
-    fn new(stage: &Stage, mark: &str, family: usize, pod: usize, (port, masqueraded): (u16, u16)) -> Self {
+    fn new(testbed: &Testbed, mark: &str, family: usize, pod: usize, (port, masqueraded): (u16, u16)) -> Self {
         let forged = Self {
             family,
             pod,
@@ -89,12 +89,19 @@ impl Forged {
         };
         let gateway = (GATEWAY[family], LOG);
         let source = Some((POD[family], masqueraded));
-        forge(stage, mark, forged.sandbox(stage), gateway, forged.endpoint(), source);
+        forge(
+            testbed,
+            mark,
+            forged.sandbox(testbed),
+            gateway,
+            forged.endpoint(),
+            source,
+        );
         forged
     }
 
-    fn sandbox(&self, stage: &Stage) -> (&'static str, u16) {
-        (stage.sandboxes[0].addresses[self.family], self.port)
+    fn sandbox(&self, testbed: &Testbed) -> (&'static str, u16) {
+        (testbed.sandboxes[0].addresses[self.family], self.port)
     }
 
     fn endpoint(&self) -> (&'static str, u16) {
@@ -102,55 +109,57 @@ impl Forged {
     }
 
     /// Its packets that reach the endpoint, and the answers that reach the sandbox.
-    pub(crate) fn counters<'a>(&self, stage: &'a Stage) -> (Counter<'a>, Counter<'a>) {
+    pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
         (
-            Counter::new(&stage.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
-            Counter::new(&stage.sandboxes[0].ns, &format!("udp dport {}", self.port)),
+            Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
+            Counter::new(&testbed.sandboxes[0].ns, &format!("udp dport {}", self.port)),
         )
     }
 
     /// Sends a datagram of the sandbox.
-    pub(crate) fn ask(&self, stage: &Stage) {
-        let a = &stage.sandboxes[0];
+    pub(crate) fn ask(&self, testbed: &Testbed) {
+        let a = &testbed.sandboxes[0];
         let gateway = (GATEWAY[self.family], LOG);
-        send(&a.ns, &a.tunnel.interface, self.sandbox(stage), gateway);
+        send(&a.ns, &a.tunnel.interface, self.sandbox(testbed), gateway);
     }
 
     /// Sends an answer of the endpoint.
-    pub(crate) fn answer(&self, stage: &Stage) {
+    pub(crate) fn answer(&self, testbed: &Testbed) {
         let back = (POD[self.family], self.masqueraded);
-        send_from_pod(&stage.pods[self.pod], self.endpoint(), back);
+        send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
     }
 }
 
 /// Anyone on the underlay can send these from forged sources, and would fill the conntrack table.
 // threat: gateway-forged-underlay
-pub(crate) fn underlay_packets_leave_no_conntrack_entry(stage: &Stage) {
-    let db = &stage.pods[0];
+pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
+    let db = &testbed.pods[0];
     for (from, to) in DB.into_iter().zip(POD) {
         assert!(db.pings(to), "{to}");
-        assert!(Call::open(db, at(to, 9587)).is_some(), "{to}");
+        assert!(TcpConnection::open(db, at(to, 9587)).is_some(), "{to}");
         send_from_pod(db, (from, 6001), (to, 51820));
         let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
-        let found = stage.pod.run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
+        let found = testbed
+            .pod
+            .run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
         assert_eq!(found, "", "{from}");
     }
 }
 
 /// The mark of the connections by which a sandbox uses [`LOG`].
-fn mark(stage: &Stage, sandbox: &Sandbox) -> String {
+fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
     assert!(sandbox.datagram(at(to, LOG)).is_some(), "{}", sandbox.name);
     let port = LOG.to_string();
     let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
-    let text = stage.pod.run("conntrack", &list);
+    let text = testbed.pod.run("conntrack", &list);
     let mut words = text.split_whitespace();
     let mark = words.find_map(|word| word.strip_prefix("mark="));
     mark.expect("a connection with a mark").to_owned()
 }
 
 fn forge(
-    stage: &Stage,
+    testbed: &Testbed,
     mark: &str,
     from: (&str, u16),
     to: (&str, u16),
@@ -164,13 +173,13 @@ fn forge(
     words.extend(["-s", from.0, "--sport", &sport, "-d", to.0, "--dport", &dport]);
     words.extend(["--dst-nat", &destination]);
     words.extend(source.iter().flat_map(|source| ["--src-nat", source]));
-    stage.pod.run("conntrack", &words);
+    testbed.pod.run("conntrack", &words);
 }
 
 fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
     let (source, destination) = (ip(from.0), ip(to.0));
     let packet = packets::udp(source, destination, (from.1, to.1));
-    let sent = Raw::open(ns, interface).send(destination, &packet);
+    let sent = RawSender::open(ns, interface).send(destination, &packet);
     sent.expect("send a packet");
 }
 
@@ -182,20 +191,21 @@ fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
 }
 
 // threat: gateway-revoked-connection
-pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
+pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
     let sql = grant("web", "sql", "TCP", SQL);
     let both = [sql.clone(), grant("web", "log", "UDP", LOG)];
-    stage.in_force("m--b", b.access(&both)).await;
-    let [own, others] = [a, b].map(|sandbox| mark(stage, sandbox));
+    testbed.apply_access("m--b", b.access(&both)).await;
+    let [own, others] = [a, b].map(|sandbox| mark(testbed, sandbox));
     for (family, gateway) in GATEWAY.into_iter().enumerate() {
-        let forged = |mark, pod, number: u16| Forged::new(stage, mark, family, pod, (7000 + number, 50000 + number));
+        let forged =
+            |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
         // Endpoint of the grant: so these entries are what the gateway goes by.
         let stream = forged(&own, 0, 0);
-        let (asked, answered) = stream.counters(stage);
-        wait_until("packets of both directions", SOON, async || {
-            stream.ask(stage);
-            stream.answer(stage);
+        let (asked, answered) = stream.counters(testbed);
+        wait_until("packets of both directions", TIMEOUT, async || {
+            stream.ask(testbed);
+            stream.answer(testbed);
             match (asked.packets(), answered.packets()) {
                 (1.., 1..) => Ok(()),
                 other => Err(format!("{other:?}")),
@@ -206,43 +216,43 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
         // An endpoint that the grant has no more; a grant of another sandbox, with its endpoint and with this one's.
         for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
             let stream = forged(mark, pod, number);
-            let (asked, answered) = stream.counters(stage);
-            stream.ask(stage);
+            let (asked, answered) = stream.counters(testbed);
+            stream.ask(testbed);
             // This is answered after the gateway has judged the packet before.
             assert!(a.datagram(at(gateway, LOG)).is_some());
             assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
             if *mark == own {
-                stream.answer(stage);
+                stream.answer(testbed);
                 assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
             }
         }
-        pods_cannot_open_connections(stage, &own, family);
+        pods_cannot_open_connections(testbed, &own, family);
     }
-    stage.in_force("m--b", b.access(&[sql])).await;
+    testbed.apply_access("m--b", b.access(&[sql])).await;
 }
 
 /// Towards a sandbox, through the gateway to another pod, and past its translation.
 // threat: gateway-inbound
-fn pods_cannot_open_connections(stage: &Stage, mark: &str, family: usize) {
-    let [db, other] = &stage.pods;
-    let a = &stage.sandboxes[0];
+fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
+    let [db, other] = &testbed.pods;
+    let a = &testbed.sandboxes[0];
     let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
-    forge(stage, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
+    forge(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
     let called = Counter::new(&a.ns, "udp dport 7010");
     send_from_pod(db, endpoint, (pod, 50010));
     assert_eq!(called.packets(), 0, "family {family}: a sandbox is called");
     let stranger = (OTHER[family], 40000);
-    forge(stage, mark, stranger, (pod, 50011), endpoint, None);
+    forge(testbed, mark, stranger, (pod, 50011), endpoint, None);
     let called = Counter::new(db, "udp sport 40000");
     send_from_pod(other, stranger, (pod, 50011));
     assert_eq!(called.packets(), 0, "family {family}: a pod is called");
-    forge(stage, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
+    forge(testbed, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
     let called = Counter::new(&a.ns, "udp dport 7012");
-    let before = stage.dropped("first", "not addressed to this pod");
+    let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
     assert!(
-        stage.dropped("first", "not addressed to this pod") > before,
+        testbed.dropped("first", "not addressed to this pod") > before,
         "family {family}"
     );
 }

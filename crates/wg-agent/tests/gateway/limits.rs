@@ -13,14 +13,14 @@ use serde_json::json;
 use x25519_dalek::StaticSecret;
 
 use super::{
-    Call, Counter, ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, MUTE, SANDBOX_CONNECTIONS, SOON, SQL, Sandbox, Stage,
-    Stream, at, grant, ip,
+    Counter, ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, MUTE, SANDBOX_CONNECTIONS, SQL, Sandbox, TIMEOUT,
+    TcpConnection, Testbed, UdpFlow, at, grant, ip,
 };
-use crate::attacker::{Raw, Work, packets, public};
+use crate::attacker::{BackgroundThread, RawSender, packets, public};
 
 /// Of other sandboxes, in one moment: a single transaction would take nft more memory than it gets.
-pub(crate) async fn thousands_of_grants_are_written_and_removed(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     let other = |number: u8, count: u16| {
         let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
         let key = StaticSecret::from([100 + number; 32]);
@@ -31,16 +31,20 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(stage: &Stage) {
         })
     };
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
-    stage.in_force("m--a", a.access(&grants)).await;
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    testbed.apply_access("m--a", a.access(&grants)).await;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     for count in [2000, 0] {
         for number in 0..3 {
-            stage.grants(&format!("m--c{number}"), other(number, count)).await;
+            testbed
+                .write_access(&format!("m--c{number}"), other(number, count))
+                .await;
         }
         for number in 0..3 {
-            stage.in_force(&format!("m--c{number}"), other(number, count)).await;
+            testbed
+                .apply_access(&format!("m--c{number}"), other(number, count))
+                .await;
         }
-        let table = stage.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
+        let table = testbed.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
         let elements = table.matches(" . tcp . ").count();
         assert!(
             (3 * usize::from(count)..3 * usize::from(count) + 10).contains(&elements),
@@ -49,7 +53,7 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(stage: &Stage) {
         assert!(call.ask().is_some(), "a connection from before");
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--c0", "m--c1", "m--c2"];
-    stage
+    testbed
         .cluster()
         .kubectl(delete)
         .await
@@ -57,14 +61,14 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(stage: &Stage) {
 }
 
 // threat: gateway-connection-flood
-pub(crate) async fn new_connections_per_second_are_limited(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "mute", "UDP", LOG)];
-    stage.in_force("m--a", a.access(&grants)).await;
-    let got = Counter::new(&stage.pods[0], &format!("udp dport {MUTE}"));
-    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
-    wait_until("the pod to get a datagram", SOON, async || {
+    testbed.apply_access("m--a", a.access(&grants)).await;
+    let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE}"));
+    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
+    wait_until("the pod to get a datagram", TIMEOUT, async || {
         stream.send();
         match got.packets() {
             0 => Err("none".to_owned()),
@@ -73,13 +77,13 @@ pub(crate) async fn new_connections_per_second_are_limited(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
     let mut slow = a.access(&grants);
     slow["newConnectionsPerSecond"] = json!(1);
-    stage.in_force("m--a", slow).await;
+    testbed.apply_access("m--a", slow).await;
     // New connections: far more than the limit and its burst. The call is answered after the last of them.
-    let raw = Raw::open(&a.ns, &a.tunnel.interface);
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let before = got.packets();
     for port in 30000..30200 {
         let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
@@ -88,9 +92,9 @@ pub(crate) async fn new_connections_per_second_are_limited(stage: &Stage) {
     assert!(call.ask().is_some());
     let new = got.packets() - before;
     assert!((1..20).contains(&new), "{new} of 200 new connections in a moment");
-    // A connection that stands, though never answered, is no new one. At one packet a second, this would take a minute.
+    // A connection that stands, though never answered, is no new one. CountingPoint one packet a second, this would take a minute.
     let before = got.packets();
-    wait_until("the pod to get a whole stream", SOON, async || {
+    wait_until("the pod to get a whole stream", TIMEOUT, async || {
         (0..10).for_each(|_| stream.send());
         match got.packets() - before {
             60.. => Ok(()),
@@ -100,17 +104,17 @@ pub(crate) async fn new_connections_per_second_are_limited(stage: &Stage) {
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
-    stage.in_force("m--a", a.access(&grants)).await;
+    testbed.apply_access("m--a", a.access(&grants)).await;
 }
 
 // threat: gateway-connection-flood
-pub(crate) async fn connections_to_an_endpoint_are_limited(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
+pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
     for gateway in GATEWAY {
         let to = at(gateway, SQL);
-        a.hears(to, "db").await;
-        let mut calls: Vec<Call> = (0..2 * ENDPOINT_CONNECTIONS)
-            .map_while(|_| Call::open(&a.ns, to))
+        a.wait_for_answer_from(to, "db").await;
+        let mut calls: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
+            .map_while(|_| TcpConnection::open(&a.ns, to))
             .collect();
         // Connections that have just ended may count for a moment.
         assert!(
@@ -120,20 +124,20 @@ pub(crate) async fn connections_to_an_endpoint_are_limited(stage: &Stage) {
         );
         assert!(calls.iter_mut().all(|call| call.ask().is_some()));
         // Another grant has its own number of them.
-        b.hears(to, "other").await;
+        b.wait_for_answer_from(to, "other").await;
         calls.truncate(calls.len() / 2);
-        a.hears(to, "db").await;
+        a.wait_for_answer_from(to, "db").await;
     }
 }
 
-pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     let sql = grant("db", "sql", "TCP", SQL);
     let shut = [sql.clone(), grant("db", "shut", "UDP", LOG)];
-    stage.in_force("m--a", a.access(&shut)).await;
+    testbed.apply_access("m--a", a.access(&shut)).await;
     for gateway in GATEWAY {
-        let stream = Stream::open(&a.ns, at(gateway, LOG));
-        wait_until("the port to be unreachable", SOON, async || match stream.error() {
+        let stream = UdpFlow::open(&a.ns, at(gateway, LOG));
+        wait_until("the port to be unreachable", TIMEOUT, async || match stream.error() {
             Some(ErrorKind::ConnectionRefused) => Ok(()),
             other => Err(format!("{other:?}")),
         })
@@ -141,23 +145,23 @@ pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(stage: &Stage) {
         .unwrap_or_else(|error| panic!("{error}"));
     }
     let log = [sql, grant("db", "log", "UDP", LOG)];
-    stage.in_force("m--a", a.access(&log)).await;
+    testbed.apply_access("m--a", a.access(&log)).await;
 }
 
 /// Over all of its grants and endpoints. Another sandbox has its own number of them.
 // threat: gateway-connection-flood
-pub(crate) async fn connections_of_a_sandbox_are_limited(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
-    let mut calls: Vec<Call> = Vec::new();
+pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    let mut calls: Vec<TcpConnection> = Vec::new();
     for gateway in GATEWAY {
         let to = at(gateway, SQL);
-        a.hears(to, "db").await;
-        calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| Call::open(&a.ns, to)));
+        a.wait_for_answer_from(to, "db").await;
+        calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
     }
     assert!(calls.len() > ENDPOINT_CONNECTIONS, "{} connections", calls.len());
     // More would fit the limit of this endpoint.
-    let got = Counter::new(&stage.pods[0], "udp dport 5000");
-    let raw = Raw::open(&a.ns, &a.tunnel.interface);
+    let got = Counter::new(&testbed.pods[0], "udp dport 5000");
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
     for port in 31000..31000 + ENDPOINT_CONNECTIONS as u16 {
         let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
@@ -171,13 +175,13 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(stage: &Stage) {
         "{} of {left}",
         got.packets()
     );
-    assert!(stage.dropped("count", "too many connections of a sandbox") > 0);
-    b.hears(at(GATEWAY[0], SQL), "other").await;
+    assert!(testbed.dropped("count", "too many connections of a sandbox") > 0);
+    b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     drop(calls);
-    stage
+    testbed
         .pod
         .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
-    a.hears(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
 }
 
 /// Packets that the flood of [`flood_of_a_sandbox_leaves_another_its_connections`] sends: most of them are each a new connection.
@@ -187,16 +191,16 @@ const CALLS: usize = 100;
 
 /// Root on one sandbox's node sends as fast as it can: datagrams of a granted stream, each from another port, and connections.
 // threat: gateway-connection-flood
-pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(stage: &Stage) {
-    let [a, b] = &stage.sandboxes;
+pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
     let to = at(GATEWAY[0], SQL);
-    b.hears(to, "other").await;
+    b.wait_for_answer_from(to, "other").await;
     println!("calls of one sandbox beside an idle one: {}", calls(b, to));
     let sent = std::sync::Arc::<AtomicU64>::default();
-    let (counted, raw) = (sent.clone(), Raw::open(&a.ns, &a.tunnel.interface));
+    let (counted, raw) = (sent.clone(), RawSender::open(&a.ns, &a.tunnel.interface));
     let [from, gateway] = [a.addresses[0], GATEWAY[0]].map(ip);
-    let flood = Work::start(&a.ns, move |stop| flood(&raw, from, gateway, &counted, stop));
-    wait_until("the flood", SOON, async || match sent.load(Ordering::Acquire) {
+    let flood = BackgroundThread::start(&a.ns, move |stop| flood(&raw, from, gateway, &counted, stop));
+    wait_until("the flood", TIMEOUT, async || match sent.load(Ordering::Acquire) {
         1000.. => Ok(()),
         sent => Err(format!("{sent} packets")),
     })
@@ -208,11 +212,11 @@ pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(stage: &St
     println!("beside one that sends {rate:.0} packets a second: {beside}");
     assert!(rate > 0.0, "the flood has ended");
     drop(flood);
-    assert!(stage.dropped("enter", "too many new connections") > 0);
-    stage.pod.run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
+    assert!(testbed.dropped("enter", "too many new connections") > 0);
+    testbed.pod.run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
 }
 
-fn flood(raw: &Raw, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop: &AtomicBool) {
+fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop: &AtomicBool) {
     for number in 0..FLOOD {
         if stop.load(Ordering::Acquire) {
             return;
@@ -235,7 +239,7 @@ fn calls(from: &Sandbox, to: SocketAddr) -> String {
         .map(|number| {
             let began = Instant::now();
             let mut call =
-                Call::open_patiently(&from.ns, to).unwrap_or_else(|| panic!("connection {number} of {CALLS}"));
+                TcpConnection::open_patiently(&from.ns, to).unwrap_or_else(|| panic!("connection {number} of {CALLS}"));
             assert!(call.ask().is_some(), "answer {number} of {CALLS}");
             began.elapsed()
         })
@@ -246,8 +250,8 @@ fn calls(from: &Sandbox, to: SocketAddr) -> String {
 
 /// As many nodes as a SandboxAccess takes, made up by the sandbox's API server. Gateways have 256 MiB.
 // threat: oversized-access
-pub(crate) async fn largest_sandbox_access_is_served(stage: &Stage, gateway: &Gateway) {
-    let [a, b] = &stage.sandboxes;
+pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway: &Gateway) {
+    let [a, b] = &testbed.sandboxes;
     let node = |number: u32| {
         let mut key = [7; 32];
         key[..4].copy_from_slice(&number.to_be_bytes());
@@ -258,12 +262,12 @@ pub(crate) async fn largest_sandbox_access_is_served(stage: &Stage, gateway: &Ga
         "sandbox": "large", "networks": ["100.81.0.0/19"],
         "grants": [grant("db", "sql", "TCP", SQL)], "nodes": [],
     });
-    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     for count in [5000, 0] {
         spec["nodes"] = (0..count).map(node).collect();
         let began = Instant::now();
-        stage.in_force("m--large", spec.clone()).await;
-        let memory = gateway.memory();
+        testbed.apply_access("m--large", spec.clone()).await;
+        let memory = gateway.resident_kilobytes();
         println!(
             "{count} nodes in force after {:.1?}, VmRSS {} kB",
             began.elapsed(),
@@ -271,8 +275,12 @@ pub(crate) async fn largest_sandbox_access_is_served(stage: &Stage, gateway: &Ga
         );
         assert!(memory < 256 << 10, "{memory} kB");
         assert!(call.ask().is_some(), "a connection from before");
-        b.hears(at(GATEWAY[0], SQL), "other").await;
+        b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--large"];
-    stage.cluster().kubectl(delete).await.expect("delete the SandboxAccess");
+    testbed
+        .cluster()
+        .kubectl(delete)
+        .await
+        .expect("delete the SandboxAccess");
 }

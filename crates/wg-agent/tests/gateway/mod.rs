@@ -1,4 +1,4 @@
-//! The stage of agent_gateway: one cluster with a real API server, a node, a gateway's pod and two others behind it, and two
+//! The testbed of agent_gateway: one cluster with a real API server, a node, a gateway's pod and two others behind it, and two
 //! sandboxes' nodes with WireGuard of their own. The test stands in for the controller and for the kubelet.
 
 pub(crate) mod hostile;
@@ -24,8 +24,8 @@ use kube::{
 };
 pub(crate) use process::Gateway;
 use serde_json::{Value, json};
-pub(crate) use traffic::{Call, Counter, Stream};
-use traffic::{listen, tell};
+pub(crate) use traffic::{Counter, TcpConnection, UdpFlow};
+use traffic::{count_datagrams, serve_name};
 use x25519_dalek::StaticSecret;
 
 use crate::{
@@ -34,7 +34,7 @@ use crate::{
 };
 
 /// Anything that takes longer than this is broken.
-pub(crate) const SOON: Duration = Duration::from_secs(120);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The one whose kernel has it; this machine's may not.
 pub(crate) fn backend() -> &'static str {
@@ -89,7 +89,7 @@ pub(crate) struct Sandbox {
 }
 
 /// The whole.
-pub(crate) struct Stage {
+pub(crate) struct Testbed {
     pub(crate) lab: Lab,
     pub(crate) client: Client,
     pub(crate) node: NetNs,
@@ -97,13 +97,13 @@ pub(crate) struct Stage {
     pub(crate) pods: [NetNs; 2],
     pub(crate) sandboxes: [Sandbox; 2],
     /// Datagrams that the pod `db` got at the port that it does not answer.
-    pub(crate) heard: Arc<AtomicU64>,
+    pub(crate) unanswered_datagrams: Arc<AtomicU64>,
     interface: String,
     pod_uid: String,
     files: tempfile::TempDir,
 }
 
-impl Drop for Stage {
+impl Drop for Testbed {
     /// A gateway that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
@@ -122,18 +122,18 @@ fn repository(path: &str) -> String {
 
 impl Sandbox {
     pub(crate) fn call(&self, to: SocketAddr) -> Option<String> {
-        Call::open(&self.ns, to)?.ask()
+        TcpConnection::open(&self.ns, to)?.ask()
     }
 
     pub(crate) fn datagram(&self, to: SocketAddr) -> Option<String> {
-        Stream::open(&self.ns, to).ask()
+        UdpFlow::open(&self.ns, to).ask()
     }
 
     /// Waits for an answer from `who`: the first packets make a session.
-    pub(crate) async fn hears(&self, to: SocketAddr, who: &str) {
+    pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, who: &str) {
         wait_until(
             format!("{} to be answered by {who} at {to}", self.name),
-            SOON,
+            TIMEOUT,
             async || match self.call(to) {
                 Some(answer) if answer.starts_with(who) => Ok(()),
                 other => Err(format!("{other:?}")),
@@ -144,8 +144,8 @@ impl Sandbox {
     }
 
     /// Waits until all of many new connections are answered by the same pod, `who`.
-    pub(crate) async fn hears_only(&self, to: SocketAddr, who: &str) {
-        wait_until(format!("only {who} to answer at {to}"), SOON, async || {
+    pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, who: &str) {
+        wait_until(format!("only {who} to answer at {to}"), TIMEOUT, async || {
             match (0..24)
                 .map(|_| self.call(to))
                 .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(who)))
@@ -174,7 +174,7 @@ pub(crate) fn grant(service: &str, port: &str, protocol: &str, gateway_port: u16
     json!({"service": {"namespace": "team", "name": service}, "port": port, "protocol": protocol, "gatewayPort": gateway_port})
 }
 
-impl Stage {
+impl Testbed {
     pub(crate) async fn start() -> Self {
         let lab = Lab::start(LabPlan::control_planes(&["mgmt"]))
             .await
@@ -184,7 +184,7 @@ impl Stage {
                 .add_host(name, address.parse().expect("an address"))
                 .await
                 .expect("add a host");
-            NetNs::at(name, &host.netns())
+            NetNs::open(name, &host.netns())
         };
         let node = host("mgmt-1", NODE).await;
         let [pod, db, other] = ["the gateway", "db", "other"].map(NetNs::new);
@@ -232,10 +232,10 @@ impl Stage {
             for address in addresses {
                 [TCP, SAME]
                     .into_iter()
-                    .for_each(|port| tell(ns, name, ip(address), port));
+                    .for_each(|port| serve_name(ns, name, ip(address), port));
             }
         }
-        let heard = listen(&db, ip(DB[0]));
+        let unanswered_datagrams = count_datagrams(&db, ip(DB[0]));
         pod.run(process::AGENT, &["prepare", "--mode=gateway"]);
 
         let a = (
@@ -269,20 +269,20 @@ impl Stage {
         };
         let sandboxes = [sandbox(71, a), sandbox(72, b)];
         let client = lab.cluster("mgmt").client().await.expect("a client");
-        let mut stage = Self {
+        let mut testbed = Self {
             lab,
             client,
             node,
             pod,
             pods: [db, other],
             sandboxes,
-            heard,
+            unanswered_datagrams,
             interface: unique_name("kg"),
             pod_uid: String::new(),
             files: tempfile::tempdir().expect("a directory"),
         };
-        stage.install().await;
-        stage
+        testbed.install().await;
+        testbed
     }
 
     pub(crate) fn cluster(&self) -> Cluster<'_> {
@@ -351,10 +351,10 @@ impl Stage {
         }
         let text = serde_json::to_string(&config).expect("write a kubeconfig");
         std::fs::write(self.file("kubeconfig"), text).expect("write a kubeconfig");
-        self.slices("db", &[DB]).await;
-        self.slices("web", &[OTHER]).await;
+        self.write_endpoints("db", &[DB]).await;
+        self.write_endpoints("web", &[OTHER]).await;
         for service in ["db", "web"] {
-            self.service(service, json!({"selector": {"app": service}})).await;
+            self.write_service(service, json!({"selector": {"app": service}})).await;
         }
     }
 
@@ -363,7 +363,7 @@ impl Stage {
     }
 
     /// The gateway's own account.
-    pub(crate) async fn as_gateway(&self) -> Client {
+    pub(crate) async fn gateway_client(&self) -> Client {
         let mut config = Kubeconfig::read_from(self.file("kubeconfig")).expect("read a kubeconfig");
         let outside = Kubeconfig::from_yaml(&self.cluster().kubeconfig().expect("a kubeconfig")).expect("read it");
         config.clusters = outside.clusters;

@@ -1,4 +1,4 @@
-//! The objects of the stage: written as the controller and the cluster write them, read as an operator does.
+//! The objects of the testbed: written as the controller and the cluster write them, read as an operator does.
 
 use clustermesh_lab::wait_until;
 use kube::{
@@ -8,9 +8,9 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{MUTE, NAME, NAMESPACE, SHUT, SOON, Stage, TCP, UDP};
+use super::{MUTE, NAME, NAMESPACE, SHUT, TCP, TIMEOUT, Testbed, UDP};
 
-impl Stage {
+impl Testbed {
     fn api(&self, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
         let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", kind);
         let resource = ApiResource::from_gvk_with_plural(&kind, plural);
@@ -21,7 +21,7 @@ impl Stage {
     }
 
     /// Writes a SandboxAccess, as the controller does.
-    pub(crate) async fn grants(&self, name: &str, spec: Value) -> i64 {
+    pub(crate) async fn write_access(&self, name: &str, spec: Value) -> i64 {
         let object = json!({"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": name}, "spec": spec});
         let params = PatchParams::apply("test").force();
         let objects = self.api("SandboxAccess", "sandboxaccesses", None);
@@ -33,9 +33,9 @@ impl Stage {
     }
 
     /// The same, and waits until the gateway says that this is in force.
-    pub(crate) async fn in_force(&self, name: &str, spec: Value) {
-        let generation = self.grants(name, spec).await;
-        self.says(&format!("{name} to be in force"), |status| {
+    pub(crate) async fn apply_access(&self, name: &str, spec: Value) {
+        let generation = self.write_access(name, spec).await;
+        self.wait_for_status(&format!("{name} to be in force"), |status| {
             let applied = status["applied"].as_array().into_iter().flatten();
             applied
                 .clone()
@@ -51,9 +51,9 @@ impl Stage {
     }
 
     /// Waits until the gateway's status is so.
-    pub(crate) async fn says(&self, what: &str, so: impl Fn(&Value) -> bool) -> Value {
+    pub(crate) async fn wait_for_status(&self, what: &str, so: impl Fn(&Value) -> bool) -> Value {
         let mut last = Value::Null;
-        wait_until(what.to_owned(), SOON, async || {
+        wait_until(what.to_owned(), TIMEOUT, async || {
             last = self.status().await;
             if so(&last) { Ok(()) } else { Err(last.to_string()) }
         })
@@ -62,7 +62,7 @@ impl Stage {
         last
     }
 
-    pub(crate) async fn service(&self, name: &str, more: Value) {
+    pub(crate) async fn write_service(&self, name: &str, more: Value) {
         let mut spec = json!({"ports": [
             {"name": "sql", "port": 5432, "targetPort": TCP, "protocol": "TCP"},
             {"name": "log", "port": 514, "targetPort": UDP, "protocol": "UDP"},
@@ -79,13 +79,13 @@ impl Stage {
     }
 
     /// The endpoints of a Service.
-    pub(crate) async fn slices(&self, service: &str, pods: &[[&str; 2]]) {
+    pub(crate) async fn write_endpoints(&self, service: &str, pods: &[[&str; 2]]) {
         let ready = json!({"ready": true, "serving": true, "terminating": false});
         let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();
-        self.slices_with(service, &endpoints).await;
+        self.write_endpoints_with(service, &endpoints).await;
     }
 
-    pub(crate) async fn slices_with(&self, service: &str, pods: &[([&str; 2], Value)]) {
+    pub(crate) async fn write_endpoints_with(&self, service: &str, pods: &[([&str; 2], Value)]) {
         let mut text = String::new();
         for (family, kind) in ["IPv4", "IPv6"].into_iter().enumerate() {
             let endpoints = pods.iter();

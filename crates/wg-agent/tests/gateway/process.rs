@@ -11,14 +11,14 @@ use std::{
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 
-use super::{NAME, NAMESPACE, NODE, POD, SOON, Stage, traffic::packets};
+use super::{NAME, NAMESPACE, NODE, POD, TIMEOUT, Testbed, traffic::packets};
 use crate::netns::Running;
 
 pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
 const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 
-impl Stage {
+impl Testbed {
     /// Starts the gateway with what its pod gives it and no more.
     pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
         static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -79,8 +79,8 @@ impl Stage {
         packets(rule)
     }
 
-    pub(crate) async fn is_ready(&self) {
-        wait_until("the gateway to be ready", SOON, async || match self.ready() {
+    pub(crate) async fn wait_until_ready(&self) {
+        wait_until("the gateway to be ready", TIMEOUT, async || match self.readyz() {
             (code, _) if code == "200" => Ok(()),
             other => Err(format!("{other:?}")),
         })
@@ -89,7 +89,7 @@ impl Stage {
     }
 
     /// `/readyz`: its code and text.
-    pub(crate) fn ready(&self) -> (String, String) {
+    pub(crate) fn readyz(&self) -> (String, String) {
         let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
         let output = self.pod.output("curl", &words);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -106,7 +106,7 @@ pub(crate) struct Gateway {
 
 impl Gateway {
     /// VmRSS of the process, kB.
-    pub(crate) fn memory(&self) -> u64 {
+    pub(crate) fn resident_kilobytes(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("its status");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());

@@ -8,17 +8,19 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Stage, at, grant};
+use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Testbed, at, grant};
 use crate::attacker::public;
 
 // threat: granted-slice-redirected, gateway-forbidden-endpoint
-pub(crate) async fn invalid_parts_are_refused_alone(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    stage.service("by-hand", json!({})).await;
-    stage
-        .service("elsewhere", json!({"selector": {"app": "elsewhere"}}))
+pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    testbed.write_service("by-hand", json!({})).await;
+    testbed
+        .write_service("elsewhere", json!({"selector": {"app": "elsewhere"}}))
         .await;
-    stage.slices("elsewhere", &[["192.0.2.7", "2001:db8::7"]]).await;
+    testbed
+        .write_endpoints("elsewhere", &[["192.0.2.7", "2001:db8::7"]])
+        .await;
     let mut spec = a.access(&[
         grant("db", "sql", "TCP", SQL),
         grant("by-hand", "sql", "TCP", 20003),
@@ -29,15 +31,15 @@ pub(crate) async fn invalid_parts_are_refused_alone(stage: &Stage) {
     ]);
     spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
     let other =
-        json!({"name": "copied", "publicKey": public_key_of(&stage.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
+        json!({"name": "copied", "publicKey": public_key_of(&testbed.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
     let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
     let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
     for node in [other, outside, bad] {
         spec["nodes"].as_array_mut().expect("nodes").push(node);
     }
-    stage.in_force("m--a", spec).await;
-    let status = stage
-        .says("all to be refused", |status| {
+    testbed.apply_access("m--a", spec).await;
+    let status = testbed
+        .wait_for_status("all to be refused", |status| {
             status["refused"].as_array().is_some_and(|all| all.len() >= 11)
         })
         .await;
@@ -71,34 +73,34 @@ pub(crate) async fn invalid_parts_are_refused_alone(stage: &Stage) {
             .is_some_and(|answer| answer.starts_with("db"))
     );
     assert_eq!(a.call(at(GATEWAY[0], 20004)), None);
-    stage
-        .in_force(
+    testbed
+        .apply_access(
             "m--a",
             a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
         )
         .await;
-    stage
-        .says("nothing to be refused", |status| status["refused"].is_null())
+    testbed
+        .wait_for_status("nothing to be refused", |status| status["refused"].is_null())
         .await;
 }
 
 /// Of a SandboxAccess none of whose networks is its own nothing is in force, so its sandbox is not to be told so.
-pub(crate) async fn refused_sandbox_access_is_not_applied(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
+pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
     let mut spec = a.access(&[grant("db", "sql", "TCP", SQL)]);
     spec["sandbox"] = json!("copy");
-    stage.grants("m--copy", spec).await;
+    testbed.write_access("m--copy", spec).await;
     let named = |list: &Value| {
         let list = list.as_array().into_iter().flatten();
         list.filter(|part| part["name"] == "m--copy").count()
     };
-    let status = stage.says("the copy to be refused", |status| named(&status["refused"]) == 2);
+    let status = testbed.wait_for_status("the copy to be refused", |status| named(&status["refused"]) == 2);
     let status = status.await;
     assert_eq!(named(&status["applied"]), 0, "{status}");
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--copy"];
-    stage.cluster().kubectl(delete).await.expect("delete the copy");
-    stage
-        .says("nothing to be refused", |status| status["refused"].is_null())
+    testbed.cluster().kubectl(delete).await.expect("delete the copy");
+    testbed
+        .wait_for_status("nothing to be refused", |status| status["refused"].is_null())
         .await;
 }
 
@@ -111,8 +113,8 @@ fn key(number: u8) -> String {
 }
 
 // threat: stolen-gateway-token
-pub(crate) async fn stolen_token_grants_no_access(stage: &Stage) {
-    let thief = stage.as_gateway().await;
+pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
+    let thief = testbed.gateway_client().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
         "sandboxgateways",

@@ -18,7 +18,7 @@ use crate::netns::{NetNs, unique_name};
 const ANSWER: Duration = Duration::from_millis(700);
 
 /// Counts the datagrams that it gets and answers none.
-pub(super) fn listen(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
+pub(super) fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     let counted = Arc::<AtomicU64>::default();
     let (socket, count) = (
         ns.enter(|| UdpSocket::bind((address, MUTE))).expect("bind"),
@@ -33,7 +33,7 @@ pub(super) fn listen(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
 }
 
 /// Tells everybody who asks, by TCP or UDP, its name and who asks.
-pub(super) fn tell(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
+pub(super) fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
     let udp = if tcp == TCP { UDP } else { tcp };
     let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
     thread::spawn(move || {
@@ -59,9 +59,9 @@ pub(super) fn tell(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
 }
 
 /// A connection that stays open.
-pub(crate) struct Call(TcpStream);
+pub(crate) struct TcpConnection(TcpStream);
 
-impl Call {
+impl TcpConnection {
     pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
         Self::within(ns, to, ANSWER)
     }
@@ -91,9 +91,9 @@ impl Call {
 }
 
 /// Datagrams from one port.
-pub(crate) struct Stream(UdpSocket);
+pub(crate) struct UdpFlow(UdpSocket);
 
-impl Stream {
+impl UdpFlow {
     pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Self {
         let any: IpAddr = if to.is_ipv4() { ip("0.0.0.0") } else { ip("::") };
         let socket = ns.enter(|| UdpSocket::bind((any, 0))).expect("bind");

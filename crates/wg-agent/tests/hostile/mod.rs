@@ -1,6 +1,7 @@
-//! The stage of hostile_packets: a victim, a friend it talks with all the while, and a stranger on a wire of its own.
+//! Sets up the testbed of hostile_packets: a victim, a friend with which it exchanges packets all the time, and a
+//! stranger on a link of its own.
 
-mod mouth;
+mod raw_peer;
 
 use std::{
     env,
@@ -22,19 +23,19 @@ use wg_agent::device::{
 };
 use x25519_dalek::StaticSecret;
 
-pub(crate) use self::mouth::{Mouth, udp};
+pub(crate) use self::raw_peer::{RawPeer, udp};
 use crate::netns::{NetNs, unique_name, veth, wait_until};
 
 /// Inner addresses are 10.9.0.n.
 pub(crate) const VICTIM: u8 = 1;
 pub(crate) const FRIEND: u8 = 2;
-/// A peer of the victim, but not its friend.
+/// A peer of the victim from which the attacks come.
 pub(crate) const STRANGER: u8 = 3;
 pub(crate) const PORT: u16 = 51820;
-pub(crate) const SOON: Duration = Duration::from_secs(20);
-/// No answer for so long is a stall, on a machine however busy.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
+/// A longer gap between replies is a stall, even on a busy machine.
 pub(crate) const STALL: Duration = Duration::from_secs(5);
-/// What an attack may cost in memory.
+/// The limit of memory growth during an attack.
 pub(crate) const MEMORY: u64 = 64 << 20;
 const ECHO: u16 = 7;
 
@@ -55,19 +56,19 @@ pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
     PeerChange::Add(public(number), spec)
 }
 
-/// The outer addresses of one family, and what else differs between two runs of the same suite.
+/// The outer addresses of one family, and other parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outer {
-    /// Of the victim's three wires: its own address and the other's.
+    /// The victim's three links: its own address and the other end's.
     pub(crate) wires: [[IpAddr; 2]; 3],
-    /// What the victim's wire to the stranger ends in.
+    /// The victim's address on the link to the stranger.
     pub(crate) victim: IpAddr,
     pub(crate) stranger: IpAddr,
     prefix: u8,
-    /// Addresses that the stranger sends from as it likes: the network, and the n-th of them.
+    /// Further addresses of the stranger: their network, and its n-th address.
     pub(crate) range: &'static str,
     pub(crate) nth: fn(u32) -> IpAddr,
-    /// Of every device.
+    /// Workers of each device.
     workers: usize,
 }
 
@@ -99,12 +100,12 @@ pub(crate) static V6: Outer = Outer {
     stranger: v6(2, 3),
     prefix: 64,
     range: "fd99::/32",
-    // A network of 64 bits each: less is taken for one source.
+    // One /64 each: a whole /64 counts as one source.
     nth: |number| Ipv6Addr::from_bits((0xfd99 << 112) + (u128::from(number) << 64) + 1).into(),
     workers: 2,
 };
 
-pub(crate) struct Stage {
+pub(crate) struct Testbed {
     pub(crate) outer: &'static Outer,
     pub(crate) victim: NetNs,
     pub(crate) friend: NetNs,
@@ -114,7 +115,7 @@ pub(crate) struct Stage {
     _friends: Userspace,
 }
 
-impl Stage {
+impl Testbed {
     pub(crate) fn new(outer: &'static Outer) -> Self {
         let (victim, friend, stranger) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("stranger"));
         outer.wire(0, &victim, &friend);
@@ -127,7 +128,7 @@ impl Stage {
             &[peer(FRIEND, Some(friend_at)), peer(STRANGER, None)],
         );
         let (_, friends) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(at))]);
-        wait_until("the friend", SOON, || friend.pings("10.9.0.1"));
+        wait_until("a ping from the friend", TIMEOUT, || friend.pings("10.9.0.1"));
         Self {
             outer,
             victim,
@@ -139,25 +140,25 @@ impl Stage {
         }
     }
 
-    /// Where the victim listens, as the stranger sees it.
+    /// The victim's listen address, as seen by the stranger.
     pub(crate) fn victim_at(&self) -> SocketAddr {
         SocketAddr::new(self.outer.victim, PORT)
     }
 
-    /// What the victim dropped so far, for one of these reasons.
+    /// The victim's drops so far, for these reasons.
     pub(crate) fn dropped(&self, reasons: &[&str]) -> u64 {
         let drops = self.device.observe().expect("observe").drops;
         reasons.iter().map(|reason| drops[reason]).sum()
     }
 
-    /// Where the victim believes a peer to be.
+    /// The endpoint of a peer, as the victim knows it.
     pub(crate) fn endpoint(&self, number: u8) -> Option<SocketAddr> {
         self.device.observe().expect("observe").peers[&public(number)]
             .stats
             .endpoint
     }
 
-    /// An inner UDP server of the victim.
+    /// A UDP socket on the victim's inner address.
     pub(crate) fn inner_socket(&self, port: u16) -> UdpSocket {
         let address = SocketAddr::from((Ipv4Addr::new(10, 9, 0, VICTIM), port));
         let socket = self
@@ -172,14 +173,14 @@ impl Stage {
 }
 
 impl Outer {
-    /// One of the victim's wires: `eth0` and so on there, `eth0` at the other end.
+    /// Creates one of the victim's links: `eth<number>` there, `eth0` at the other end.
     pub(crate) fn wire(&self, number: usize, victim: &NetNs, other: &NetNs) {
         let [ours, theirs] = self.wires[number].map(|address| format!("{address}/{}", self.prefix));
         veth(victim, &format!("eth{number}"), &[&ours], other, "eth0", &[&theirs]);
     }
 }
 
-/// A device of a node, with its inner address.
+/// Opens the device of a node, with its inner address.
 pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) -> (String, Userspace) {
     let configuration = Configuration {
         private_key: secret(number),
@@ -200,7 +201,7 @@ pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) 
     (interface, device)
 }
 
-/// Victim and friend talk without a pause; how well is heard at the end.
+/// Continuous requests from the friend to the victim; the longest gap between replies is checked at the end.
 pub(crate) struct Conversation {
     stop: Arc<AtomicBool>,
     answers: Arc<AtomicU64>,
@@ -209,9 +210,9 @@ pub(crate) struct Conversation {
 }
 
 impl Conversation {
-    pub(crate) fn start(stage: &Stage) -> Self {
-        let echo = stage.inner_socket(ECHO);
-        let asking = stage.friend.enter(|| {
+    pub(crate) fn start(testbed: &Testbed) -> Self {
+        let echo = testbed.inner_socket(ECHO);
+        let asking = testbed.friend.enter(|| {
             let socket = UdpSocket::bind("10.9.0.2:0").expect("bind");
             socket.connect(("10.9.0.1", ECHO)).expect("connect");
             socket
@@ -248,38 +249,39 @@ impl Conversation {
         }
     }
 
-    /// Waits until more was said: to be called while an attack goes on.
-    pub(crate) fn goes_on(&self) {
+    /// Waits for further replies, during an attack.
+    pub(crate) fn wait_for_answers(&self) {
         let before = self.answers.load(Ordering::Acquire);
-        wait_until("answers of the friend under attack", SOON, || {
+        wait_until("replies to the friend during the attack", TIMEOUT, || {
             self.answers.load(Ordering::Acquire) > before + 20
         });
     }
 
-    /// Ends it. Fails where it stood still.
-    pub(crate) fn went_on(self) {
-        self.goes_on();
+    /// Ends the conversation. Fails if there was a stall.
+    pub(crate) fn finish(self) {
+        self.wait_for_answers();
         self.stop.store(true, Ordering::Release);
-        let longest = self.asking.join().expect("the one who asks");
-        self.echo.join().expect("the one who answers");
+        let longest = self.asking.join().expect("the requesting thread");
+        self.echo.join().expect("the echo thread");
         let answers = self.answers.load(Ordering::Acquire);
         println!("{answers} answers, at most {longest:?} apart");
-        assert!(longest < STALL, "{longest:?} without an answer");
+        assert!(longest < STALL, "{longest:?} without a reply");
     }
 }
 
-/// Set in a process that runs one test.
-const ALONE: &str = "CLUSTERMESH_TEST_ALONE";
+/// Environment variable of a process that runs one test.
+const SINGLE_TEST: &str = "CLUSTERMESH_TEST_ALONE";
 
-/// Runs the test of this path in a process of its own: memory that an earlier one gave back to the allocator would hide growth.
-pub(crate) fn alone(path: &str, test: impl FnOnce()) {
-    if env::var_os(ALONE).is_some() {
+/// Runs the test of this path in a process of its own. Otherwise memory that an earlier test has freed would hide
+/// growth.
+pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
+    if env::var_os(SINGLE_TEST).is_some() {
         return test();
     }
     let (_, name) = path.split_once("::").expect("a path in this program");
     let output = Command::new(env::current_exe().expect("this program"))
         .args(["--exact", name, "--test-threads=1", "--nocapture"])
-        .env(ALONE, "1")
+        .env(SINGLE_TEST, "1")
         .output()
         .expect("start this program once more");
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
@@ -288,7 +290,7 @@ pub(crate) fn alone(path: &str, test: impl FnOnce()) {
     assert!(output.status.success() && out.contains("\ntest result: ok. 1 passed;"));
 }
 
-/// Memory of this process, bytes.
+/// Resident memory of this process, in bytes.
 pub(crate) fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").expect("/proc/self/status");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

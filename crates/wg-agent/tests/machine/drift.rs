@@ -8,11 +8,11 @@ use nix::sys::signal::Signal;
 
 use crate::{
     netns::wait_until,
-    pair::{Agent, SOON, Site, introduce, two},
+    pair::{Agent, Site, TIMEOUT, exchange_peers, start_nodes},
 };
 
 /// What a device holds as `wg` and `ip` read it, its lists in order.
-fn held(site: &Site) -> Vec<String> {
+fn device_config(site: &Site) -> Vec<String> {
     let text = site.ns.run("wg", &["showconf", &site.interface]);
     let mut words: Vec<String> = text.split([' ', ',', '\n']).map(str::to_owned).collect();
     words.sort();
@@ -22,7 +22,7 @@ fn held(site: &Site) -> Vec<String> {
 }
 
 /// What was put back, by kind, since `before`.
-fn since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let now = site.repairs();
     let more = now.into_iter().map(|(part, count)| {
         let known = before.get(&part).copied().unwrap_or(0);
@@ -32,7 +32,7 @@ fn since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
 }
 
 /// Does the damage and waits until device and routes are as before; what was counted must be `want`.
-fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
+fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
     let [a, _] = sites;
     let routes = || {
         (
@@ -40,30 +40,30 @@ fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) 
             a.ns.ip_json("-6 route show table 5182"),
         )
     };
-    let (whole, routed, before) = (held(a), routes(), a.repairs());
+    let (whole, routed, before) = (device_config(a), routes(), a.repairs());
     let start = std::time::Instant::now();
     a.ns.sh(&damage.replace("DEV", &a.interface));
-    wait_until(&format!("{damage} to be mended"), SOON, || {
-        held(a) == whole && routes() == routed
+    wait_until(&format!("{damage} to be mended"), TIMEOUT, || {
+        device_config(a) == whole && routes() == routed
     });
     println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
     // The count is written at the end of the same step.
     let want: BTreeMap<String, u64> = want.iter().map(|(part, count)| ((*part).to_owned(), *count)).collect();
     wait_until(
         &format!("{want:?} to be counted for {damage}, {}", agent.log()),
-        SOON,
-        || since(a, &before) == want,
+        TIMEOUT,
+        || repairs_since(a, &before) == want,
     );
 }
 
 #[test]
 fn changed_kernel_device_is_restored_and_counted_by_kind() {
     in_the_machine!();
-    let sites = two();
+    let sites = start_nodes();
     let [a, b] = &sites;
     let agent = a.agent("kernel");
     let _other = b.agent("kernel");
-    introduce(&sites);
+    exchange_peers(&sites);
     a.reaches(b);
     a.ready();
     assert_eq!(a.repairs(), [].into());
@@ -72,21 +72,21 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     let other = other.display();
     a.ns.sh(&format!("wg genkey > {other}"));
 
-    mended(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
-    mended(
+    damage_is_repaired(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
+    damage_is_repaired(
         &sites,
         &agent,
         &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other}"),
         &[("listen_port", 1), ("fwmark", 1), ("private_key", 1)],
     );
     b.reaches(a);
-    mended(
+    damage_is_repaired(
         &sites,
         &agent,
         &format!("wg set DEV peer {peer} remove peer $(wg pubkey < {other}) allowed-ips 10.99.0.0/16"),
         &[("peers", 2)],
     );
-    mended(
+    damage_is_repaired(
         &sites,
         &agent,
         &format!("wg set DEV peer {peer} persistent-keepalive 7 allowed-ips 10.99.0.0/16"),
@@ -96,13 +96,13 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     a.reaches(b);
 
     let before = a.repairs();
-    let (whole, start) = (held(a), std::time::Instant::now());
+    let (whole, start) = (device_config(a), std::time::Instant::now());
     a.ns.ip(&format!("link set {} down", a.interface));
-    wait_until("the link to be up", SOON, || held(a) == whole);
+    wait_until("the link to be up", TIMEOUT, || device_config(a) == whole);
     println!("{:.1} s: link down", start.elapsed().as_secs_f64());
     a.reaches(b);
     b.reaches(a);
-    assert_eq!(since(a, &before).get("link_down"), Some(&1));
+    assert_eq!(repairs_since(a, &before).get("link_down"), Some(&1));
     agent.end(Signal::SIGTERM);
 }
 
@@ -111,7 +111,7 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
 fn conntrack_table_is_raised_and_never_lowered() {
     in_the_machine!();
     let file = |name: &str| format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
-    let held = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());
+    let limits = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());
     let set = |name: &str, value: &str| std::fs::write(file(name), value).unwrap();
     let prepare = |words: &[&str]| {
         let done = std::process::Command::new(env!("CARGO_BIN_EXE_wg-agent"))
@@ -124,11 +124,11 @@ fn conntrack_table_is_raised_and_never_lowered() {
     set("buckets", "4096");
     set("max", "5000");
     prepare(&["--conntrack-min=0"]);
-    assert_eq!(held(), ["5000", "4096"]);
+    assert_eq!(limits(), ["5000", "4096"]);
     prepare(&["--conntrack-min=32768"]);
-    assert_eq!(held(), ["32768", "8192"]);
+    assert_eq!(limits(), ["32768", "8192"]);
     prepare(&[]);
-    assert_eq!(held(), ["262144", "65536"]);
+    assert_eq!(limits(), ["262144", "65536"]);
     prepare(&["--conntrack-min=100000"]);
-    assert_eq!(held(), ["262144", "65536"]);
+    assert_eq!(limits(), ["262144", "65536"]);
 }

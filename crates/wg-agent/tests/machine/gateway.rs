@@ -19,14 +19,14 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::{Value, json};
-use traffic::{Call, tell};
+use traffic::{TcpConnection, serve_name};
 
 use crate::{
     machine::in_the_machine,
     netns::{NetNs, Running, wait_until},
     pair::{
-        AGENT, CONFINED, SOON,
-        api::{ACCESSES, Api, GATEWAYS, GRANTED, SERVICES},
+        AGENT, CONFINED, TIMEOUT,
+        api::{ACCESSES, Api, GATEWAYS, GRANTED_SLICES, SERVICES},
     },
 };
 
@@ -53,76 +53,78 @@ fn at(address: &str, port: u16) -> SocketAddr {
 #[test]
 fn kernel_gateway_serves_grants_and_outlives_its_process() {
     in_the_machine!();
-    let stage = Stage::new();
-    let mut gateway = stage.gateway();
-    stage.dial(at(POD[0], 51820));
+    let testbed = Testbed::new();
+    let mut gateway = testbed.gateway();
+    testbed.set_peer(at(POD[0], 51820));
     for to in GATEWAY {
-        stage.answers(at(to, SQL));
+        testbed.wait_for_answer(at(to, SQL));
     }
-    let link = stage.pod.ip_json("-d link show wg0");
+    let link = testbed.pod.ip_json("-d link show wg0");
     assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
     for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP), (GATEWAY[1], SQL + 1)] {
-        assert!(stage.call(at(address, port)).is_none(), "{address} {port}");
+        assert!(testbed.call(at(address, port)).is_none(), "{address} {port}");
     }
-    let mut call = stage.call(at(GATEWAY[0], SQL)).expect("a connection");
+    let mut call = testbed.call(at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
 
     // An API server that is away when the container starts again: what the one before left goes on.
-    stage.api.stall(true);
+    testbed.api.set_stalled(true);
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
-    gateway.wait(SOON);
+    gateway.wait(TIMEOUT);
     assert!(call.ask().is_some(), "without a process");
-    gateway = stage.gateway();
-    wait_until("the next process to wait for the API server", SOON, || {
-        stage.ready().contains("objects: SandboxAccess has not been listed yet")
+    gateway = testbed.gateway();
+    wait_until("the next process to wait for the API server", TIMEOUT, || {
+        testbed
+            .ready()
+            .contains("objects: SandboxAccess has not been listed yet")
     });
     assert!(call.ask().is_some(), "with one that knows no objects");
-    stage.answers(at(GATEWAY[1], SQL));
-    let key = stage.status()["publicKey"].clone();
-    stage.api.stall(false);
-    wait_until("the next process to be ready", SOON, || stage.ready() == "ok\n");
+    testbed.wait_for_answer(at(GATEWAY[1], SQL));
+    let key = testbed.status()["publicKey"].clone();
+    testbed.api.set_stalled(false);
+    wait_until("the next process to be ready", TIMEOUT, || testbed.ready() == "ok\n");
     assert!(call.ask().is_some(), "with one that knows all of them");
-    assert_eq!(stage.status()["publicKey"], key);
+    assert_eq!(testbed.status()["publicKey"], key);
 
-    stage.grant(&[]);
-    wait_until("the connection to end with its grant", SOON, || call.ask().is_none());
-    assert!(stage.call(at(GATEWAY[0], SQL)).is_none());
+    testbed.grant(&[]);
+    wait_until("the connection to end with its grant", TIMEOUT, || call.ask().is_none());
+    assert!(testbed.call(at(GATEWAY[0], SQL)).is_none());
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
-    assert!(gateway.wait(SOON).success());
+    assert!(gateway.wait(TIMEOUT).success());
 }
 
 // threat: target-does-not-enforce
 #[test]
 fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     in_the_machine!();
-    let stage = Stage::new();
-    let _gateway = stage.gateway();
-    let _proxy = KubeProxy::start(&stage.node);
-    let from_pod = |to: SocketAddr| Call::open(&stage.pod, to).and_then(|mut call| call.ask());
+    let testbed = Testbed::new();
+    let _gateway = testbed.gateway();
+    let _proxy = KubeProxy::start(&testbed.node);
+    let from_pod = |to: SocketAddr| TcpConnection::open(&testbed.pod, to).and_then(|mut call| call.ask());
     for ((service, db), pod) in CLUSTER_IPS.into_iter().zip(DB).zip(POD) {
-        wait_until("a pod to reach another by its Service", SOON, || {
+        wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
         });
         // By IPVS, which gives this link the addresses of Services.
-        let links = stage.node.ip(&format!("addr show to {service}"));
+        let links = testbed.node.ip(&format!("addr show to {service}"));
         assert!(links.contains("kube-ipvs0"), "{db}: {links}");
-        stage.sandbox.ip(&format!("route add {service} dev ks0"));
+        testbed.sandbox.ip(&format!("route add {service} dev ks0"));
     }
     for node in NODE {
-        stage.dial(at(node, NODE_PORT));
+        testbed.set_peer(at(node, NODE_PORT));
         for to in GATEWAY {
-            stage.answers(at(to, SQL));
+            testbed.wait_for_answer(at(to, SQL));
         }
         for (service, db) in CLUSTER_IPS.into_iter().zip(DB) {
             for not_granted in [at(service, 5432), at(db, TCP), at(GATEWAY[0], SQL + 1)] {
-                assert!(stage.call(not_granted).is_none(), "{not_granted}");
+                assert!(testbed.call(not_granted).is_none(), "{not_granted}");
             }
         }
     }
 }
 
 /// A sandbox's node, a gateway's pod and another pod, with the pods' node between them; and an API server of values in the pod.
-struct Stage {
+struct Testbed {
     sandbox: NetNs,
     pod: NetNs,
     api: Api,
@@ -132,7 +134,7 @@ struct Stage {
     _db: NetNs,
 }
 
-impl Stage {
+impl Testbed {
     fn new() -> Self {
         let [node, sandbox, pod, db] = ["node", "sandbox", "gateway", "db"].map(NetNs::new);
         let outside = ["10.30.0.7", "fd00:30::7"];
@@ -150,7 +152,7 @@ impl Stage {
             ));
         }
         for address in DB {
-            tell(&db, "db", ip(address), TCP);
+            serve_name(&db, "db", ip(address), TCP);
         }
         let [v4, v6] = SANDBOX;
         sandbox.sh(&format!(
@@ -162,7 +164,7 @@ impl Stage {
         let api = Api::start(&pod);
         let files = tempfile::tempdir().expect("a directory");
         fs::write(files.path().join("kubeconfig"), api.kubeconfig()).expect("write a kubeconfig");
-        let stage = Self {
+        let testbed = Self {
             sandbox,
             pod,
             api,
@@ -170,8 +172,8 @@ impl Stage {
             node,
             _db: db,
         };
-        stage.objects();
-        stage
+        testbed.objects();
+        testbed
     }
 
     fn objects(&self) {
@@ -191,7 +193,7 @@ impl Stage {
             let labels = json!({"kubernetes.io/service-name": "db"});
             let name = format!("db-{}", family.to_lowercase());
             self.api.put(
-                GRANTED,
+                GRANTED_SLICES,
                 json!({
                     "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": family,
                     "metadata": {"name": name, "namespace": "team", "labels": labels}, "ports": ports(TCP),
@@ -238,8 +240,8 @@ impl Stage {
     }
 
     /// The sandbox's node learns of the gateway, as from its Peer.
-    fn dial(&self, endpoint: SocketAddr) {
-        wait_until("the gateway to publish its key", SOON, || {
+    fn set_peer(&self, endpoint: SocketAddr) {
+        wait_until("the gateway to publish its key", TIMEOUT, || {
             self.status()["publicKey"].is_string()
         });
         let status = self.status();
@@ -269,12 +271,12 @@ impl Stage {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    fn call(&self, to: SocketAddr) -> Option<Call> {
-        Call::open(&self.sandbox, to)
+    fn call(&self, to: SocketAddr) -> Option<TcpConnection> {
+        TcpConnection::open(&self.sandbox, to)
     }
 
-    fn answers(&self, to: SocketAddr) {
-        wait_until(&format!("an answer at {to}"), SOON, || {
+    fn wait_for_answer(&self, to: SocketAddr) {
+        wait_until(&format!("an answer at {to}"), TIMEOUT, || {
             self.call(to).and_then(|mut call| call.ask()).is_some()
         });
     }

@@ -6,7 +6,7 @@ use std::{env, sync::OnceLock, time::Duration};
 use clustermesh_lab::{Ended, Machine};
 
 /// Set inside.
-const INSIDE: &str = "CLUSTERMESH_TEST_MACHINE";
+const IN_MACHINE: &str = "CLUSTERMESH_TEST_MACHINE";
 /// Several times what all of them take, also on a busy machine.
 const LIMIT: Duration = Duration::from_secs(1800);
 
@@ -14,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(1800);
 macro_rules! in_the_machine {
     () => {
         fn here() {}
-        if crate::machine::passed_there(std::any::type_name_of_val(&here)) {
+        if crate::machine::passed_in_machine(std::any::type_name_of_val(&here)) {
             return;
         }
     };
@@ -22,9 +22,9 @@ macro_rules! in_the_machine {
 pub(crate) use in_the_machine;
 
 /// False inside. `here`: the path of something inside the test.
-pub(crate) fn passed_there(here: &str) -> bool {
+pub(crate) fn passed_in_machine(here: &str) -> bool {
     static SAID: OnceLock<Result<String, String>> = OnceLock::new();
-    if env::var_os(INSIDE).is_some() {
+    if env::var_os(IN_MACHINE).is_some() {
         return false;
     }
     let test = here.split("::").skip(1).collect::<Vec<_>>();
@@ -42,7 +42,7 @@ fn run() -> Result<String, String> {
     let words = env::args()
         .skip(1)
         .filter(|word| word != "--nocapture" && word != "--show-output");
-    let command = ["env".to_owned(), format!("{INSIDE}=1"), own.display().to_string()];
+    let command = ["env".to_owned(), format!("{IN_MACHINE}=1"), own.display().to_string()];
     let command: Vec<String> = command.into_iter().chain(words).collect();
     let machine = Machine {
         limit: LIMIT,

@@ -9,18 +9,18 @@ use nix::sys::signal::Signal;
 
 use crate::{
     netns::wait_for,
-    pair::{AGENT, CLEAR, Flow, SOON, Site, api::PEERS, introduce, two},
+    pair::{AGENT, Flow, Site, TIMEOUT, UNENCRYPTED, api::PEERS, exchange_peers, start_nodes},
     path::Capture,
 };
 
 /// What the pods lost in a row, of twenty packets a second each way, while something was done.
-fn lost<T>(sites: &[Site; 2], done: impl FnOnce() -> T) -> ([u32; 2], T) {
+fn packets_lost_during<T>(sites: &[Site; 2], done: impl FnOnce() -> T) -> ([u32; 2], T) {
     let [a, b] = sites;
     let [to_a, to_b] = [a, b].map(|site| site.pod_ips()[0].clone());
     let flows = [Flow::start(&a.pod, &to_b), Flow::start(&b.pod, &to_a)];
-    flows.iter().for_each(|flow| flow.goes_on(10));
+    flows.iter().for_each(|flow| flow.wait_for_replies(10));
     let result = done();
-    flows.iter().for_each(|flow| flow.goes_on(10));
+    flows.iter().for_each(|flow| flow.wait_for_replies(10));
     let gaps = flows.map(|flow| {
         let (gap, answered) = flow.end();
         assert!(answered >= 20);
@@ -38,22 +38,22 @@ fn link(site: &Site, kind: &str) -> u64 {
 #[test]
 fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     in_the_machine!();
-    let sites = two();
+    let sites = start_nodes();
     let [a, b] = &sites;
-    let before = a.standing();
+    let before = a.kernel_state();
     let agent = a.agent("kernel");
     let other = b.agent("auto");
-    introduce(&sites);
+    exchange_peers(&sites);
     a.reaches(b);
     b.reaches(a);
     a.ready();
     b.ready();
-    let capture = Capture::start(&a.ns, "eth0", CLEAR);
+    let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     let (index, handshake) = (link(a, "wireguard"), a.shown("latest-handshakes"));
 
     let newer = a.file("wg-agent");
     fs::copy(AGENT, &newer).expect("copy the program");
-    let (gaps, agent) = lost(&sites, || {
+    let (gaps, agent) = packets_lost_during(&sites, || {
         let ended = [Signal::SIGKILL, Signal::SIGTERM]
             .into_iter()
             .fold(agent, |agent, signal| {
@@ -63,7 +63,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
                 agent
             });
         ended.end(Signal::SIGTERM);
-        let agent = a.agent_of(&newer, "kernel");
+        let agent = a.agent_from(&newer, "kernel");
         a.ready();
         agent
     });
@@ -74,13 +74,13 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
 
     // Its peer learns of the new key while packets flow.
     let old = a.annotations()[KILO_KEY].clone();
-    a.says("rotate-key");
-    let new = wait_for("another key on the Node", SOON, || {
+    a.run_command("rotate-key");
+    let new = wait_for("another key on the Node", TIMEOUT, || {
         Some(a.annotations()[KILO_KEY].clone()).filter(|key| *key != old)
     });
-    let (gaps, _) = lost(&sites, || {
+    let (gaps, _) = packets_lost_during(&sites, || {
         b.api.put(PEERS, a.as_peer());
-        wait_for("a handshake under the new key", SOON, || {
+        wait_for("a handshake under the new key", TIMEOUT, || {
             b.shown("latest-handshakes").get(&new).filter(|at| *at != "0").cloned()
         })
     });
@@ -94,12 +94,12 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     // Both go.
     other.end(Signal::SIGTERM);
     agent.end(Signal::SIGTERM);
-    a.says("cleanup");
-    assert_eq!(a.standing(), before);
+    a.run_command("cleanup");
+    assert_eq!(a.kernel_state(), before);
     let next = ["172.30.1.11", "172.30.2.11"];
     assert_eq!(capture.finish(&a.ns, next[0], next[1]), Vec::<String>::new());
     // And the capture would have shown it.
-    let capture = Capture::start(&a.ns, "eth0", CLEAR);
+    let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     a.pod.output("ping", &["-n", "-c1", "-W1", &b.pod_ips()[0]]);
     let seen = capture.finish(&a.ns, next[0], next[1]);
     assert!(
@@ -112,15 +112,15 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
 #[test]
 fn backend_change_at_restart_leaves_nothing_behind() {
     in_the_machine!();
-    let sites = two();
+    let sites = start_nodes();
     let [a, b] = &sites;
-    let before = a.standing();
+    let before = a.kernel_state();
     let _other = b.agent("kernel");
     let mut agent = a.agent("kernel");
-    introduce(&sites);
+    exchange_peers(&sites);
     a.reaches(b);
     a.ready();
-    let capture = Capture::start(&a.ns, "eth0", CLEAR);
+    let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     let routed = || a.ns.ip_json("route show table 5182");
     let (first, socket) = (routed(), format!("/var/run/wireguard/{}.sock", a.interface));
     for (backend, kind) in [("userspace", "tun"), ("auto", "wireguard")] {
@@ -142,8 +142,8 @@ fn backend_change_at_restart_leaves_nothing_behind() {
         );
     }
     agent.end(Signal::SIGTERM);
-    a.says("cleanup");
-    assert_eq!(a.standing(), before);
+    a.run_command("cleanup");
+    assert_eq!(a.kernel_state(), before);
     assert_eq!(
         capture.finish(&a.ns, "172.30.1.11", "172.30.2.11"),
         Vec::<String>::new()

@@ -10,21 +10,21 @@ use wg_agent::device::Backend;
 
 use crate::{
     netns::transfer,
-    path::real::{Site, Star, pod, sweep},
+    path::real::{Site, Star, pod, probe_sizes},
 };
 
 /// The largest packets of IPv4 and IPv6 that pass are exactly these, and TCP carries a megabyte each way.
 fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
     let mut star = Star::of(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
-    star.settle();
-    star.meet();
+    star.reconcile();
+    star.wait_until_connected();
     let [one, two] = &star.sites[..] else {
         panic!("two nodes")
     };
     for (family, largest) in Family::BOTH.into_iter().zip(largest) {
         for (from, to, at) in [(one, two, pod(2, family)), (two, one, pod(1, family))] {
             let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
-            assert_eq!(sweep(&from.pod, at, sizes), Some(64..=largest), "to {at}");
+            assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
             transfer(&from.pod, &to.pod, &SocketAddr::new(at, 9002).to_string(), 1 << 20);
         }
     }

@@ -1,8 +1,8 @@
-//! Network namespaces for tests: made, wired, entered and gone again. What runs in them is the test's business.
+//! Creates network namespaces for tests, connects them, and runs code and programs in them.
 //!
-//! A namespace has no name and no mount: an open file descriptor holds it, so it ends with the test's process,
-//! whether that returns, panics or is killed. Programs started by [`NetNs::spawn`] are killed when their guard is dropped.
-//! While a test runs, a person steps inside with the command that [`NetNs::enter_hint`] prints.
+//! A namespace has no name and no mount. An open file descriptor holds it, so it ends with the test process, even when
+//! that panics or is killed. A program started by [`NetNs::spawn`] is killed when its guard is dropped. While a test
+//! runs, the command that [`NetNs::enter_hint`] prints opens a shell in the namespace.
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 use std::{
@@ -18,32 +18,32 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// A TCP connection that moves nothing for so long has failed.
-const STALLED: Duration = Duration::from_secs(20);
+/// A TCP connection without progress for this long has failed.
+const IO_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One network namespace, with its loopback up.
 pub(crate) struct NetNs {
-    /// Only for messages.
+    /// For messages only.
     pub(crate) name: String,
     file: File,
 }
 
 /// A program that runs in a namespace and is killed when this is dropped.
 pub(crate) struct Running {
-    what: String,
+    description: String,
     child: Child,
 }
 
 impl NetNs {
-    /// A new empty namespace. Panics with the remedy if the caller is not root.
+    /// Creates an empty namespace. Panics with a remedy if the caller is not root.
     pub(crate) fn new(name: &str) -> Self {
-        let made = thread::spawn(|| {
+        let opened = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET)?;
             Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
         })
         .join()
         .expect("the thread that makes a namespace");
-        let file = match made {
+        let file = match opened {
             Ok(file) => file.expect("open the new namespace"),
             Err(error) => panic!("this test makes network namespaces and needs root (CAP_SYS_ADMIN): {error}"),
         };
@@ -55,36 +55,36 @@ impl NetNs {
         ns
     }
 
-    /// One that somebody else made, by a path that leads to it.
-    pub(crate) fn at(name: &str, path: &std::path::Path) -> Self {
+    /// Opens an existing namespace by a path that leads to it.
+    pub(crate) fn open(name: &str, path: &std::path::Path) -> Self {
         Self {
             name: name.to_owned(),
             file: File::open(path).expect("open a network namespace"),
         }
     }
 
-    /// A path that `ip link set .. netns` and `nsenter --net=` take as long as this process lives.
+    /// A path for `ip link set .. netns` and `nsenter --net=`, valid as long as this process lives.
     pub(crate) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// What to type to look around in it.
+    /// The command that enters the namespace.
     pub(crate) fn enter_hint(&self) -> String {
         format!("{}: nsenter --net={}", self.name, self.path())
     }
 
-    /// Runs the closure on a thread that is inside the namespace; threads and programs it starts are inside too.
-    pub(crate) fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
+    /// Runs the closure on a thread inside the namespace. Threads and programs that it starts are inside too.
+    pub(crate) fn enter<T: Send>(&self, run_inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
-            let run = scope.spawn(|| {
+            let thread = scope.spawn(|| {
                 setns(&self.file, CloneFlags::CLONE_NEWNET).expect("enter the namespace");
-                inside()
+                run_inside()
             });
-            run.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
-    /// Runs a program to its end and returns what it said.
+    /// Runs a program to its end and returns its output.
     pub(crate) fn output(&self, program: &str, args: &[&str]) -> Output {
         self.enter(|| Command::new(program).args(args).stdin(Stdio::null()).output())
             .unwrap_or_else(|error| panic!("run {program} in {}: {error} (is it installed?)", self.name))
@@ -114,34 +114,34 @@ impl NetNs {
         self.run("ip", &line.split_whitespace().collect::<Vec<_>>())
     }
 
-    /// `ip -j` as JSON, an empty list where it says nothing.
+    /// Runs `ip -j` and parses its JSON; no output is an empty list.
     pub(crate) fn ip_json(&self, line: &str) -> serde_json::Value {
         let text = self.ip(&format!("-j {line}"));
         serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("ip -j prints JSON")
     }
 
-    /// Has `nft -f` read a script, in one transaction.
+    /// Runs a script with `nft -f`, as one transaction.
     pub(crate) fn nft(&self, script: &str) {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         file.write_all(script.as_bytes()).expect("write a script");
         self.run("nft", &["-f", file.path().to_str().expect("a path")]);
     }
 
-    /// Starts a program that runs until its guard is dropped; its output goes to the test's own.
+    /// Starts a program that runs until its guard is dropped. It inherits the test's output.
     pub(crate) fn spawn(&self, program: &str, args: &[&str]) -> Running {
         self.spawn_command(Command::new(program).args(args).stdin(Stdio::null()))
     }
 
     /// Starts a prepared command inside the namespace.
     pub(crate) fn spawn_command(&self, command: &mut Command) -> Running {
-        let what = format!("{command:?} in {}", self.name);
+        let description = format!("{command:?} in {}", self.name);
         let child = self
             .enter(|| command.spawn())
-            .unwrap_or_else(|error| panic!("start {what}: {error}"));
-        Running { what, child }
+            .unwrap_or_else(|error| panic!("start {description}: {error}"));
+        Running { description, child }
     }
 
-    /// True when one ping gets its answer within a second.
+    /// True when one ping is answered within a second.
     pub(crate) fn pings(&self, address: &str) -> bool {
         self.output("ping", &["-n", "-c1", "-W1", address]).status.success()
     }
@@ -167,15 +167,15 @@ impl Running {
         self.child.id()
     }
 
-    /// The process itself, for its pipes.
+    /// The process, for its pipes.
     pub(crate) fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    /// Waits for its end, at most so long.
+    /// Waits for the end of the process, for at most this long.
     pub(crate) fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
-        let what = self.what.clone();
-        wait_for(&format!("the end of {what}"), at_most, || {
+        let description = self.description.clone();
+        wait_for(&format!("the end of {description}"), at_most, || {
             self.child.try_wait().expect("wait for a child")
         })
     }
@@ -204,8 +204,8 @@ pub(crate) fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_n
     }
 }
 
-/// An interface name that no other test on this machine uses at the same time: `<prefix>` of at most 4 letters, at most 15 in all.
-/// For things whose names live outside the namespace, such as WireGuard's control sockets.
+/// An interface name that no other test on this machine uses at the same time. The prefix has at most 4 letters, the
+/// name at most 15. WireGuard control sockets need it: their names live outside the network namespace.
 pub(crate) fn unique_name(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!(
@@ -215,11 +215,11 @@ pub(crate) fn unique_name(prefix: &str) -> String {
     )
 }
 
-/// Asks again every few milliseconds until there is a value; panics with what it waited for when time is up.
-pub(crate) fn wait_for<T>(what: &str, at_most: Duration, mut ask: impl FnMut() -> Option<T>) -> T {
+/// Polls every few milliseconds until there is a value; panics with `what` at the deadline.
+pub(crate) fn wait_for<T>(what: &str, at_most: Duration, mut poll: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + at_most;
     loop {
-        if let Some(value) = ask() {
+        if let Some(value) = poll() {
             return value;
         }
         assert!(Instant::now() < deadline, "waited {at_most:?} for {what}");
@@ -232,14 +232,14 @@ pub(crate) fn wait_until(what: &str, at_most: Duration, mut holds: impl FnMut() 
     wait_for(what, at_most, || holds().then_some(()));
 }
 
-/// Sends so many bytes over one TCP connection to `address` in the other namespace; each side checks what it got.
+/// Sends `bytes` bytes over one TCP connection to `address` in namespace `to`; both sides check the data.
 pub(crate) fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
     let address: SocketAddr = address.parse().expect("an address");
     let listener = to.enter(|| TcpListener::bind(address)).expect("listen");
     thread::scope(|scope| {
         let received = scope.spawn(move || {
             let (mut stream, _) = listener.accept().expect("accept");
-            stream.set_read_timeout(Some(STALLED)).expect("set a timeout");
+            stream.set_read_timeout(Some(IO_TIMEOUT)).expect("set a timeout");
             let mut buffer = vec![0; 1 << 16];
             let mut total = 0_usize;
             loop {
@@ -252,14 +252,14 @@ pub(crate) fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
                         .iter()
                         .zip(total..)
                         .all(|(byte, at)| *byte == (at % 251) as u8),
-                    "garbled"
+                    "the data arrived garbled"
                 );
                 total += length;
             }
             stream.write_all(&(total as u64).to_be_bytes()).expect("answer");
         });
         let mut stream = from
-            .enter(|| TcpStream::connect_timeout(&address, STALLED))
+            .enter(|| TcpStream::connect_timeout(&address, IO_TIMEOUT))
             .expect("connect");
         stream
             .set_read_timeout(Some(Duration::from_secs(30)))

@@ -1,5 +1,5 @@
-//! Two clusters of one node each for tests of the whole agent: real API servers, namespaces as nodes, the real binary. The
-//! test stands in for the controller: it writes Peers and PeerPolicies from what the agents publish.
+//! Sets up two clusters of one node each, for tests of the whole agent: real API servers, namespaces as nodes, the real
+//! binary. The test takes the place of the controller: it writes Peers and PeerPolicies from what the agents publish.
 
 #![allow(
     dead_code,
@@ -30,10 +30,10 @@ use kube::{
 pub const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
 const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
-/// Anything that takes longer than this is broken.
-pub const SOON: Duration = Duration::from_secs(60);
+/// A longer wait means a failure.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A node: where it is and what it is called.
+/// A node, its cluster and its addresses.
 pub struct Site {
     pub cluster: &'static str,
     pub node: &'static str,
@@ -44,8 +44,8 @@ pub struct Site {
     pub interface: String,
 }
 
-/// The whole.
-pub struct World {
+/// Both clusters.
+pub struct TwoClusters {
     pub lab: Lab,
     pub sites: [Site; 2],
     files: tempfile::TempDir,
@@ -54,8 +54,8 @@ pub struct World {
 pub const MGMT: usize = 0;
 pub const TENANT: usize = 1;
 
-impl Drop for World {
-    /// An agent that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+impl Drop for TwoClusters {
+    /// A killed agent leaves its lock and its control socket in a directory that all network namespaces share.
     fn drop(&mut self) {
         for site in &self.sites {
             let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", site.interface));
@@ -68,13 +68,13 @@ impl Drop for World {
     }
 }
 
-impl World {
+impl TwoClusters {
     pub async fn start() -> Self {
-        let world = Self::without_crds().await;
-        for site in &world.sites {
-            world.install_crds(site).await;
+        let clusters = Self::without_crds().await;
+        for site in &clusters.sites {
+            clusters.install_crds(site).await;
         }
-        world
+        clusters
     }
 
     pub async fn install_crds(&self, site: &Site) {
@@ -100,7 +100,7 @@ impl World {
         let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
             .await
             .expect("start the lab");
-        // Control sockets of devices live in the file system, which all namespaces here share.
+        // Control sockets lie in the file system, which all namespaces share, so interface names must be unique.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let interface = |letter: char| {
             format!(
@@ -129,33 +129,33 @@ impl World {
                 interface: interface('t'),
             },
         ];
-        let world = Self {
+        let clusters = Self {
             lab,
             sites,
             files: tempfile::tempdir().expect("a directory"),
         };
-        for site in &world.sites {
-            let cluster = world.lab.cluster(site.cluster);
+        for site in &clusters.sites {
+            let cluster = clusters.lab.cluster(site.cluster);
             let inside = cluster.inside_kubeconfig().expect("a kubeconfig");
-            std::fs::write(world.kubeconfig(site), inside).expect("write a kubeconfig");
-            world
+            std::fs::write(clusters.kubeconfig(site), inside).expect("write a kubeconfig");
+            clusters
                 .nodes(site)
                 .await
                 .create(&PostParams::default(), &node(site))
                 .await
                 .expect("create the Node");
-            let host = world
+            let host = clusters
                 .lab
                 .add_host(site.node, site.address.parse().expect("an address"))
                 .await
                 .expect("add a host");
             host.exec([AGENT, "prepare"]).await.expect("prepare the node");
-            // A pod's address, without a pod: what matters is the source on the wire.
+            // The pod's address is on the node's loopback: only the source address on the link matters.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
                 .expect("an address");
         }
-        world
+        clusters
     }
 
     pub fn site(&self, index: usize) -> &Site {
@@ -170,7 +170,7 @@ impl World {
         self.files.path().join(format!("{}.kubeconfig", site.cluster))
     }
 
-    /// Gives the hosts a network of IPv6 beside theirs, and says on their Nodes that they are reached there.
+    /// Adds an IPv6 network to the underlay and publishes it as the endpoint of both Nodes.
     pub async fn over_ipv6(&self) {
         for (site, host) in self.sites.iter().zip(1..) {
             let address = format!("fd77::{host}/64");
@@ -199,12 +199,12 @@ impl World {
         Api::all(self.client(site).await)
     }
 
-    /// Where the agent's key is.
+    /// The agent's key file.
     pub fn key_file(&self, site: &Site) -> PathBuf {
         self.files.path().join(site.cluster).join("key")
     }
 
-    /// The agent's command line, with `more` behind it.
+    /// The agent's command line, with `more` directly after the program.
     pub fn command(&self, site: &Site, more: &[&str]) -> Vec<String> {
         let mut words: Vec<String> = vec![AGENT.into()];
         words.extend(more.iter().map(ToString::to_string));
@@ -212,7 +212,7 @@ impl World {
             ("--node-name", site.node.to_owned()),
             ("--kubeconfig", self.kubeconfig(site).display().to_string()),
             ("--interface", site.interface.clone()),
-            // Whatever this machine has.
+            // Works on every machine, with or without WireGuard in its kernel.
             ("--backend", "userspace".to_owned()),
             ("--wireguard-cidr", site.wireguard.to_owned()),
             ("--key-file", self.key_file(site).display().to_string()),
@@ -222,12 +222,12 @@ impl World {
         words
     }
 
-    /// Starts an agent with what the DaemonSet gives it and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
+    /// Starts an agent with what the DaemonSet gives and no more: NET_ADMIN, and a read-only `/proc/sys`.
     pub fn agent(&self, site: &Site, log: &str) -> Running {
         self.agent_with(site, log, &[])
     }
 
-    /// The same, with a file of the test's own as its list of name servers, bound in as a kubelet does.
+    /// Like [`Self::agent`], with `file` mounted as its `/etc/resolv.conf`, as a kubelet does.
     pub fn agent_with_resolvers(&self, site: &Site, log: &str, file: &std::path::Path) -> Running {
         let script = format!("mount --bind '{}' /etc/resolv.conf; {CONFINED}", file.display());
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", &script, "sh"]
@@ -237,12 +237,12 @@ impl World {
         self.host(site).spawn(log, words).expect("start the agent")
     }
 
-    /// The same, with these variables in its environment.
+    /// Like [`Self::agent`], with these environment variables.
     pub fn agent_with(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
         self.agent_as(site, log, variables, &[])
     }
 
-    /// The same, with these variables in its environment and these words behind its name.
+    /// Like [`Self::agent`], with these environment variables and arguments.
     pub fn agent_as(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh", "env"]
             .map(String::from)
@@ -259,7 +259,7 @@ impl World {
 
     /// Waits until the agent has published an identity, and returns the annotations.
     pub async fn published(&self, site: &Site) -> BTreeMap<String, String> {
-        wait_until(format!("what {} publishes", site.node), SOON, async || {
+        wait_until(format!("what {} publishes", site.node), TIMEOUT, async || {
             let all = self.annotations(site).await;
             if all.contains_key(KILO_KEY) && all.contains_key(KILO_WIREGUARD_IP) {
                 Ok(all)
@@ -271,7 +271,7 @@ impl World {
         .expect("published")
     }
 
-    /// What a controller writes into `target` about `source`.
+    /// Writes into `target` the Peer and PeerPolicy of `source`, as a controller does.
     pub async fn introduce(&self, target: &Site, source: &Site) {
         let said = self.published(source).await;
         let peer = peer(source, &said);
@@ -318,14 +318,14 @@ impl World {
     }
 
     pub async fn reaches(&self, from: &Site, to: &Site) {
-        wait_until(format!("a ping from {} to {}", from.pod, to.pod), SOON, async || {
+        wait_until(format!("a ping from {} to {}", from.pod, to.pod), TIMEOUT, async || {
             self.pings(from, to).await
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// One page of an agent's admin endpoint: its status and text.
+    /// One page of an agent's admin endpoint: status code and text.
     pub async fn page(&self, site: &Site, path: &str) -> (u16, String) {
         let url = format!("http://127.0.0.1:9587{path}");
         let words = ["curl", "-sS", "-m", "2", "-w", "\n%{http_code}", &url];
@@ -334,7 +334,7 @@ impl World {
         (code.trim().parse().unwrap_or(0), text.to_owned())
     }
 
-    /// The page `/readyz`, without the remark that no admission policy holds the agent: here they are administrators.
+    /// The page `/readyz` without the line about the missing admission policy: these agents are cluster administrators.
     pub async fn readiness(&self, site: &Site) -> (u16, String) {
         let (code, page) = self.page(site, "/readyz").await;
         let lines = page
@@ -344,7 +344,7 @@ impl World {
     }
 
     pub async fn ready(&self, site: &Site) {
-        wait_until(format!("{} to be ready", site.node), SOON, async || {
+        wait_until(format!("{} to be ready", site.node), TIMEOUT, async || {
             match self.page(site, "/readyz").await {
                 (200, _) => Ok(()),
                 (code, text) => Err(format!("{code}: {text}")),
@@ -372,7 +372,7 @@ impl World {
     }
 }
 
-/// The /16 that a site's pods come from.
+/// The /16 around a site's pod network.
 pub fn wide(site: &Site) -> String {
     let net: ipnet::IpNet = site.pods.parse().expect("a network");
     ipnet::IpNet::new(net.addr(), 16).expect("a length").trunc().to_string()

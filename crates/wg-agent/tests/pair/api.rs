@@ -1,6 +1,6 @@
-//! An API server of values, served from inside a network namespace: lists, watches and merge patches of a few kinds, and no
-//! rules at all. For agents where no real one can run, as on an emulated processor; what an API server does with objects is
-//! not to be tested against it.
+//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, without any
+//! validation. It serves agents where no real API server can run, such as on an emulated processor. Tests of what an
+//! API server does with objects need a real one.
 
 use std::{
     collections::BTreeMap,
@@ -21,14 +21,15 @@ use crate::netns::NetNs;
 pub(crate) const NODES: &str = "/api/v1/nodes";
 pub(crate) const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
 pub(crate) const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
-pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
-/// Of Services that are granted; selectors are not looked at, so that they may not lie beside the API server's own.
-pub(crate) const GRANTED: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
-/// Of gateways: what sandboxes may reach, this gateway, and granted Services.
+pub(crate) const KUBERNETES_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+/// EndpointSlices of granted Services. The stub ignores label selectors, so they need another namespace than those of
+/// the API server.
+pub(crate) const GRANTED_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
+/// Collections that a gateway reads: grants, its own SandboxGateway, and granted Services.
 pub(crate) const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 pub(crate) const GATEWAYS: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/clustermesh-gateway/sandboxgateways";
 pub(crate) const SERVICES: &str = "/api/v1/namespaces/team/services";
-/// What kube-proxy watches.
+/// Collections that kube-proxy watches.
 pub(crate) const ALL_SERVICES: &str = "/api/v1/services";
 pub(crate) const ALL_SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
@@ -36,8 +37,8 @@ const KINDS: [&str; 11] = [
     NODES,
     PEERS,
     POLICIES,
-    SLICES,
-    GRANTED,
+    KUBERNETES_SLICES,
+    GRANTED_SLICES,
     ACCESSES,
     GATEWAYS,
     SERVICES,
@@ -45,10 +46,10 @@ const KINDS: [&str; 11] = [
     ALL_SLICES,
     SERVICE_CIDRS,
 ];
-/// A watch ends after so long, as the agent asks for; another follows.
+/// How long a watch lasts; clients then start another.
 const WATCH: Duration = Duration::from_secs(60);
 
-/// The server; its threads end with the test's process.
+/// The server. Its threads run until the test process ends.
 #[derive(Clone)]
 pub(crate) struct Api {
     shared: Arc<Shared>,
@@ -56,26 +57,26 @@ pub(crate) struct Api {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Store>,
     changed: Condvar,
-    /// Requests get no answer.
+    /// While set, requests are closed without an answer.
     stalled: AtomicBool,
 }
 
-struct State {
+struct Store {
     revision: u64,
-    /// By path of the collection, then by name.
+    /// Objects by path of the collection, then by name.
     objects: BTreeMap<String, BTreeMap<String, Value>>,
-    /// Collection and watch event; an event's revision is its place, from 1.
+    /// Collection and watch event. The resourceVersion of an event is its position, counted from 1.
     events: Vec<(String, Value)>,
 }
 
 impl Api {
-    /// Serves on the namespace's loopback.
+    /// Starts the server on the namespace's loopback.
     pub(crate) fn start(ns: &NetNs) -> Self {
         let listener = ns.enter(|| TcpListener::bind("127.0.0.1:0")).expect("listen");
         let port = listener.local_addr().expect("an address").port();
-        let state = State {
+        let state = Store {
             revision: 0,
             objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
             events: Vec::new(),
@@ -89,14 +90,14 @@ impl Api {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let served = served.clone();
-                // A client that goes away is none of our business.
+                // An error means that the client has closed the connection.
                 thread::spawn(move || answer(&served, &stream));
             }
         });
         Self { shared, port }
     }
 
-    /// What a client needs to find it.
+    /// A kubeconfig for this server.
     pub(crate) fn kubeconfig(&self) -> String {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "c",
@@ -107,12 +108,12 @@ impl Api {
         config.to_string()
     }
 
-    /// Answers no request any more, or again. Watches go on.
-    pub(crate) fn stall(&self, is: bool) {
-        self.shared.stalled.store(is, Ordering::Release);
+    /// Stops or resumes answering requests. Open watches continue.
+    pub(crate) fn set_stalled(&self, stalled: bool) {
+        self.shared.stalled.store(stalled, Ordering::Release);
     }
 
-    /// Writes an object, whole, under its `metadata.name`.
+    /// Writes a whole object under its `metadata.name`.
     pub(crate) fn put(&self, kind: &str, object: Value) {
         self.shared.put(kind, object);
     }
@@ -129,7 +130,7 @@ impl Api {
     }
 }
 
-impl State {
+impl Store {
     fn event(&mut self, kind: &str, what: &str, mut object: Value) {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
@@ -144,7 +145,7 @@ impl State {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Store> {
         self.state.lock().expect("the state")
     }
 
@@ -157,7 +158,7 @@ impl Shared {
     }
 }
 
-/// One request; the connection ends with its answer.
+/// Answers one request and closes the connection.
 fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
     let mut reader = BufReader::new(stream);
     let mut line = String::new();
@@ -182,16 +183,16 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
         return None;
     }
     let (path, query) = target.split_once('?').unwrap_or((&target, ""));
-    let of = |key: &str| {
+    let parameter = |key: &str| {
         query
             .split('&')
             .find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='))
     };
-    if of("watch").is_some() {
-        let from = of("resourceVersion").and_then(|at| at.parse().ok()).unwrap_or(0);
+    if parameter("watch").is_some() {
+        let from = parameter("resourceVersion").and_then(|at| at.parse().ok()).unwrap_or(0);
         return watch(shared, stream, path, from);
     }
-    let (code, said) = match method.as_str() {
+    let (code, body) = match method.as_str() {
         "GET" => shared.read(path),
         "PATCH" => shared.merge(path, &serde_json::from_slice(&body).ok()?),
         _ => None,
@@ -204,7 +205,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
         },
         |found| ("200 OK", found),
     );
-    let text = said.to_string();
+    let text = body.to_string();
     write!(
         &mut &*stream,
         "HTTP/1.1 {code}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{text}",
@@ -226,7 +227,7 @@ impl Shared {
         state.objects.get(kind)?.get(name).cloned()
     }
 
-    /// RFC 7386, as far as annotations and a status that is written whole need it.
+    /// A merge patch (RFC 7386), limited to annotations and to a whole status.
     fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
         if let Some(path) = path.strip_suffix("/status") {
             let mut object = self.read(path)?;
@@ -254,7 +255,7 @@ impl Shared {
     }
 }
 
-/// `apiVersion` and `kind` of a list, which Go clients compare with what they asked for.
+/// `apiVersion` and `kind` of a list. Go clients compare them with the kind they requested.
 fn list_type(path: &str) -> (String, &'static str) {
     let words: Vec<&str> = path.split('/').collect();
     let api_version = match words[..] {
@@ -272,7 +273,7 @@ fn list_type(path: &str) -> (String, &'static str) {
     (api_version, kind)
 }
 
-/// Tells what is newer than `from`, line by line in chunks.
+/// Streams the events after `from`, one line each, in chunks.
 fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -> Option<()> {
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
@@ -284,8 +285,8 @@ fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -
             .changed
             .wait_timeout_while(state, left, |state| state.events.len() <= from)
             .expect("the state");
-        let news = state.events[from..].iter().filter(|(of, _)| of == kind);
-        let text: String = news.map(|(_, event)| format!("{event}\n")).collect();
+        let new_events = state.events[from..].iter().filter(|(of, _)| of == kind);
+        let text: String = new_events.map(|(_, event)| format!("{event}\n")).collect();
         from = state.events.len();
         drop(state);
         if !text.is_empty() {

@@ -1,5 +1,5 @@
-//! Two nodes of two clusters on one wire, a pod behind each, both families inside, real agents on them, and an API server of
-//! values for each: what runs where no real API server can. What is done with them is the test's business.
+//! Sets up two nodes of two clusters on one link, each with a dual-stack pod, a real agent and an API server stub
+//! ([`api`]). For places where no real API server can run, such as an emulated processor.
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 pub(crate) mod api;
@@ -24,16 +24,17 @@ use self::api::{Api, NODES, PEERS, POLICIES};
 use crate::netns::{NetNs, Running, unique_name, veth, wait_for, wait_until};
 
 pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
-/// What the DaemonSet gives and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
+/// Shell script that runs its arguments with what the DaemonSet gives and no more: NET_ADMIN, and a read-only
+/// `/proc/sys`.
 pub(crate) const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
-/// Anything that takes longer is broken; an emulated machine is slow.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
-/// Every inner address, in tcpdump's language, and what is not in clear.
-pub(crate) const CLEAR: &str = "(net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or \
+/// A longer wait means a failure; an emulated machine is slow.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+/// tcpdump filter: every inner address outside WireGuard's own packets.
+pub(crate) const UNENCRYPTED: &str = "(net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or \
                                 net fd00:20::/32) and not udp port 51820";
 
-/// A node, its cluster's API server, and its agent's files.
+/// A node, its pod, its cluster's API server stub, and the agent's files.
 pub(crate) struct Site {
     /// 1 or 2.
     number: u8,
@@ -44,14 +45,14 @@ pub(crate) struct Site {
     files: tempfile::TempDir,
 }
 
-/// An agent that runs; killed when dropped, and its log printed where a test fails.
+/// A running agent. Dropping it kills the agent and, in a failing test, prints its log.
 pub(crate) struct Agent {
     running: Running,
     log: PathBuf,
 }
 
-/// Both nodes.
-pub(crate) fn two() -> [Site; 2] {
+/// Starts both nodes, without agents.
+pub(crate) fn start_nodes() -> [Site; 2] {
     let sites = [Site::new(1), Site::new(2)];
     let [a, b] = &sites;
     let at = |n: u8| [format!("172.30.{n}.11/16"), format!("fd00:30::{n}:11/64")];
@@ -67,24 +68,24 @@ pub(crate) fn two() -> [Site; 2] {
         &[&right[0], &right[1]],
     );
     for (site, other) in [(a, 2), (b, 1)] {
-        // So that whatever escapes the mesh has somewhere to go.
+        // Packets that escape the mesh need a route, so that a capture shows them.
         site.ns.ip(&format!("route add default via 172.30.{other}.11"));
         site.ns.ip(&format!("-6 route add default via fd00:30::{other}:11"));
-        site.behind();
+        site.attach_pod();
         site.ns.run(AGENT, &["prepare"]);
     }
     sites
 }
 
-/// Has each know of the other, as a controller does.
-pub(crate) fn introduce(sites: &[Site; 2]) {
+/// Gives each node the Peer and PeerPolicy of the other, as a controller does.
+pub(crate) fn exchange_peers(sites: &[Site; 2]) {
     let [a, b] = sites;
-    a.learns_of(b);
-    b.learns_of(a);
+    a.write_peer_of(b);
+    b.write_peer_of(a);
 }
 
 impl Drop for Site {
-    /// An agent that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+    /// A killed agent leaves its lock and its control socket in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = fs::metadata(self.ns.path()) {
@@ -128,7 +129,7 @@ impl Site {
         site
     }
 
-    fn behind(&self) {
+    fn attach_pod(&self) {
         let n = self.number;
         let near = [format!("10.{n}0.1.1/24"), format!("fd00:{n}0:0:1::1/64")];
         let far = [format!("10.{n}0.1.9/24"), format!("fd00:{n}0:0:1::9/64")];
@@ -153,23 +154,23 @@ impl Site {
         [format!("10.{n}0.1.0/24"), format!("fd00:{n}0:0:1::/64")]
     }
 
-    /// Its pod's addresses.
+    /// The pod's addresses.
     pub(crate) fn pod_ips(&self) -> [String; 2] {
         let n = self.number;
         [format!("10.{n}0.1.9"), format!("fd00:{n}0:0:1::9")]
     }
 
-    /// Where its nodes' WireGuard addresses lie.
+    /// The `--wireguard-cidr` of its cluster.
     pub(crate) fn wireguard(&self) -> String {
         format!("100.66.{}.0/24", self.number)
     }
 
-    /// A file of its agent's.
+    /// The path of a file in the agent's directory.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.files.path().join(name)
     }
 
-    /// The agent's command line.
+    /// The agent's command line, with `more` directly after the program.
     pub(crate) fn command(&self, program: &Path, backend: &str, more: &[&str]) -> Vec<String> {
         let path = |name| self.file(name).display().to_string();
         let mut words = vec![program.display().to_string()];
@@ -189,11 +190,11 @@ impl Site {
 
     /// Starts the agent.
     pub(crate) fn agent(&self, backend: &str) -> Agent {
-        self.agent_of(Path::new(AGENT), backend)
+        self.agent_from(Path::new(AGENT), backend)
     }
 
-    /// Starts an agent from this file.
-    pub(crate) fn agent_of(&self, program: &Path, backend: &str) -> Agent {
+    /// Starts an agent from the program file `program`.
+    pub(crate) fn agent_from(&self, program: &Path, backend: &str) -> Agent {
         let log = self.file(&format!("{}.log", unique_name("log")));
         let file = fs::File::create(&log).expect("a log");
         let mut command = Command::new("unshare");
@@ -207,9 +208,9 @@ impl Site {
         Agent { running, log }
     }
 
-    /// What its agent has published.
+    /// Waits until the agent has published its identity, and returns the annotations.
     pub(crate) fn published(&self) -> BTreeMap<String, String> {
-        wait_for(&format!("what {} publishes", self.node()), SOON, || {
+        wait_for(&format!("what {} publishes", self.node()), TIMEOUT, || {
             let said = self.annotations();
             [KILO_KEY, KILO_WIREGUARD_IP, KILO_ENDPOINT]
                 .iter()
@@ -223,7 +224,7 @@ impl Site {
         serde_json::from_value(node["metadata"]["annotations"].clone()).unwrap_or_default()
     }
 
-    /// The Peer that a controller writes of this node elsewhere.
+    /// The Peer that a controller writes about this node into other clusters.
     pub(crate) fn as_peer(&self) -> Value {
         let said = self.published();
         let (ip, port) = said[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
@@ -240,8 +241,8 @@ impl Site {
         })
     }
 
-    /// Has it know of the other, as a controller does.
-    pub(crate) fn learns_of(&self, other: &Self) {
+    /// Writes the Peer and PeerPolicy of the other node, as a controller does.
+    pub(crate) fn write_peer_of(&self, other: &Self) {
         self.api.put(PEERS, other.as_peer());
         let all = |site: &Self| {
             let n = site.number;
@@ -259,21 +260,22 @@ impl Site {
         );
     }
 
-    /// Waits until whatever it sends to the other's pod goes by the tunnel or not at all: before there is a mesh, the underlay does.
+    /// Waits until packets to the other's pod go into the tunnel or nowhere. Before the mesh exists they follow the
+    /// underlay's default route.
     pub(crate) fn is_routed_to(&self, other: &Self) {
-        wait_until("a route into the tunnel", SOON, || {
-            // Of a table that nobody has made yet ip says that it does not exist.
+        wait_until("a route into the tunnel", TIMEOUT, || {
+            // `ip` fails while the table does not exist yet.
             let words = ["route", "show", &other.pods()[0], "table", "5182"];
             let routes = self.ns.output("ip", &words).stdout;
             String::from_utf8_lossy(&routes).contains(&format!("dev {}", self.interface))
         });
     }
 
-    /// Waits until its pod reaches the other's in both families, by the tunnel.
+    /// Waits until its pod reaches the other's through the tunnel, in both families.
     pub(crate) fn reaches(&self, other: &Self) {
         self.is_routed_to(other);
         for to in other.pod_ips() {
-            wait_until(&format!("a ping from {} to {to}", self.pod.name), SOON, || {
+            wait_until(&format!("a ping from {} to {to}", self.pod.name), TIMEOUT, || {
                 self.pod.pings(&to)
             });
         }
@@ -286,21 +288,21 @@ impl Site {
         lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
     }
 
-    /// One page of the agent's admin endpoint; empty where nobody answers.
+    /// One page of the admin endpoint; empty if there is no answer.
     pub(crate) fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:9587{path}");
         let output = self.ns.output("curl", &["-sS", "-m", "5", &url]);
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Waits until its agent says that all is well.
+    /// Waits until the agent is ready.
     pub(crate) fn ready(&self) {
-        wait_until(&format!("{} to be ready", self.node()), SOON, || {
+        wait_until(&format!("{} to be ready", self.node()), TIMEOUT, || {
             self.page("/readyz") == "ok\n"
         });
     }
 
-    /// `wg_agent_repairs_total` by part, those that are not 0.
+    /// `wg_agent_repairs_total` by part, without zeros.
     pub(crate) fn repairs(&self) -> BTreeMap<String, u64> {
         let page = self.page("/metrics");
         let lines = page
@@ -313,8 +315,8 @@ impl Site {
         parts.filter(|(_, count)| *count > 0).collect()
     }
 
-    /// Everything that an agent could leave on a node, as other programs see it: `ip`, `nft`, `wg`.
-    pub(crate) fn standing(&self) -> Vec<Value> {
+    /// All kernel state that an agent could leave on a node, read by `ip`, `nft` and `wg`.
+    pub(crate) fn kernel_state(&self) -> Vec<Value> {
         let nft = self.ns.run("nft", &["-j", "list", "ruleset"]);
         vec![
             self.ns.ip_json("link show"),
@@ -328,8 +330,8 @@ impl Site {
         ]
     }
 
-    /// What `wg-agent COMMAND` says, which must succeed.
-    pub(crate) fn says(&self, command: &str) -> String {
+    /// Runs `wg-agent COMMAND`, which must succeed, and returns its output.
+    pub(crate) fn run_command(&self, command: &str) -> String {
         let words = self.command(Path::new(AGENT), "auto", &[command]);
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let output = self.ns.output(words[0], &words[1..]);
@@ -340,11 +342,11 @@ impl Site {
 }
 
 impl Agent {
-    /// Ends it by this signal and waits until it has ended: by it where it cannot be caught, else well.
+    /// Sends the signal and waits for the end: killed by SIGKILL, or a successful exit.
     pub(crate) fn end(mut self, signal: Signal) {
         let pid = Pid::from_raw(i32::try_from(self.running.pid()).expect("a process id"));
         kill(pid, signal).expect("signal the agent");
-        let status = self.running.wait(SOON);
+        let status = self.running.wait(TIMEOUT);
         let well = if signal == Signal::SIGKILL {
             status.signal() == Some(signal as i32)
         } else {
@@ -385,7 +387,7 @@ impl Flow {
         Self { running, said }
     }
 
-    /// The numbers of the packets that were answered until now, in order.
+    /// The sequence numbers of the packets answered so far, in order.
     pub(crate) fn answered(&self) -> Vec<u32> {
         let text = fs::read_to_string(self.said.path()).expect("what ping says");
         let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok();
@@ -395,21 +397,23 @@ impl Flow {
             .collect()
     }
 
-    /// Waits until so many more were answered.
-    pub(crate) fn goes_on(&self, more: usize) {
+    /// Waits for this many further replies.
+    pub(crate) fn wait_for_replies(&self, more: usize) {
         let before = self.answered().len();
-        wait_until("the flow to go on", SOON, || self.answered().len() >= before + more);
+        wait_until("further replies to the ping", TIMEOUT, || {
+            self.answered().len() >= before + more
+        });
     }
 
-    /// Ends it; the most packets that were lost in a row, and how many were answered.
+    /// Ends the flow. Returns the most packets lost in a row, and how many were answered.
     pub(crate) fn end(mut self) -> (u32, usize) {
-        // Whatever it has said is in the file then.
+        // Once the process has ended, its whole output is in the file.
         let _ = self.running.child().kill();
         let _ = self.running.child().wait();
         let numbers = self.answered();
         let first = numbers.first().copied().unwrap_or(0);
         let gaps = numbers.windows(2).map(|pair| pair[1].saturating_sub(pair[0] + 1));
-        // What was asked before the first answer was lost as well.
+        // Packets before the first reply were lost as well.
         let most = gaps.max().unwrap_or(0).max(first.saturating_sub(1));
         (most, numbers.len())
     }

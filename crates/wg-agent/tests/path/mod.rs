@@ -62,8 +62,8 @@ fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTre
 fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
     let [address, gateway, pod, pods, net] = addresses;
     let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
-    no_detection(&ns);
-    no_detection(&inner);
+    disable_dad(&ns);
+    disable_dad(&inner);
     for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
         ns.set_sysctl(key, "1");
     }
@@ -105,7 +105,7 @@ fn public(key: u8) -> PublicKey {
 }
 
 /// Without this an interface cannot speak IPv6 in its first second or two.
-fn no_detection(ns: &NetNs) {
+fn disable_dad(ns: &NetNs) {
     for which in ["all", "default"] {
         ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
     }
@@ -139,7 +139,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         ],
     };
     let deny = Rule {
-        to: ranges(&[f.denied]).into_iter().collect(),
+        to: prefixes(&[f.denied]).into_iter().collect(),
         ports: BTreeSet::new(),
     };
     Inputs {
@@ -183,14 +183,14 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             )),
             candidates: vec![],
             keepalive: None,
-            allowed_ips: ranges(&allowed),
+            allowed_ips: prefixes(&allowed),
         }],
         policies: vec![Policy {
             name: "other".to_owned(),
-            sources: ranges(theirs).into_iter().collect(),
-            networks: ranges(theirs).into_iter().collect(),
+            sources: prefixes(theirs).into_iter().collect(),
+            networks: prefixes(theirs).into_iter().collect(),
             allow: vec![Rule {
-                to: ranges(ours).into_iter().collect(),
+                to: prefixes(ours).into_iter().collect(),
                 ports: BTreeSet::new(),
             }],
             deny: vec![deny],
@@ -208,7 +208,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
 impl Mesh {
     pub(crate) fn new(f: &'static Family) -> Self {
         let switch = NetNs::new("switch");
-        no_detection(&switch);
+        disable_dad(&switch);
         switch.ip("link add br0 type bridge");
         switch.ip(&format!("addr add {}/{} dev br0{}", f.switch, f.length, f.nodad));
         switch.ip("link set br0 up");
@@ -293,7 +293,7 @@ impl Mesh {
 }
 
 /// Prefixes; an address alone is a host's.
-fn ranges(texts: &[&str]) -> Vec<IpNet> {
+fn prefixes(texts: &[&str]) -> Vec<IpNet> {
     texts
         .iter()
         .map(|t| t.parse().unwrap_or_else(|_| IpNet::from(t.parse::<IpAddr>().unwrap())))

@@ -116,20 +116,20 @@ impl Star {
     }
 
     /// The same with everything applied, and every pair has met.
-    pub(crate) fn up(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
+    pub(crate) fn connected(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         let mut star = Self::new(mtus, outer);
-        star.settle();
-        star.meet();
+        star.reconcile();
+        star.wait_until_connected();
         star
     }
 
     /// What the agents' passes do, on every node.
-    pub(crate) fn settle(&mut self) {
-        self.sites.iter_mut().for_each(Site::settle);
+    pub(crate) fn reconcile(&mut self) {
+        self.sites.iter_mut().for_each(Site::reconcile);
     }
 
     /// Waits until every pair of pods has spoken in both families. Every pod and device echoes from now on.
-    pub(crate) fn meet(&self) {
+    pub(crate) fn wait_until_connected(&self) {
         for site in &self.sites {
             for family in Family::BOTH {
                 echo(&site.pod, pod(site.number, family));
@@ -265,7 +265,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
 
 impl Site {
     /// What an agent's pass does.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn reconcile(&mut self) {
         let sizes = self.sizes();
         self.inputs.node.mtu = sizes.device;
         self.inputs.narrow = sizes.narrow;
@@ -335,7 +335,7 @@ fn echo(ns: &NetNs, at: IpAddr) {
 /// Sends a packet of each of these sizes (bytes, with its IP header) that nobody may fragment to an [`echo`]. Returns the
 /// sizes that were echoed, as a range that must have no hole; of every other this end was told that it is too large.
 /// Panics with the size that got neither.
-pub(crate) fn sweep(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
+pub(crate) fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
     let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();
     let socket = from.enter(|| {
         let socket = UdpSocket::bind((any, 0)).unwrap();
@@ -353,7 +353,7 @@ pub(crate) fn sweep(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) 
     let mut echoed: Option<RangeInclusive<u16>> = None;
     let mut refused = Vec::new();
     for size in sizes {
-        let passed = (0..5).find_map(|_| once(&socket, usize::from(size - headers)));
+        let passed = (0..5).find_map(|_| probe_once(&socket, usize::from(size - headers)));
         match passed.unwrap_or_else(|| panic!("{} -> {to}: {size} bytes vanish", from.name)) {
             true => echoed = Some(echoed.map_or(size..=size, |r| *r.start()..=size)),
             false => refused.push(size),
@@ -371,7 +371,7 @@ pub(crate) fn sweep(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) 
 }
 
 /// One try: `true` = echoed, `false` = told, `None` = neither.
-fn once(socket: &UdpSocket, length: usize) -> Option<bool> {
+fn probe_once(socket: &UdpSocket, length: usize) -> Option<bool> {
     let told = |error: std::io::Error| match error.raw_os_error().map(Errno::from_raw) {
         Some(Errno::EMSGSIZE) => Some(false),
         _ if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => None,

@@ -31,7 +31,7 @@ impl Worker {
         hub.ip("link set vpod up");
         let (worker, worker_pod) = (NetNs::new("worker"), NetNs::new("worker-pod"));
         for ns in [&worker, &worker_pod] {
-            no_detection(ns);
+            disable_dad(ns);
             println!("{}", ns.enter_hint());
         }
         for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
@@ -64,9 +64,9 @@ impl Worker {
         tunnel(hub, 1420, &worker, 1420);
         let inputs = worker_inputs(f);
         let mut hub_inputs = mesh.hub_inputs.clone();
-        hub_inputs.peers[0].allowed_ips = ranges(&[f.worker_pods, f.worker_wireguard]);
+        hub_inputs.peers[0].allowed_ips = prefixes(&[f.worker_pods, f.worker_wireguard]);
         hub_inputs.peers[0].endpoint = Some(SocketAddr::new(f.worker.parse().unwrap(), 51820));
-        let networks: BTreeSet<IpNet> = ranges(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
+        let networks: BTreeSet<IpNet> = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
         hub_inputs.policies[0] = Policy {
             sources: networks.clone(),
             networks,
@@ -130,7 +130,7 @@ impl Worker {
 fn worker_inputs(f: &Family) -> Inputs {
     let member = inputs(f, "worker", 2);
     let own = Rule {
-        to: ranges(&[f.worker_pods, f.worker_wireguard]).into_iter().collect(),
+        to: prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect(),
         ports: BTreeSet::new(),
     };
     Inputs {
@@ -142,7 +142,7 @@ fn worker_inputs(f: &Family) -> Inputs {
             pod_cidrs: all(&[f.worker_pods]),
             ..member.node
         },
-        throw: ranges(&[f.hub_gateway]).into_iter().collect(),
+        throw: prefixes(&[f.hub_gateway]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
         nodes: all(&[f.worker, f.worker_wireguard]),
         policies: vec![Policy {

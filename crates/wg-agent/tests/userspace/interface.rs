@@ -7,7 +7,7 @@ use wg_agent::device::{
     userspace::{Userspace, remove_interface},
 };
 
-use super::{Node, PORT, SOON, counters, secret, two};
+use super::{Node, PORT, TIMEOUT, counters, secret, two};
 use crate::{
     OPTIONS,
     netns::{NetNs, unique_name, wait_until},
@@ -66,7 +66,7 @@ fn foreign_interfaces_are_left_alone_with_a_clear_error() {
 #[test]
 fn interface_outlives_its_process_and_is_taken_over() {
     let [mut a, b] = two();
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     a.ns.ip(&format!("route add 10.50.0.0/16 dev {}", a.interface));
     let shown = |a: &Node| {
         let link = a.ns.ip_json(&format!("link show {}", a.interface));
@@ -118,5 +118,5 @@ fn interface_with_older_flags_is_recreated() {
     ));
     a.open();
     a.add(2, Some("192.0.2.2:51820"));
-    wait_until("a ping", SOON, || b.reaches(1));
+    wait_until("a ping", TIMEOUT, || b.reaches(1));
 }

@@ -1,10 +1,10 @@
 //! What a userspace device must do whatever the kernel takes off it and however many workers it has, read back by `ping`, TCP, UDP, `ip`,
 //! `wg` and `nft`. What both backends must do is in `contract`.
 
-mod carried;
+mod drops;
+mod endpoints;
 mod interface;
-mod places;
-mod refused;
+mod traffic;
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::{
 };
 
 const PORT: u16 = 51820;
-const SOON: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 struct Node {
@@ -71,7 +71,7 @@ impl Node {
             self.number, self.interface
         ));
         // The kernel sends from such an address at once, and takes what comes for it when a worker of its own has got to it.
-        wait_until("the route to the address", SOON, || {
+        wait_until("the route to the address", TIMEOUT, || {
             let address = format!("local fd09::{} ", self.number);
             self.ns.sh("ip -6 route show table local").contains(&address)
         });

@@ -2,14 +2,14 @@
 
 use clustermesh_agent_core::device::PeerChange;
 
-use super::{Node, SOON, counters, public, two};
+use super::{Node, TIMEOUT, counters, public, two};
 use crate::netns::wait_until;
 
 // threat: deleted-peer
 #[test]
 fn removed_peer_is_unreachable_and_its_packets_dropped() {
     let [mut a, b] = two();
-    wait_until("the first ping", SOON, || b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
     a.apply(&[PeerChange::Remove(public(2))]);
     assert!(!b.reaches(1) && !a.reaches(2));
     let observed = a.observe();
@@ -42,7 +42,7 @@ fn packet_without_a_peer_gets_an_icmp_error() {
 #[test]
 fn inner_source_outside_allowed_ips_is_dropped() {
     let [a, b] = two();
-    wait_until("the first ping", SOON, || b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
     assert_eq!(a.observe().drops["foreign_source"], 0);
     b.ns.ip("addr add 10.66.0.1/32 dev lo");
     a.ns.sh(
@@ -65,7 +65,7 @@ fn inner_source_outside_allowed_ips_is_dropped() {
 #[test]
 fn garbage_datagrams_change_nothing() {
     let [a, b] = two();
-    wait_until("the first ping", SOON, || b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
     let before = a.stats(2);
     let mut noise = 0x9e37_79b9_u32;
     let mut next = move || {
@@ -87,7 +87,7 @@ fn garbage_datagrams_change_nothing() {
             let _ = socket.send_to(&datagram, "192.0.2.1:51820");
         }
     });
-    wait_until("the flood to be read", SOON, || {
+    wait_until("the flood to be read", TIMEOUT, || {
         let drops = a.observe().drops;
         drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000
     });

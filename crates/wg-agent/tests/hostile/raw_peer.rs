@@ -1,27 +1,27 @@
-//! WireGuard spoken by hand, and packets made by hand. What an attack is made of is the tests' business.
+//! Sends hand-made WireGuard messages and inner packets.
 
 use std::net::UdpSocket;
 
 use boringtun::noise::{Tunn, TunnResult};
 use x25519_dalek::StaticSecret;
 
-use super::{SOON, Stage, VICTIM, secret};
+use super::{TIMEOUT, Testbed, VICTIM, secret};
 
-/// WireGuard spoken by hand over a socket of the stranger's, to say what no device would.
-pub(crate) struct Mouth {
+/// WireGuard over a plain socket of the stranger. It can send what no real device would.
+pub(crate) struct RawPeer {
     core: Tunn,
     pub(crate) socket: UdpSocket,
 }
 
-impl Mouth {
-    /// Who `own` is to the victim; from a port of its own.
-    pub(crate) fn new(stage: &Stage, own: StaticSecret) -> Self {
-        let socket = stage.stranger.enter(|| {
-            let socket = UdpSocket::bind((stage.outer.stranger, 0)).expect("bind");
-            socket.connect(stage.victim_at()).expect("connect");
+impl RawPeer {
+    /// A peer with the private key `own` and a source port of its own.
+    pub(crate) fn new(testbed: &Testbed, own: StaticSecret) -> Self {
+        let socket = testbed.stranger.enter(|| {
+            let socket = UdpSocket::bind((testbed.outer.stranger, 0)).expect("bind");
+            socket.connect(testbed.victim_at()).expect("connect");
             socket
         });
-        socket.set_read_timeout(Some(SOON)).expect("a timeout");
+        socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         let victim = x25519_dalek::PublicKey::from(&secret(VICTIM));
         Self {
             core: Tunn::new(own, victim, None, None, 1, None),
@@ -37,8 +37,8 @@ impl Mouth {
         }
     }
 
-    /// A session with the victim. Returns what was said first.
-    pub(crate) fn shake_hands(&mut self) -> Vec<u8> {
+    /// Makes a session with the victim. Returns the initiation.
+    pub(crate) fn handshake(&mut self) -> Vec<u8> {
         let initiation = self.initiation();
         self.socket.send(&initiation).expect("send");
         let (mut response, mut buffer) = ([0; 2048], vec![0; 2048]);
@@ -50,7 +50,7 @@ impl Mouth {
         initiation
     }
 
-    /// An inner packet as a data message.
+    /// Encrypts an inner packet into a data message.
     pub(crate) fn seal(&mut self, packet: &[u8]) -> Vec<u8> {
         let mut buffer = vec![0; packet.len() + 64];
         match self.core.encapsulate(packet, &mut buffer) {
@@ -60,7 +60,7 @@ impl Mouth {
     }
 }
 
-/// An inner IPv4 UDP packet; without a UDP checksum, which IPv4 allows.
+/// An inner IPv4 UDP packet without a UDP checksum, which IPv4 allows.
 pub(crate) fn udp(from: [u8; 4], port: u16, text: &[u8]) -> Vec<u8> {
     let length = 28 + text.len() as u16;
     let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0];

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 use clustermesh_agent_core::device::{PeerChange, PeerUpdate};
 use wg_agent::device::Device;
 
-use super::{Node, SOON, counters, public, two};
+use super::{Node, TIMEOUT, counters, public, two};
 use crate::netns::{veth, wait_until};
 
 #[test]
 fn restart_of_one_side_resumes_data_within_five_seconds() {
     let [mut a, b] = two();
-    wait_until("the first ping", SOON, || b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
     for round in 0..5 {
         let device = a.device.take().expect("an open device");
         a.ns.enter(|| device.close()).expect("close");
@@ -43,7 +43,7 @@ fn changed_endpoint_of_a_silent_peer_is_tried_at_once() {
     };
     let began = Instant::now();
     a.apply(&[PeerChange::Update(public(2), elsewhere)]);
-    wait_until("a handshake", SOON, || a.stats(2).handshake_age.is_some());
+    wait_until("a handshake", TIMEOUT, || a.stats(2).handshake_age.is_some());
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(a.reaches(2) && b.reaches(1));
 }
@@ -59,13 +59,13 @@ fn outer_packets_carry_the_current_fwmark() {
     configuration.fwmark = 0x0010_0000;
     a.configure(&configuration);
     let before = counters(&a.ns);
-    wait_until("a ping", SOON, || a.reaches(2));
+    wait_until("a ping", TIMEOUT, || a.reaches(2));
     let after = counters(&a.ns);
     assert!(after[0] > before[0] && after[1] == before[1], "{before:?} {after:?}");
     configuration.fwmark = 7;
     configuration.listen_port = 51999;
     a.configure(&configuration);
-    wait_until("a ping from the new port", SOON, || a.reaches(2));
+    wait_until("a ping from the new port", TIMEOUT, || a.reaches(2));
     let last = counters(&a.ns);
     assert!(last[2] > 0 && last[1] == after[1], "{last:?}");
     assert_eq!(

@@ -1,29 +1,30 @@
-//! What stands around the target's node and is no mesh's: its neighbours on a local network, a cloud's metadata address, the
-//! bridge of another container runtime. Who tries to reach it is decided elsewhere.
+//! Sets up machines around the target node that belong to no mesh: neighbours on a local network, the metadata address
+//! of a cloud, and a container on the bridge of another runtime.
 
 use super::{TCP_PORT, UDP_PORT, ip};
 use crate::{attacker::echo, netns::NetNs};
 
-/// A neighbour on the node's local network, and the node there.
+/// A neighbour on the node's local network, and the node's address there.
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
 pub(super) const NODE_THERE: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
-/// Where clouds answer with a node's credentials. IPv4's is link-local, IPv6's (one cloud's) is not.
+/// The metadata address at which clouds serve credentials of the node. The IPv4 one is link-local, the IPv6 one (of one
+/// cloud) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
-/// A container on a bridge of the node's own, and the node there.
+/// A container on another bridge of the node, and the node's address there.
 pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
 pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
-/// A Service of the target's whose endpoint somebody wrote by hand: the neighbour.
+/// A Service of the target with a manual endpoint outside the cluster: the neighbour.
 pub(super) const LEADS_OUT: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
 
-/// It all.
-pub(crate) struct Around {
-    /// Also the metadata address.
+/// The machines.
+pub(crate) struct Surroundings {
+    /// Also has the metadata address.
     pub(crate) neighbour: NetNs,
     pub(crate) container: NetNs,
 }
 
-impl Around {
-    /// Every one of them answers whoever asks, and finds the way back to anybody by the node.
+impl Surroundings {
+    /// Each machine answers every request and routes its replies through the node.
     pub(super) fn new(node: &NetNs) -> Self {
         let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
         node.ip("link add docker0 type bridge mcast_snooping 0");
@@ -61,15 +62,16 @@ impl Around {
         let [v4, v6] = METADATA;
         node.ip(&format!("route add {v4} dev lan0"));
         node.ip(&format!("-6 route add {v6} dev lan0"));
-        // As kube-proxy has it in its iptables mode: it is not the kernel's habit that closes the loopback.
+        // kube-proxy in iptables mode sets this. So the firewall, not the kernel default, must protect the loopback
+        // addresses.
         node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
-        // What is asked while no table stands is answered then, and not for a minute more.
+        // A SYN that arrives while there is no table is answered at once, and not repeated for a minute.
         node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
         Self { neighbour, container }
     }
 }
 
-/// What a kube-proxy writes for the Service that leads out.
+/// The DNAT rules that kube-proxy writes for [`LEADS_OUT`].
 pub(super) fn services() -> String {
     let ([vip, vip6], [to, to6]) = (LEADS_OUT, NEIGHBOUR);
     format!(

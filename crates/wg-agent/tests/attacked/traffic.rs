@@ -1,34 +1,34 @@
-//! What witnesses have seen, and what of it is open to the member.
+//! The traffic that witnesses count, and which of it is allowed.
 
 use std::collections::BTreeSet;
 
-use super::{MEMBER, MEMBER_ASKING, MEMBERS_FLOOD, OTHER, TCP_PORT, UDP_PORT};
+use super::{FLOOD_PORTS, MEMBER, MEMBER_PORT, OTHER, TCP_PORT, UDP_PORT};
 use crate::attacker::{
     Flood,
     witness::{Counts, keys},
 };
 
-/// What was seen.
+/// Traffic at the three places of witnesses.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Seen {
-    /// In pods.
+pub(super) struct ObservedTraffic {
+    /// In the pods and surrounding machines.
     pub(super) arrived: Counts,
-    /// Of what the tunnel brought, that the node took or sent on.
+    /// Packets from the tunnel that the node accepted or forwarded.
     pub(super) passed: Counts,
-    /// Who answered the member: sources and their ports.
+    /// Sources and source ports of the replies to the member.
     pub(super) members: BTreeSet<String>,
 }
 
-impl Seen {
-    /// All that may be seen.
-    pub(super) fn open() -> Self {
+impl ObservedTraffic {
+    /// All traffic that is allowed.
+    pub(super) fn allowed() -> Self {
         let mut out = Self::default();
         let ([from, _], [to, _]) = (MEMBER, OTHER);
-        let member = format!("{from} udp {MEMBER_ASKING} -> {to}:{UDP_PORT}");
+        let member = format!("{from} udp {MEMBER_PORT} -> {to}:{UDP_PORT}");
         out.arrived.insert(member, 0);
         out.members.insert(format!("{to} udp {UDP_PORT}"));
         for (from, to) in MEMBER.iter().zip(OTHER) {
-            let [udp, tcp] = MEMBERS_FLOOD;
+            let [udp, tcp] = FLOOD_PORTS;
             out.arrived.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
             out.arrived.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
             out.arrived.insert(format!("{from} destination-unreachable -> {to}"), 0);
@@ -36,7 +36,7 @@ impl Seen {
                 .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
         }
         out.passed = out.arrived.clone();
-        // A way that is written into a packet of IPv6 begins at the pod, which takes none.
+        // A pod that gets an IPv6 routing header answers with this error.
         out.members.insert(format!("{} parameter-problem no-route", OTHER[1]));
         out
     }
@@ -50,7 +50,7 @@ impl Seen {
         [keys(arrived), keys(passed), members.clone()]
     }
 
-    pub(super) fn beyond(&self, open: &Self) -> BTreeSet<String> {
+    pub(super) fn not_in(&self, open: &Self) -> BTreeSet<String> {
         let (mine, open) = (self.only_keys(), open.only_keys());
         let more = mine.iter().zip(&open).flat_map(|(mine, open)| mine - open);
         more.collect()
@@ -67,10 +67,10 @@ impl Seen {
 
     pub(super) fn print(&self, what: &str, open: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
-        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.beyond(open).len());
-        let (rounds, kinds) = (flood.rounds(), flood.shots());
+        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.not_in(open).len());
+        let (rounds, kinds) = (flood.rounds(), flood.packets_per_round());
         println!(
-            "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} that are not open; {rounds} rounds of {kinds}",
+            "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} keys that are not allowed; {rounds} rounds of {kinds}",
             flood.began().elapsed().as_secs_f64()
         );
     }

@@ -12,13 +12,13 @@ use clustermesh_agent_core::{
 };
 use wg_agent::device::Device;
 
-use super::{Node, SOON, public, spec, two};
+use super::{Node, TIMEOUT, public, spec, two};
 use crate::netns::{NetNs, transfer, veth, wait_until};
 
 #[test]
 fn two_devices_carry_ping_and_tcp_and_wg_reads_them() {
     let [mut a, b] = two();
-    wait_until("the first ping", SOON, || a.reaches(2));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2));
     assert!(b.reaches(1));
     assert!(a.ns.pings("fd09::2") && b.ns.pings("fd09::1"));
     transfer(&a.ns, &b.ns, "10.9.0.2:5000", 20_000_000);
@@ -59,7 +59,7 @@ fn outer_packets_over_ipv6_are_carried() {
     veth(&a.ns, "eth0", &["2001:db8::1/64"], &b.ns, "eth0", &["2001:db8::2/64"]);
     a.add(2, Some("[2001:db8::2]:51820"));
     b.add(1, None);
-    wait_until("a ping over IPv6", SOON, || a.reaches(2));
+    wait_until("a ping over IPv6", TIMEOUT, || a.reaches(2));
     transfer(&b.ns, &a.ns, "10.9.0.1:5000", 1_000_000);
     assert_eq!(
         b.stats(1).endpoint,
@@ -76,7 +76,7 @@ fn changes_of_one_peer_leave_another_session_alone() {
         c.add(1, Some("198.51.100.1:51820"));
         c
     };
-    wait_until("the first ping", SOON, || a.reaches(2));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2));
     let began = Instant::now();
     let age = a.stats(2).handshake_age.expect("a handshake");
     let (a_ns, b_ns) = (NetNsRef(&a.ns), NetNsRef(&b.ns));
@@ -128,7 +128,7 @@ fn changes_of_one_peer_leave_another_session_alone() {
         "{now:?}, expected {expected:?}"
     );
     a.add(3, Some("198.51.100.3:51820"));
-    wait_until("the changed peer, added again", SOON, || c.reaches(1));
+    wait_until("the changed peer, added again", TIMEOUT, || c.reaches(1));
 }
 
 /// A namespace lent to a thread.
@@ -138,10 +138,10 @@ struct NetNsRef<'a>(&'a NetNs);
 #[test]
 fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
     let [a, b] = two();
-    wait_until("the first ping", SOON, || a.reaches(2) && a.ns.pings("fd09::2"));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && a.ns.pings("fd09::2"));
     for (to, from) in [("10.9.0.2:7000", "10.9.0.1:0"), ("[fd09::2]:7000", "[fd09::1]:0")] {
         let receiver = b.ns.enter(|| std::net::UdpSocket::bind(to)).expect("bind");
-        receiver.set_read_timeout(Some(SOON)).expect("a time limit");
+        receiver.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         let sender = a.ns.enter(|| std::net::UdpSocket::bind(from)).expect("bind");
         // One run of equal datagrams, which the kernel may hand over as one packet, and every length about it.
         for length in [1_u16, 63, 64, 65, 1000, 1372, 1392, 1400, 4000, 60_000] {
@@ -163,7 +163,7 @@ fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
 #[test]
 fn many_flows_to_one_peer_cause_no_deadlock() {
     let [mut a, b] = two();
-    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let ns = &a.ns;
     std::thread::scope(|scope| {
         for number in 0..16_u16 {
@@ -182,8 +182,8 @@ fn many_flows_to_one_peer_cause_no_deadlock() {
         let peers = device.observe().expect("observe").peers.len();
         let _ = done.send((device, peers));
     });
-    let (device, peers) = finished.recv_timeout(SOON).expect("the device answers");
+    let (device, peers) = finished.recv_timeout(TIMEOUT).expect("the device answers");
     a.device = Some(device);
     assert_eq!(peers, 1);
-    wait_until("a ping each way", SOON, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping each way", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }

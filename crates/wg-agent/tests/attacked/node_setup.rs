@@ -1,15 +1,15 @@
-//! What stands on the target's node before an agent does.
+//! Prepares the target node before its agent starts.
 
-use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, around, ip};
+use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, ip, surroundings};
 use crate::{
     attacker::{
         echo,
-        witness::{At, rules},
+        witness::{CountingPoint, rules},
     },
     netns::NetNs,
 };
 
-/// Tables of the target's node that are not the agent's: the witness, and a kube-proxy's.
+/// The nftables tables of the target node that are not the agent's: the witness, and kube-proxy's.
 pub(super) fn tables(interface: &str) -> String {
     let [db, db6] = DB;
     let [vip, vip6] = VIP;
@@ -25,13 +25,13 @@ pub(super) fn tables(interface: &str) -> String {
             }}
         }}
         ",
-        rules(At::Passed, interface),
-        around::services(),
+        rules(CountingPoint::AfterFilters, interface),
+        surroundings::services(),
     )
 }
 
-/// The target's node: dual-stack pods, each on a link of its own, and a default route for whatever escapes.
-pub(super) fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
+/// Sets up the target node: dual-stack pods on a link each, and a default route for packets that escape the mesh.
+pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
     node.sh("
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
         echo 1 > /proc/sys/net/ipv4/ip_forward
@@ -45,7 +45,7 @@ pub(super) fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
         }
-        // Whoever floods while nothing answers it would fill a pod's queue of half-open connections for a minute.
+        // A flood without answers would otherwise fill the pod's queue of half-open connections for a minute.
         pod.set_sysctl("net/ipv4/tcp_synack_retries", "1");
         node.ip(&format!(
             "link add {link} type veth peer name eth0 netns {}",
