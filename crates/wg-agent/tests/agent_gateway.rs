@@ -1,5 +1,5 @@
-//! A gateway of sandboxes with a real API server: two sandboxes reach what is granted to them, through a pod that has no more
-//! rights than deploy/gateway.yaml gives it, and nothing else, whatever changes. Needs root.
+//! Runs a gateway against a real API server. Two sandboxes must reach their grants and nothing else, whatever changes,
+//! through a pod that has only the rights of deploy/gateway.yaml. Needs root.
 
 mod attacker;
 mod gateway;
@@ -71,7 +71,7 @@ async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
         .await;
     assert_eq!(status["wireguardIPs"], json!(GATEWAY));
     let [v4, v6] = POD;
-    // The object of deploy/gateway.yaml names the hostPort.
+    // The last endpoint is the hostPort named in the SandboxGateway of deploy/gateway.yaml.
     assert_eq!(
         status["endpoints"],
         json!([format!("{v4}:51820"), format!("[{v6}]:51820"), "172.30.1.11:51821"])
@@ -96,7 +96,7 @@ async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
     let remedy = "kubectl create rolebinding clustermesh-gateway --namespace team --clusterrole=clustermesh-gateway-reads \
                   --serviceaccount=clustermesh-gateway:clustermesh-gateway";
     let status = status.await;
-    // The column of `kubectl get` has it, too.
+    // The message column of `kubectl get` shows it, too.
     let column = status["message"].to_string();
     assert!(
         column.contains("2 left out") && column.contains("may not read"),
@@ -114,14 +114,14 @@ async fn grants_are_reached_in_both_families(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
         a.wait_for_answer_from(at(gateway, SQL), "db").await;
-        // Pods see the gateway.
+        // Pods see the gateway as the source.
         let seen = Some(format!("db {pod}"));
         assert_eq!(a.call(at(gateway, SQL)), seen);
         assert_eq!(a.datagram(at(gateway, LOG)), seen);
     }
 }
 
-/// A source port of the tunnel's own: the answer would find the tunnel.
+/// A masqueraded connection must not have the tunnel's own source port: its replies would go to the tunnel.
 async fn masqueraded_source_port_is_never_the_tunnels(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let db = &testbed.pods[0];
@@ -165,7 +165,7 @@ fn ungranted_destinations_are_closed(testbed: &Testbed) {
         (DB[0], TCP),
         (DB[1], TCP),
         (OTHER[0], TCP),
-        // Open at the gateway, and served by these pods.
+        // The gateway and these pods both serve this port.
         (DB[0], SQL),
         (DB[1], SQL),
         (OTHER[1], SQL),
@@ -177,9 +177,9 @@ fn ungranted_destinations_are_closed(testbed: &Testbed) {
     assert_eq!(a.datagram(at(GATEWAY[0], SQL)), None);
     let before = testbed.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
-    // Another rule would drop them as well, but after conntrack has put fragments together.
+    // A later rule would drop these packets as well, but only after conntrack has reassembled fragments.
     assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
-    // Nobody calls a sandbox, and one sandbox is nothing to another, which has no grant at all.
+    // No pod can connect to a sandbox, and neither can another sandbox, which has no grant at all.
     let listener =
         a.ns.enter(|| std::net::TcpListener::bind((ip(a.addresses[0]), 7000)))
             .expect("listen");
@@ -197,18 +197,16 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
     assert!(stream.ask().is_some_and(|answer| answer.starts_with("db")));
     testbed.write_endpoints("db", &[OTHER]).await;
     a.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
-    // A stream of datagrams would keep the endpoint that is gone.
-    wait_until(
-        "the stream to find the other endpoint",
-        TIMEOUT,
-        async || match stream.ask() {
+    // Without action, conntrack would keep a UDP flow at the removed endpoint.
+    wait_until("the flow to reach the other endpoint", TIMEOUT, async || {
+        match stream.ask() {
             Some(answer) if answer.starts_with("other") => Ok(()),
             other => Err(format!("{other:?}")),
-        },
-    )
+        }
+    })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    // New connections are spread over all of them.
+    // New connections are spread over all endpoints.
     testbed.write_endpoints("db", &[DB, OTHER]).await;
     let mut seen = BTreeSet::new();
     wait_until("both endpoints to answer", TIMEOUT, async || {
@@ -238,7 +236,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
         .write_service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "None"}))
         .await;
     testbed.write_endpoints("db", &[DB]).await;
-    // Both may answer until the last change is in force.
+    // Both may answer until the last change is applied.
     a.wait_for_answers_only_from(at(GATEWAY[0], SQL), "db").await;
 }
 
@@ -248,8 +246,10 @@ async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
     let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
     let ready = json!({"ready": true, "serving": true, "terminating": false});
-    let ends = json!({"ready": false, "serving": true, "terminating": true});
-    testbed.write_endpoints_with("db", &[(DB, ends), (OTHER, ready)]).await;
+    let terminating = json!({"ready": false, "serving": true, "terminating": true});
+    testbed
+        .write_endpoints_with("db", &[(DB, terminating), (OTHER, ready)])
+        .await;
     a.wait_for_answers_only_from(at(GATEWAY[0], SQL), "other").await;
     assert!(
         call.ask().is_some_and(|answer| answer.starts_with("db")),
@@ -314,10 +314,11 @@ async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    // The same port of the gateway, the same pod, another port there: what goes on is not to reach the old one.
+    // The grant moves to another port of the same pod; its gateway port stays. Packets of the flow must not reach the
+    // old port.
     testbed.apply_access("m--a", a.access(&granted("log"))).await;
     let before = unanswered_datagrams();
-    wait_until("the stream to find the new endpoint", TIMEOUT, async || {
+    wait_until("the flow to reach the new endpoint", TIMEOUT, async || {
         match stream.ask() {
             Some(answer) if answer.starts_with("db") => Ok(()),
             other => Err(format!("{other:?}")),
@@ -331,7 +332,7 @@ async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
 // threat: gateway-ungranted
 async fn sandboxes_have_separate_grants(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    // The same port of the gateway, for another Service.
+    // The same gateway port, for another Service.
     testbed
         .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
         .await;
@@ -365,13 +366,13 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(stream.ask().is_some());
     let mut call = TcpConnection::open(&a.ns, at(GATEWAY[1], SQL)).expect("a connection");
     assert!(call.ask().is_some());
-    // Several: by chance one would have the port that it had before.
+    // Several connections: a new source port of the gateway could equal the old one by chance.
     let mut others = [0; 8].map(|_| TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;
     assert_eq!((stream.ask(), call.ask()), (None, None));
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
     assert!(b.call(at(GATEWAY[0], SQL)).is_some());
-    // Whose nodes go has no peer any more.
+    // A sandbox without nodes has no peer.
     let mut spec = b.access(&[grant("web", "sql", "TCP", SQL)]);
     spec["nodes"] = json!([]);
     testbed.apply_access("m--b", spec).await;
@@ -388,17 +389,17 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     b.tunnel.restart_session();
     b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
     a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
-    // The grant is back, the connections from before are not: a reset says so.
+    // The grant is back, but connections from before get a reset.
     let answers: Vec<_> = others.iter_mut().map(TcpConnection::ask).collect();
     assert_eq!(answers, vec![None; others.len()]);
     let errors: Vec<_> = others.iter_mut().map(TcpConnection::error).collect();
     assert_eq!(errors, vec![Some(ErrorKind::BrokenPipe); others.len()]);
 }
 
-/// As soon as it is back it is deleted again, also before the gateway has looked at what it wrote.
+/// Deletes the table again as soon as it is restored, also before the gateway has verified its own write.
 async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    // Renewals of the table would restore it, too, but rarely.
+    // The periodic renewal of the table would restore it as well, but rarely.
     let repairs = || {
         let metrics = testbed.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
         let mut lines = metrics
@@ -435,10 +436,10 @@ async fn restarted_container_is_the_same_gateway(
     assert!(call.ask().is_some());
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.running.wait(TIMEOUT);
-    // While no process renews or answers, packets are dropped; the kernel's tunnel goes on.
+    // Without a process the userspace device drops packets; the kernel's tunnel continues.
     let kernel = gateway::backend() == "kernel";
     assert_eq!(a.call(at(GATEWAY[0], SQL)).is_some(), kernel);
-    // Its node begins no handshake: it goes on in the session that died with the process. The new one begins one.
+    // The sandbox's node starts no handshake, because its session is still valid. The new process must start one.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
     a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
@@ -460,7 +461,7 @@ async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let stream = hostile::ForgedEntry::of_the_grant(testbed, 0, 7100, 50100);
     testbed.cluster().kill_api().expect("kill the API server");
-    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "nothing changes at once");
+    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "grants do not expire at once");
     let closed = Duration::from_secs(60);
     wait_until("the grants to expire", closed, async || {
         match a.call(at(GATEWAY[0], SQL)) {
@@ -478,7 +479,7 @@ async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     stream.answer(testbed);
     testbed.cluster().start_api().await.expect("start the API server");
     a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
-    // The connection's packets come before those of the call, which are answered.
+    // The replies to `call` prove that the earlier packets of the connection were processed.
     assert_eq!((asked.packets(), answered.packets()), (0, 0));
     wait_until("packets of both directions", TIMEOUT, async || {
         stream.ask(testbed);
@@ -496,19 +497,24 @@ async fn terminating_gateway_reports_it_first(testbed: &Testbed, gateway: &mut g
     let [a, _] = &testbed.sandboxes;
     testbed.wait_until_ready().await;
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
-    wait_until("the gateway to say that it ends", TIMEOUT, async || {
-        match testbed.readyz() {
+    wait_until(
+        "the gateway to report that it terminates",
+        TIMEOUT,
+        async || match testbed.readyz() {
             (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),
             other => Err(format!("{other:?}")),
-        }
-    })
+        },
+    )
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "it still serves");
+    assert!(
+        a.call(at(GATEWAY[0], SQL)).is_some(),
+        "a terminating gateway still serves"
+    );
     assert!(gateway.running.wait(TIMEOUT).success());
 }
 
-/// As a new pod: with a key that no sandbox has yet.
+/// A new pod has a key that no sandbox knows yet.
 async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, arguments: &[&str]) {
     std::fs::remove_file(testbed.file("key")).expect("remove the key");
     let before = testbed.status().await["publicKey"].clone();

@@ -1,5 +1,6 @@
-//! Packets made by hand: odd ones, and those of connections that the firewall should no longer serve. Entries of the conntrack
-//! table are written by hand as well, as if they had been left behind: each rule is to hold on its own.
+//! Sends hand-made packets to a gateway: fragments, options, and packets of connections that it should no longer serve.
+//! The conntrack entries of such connections are forged, as if they had been left over, so that each rule is tested on
+//! its own.
 
 use clustermesh_lab::wait_until;
 
@@ -16,7 +17,7 @@ use crate::{
 const FRAGMENT: u8 = 44;
 const DESTINATION: u8 = 60;
 
-/// Lengths of UDP tell the packets apart at the pod.
+/// The pod tells the packets apart by their UDP length.
 // threat: gateway-ungranted
 pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
@@ -31,7 +32,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
             vec![
                 packets::v4(from, to, packets::UDP, &[], 7, MORE, &cut[..400]),
                 packets::v4(from, to, packets::UDP, &[], 7, 400 / 8, &cut[400..]),
-                // Four times "no operation".
+                // Four "no operation" options.
                 packets::v4(from, to, packets::UDP, &[1; 4], 8, 0, &whole),
             ]
         } else {
@@ -39,7 +40,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
                 let header = packets::fragment(packets::UDP, 7, (offset / 8) as u16, more);
                 packets::v6(from, to, FRAGMENT, &[header, part.to_vec()].concat())
             };
-            // Four bytes of padding.
+            // A destination options header with four bytes of padding.
             let padding = vec![packets::UDP, 0, 1, 4, 0, 0, 0, 0];
             vec![
                 piece(0, true, &cut[..400]),
@@ -63,18 +64,18 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
     }
 }
 
-/// An entry of the gateway's conntrack table, from the first sandbox to an endpoint.
+/// A forged entry of the gateway's conntrack table, from the first sandbox to an endpoint.
 pub(crate) struct ForgedEntry {
     family: usize,
-    /// Index of the pod that is its endpoint.
+    /// Index of the endpoint's pod.
     pod: usize,
-    /// Source ports at the sandbox, and behind the gateway.
+    /// The source port of the sandbox, and that of the gateway towards the endpoint.
     port: u16,
     masqueraded: u16,
 }
 
 impl ForgedEntry {
-    /// One that belongs to the grant at [`LOG`].
+    /// An entry of the grant at [`LOG`].
     pub(crate) fn of_the_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
         let mark = mark(testbed, &testbed.sandboxes[0]);
         Self::new(testbed, &mark, family, 0, (port, masqueraded))
@@ -108,7 +109,7 @@ impl ForgedEntry {
         ([DB, OTHER][self.pod][self.family], UDP)
     }
 
-    /// Its packets that reach the endpoint, and the answers that reach the sandbox.
+    /// Counters of its packets at the endpoint, and of replies at the sandbox.
     pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
         (
             Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
@@ -116,21 +117,21 @@ impl ForgedEntry {
         )
     }
 
-    /// Sends a datagram of the sandbox.
+    /// Sends a datagram from the sandbox.
     pub(crate) fn ask(&self, testbed: &Testbed) {
         let a = &testbed.sandboxes[0];
         let gateway = (GATEWAY[self.family], LOG);
         send(&a.ns, &a.tunnel.interface, self.sandbox(testbed), gateway);
     }
 
-    /// Sends an answer of the endpoint.
+    /// Sends a reply from the endpoint.
     pub(crate) fn answer(&self, testbed: &Testbed) {
         let back = (POD[self.family], self.masqueraded);
         send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
     }
 }
 
-/// Anyone on the underlay can send these from forged sources, and would fill the conntrack table.
+/// Anyone on the underlay can send such packets from forged sources and would fill the conntrack table.
 // threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.pods[0];
@@ -146,7 +147,7 @@ pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     }
 }
 
-/// The mark of the connections by which a sandbox uses [`LOG`].
+/// The conntrack mark of a sandbox's connections to [`LOG`].
 fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
     assert!(sandbox.datagram(at(to, LOG)).is_some(), "{}", sandbox.name);
@@ -183,7 +184,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
     sent.expect("send a packet");
 }
 
-/// Returns when the gateway has judged the packet: it has answered a ping that was sent after it.
+/// Returns when the gateway has processed the packet: it has answered a later ping.
 fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
     let gateway = POD[usize::from(ip(from.0).is_ipv6())];
@@ -200,7 +201,7 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     for (family, gateway) in GATEWAY.into_iter().enumerate() {
         let forged =
             |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
-        // Endpoint of the grant: so these entries are what the gateway goes by.
+        // A valid entry is served, so the gateway relies on these entries.
         let stream = forged(&own, 0, 0);
         let (asked, answered) = stream.counters(testbed);
         wait_until("packets of both directions", TIMEOUT, async || {
@@ -213,12 +214,13 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        // An endpoint that the grant has no more; a grant of another sandbox, with its endpoint and with this one's.
+        // Stale entries: an endpoint that the grant no longer has, and the grant of another sandbox with either
+        // endpoint.
         for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
             let stream = forged(mark, pod, number);
             let (asked, answered) = stream.counters(testbed);
             stream.ask(testbed);
-            // This is answered after the gateway has judged the packet before.
+            // This reply comes after the gateway has processed the packet before.
             assert!(a.datagram(at(gateway, LOG)).is_some());
             assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
             if *mark == own {
@@ -231,7 +233,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     testbed.apply_access("m--b", b.access(&[sql])).await;
 }
 
-/// Towards a sandbox, through the gateway to another pod, and past its translation.
+/// Forges entries from a pod to a sandbox, through the gateway to another pod, and for a reply past the address
+/// translation.
 // threat: gateway-inbound
 fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let [db, other] = &testbed.pods;

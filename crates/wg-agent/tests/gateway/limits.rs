@@ -1,4 +1,4 @@
-//! How many connections a sandbox may open, and what it hears of errors.
+//! Checks the gateway's limits on connections, grants and nodes, and that ICMP errors reach a sandbox.
 
 use std::{
     io::ErrorKind,
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::attacker::{BackgroundThread, RawSender, packets, public};
 
-/// Of other sandboxes, in one moment: a single transaction would take nft more memory than it gets.
+/// Writes the grants of three other sandboxes at once. A single transaction would need more memory than nft gets.
 pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let other = |number: u8, count: u16| {
@@ -82,7 +82,7 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     let mut slow = a.access(&grants);
     slow["newConnectionsPerSecond"] = json!(1);
     testbed.apply_access("m--a", slow).await;
-    // New connections: far more than the limit and its burst. The call is answered after the last of them.
+    // Far more new connections than the limit and its burst. The reply over `call` comes after the last of them.
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let before = got.packets();
     for port in 30000..30200 {
@@ -92,7 +92,8 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     assert!(call.ask().is_some());
     let new = got.packets() - before;
     assert!((1..20).contains(&new), "{new} of 200 new connections in a moment");
-    // A connection that stands, though never answered, is no new one. CountingPoint one packet a second, this would take a minute.
+    // Packets of an existing connection are not limited, even if it was never answered. At one packet a second this
+    // would take a minute.
     let before = got.packets();
     wait_until("the pod to get a whole stream", TIMEOUT, async || {
         (0..10).for_each(|_| stream.send());
@@ -116,14 +117,14 @@ pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
         let mut calls: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
             .map_while(|_| TcpConnection::open(&a.ns, to))
             .collect();
-        // Connections that have just ended may count for a moment.
+        // Connections that have just closed may still count.
         assert!(
             (ENDPOINT_CONNECTIONS / 2..=ENDPOINT_CONNECTIONS).contains(&calls.len()),
             "{} connections to {to}",
             calls.len()
         );
         assert!(calls.iter_mut().all(|call| call.ask().is_some()));
-        // Another grant has its own number of them.
+        // The limit of another grant is separate.
         b.wait_for_answer_from(to, "other").await;
         calls.truncate(calls.len() / 2);
         a.wait_for_answer_from(to, "db").await;
@@ -148,7 +149,7 @@ pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
     testbed.apply_access("m--a", a.access(&log)).await;
 }
 
-/// Over all of its grants and endpoints. Another sandbox has its own number of them.
+/// Counts over all grants and endpoints of a sandbox. The limit of another sandbox is separate.
 // threat: gateway-connection-flood
 pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
@@ -159,7 +160,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
     }
     assert!(calls.len() > ENDPOINT_CONNECTIONS, "{} connections", calls.len());
-    // More would fit the limit of this endpoint.
+    // The limit of this endpoint would admit more.
     let got = Counter::new(&testbed.pods[0], "udp dport 5000");
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -167,7 +168,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
         sent.expect("send a packet");
     }
-    // Answered after the last of them.
+    // These replies come after the last of the packets.
     assert!(calls.iter_mut().all(|call| call.ask().is_some()));
     let left = SANDBOX_CONNECTIONS - calls.len();
     assert!(
@@ -184,18 +185,19 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
 }
 
-/// Packets that the flood of [`flood_of_a_sandbox_leaves_another_its_connections`] sends: most of them are each a new connection.
+/// Packets of the flood in [`flood_of_a_sandbox_leaves_another_its_connections`]; most open a new connection.
 const FLOOD: u64 = 100_000;
-/// Calls of the other sandbox meanwhile.
+/// Connections of the other sandbox during the flood.
 const CALLS: usize = 100;
 
-/// Root on one sandbox's node sends as fast as it can: datagrams of a granted stream, each from another port, and connections.
+/// Root on the node of one sandbox sends as fast as it can: datagrams and SYNs to granted ports, each from another
+/// source port.
 // threat: gateway-connection-flood
 pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
     let to = at(GATEWAY[0], SQL);
     b.wait_for_answer_from(to, "other").await;
-    println!("calls of one sandbox beside an idle one: {}", calls(b, to));
+    println!("connections beside an idle sandbox: {}", calls(b, to));
     let sent = std::sync::Arc::<AtomicU64>::default();
     let (counted, raw) = (sent.clone(), RawSender::open(&a.ns, &a.tunnel.interface));
     let [from, gateway] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -209,7 +211,7 @@ pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &
     let began = (Instant::now(), sent.load(Ordering::Acquire));
     let beside = calls(b, to);
     let rate = (sent.load(Ordering::Acquire) - began.1) as f64 / began.0.elapsed().as_secs_f64();
-    println!("beside one that sends {rate:.0} packets a second: {beside}");
+    println!("connections beside a sandbox that sends {rate:.0} packets a second: {beside}");
     assert!(rate > 0.0, "the flood has ended");
     drop(flood);
     assert!(testbed.dropped("enter", "too many new connections") > 0);
@@ -227,13 +229,13 @@ fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop:
         } else {
             packets::syn(from, gateway, (port, SQL))
         };
-        // Its own queue may be full.
+        // The queue of its own interface may be full.
         let _ = raw.send(gateway, &packet);
         sent.fetch_add(1, Ordering::Release);
     }
 }
 
-/// Opens connections one after the other, each of which has to be answered; how long they took.
+/// Opens connections one after the other, which must all be answered. Returns how long they took.
 fn calls(from: &Sandbox, to: SocketAddr) -> String {
     let mut times: Vec<_> = (0..CALLS)
         .map(|number| {
@@ -248,7 +250,8 @@ fn calls(from: &Sandbox, to: SocketAddr) -> String {
     format!("p50 {:.1?}, longest {:.1?}", times[CALLS / 2], times[CALLS - 1])
 }
 
-/// As many nodes as a SandboxAccess takes, made up by the sandbox's API server. Gateways have 256 MiB.
+/// A SandboxAccess with the maximum number of nodes, as a sandbox's API server could invent them. Gateways have 256
+/// MiB.
 // threat: oversized-access
 pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway: &Gateway) {
     let [a, b] = &testbed.sandboxes;

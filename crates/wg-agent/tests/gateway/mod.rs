@@ -1,5 +1,6 @@
-//! The testbed of agent_gateway: one cluster with a real API server, a node, a gateway's pod and two others behind it, and two
-//! sandboxes' nodes with WireGuard of their own. The test stands in for the controller and for the kubelet.
+//! Sets up the testbed of agent_gateway: one cluster with a real API server, a node with the gateway's pod and two
+//! other pods, and the nodes of two sandboxes with WireGuard devices of the test. The test takes the place of the
+//! controller and the kubelet.
 
 pub(crate) mod hostile;
 pub(crate) mod limits;
@@ -33,37 +34,38 @@ use crate::{
     netns::{NetNs, unique_name},
 };
 
-/// Anything that takes longer than this is broken.
+/// A longer wait means a failure.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The one whose kernel has it; this machine's may not.
+/// The backend to test: the kernel's in the virtual machine, else the userspace one, since this kernel may have no
+/// WireGuard.
 pub(crate) fn backend() -> &'static str {
     let inside = std::env::var_os("CLUSTERMESH_TEST_MACHINE").is_some();
     if inside { "kernel" } else { "userspace" }
 }
 
 const NODE: &str = "172.30.1.11";
-/// The gateway on the pod network, and inside the tunnel.
+/// The gateway's pod addresses, and its addresses inside the tunnel.
 pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
-/// The node, as pods find it.
+/// The node's addresses on the links to its pods.
 const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
-/// Ports of the pods.
+/// Ports on which the pods answer.
 pub(crate) const TCP: u16 = 8080;
 pub(crate) const UDP: u16 = 5000;
-/// Of one that only listens.
+/// A UDP port that receives and never answers.
 pub(crate) const MUTE: u16 = 5002;
 /// No socket is bound to this one.
 const SHUT: u16 = 5003;
-/// What pods also serve: numbers that the gateway's ports have, too.
+/// A port of the pods that equals a port of the gateway.
 const SAME: u16 = 20001;
 const HOST_PORT: u16 = 31820;
-/// Ports of the gateway.
+/// Ports of the gateway, for a TCP and a UDP grant.
 pub(crate) const SQL: u16 = 20001;
 pub(crate) const LOG: u16 = 20002;
-/// Connections of one grant to one endpoint, and of a sandbox.
+/// The gateway's limits: connections of one grant to one endpoint, and of one sandbox.
 pub(crate) const ENDPOINT_CONNECTIONS: usize = 50;
 pub(crate) const SANDBOX_CONNECTIONS: usize = 120;
 
@@ -78,7 +80,7 @@ pub(crate) fn at(address: &str, port: u16) -> SocketAddr {
     SocketAddr::new(ip(address), port)
 }
 
-/// A node of a sandbox.
+/// The node of a sandbox.
 pub(crate) struct Sandbox {
     pub(crate) name: &'static str,
     pub(crate) ns: NetNs,
@@ -88,7 +90,7 @@ pub(crate) struct Sandbox {
     pub(crate) networks: [&'static str; 2],
 }
 
-/// The whole.
+/// The testbed.
 pub(crate) struct Testbed {
     pub(crate) lab: Lab,
     pub(crate) client: Client,
@@ -96,7 +98,7 @@ pub(crate) struct Testbed {
     pub(crate) pod: NetNs,
     pub(crate) pods: [NetNs; 2],
     pub(crate) sandboxes: [Sandbox; 2],
-    /// Datagrams that the pod `db` got at the port that it does not answer.
+    /// Datagrams that the pod `db` has received on [`MUTE`].
     pub(crate) unanswered_datagrams: Arc<AtomicU64>,
     interface: String,
     pod_uid: String,
@@ -104,7 +106,7 @@ pub(crate) struct Testbed {
 }
 
 impl Drop for Testbed {
-    /// A gateway that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+    /// A killed gateway leaves its lock and its control socket in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
@@ -129,7 +131,7 @@ impl Sandbox {
         UdpFlow::open(&self.ns, to).ask()
     }
 
-    /// Waits for an answer from `who`: the first packets make a session.
+    /// Waits for an answer from the pod `who`: the first packets make the session.
     pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, who: &str) {
         wait_until(
             format!("{} to be answered by {who} at {to}", self.name),
@@ -143,7 +145,7 @@ impl Sandbox {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Waits until all of many new connections are answered by the same pod, `who`.
+    /// Waits until many new connections in a row are all answered by the pod `who`.
     pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, who: &str) {
         wait_until(format!("only {who} to answer at {to}"), TIMEOUT, async || {
             match (0..24)
@@ -158,7 +160,7 @@ impl Sandbox {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Its part of a SandboxAccess.
+    /// The spec of its SandboxAccess, with these grants.
     pub(crate) fn access(&self, grants: &[Value]) -> Value {
         json!({
             "sandbox": self.name,
@@ -209,12 +211,12 @@ impl Testbed {
                 "ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
             ));
         }
-        // A pod that asks for a sandbox is led to the gateway: only its firewall holds the packets back.
+        // Pods have a route to sandboxes through the gateway, so that only its firewall stops their packets.
         node.sh(&format!(
             "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
             POD[0], POD[1]
         ));
-        // As the portmap plugin and the CNI do: a hostPort, and pods that leave the cluster as their node.
+        // Rules of the portmap plugin and the CNI: a hostPort, and masquerading of pods that leave the cluster.
         node.nft(&format!(
             "table ip cni {{
                 chain pre {{
@@ -255,7 +257,7 @@ impl Testbed {
             for which in ["all", "default"] {
                 ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
             }
-            // Its root leads into the tunnel what it likes.
+            // Root of a sandbox can route any network into the tunnel.
             let routes = ["100.66.255.0/28", "10.0.0.0/8", "::/0"];
             let tunnel = Tunnel::open(&ns, &unique_name("ks"), key.clone(), &addresses.map(ip), &routes);
             Sandbox {
@@ -289,7 +291,7 @@ impl Testbed {
         self.lab.cluster("mgmt")
     }
 
-    /// What a user installs, without what only a kubelet could run; and the pod, as a kubelet has it.
+    /// Installs the CRDs, the manifest of the gateway and the Pod object that a kubelet would run.
     async fn install(&mut self) {
         let cluster = self.lab.cluster("mgmt");
         let crds = repository("crds");
@@ -341,7 +343,7 @@ impl Testbed {
             "--bound-object-name",
             NAME,
         ];
-        let token = cluster.kubectl(token).await.expect("a token of the pod's").stdout;
+        let token = cluster.kubectl(token).await.expect("a token of the pod").stdout;
         let mut config = Kubeconfig::from_yaml(&cluster.inside_kubeconfig().expect("a kubeconfig")).expect("read it");
         for user in &mut config.auth_infos {
             user.auth_info = Some(kube::config::AuthInfo {
@@ -362,7 +364,7 @@ impl Testbed {
         self.files.path().join(name)
     }
 
-    /// The gateway's own account.
+    /// A client with the gateway's service account.
     pub(crate) async fn gateway_client(&self) -> Client {
         let mut config = Kubeconfig::read_from(self.file("kubeconfig")).expect("read a kubeconfig");
         let outside = Kubeconfig::from_yaml(&self.cluster().kubeconfig().expect("a kubeconfig")).expect("read it");

@@ -1,4 +1,4 @@
-//! The objects of the testbed: written as the controller and the cluster write them, read as an operator does.
+//! Writes the objects of the testbed, as the controller and the cluster do, and reads the gateway's status.
 
 use clustermesh_lab::wait_until;
 use kube::{
@@ -20,7 +20,7 @@ impl Testbed {
         }
     }
 
-    /// Writes a SandboxAccess, as the controller does.
+    /// Writes a SandboxAccess, as the controller does, and returns its generation.
     pub(crate) async fn write_access(&self, name: &str, spec: Value) -> i64 {
         let object = json!({"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": name}, "spec": spec});
         let params = PatchParams::apply("test").force();
@@ -32,7 +32,7 @@ impl Testbed {
         written.metadata.generation.unwrap_or_default()
     }
 
-    /// The same, and waits until the gateway says that this is in force.
+    /// Writes a SandboxAccess and waits until the gateway reports its generation as applied.
     pub(crate) async fn apply_access(&self, name: &str, spec: Value) {
         let generation = self.write_access(name, spec).await;
         self.wait_for_status(&format!("{name} to be in force"), |status| {
@@ -50,12 +50,16 @@ impl Testbed {
         object.data["status"].clone()
     }
 
-    /// Waits until the gateway's status is so.
-    pub(crate) async fn wait_for_status(&self, what: &str, so: impl Fn(&Value) -> bool) -> Value {
+    /// Waits until the gateway's status fulfils `condition`.
+    pub(crate) async fn wait_for_status(&self, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
         let mut last = Value::Null;
         wait_until(what.to_owned(), TIMEOUT, async || {
             last = self.status().await;
-            if so(&last) { Ok(()) } else { Err(last.to_string()) }
+            if condition(&last) {
+                Ok(())
+            } else {
+                Err(last.to_string())
+            }
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
@@ -78,7 +82,7 @@ impl Testbed {
             .expect("write a Service");
     }
 
-    /// The endpoints of a Service.
+    /// Writes the EndpointSlices of a Service, with ready endpoints.
     pub(crate) async fn write_endpoints(&self, service: &str, pods: &[[&str; 2]]) {
         let ready = json!({"ready": true, "serving": true, "terminating": false});
         let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();

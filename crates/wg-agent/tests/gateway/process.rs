@@ -1,4 +1,4 @@
-//! The gateway's process, with what its pod gives it and no more.
+//! Runs the gateway's process with what its pod gives it and no more.
 
 use std::{
     os::unix::fs::PermissionsExt,
@@ -19,7 +19,7 @@ const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bi
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 
 impl Testbed {
-    /// Starts the gateway with what its pod gives it and no more.
+    /// Starts the gateway, with `more` as further arguments.
     pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -55,8 +55,8 @@ impl Testbed {
         }
     }
 
-    /// For programs: the first table takes nft a while, as on a loaded node, and yet nothing gets lost; and nft gets half of what
-    /// the container's limit leaves it.
+    /// A PATH with a wrapper around nft. It delays the writing of the first table, as on a loaded node, and limits nft
+    /// to half of the memory that the container leaves for it.
     fn path(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(
@@ -70,7 +70,7 @@ impl Testbed {
         format!("{}:{path}", directory.display())
     }
 
-    /// Packets that a rule of the gateway's table has dropped. Its comment begins so.
+    /// Packets that a rule of the gateway's table has dropped; `comment` is the start of its comment.
     pub(crate) fn dropped(&self, chain: &str, comment: &str) -> u64 {
         let text = self.pod.run("nft", &["list", "chain", "inet", NFT_TABLE, chain]);
         let comment = format!("comment \"{comment}");
@@ -88,7 +88,7 @@ impl Testbed {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// `/readyz`: its code and text.
+    /// The status code and text of `/readyz`.
     pub(crate) fn readyz(&self) -> (String, String) {
         let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
         let output = self.pod.output("curl", &words);
@@ -98,14 +98,14 @@ impl Testbed {
     }
 }
 
-/// A gateway that runs; its log is printed where a test fails.
+/// A running gateway. In a failing test its log is printed.
 pub(crate) struct Gateway {
     pub(crate) running: Running,
     pub(crate) log: PathBuf,
 }
 
 impl Gateway {
-    /// VmRSS of the process, kB.
+    /// VmRSS of the process, in kB.
     pub(crate) fn resident_kilobytes(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("its status");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

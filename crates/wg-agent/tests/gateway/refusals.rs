@@ -1,4 +1,4 @@
-//! What a gateway refuses, and what the API server refuses to a gateway.
+//! Checks what a gateway refuses, and what the API server refuses to a gateway's token.
 
 use std::collections::BTreeSet;
 
@@ -53,7 +53,7 @@ pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
         ("spec.grants[3].service", "ServiceMissing"),
         ("spec.grants[4].service", "ServiceMissing"),
         ("spec.grants[5].service", "ServiceNotServed"),
-        // The older SandboxAccess keeps what it has: m--a is older than m--b, so that one loses its network and its node.
+        // The older SandboxAccess wins: m--a is older than m--b, so m--b loses its network and its node.
         ("spec.networks[3]", "NetworkInvalid"),
         ("spec.nodes[2].wireguardIPs[0]", "AddressInvalid"),
         ("spec.nodes[2].wireguardIPs[1]", "AddressDuplicate"),
@@ -84,7 +84,7 @@ pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
         .await;
 }
 
-/// Of a SandboxAccess none of whose networks is its own nothing is in force, so its sandbox is not to be told so.
+/// If no network of a SandboxAccess is accepted, nothing of it is applied, and the status must not list it as applied.
 pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut spec = a.access(&[grant("db", "sql", "TCP", SQL)]);
@@ -104,8 +104,8 @@ pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
         .await;
 }
 
-fn public_key_of(of: &Sandbox) -> String {
-    public(&of.key).to_string()
+fn public_key_of(sandbox: &Sandbox) -> String {
+    public(&sandbox.key).to_string()
 }
 
 fn key(number: u8) -> String {
@@ -144,7 +144,7 @@ pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
     let elsewhere: Api<k8s_openapi::api::core::v1::Service> = Api::namespaced(thief.clone(), "default");
     assert!(
         elsewhere.list(&ListParams::default()).await.is_err(),
-        "Services that nobody let it read"
+        "Services of a namespace without a RoleBinding"
     );
     let access = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxAccess"),

@@ -1,4 +1,4 @@
-//! What pods and sandboxes send each other.
+//! Servers and clients for pods and sandboxes, and packet counters.
 
 use std::{
     io::{ErrorKind, Read, Write},
@@ -14,10 +14,10 @@ use std::{
 use super::{MUTE, TCP, UDP, ip};
 use crate::netns::{NetNs, unique_name};
 
-/// What one question waits for its answer.
+/// How long a request waits for its reply.
 const ANSWER: Duration = Duration::from_millis(700);
 
-/// Counts the datagrams that it gets and answers none.
+/// Counts the datagrams to [`MUTE`] and answers none.
 pub(super) fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     let counted = Arc::<AtomicU64>::default();
     let (socket, count) = (
@@ -32,7 +32,7 @@ pub(super) fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     counted
 }
 
-/// Tells everybody who asks, by TCP or UDP, its name and who asks.
+/// Answers every TCP and UDP request with `name` and the client's address.
 pub(super) fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
     let udp = if tcp == TCP { UDP } else { tcp };
     let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
@@ -58,7 +58,7 @@ pub(super) fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u
     });
 }
 
-/// A connection that stays open.
+/// A TCP connection that stays open.
 pub(crate) struct TcpConnection(TcpStream);
 
 impl TcpConnection {
@@ -66,7 +66,7 @@ impl TcpConnection {
         Self::within(ns, to, ANSWER)
     }
 
-    /// On a loaded machine, where packets may have to be sent again.
+    /// For a loaded machine, where packets may have to be retransmitted.
     pub(crate) fn open_patiently(ns: &NetNs, to: SocketAddr) -> Option<Self> {
         Self::within(ns, to, Duration::from_secs(30))
     }
@@ -84,13 +84,13 @@ impl TcpConnection {
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// Why it takes nothing more; `None` = it still stands.
+    /// The error of a write; `None` while the connection is open.
     pub(crate) fn error(&mut self) -> Option<ErrorKind> {
         self.0.write_all(b"?").err().map(|error| error.kind())
     }
 }
 
-/// Datagrams from one port.
+/// A UDP socket with a fixed source port.
 pub(crate) struct UdpFlow(UdpSocket);
 
 impl UdpFlow {
@@ -112,7 +112,8 @@ impl UdpFlow {
         let length = self.0.recv(&mut buffer).ok()?;
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
-    /// The error that comes back for a datagram.
+
+    /// The error that a datagram causes.
     pub(crate) fn error(&self) -> Option<ErrorKind> {
         let sent = self.0.send(b"?");
         let received = sent.and_then(|_| self.0.recv(&mut [0; 100]));
@@ -141,7 +142,7 @@ impl<'a> Counter<'a> {
     }
 }
 
-/// What the first counter of a text of nft says.
+/// The packets of the first counter in an output of nft.
 pub(super) fn packets(text: &str) -> u64 {
     let (_, number) = text.split_once("counter packets ").expect("a counter");
     let number = number.split_whitespace().next().expect("a number");

@@ -1,5 +1,5 @@
-//! What a node has whose kernel is its own. Real agents whose device another hand changes, by `wg set` and `ip link set`: each
-//! part is put back and counted. And its table of connections, which is as large as `prepare` is told.
+//! Checks repairs that need a kernel of its own: agents whose kernel device is changed by `wg set` and `ip link set`
+//! must restore and count each part. Also checks the size of the conntrack table that `prepare` sets.
 
 use super::machine::in_the_machine;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use crate::{
     pair::{Agent, Site, TIMEOUT, exchange_peers, start_nodes},
 };
 
-/// What a device holds as `wg` and `ip` read it, its lists in order.
+/// The configuration of a device as `wg` and `ip` show it, sorted.
 fn device_config(site: &Site) -> Vec<String> {
     let text = site.ns.run("wg", &["showconf", &site.interface]);
     let mut words: Vec<String> = text.split([' ', ',', '\n']).map(str::to_owned).collect();
@@ -21,7 +21,7 @@ fn device_config(site: &Site) -> Vec<String> {
     words
 }
 
-/// What was put back, by kind, since `before`.
+/// Repairs by kind since `before`.
 fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let now = site.repairs();
     let more = now.into_iter().map(|(part, count)| {
@@ -31,7 +31,7 @@ fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String
     more.filter(|(_, count)| *count > 0).collect()
 }
 
-/// Does the damage and waits until device and routes are as before; what was counted must be `want`.
+/// Runs the damaging command and waits until device and routes are restored. The repairs counted must be `want`.
 fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
     let [a, _] = sites;
     let routes = || {
@@ -47,7 +47,7 @@ fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&
         device_config(a) == whole && routes() == routed
     });
     println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
-    // The count is written at the end of the same step.
+    // The metric is updated at the end of the same step.
     let want: BTreeMap<String, u64> = want.iter().map(|(part, count)| ((*part).to_owned(), *count)).collect();
     wait_until(
         &format!("{want:?} to be counted for {damage}, {}", agent.log()),

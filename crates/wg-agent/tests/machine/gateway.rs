@@ -1,5 +1,5 @@
-//! A gateway of sandboxes with the kernel's WireGuard, in what differs from the userspace device (`agent_gateway`): the tunnel goes on
-//! without its process.
+//! Checks what differs between a gateway with the kernel's WireGuard and one with the userspace device
+//! (`agent_gateway`): the tunnel continues without the gateway's process.
 
 mod kube_proxy;
 #[path = "../gateway/traffic.rs"]
@@ -36,7 +36,7 @@ const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 const SANDBOX: [&str; 2] = ["100.80.0.7", "fd80:a::7"];
 const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
-/// The granted port at the gateway, and what [`traffic`] knows of the pod's ports.
+/// The gateway port of the grant, and the pod's ports that [`traffic`] needs.
 const SQL: u16 = 20001;
 const TCP: u16 = 8080;
 const UDP: u16 = 5000;
@@ -67,7 +67,7 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
     let mut call = testbed.call(at(GATEWAY[0], SQL)).expect("a connection");
     assert!(call.ask().is_some());
 
-    // An API server that is away when the container starts again: what the one before left goes on.
+    // If the API server does not answer when the container restarts, the state of the previous process stays in force.
     testbed.api.set_stalled(true);
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.wait(TIMEOUT);
@@ -78,12 +78,12 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
             .ready()
             .contains("objects: SandboxAccess has not been listed yet")
     });
-    assert!(call.ask().is_some(), "with one that knows no objects");
+    assert!(call.ask().is_some(), "with a process that has listed no objects");
     testbed.wait_for_answer(at(GATEWAY[1], SQL));
     let key = testbed.status()["publicKey"].clone();
     testbed.api.set_stalled(false);
     wait_until("the next process to be ready", TIMEOUT, || testbed.ready() == "ok\n");
-    assert!(call.ask().is_some(), "with one that knows all of them");
+    assert!(call.ask().is_some(), "with a process that has listed all objects");
     assert_eq!(testbed.status()["publicKey"], key);
 
     testbed.grant(&[]);
@@ -105,7 +105,7 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
         wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
         });
-        // By IPVS, which gives this link the addresses of Services.
+        // IPVS assigns the ClusterIPs to this interface.
         let links = testbed.node.ip(&format!("addr show to {service}"));
         assert!(links.contains("kube-ipvs0"), "{db}: {links}");
         testbed.sandbox.ip(&format!("route add {service} dev ks0"));
@@ -123,7 +123,7 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     }
 }
 
-/// A sandbox's node, a gateway's pod and another pod, with the pods' node between them; and an API server of values in the pod.
+/// The node of a sandbox, the gateway's pod with an API server stub, another pod, and their node in between.
 struct Testbed {
     sandbox: NetNs,
     pod: NetNs,
@@ -217,7 +217,7 @@ impl Testbed {
         );
     }
 
-    /// With what its container gets and no more.
+    /// Starts the gateway with what its container gives and no more.
     fn gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
         let mut command = Command::new("unshare");
@@ -239,7 +239,7 @@ impl Testbed {
         self.pod.spawn_command(command.envs(variables).stdin(Stdio::null()))
     }
 
-    /// The sandbox's node learns of the gateway, as from its Peer.
+    /// Configures the gateway as a peer of the sandbox's node.
     fn set_peer(&self, endpoint: SocketAddr) {
         wait_until("the gateway to publish its key", TIMEOUT, || {
             self.status()["publicKey"].is_string()

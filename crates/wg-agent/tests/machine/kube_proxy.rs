@@ -1,4 +1,4 @@
-//! The real kube-proxy in IPVS mode on the node of the pods.
+//! Runs the real kube-proxy in IPVS mode on the node of the pods.
 
 use std::{fs, process::Stdio};
 
@@ -11,10 +11,10 @@ use crate::{
     pair::api::{ALL_SERVICES, ALL_SLICES, Api, NODES},
 };
 
-/// Addresses of the node, and the port at which it serves the gateway.
+/// The node's addresses, and the NodePort of the gateway.
 pub(super) const NODE: [&str; 2] = ["10.10.0.2", "fd00:10::2"];
 pub(super) const NODE_PORT: u16 = 30820;
-/// The Service of [`DB`].
+/// The ClusterIPs of the Service of [`DB`].
 pub(super) const CLUSTER_IPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
 
 pub(super) struct KubeProxy {
@@ -23,7 +23,7 @@ pub(super) struct KubeProxy {
 }
 
 impl KubeProxy {
-    /// Serves the gateway at a NodePort and the database at a ClusterIP.
+    /// Exposes the gateway at a NodePort and the database at a ClusterIP.
     pub(super) fn start(node: &NetNs) -> Self {
         let [v4, v6] = NODE;
         node.sh(&format!(
@@ -57,11 +57,11 @@ impl KubeProxy {
             "--hostname-override=node",
             "--cluster-cidr=10.10.0.0/16,fd00:10::/32",
             "--kube-api-content-type=application/json",
-            // These sysctls are the host's.
+            // These sysctls belong to the host.
             "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0",
             "--conntrack-tcp-timeout-close-wait=0",
-            // The API server of values has no streamed lists.
+            // The API server stub cannot stream lists.
             "--feature-gates=WatchListClient=false",
         ]);
         command.arg(format!("--kubeconfig={}", kubeconfig.display()));

@@ -1,16 +1,16 @@
-//! Tests that need a kernel with WireGuard, on any machine: the first of them boots one in a virtual machine and has this program run
-//! there whatever it was asked to run; each then says what became of it in there.
+//! Runs tests in a virtual machine whose kernel has WireGuard. The first test boots it and runs this test program
+//! inside with the same arguments. Each test then reports its result from there.
 
 use std::{env, sync::OnceLock, time::Duration};
 
 use clustermesh_lab::{Ended, Machine};
 
-/// Set inside.
+/// Environment variable that is set inside the virtual machine.
 const IN_MACHINE: &str = "CLUSTERMESH_TEST_MACHINE";
-/// Several times what all of them take, also on a busy machine.
+/// Several times the duration of all tests, also on a busy machine.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// First in a test: what follows runs in the virtual machine.
+/// The first statement of a test whose body runs in the virtual machine.
 macro_rules! in_the_machine {
     () => {
         fn here() {}
@@ -21,22 +21,22 @@ macro_rules! in_the_machine {
 }
 pub(crate) use in_the_machine;
 
-/// False inside. `here`: the path of something inside the test.
+/// True when the test passed in the virtual machine; false inside of it. `here` is the path of an item in the test.
 pub(crate) fn passed_in_machine(here: &str) -> bool {
-    static SAID: OnceLock<Result<String, String>> = OnceLock::new();
+    static OUTPUT: OnceLock<Result<String, String>> = OnceLock::new();
     if env::var_os(IN_MACHINE).is_some() {
         return false;
     }
     let test = here.split("::").skip(1).collect::<Vec<_>>();
     let test = test.split_last().expect("a test's path").1.join("::");
-    match SAID.get_or_init(run) {
-        Ok(said) if said.contains(&format!("test {test} ... ok\n")) => true,
-        Ok(_) => panic!("{test} failed in the virtual machine, which says above how"),
+    match OUTPUT.get_or_init(run) {
+        Ok(output) if output.contains(&format!("test {test} ... ok\n")) => true,
+        Ok(_) => panic!("{test} failed in the virtual machine; see its output above"),
         Err(error) => panic!("no virtual machine: {error}"),
     }
 }
 
-/// Returns what this program said in there.
+/// Runs this program in the virtual machine and returns its output.
 fn run() -> Result<String, String> {
     let own = env::current_exe().map_err(|error| error.to_string())?;
     let words = env::args()
@@ -49,7 +49,7 @@ fn run() -> Result<String, String> {
         ..Machine::default()
     };
     match machine.run_and_hear(&command).map_err(|error| error.to_string())? {
-        (Ended::Code(_), said) => Ok(said),
+        (Ended::Code(_), output) => Ok(output),
         (Ended::TimeLimit, _) => Err(format!("not done in {} s", LIMIT.as_secs())),
     }
 }

@@ -1,5 +1,5 @@
-//! Real agents with the kernel's WireGuard that end, start, are replaced, change their key and go. One tunnel, from the first
-//! agent to the cleanup, with a capture of the wire beside it.
+//! Restarts, upgrades and re-keys real agents with the kernel's WireGuard, from the first agent to the cleanup, with a
+//! capture on the link.
 
 use super::machine::in_the_machine;
 use std::{fs, path::Path};
@@ -13,13 +13,13 @@ use crate::{
     path::Capture,
 };
 
-/// What the pods lost in a row, of twenty packets a second each way, while something was done.
-fn packets_lost_during<T>(sites: &[Site; 2], done: impl FnOnce() -> T) -> ([u32; 2], T) {
+/// The most packets that the pods lose in a row, of twenty a second each way, while `action` runs.
+fn packets_lost_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
     let [a, b] = sites;
     let [to_a, to_b] = [a, b].map(|site| site.pod_ips()[0].clone());
     let flows = [Flow::start(&a.pod, &to_b), Flow::start(&b.pod, &to_a)];
     flows.iter().for_each(|flow| flow.wait_for_replies(10));
-    let result = done();
+    let result = action();
     flows.iter().for_each(|flow| flow.wait_for_replies(10));
     let gaps = flows.map(|flow| {
         let (gap, answered) = flow.end();
@@ -72,7 +72,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     assert_eq!((link(a, "wireguard"), a.shown("latest-handshakes")), (index, handshake));
     assert_eq!(a.repairs(), [].into());
 
-    // Its peer learns of the new key while packets flow.
+    // The peer gets the new key while packets flow.
     let old = a.annotations()[KILO_KEY].clone();
     a.run_command("rotate-key");
     let new = wait_for("another key on the Node", TIMEOUT, || {
@@ -85,20 +85,20 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
         })
     });
     println!("packets lost in a row, of 20 a second, by a new key: {gaps:?}");
-    // Who waits for WireGuard's own retry waits for 5 s.
+    // WireGuard's own retry would cost 5 s.
     assert!(gaps.iter().all(|gap| *gap < 80), "{gaps:?}");
     assert_eq!(b.shown("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
     a.ready();
     assert_eq!(link(a, "wireguard"), index);
 
-    // Both go.
+    // Both agents stop, and one node is cleaned up.
     other.end(Signal::SIGTERM);
     agent.end(Signal::SIGTERM);
     a.run_command("cleanup");
     assert_eq!(a.kernel_state(), before);
     let next = ["172.30.1.11", "172.30.2.11"];
     assert_eq!(capture.finish(&a.ns, next[0], next[1]), Vec::<String>::new());
-    // And the capture would have shown it.
+    // The capture would have shown an unencrypted packet.
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     a.pod.output("ping", &["-n", "-c1", "-W1", &b.pod_ips()[0]]);
     let seen = capture.finish(&a.ns, next[0], next[1]);
@@ -126,7 +126,8 @@ fn backend_change_at_restart_leaves_nothing_behind() {
     for (backend, kind) in [("userspace", "tun"), ("auto", "wireguard")] {
         agent.end(Signal::SIGTERM);
         agent = a.agent(backend);
-        // A move to the kernel is given its time: see the same move in device_contract_kernel.
+        // A switch to the kernel takes its time: see backend_switch_leaves_nothing_of_the_old_device in
+        // device_contract_kernel.
         a.reaches(b);
         b.reaches(a);
         a.ready();

@@ -1,6 +1,7 @@
-//! Packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes: each arrives, or its sender is told.
-//! Every size, and every width of underlay, is `path_mtu`'s, with the userspace device; on an emulated processor it is every 97th
-//! size and the five around the largest, over an underlay of 1400 and one of 1280. 1500 is measured beside the userspace device.
+//! Sends packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes: each must arrive or
+//! cause an error at its sender. `path_mtu` checks every size and underlay MTU with the userspace device. On an
+//! emulated processor this checks every 97th size and the five around the largest, over underlays of 1400 and 1280;
+//! 1500 is checked against the userspace device.
 
 use super::machine::in_the_machine;
 use std::net::SocketAddr;
@@ -13,7 +14,7 @@ use crate::{
     path::real::{Site, Star, pod, probe_sizes},
 };
 
-/// The largest packets of IPv4 and IPv6 that pass are exactly these, and TCP carries a megabyte each way.
+/// The largest IPv4 and IPv6 packets that pass have exactly these sizes, and TCP carries a megabyte each way.
 fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
     let mut star = Star::of(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
     star.reconcile();
