@@ -1,5 +1,5 @@
-//! Packets through the whole data path of one node and its neighbours: real namespaces, routes, conntrack, a CNI's
-//! masquerading and a Service's DNAT. A veth pair named kilo0 stands in for the tunnel. Needs root, nft and tcpdump.
+//! Sends packets through the whole data path of nodes in real namespaces: routes, conntrack, the masquerading of a CNI
+//! and the DNAT of a Service. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -18,7 +18,7 @@ use worker::{
     worker_in_the_hub_replies_on_the_path_of_the_request,
 };
 
-/// The same test for both families.
+/// Runs a test in both families.
 macro_rules! both {
     ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
 }
@@ -42,8 +42,8 @@ both! {
     worker_forwards_node_port_connections_into_the_tunnel
 }
 
-/// The flows once more through real devices, with the outer packets in the other family. Left out are the tests that take the
-/// tunnel apart, and those of a worker, whose tunnel is a veth pair.
+/// Runs the tests through real devices, with outer packets in the other family. Left out are tests that break the
+/// tunnel, and those of a worker, whose tunnel is a veth pair.
 macro_rules! across {
     ($($name:ident)*) => {
         mod ipv4_over_ipv6 { $(#[test] fn $name() { super::$name(&super::V4_OVER_V6) })* }
@@ -72,7 +72,7 @@ fn pods_keep_their_addresses_despite_cni_masquerading(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert!(mesh.hub_pod.pings(f.member_pod));
-    // And it is the identity mapping that does it.
+    // Without the identity mapping the CNI masquerades.
     mesh.member.sh("nft flush chain inet clustermesh nat");
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_wireguard);
 }
@@ -95,7 +95,7 @@ fn remote_service_is_reached_and_answers_through_its_anchor(f: &'static Family) 
     let mesh = Mesh::new(f);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     mesh.service(&mesh.hub, f.service, f.hub2_pod);
-    // The backend is on another node than the anchor: it sees the anchor, so that its answer goes back there.
+    // The endpoint is on another node than the anchor and sees the anchor's address, so that its replies go back there.
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
 }
@@ -119,7 +119,7 @@ fn node_address_is_tunnelled_while_outer_packets_are_not(f: &'static Family) {
     }
     assert_eq!(source_of(&mesh.member, f.hub, 9090), f.member_wireguard);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
-    // That address is also where the member's device sends its packets, with the mark on its socket.
+    // The member's device sends its outer packets to the same address, with the mark on its socket.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     let capture = Capture::start(&mesh.member, "eth0", "udp port 51820");
@@ -145,17 +145,13 @@ fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
         from.enter(|| socket.connect((f.hub_pod.parse::<IpAddr>().unwrap(), 9)))
             .unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-        wait_for(
-            "port unreachable, said by the hub's pod",
-            Duration::from_secs(5),
-            || {
-                let _ = socket.send(b"anyone?");
-                let error = socket.recv(&mut [0; 10]).err()?;
-                (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
-            },
-        );
+        wait_for("port unreachable from the hub's pod", Duration::from_secs(5), || {
+            let _ = socket.send(b"anyone?");
+            let error = socket.recv(&mut [0; 10]).err()?;
+            (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
+        });
     }
-    // And about an answer, to the side that was asked.
+    // Errors about a reply reach the server.
     let at = |ns: &NetNs, address: &str| {
         let socket = ns
             .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), 5000)))
@@ -172,15 +168,11 @@ fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
     });
     drop(client);
     server.connect(from).unwrap();
-    wait_for(
-        "port unreachable, said by the member's pod",
-        Duration::from_secs(5),
-        || {
-            let _ = server.send(b"answer");
-            let error = server.recv(&mut [0; 10]).err()?;
-            (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
-        },
-    );
+    wait_for("port unreachable from the member's pod", Duration::from_secs(5), || {
+        let _ = server.send(b"answer");
+        let error = server.recv(&mut [0; 10]).err()?;
+        (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
+    });
 }
 
 // threat: denied-address
@@ -204,8 +196,8 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
-    // Another node's addresses, of which only one is in its Node object, are reached through this one, but for the ports
-    // that are closed on every node.
+    // Addresses of another node, listed in its Node object or not, are reached through this node, except for ports that
+    // are closed on every node.
     for other in [f.hub2, f.hub2_gateway] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
@@ -220,15 +212,15 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
         let closed = ask(&mesh.member_pod, to, port).unwrap_err();
         assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
     }
-    // A pod that listens on such a port is none of theirs: a Service leads to it.
+    // A pod may use such a port: a Service reaches it there.
     serve(&mesh.hub2_pod, f.hub2_pod, 10250);
     mesh.service_on(&mesh.hub, f.service, f.hub2_pod, 10250);
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     if f.outer.is_some() {
-        // A real device of the member's sends nothing that no peer has.
+        // A real device sends nothing to addresses without a peer.
         return;
     }
-    // Nothing goes from one peer of the tunnel to another through a node.
+    // A node forwards nothing from one peer to another.
     mesh.member
         .ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
     mesh.hub.ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
@@ -251,7 +243,7 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
     };
     assert_eq!(sent_on(), 0);
     mesh.hub.nft("delete table inet clustermesh");
-    assert_ne!(sent_on(), 0, "without the table they would pass");
+    assert_ne!(sent_on(), 0, "without the table the packets pass");
 }
 
 // threat: node-listener
@@ -265,12 +257,13 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         ip = f.ip(),
         pod = f.url(f.hub_pod),
     ));
-    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster and lie in what is allowed.
+    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster and are within the allowed
+    // networks.
     for address in [f.hub_wireguard, f.hub_gateway] {
         assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
     }
     assert_eq!(source_of(&mesh.hub2, f.hub, 30080), f.hub2);
-    // At a node address that the cluster lists they are open to the other member.
+    // At listed node addresses the ports are open to the other member.
     for port in [22, 30080] {
         assert_eq!(source_of(&mesh.member_pod, f.hub, port), f.member_pod);
     }
@@ -296,7 +289,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         assert_eq!(sent(address), None, "{address}");
         assert!(mesh.member_pod.pings(address), "{address}");
     }
-    // Replies to what the node itself opened, which the WireGuard address stands for.
+    // The node gets replies to connections that it has opened from its WireGuard address.
     serve(&mesh.member_pod, f.member_pod, 8080);
     assert_eq!(source_of(&mesh.hub, f.member_pod, 8080), f.hub_wireguard);
 }
@@ -345,30 +338,30 @@ fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
     let mut ends = [
         open(&mesh.member_pod, &mesh.hub_pod, f.hub_pod, 8080),
         open(&mesh.hub_pod, &mesh.member_pod, f.member_pod, 8080),
-        // From an address that is published whatever is allowed.
+        // From an address that is published regardless of the policy.
         open(&mesh.hub, &mesh.member_pod, f.member_pod, 8081),
     ];
-    let mut said = |text: &[u8; 1]| {
-        let mut heard = Vec::new();
+    let mut exchange = |text: &[u8; 1]| {
+        let mut received = Vec::new();
         for (client, server, _) in &mut ends {
             let mut byte = [0];
             client.write_all(text).unwrap();
-            heard.push(server.read_exact(&mut byte).is_ok());
+            received.push(server.read_exact(&mut byte).is_ok());
             server.write_all(text).unwrap();
-            heard.push(client.read_exact(&mut byte).is_ok());
+            received.push(client.read_exact(&mut byte).is_ok());
         }
-        heard
+        received
     };
-    assert_eq!(said(b"a"), [true; 6]);
-    // Everything is allowed, and its Peer stands.
+    assert_eq!(exchange(b"a"), [true; 6]);
+    // The policy still allows everything, and the Peer still exists.
     let mut closed = mesh.hub_inputs.clone();
     closed.policies[0].closed = true;
     apply(&mesh.hub, &closed);
-    assert_eq!(said(b"b"), [false; 6]);
+    assert_eq!(exchange(b"b"), [false; 6]);
     assert!(!mesh.hub_pod.pings(f.member_pod) && !mesh.member_pod.pings(f.hub_pod));
     apply(&mesh.hub, &mesh.hub_inputs);
-    wait_for("both to talk again", Duration::from_secs(20), || {
-        (said(b"c") == [true; 6]).then_some(())
+    wait_for("all connections to continue", Duration::from_secs(20), || {
+        (exchange(b"c") == [true; 6]).then_some(())
     });
 }
 
@@ -386,7 +379,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
         "dst net {} or dst net {} or dst net {}",
         f.hub_pod_net, f.services, f.hub_wireguards
     );
-    let quiet = |why: &str| {
+    let sends_nothing = |why: &str| {
         let capture = Capture::start(&mesh.member, "eth0", &filter);
         try_all();
         let seen = capture.finish(&mesh.member, f.member, f.switch);
@@ -394,35 +387,36 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     };
     mesh.member.ip("link set kilo0 down");
     for ns in [&mesh.member, &mesh.member_pod] {
-        // Told, not left waiting; TCP over IPv6 takes it in with its first retransmission, after a second.
-        let told = ns.output(
+        // The client gets an error instead of a timeout. TCP over IPv6 reports it at its first retransmission, after a
+        // second.
+        let output = ns.output(
             "curl",
             &["-sS", "-m", "5", &format!("http://{}:8080", f.url(f.hub_pod))],
         );
         assert_eq!(
-            told.status.code(),
+            output.status.code(),
             Some(7),
             "{}: {}",
             ns.name,
-            String::from_utf8_lossy(&told.stderr)
+            String::from_utf8_lossy(&output.stderr)
         );
     }
-    quiet("the device is down");
+    sends_nothing("the device is down");
     mesh.member.ip("link del kilo0");
-    quiet("the device is gone");
+    sends_nothing("the device is gone");
     let mut without = mesh.member_inputs.clone();
     without.peers.clear();
     path::apply_without_device(&mesh.member, &without);
-    quiet("the Peers are gone");
+    sends_nothing("the Peers are gone");
     mesh.member.sh("ip rule flush; ip rule add pref 32766 lookup main; ip -6 rule flush; ip -6 rule add pref 32766 lookup main; ip rule add pref 0 lookup local; ip -6 rule add pref 0 lookup local");
-    quiet("someone flushed the rules");
+    sends_nothing("the rules are flushed");
     mesh.member.sh("nft delete table inet clustermesh");
     let capture = Capture::start(&mesh.member, "eth0", &filter);
     try_all();
     assert_ne!(
         capture.finish(&mesh.member, f.member, f.hub),
         Vec::<String>::new(),
-        "the capture sees nothing at all"
+        "the capture shows nothing at all"
     );
 }
 
@@ -430,7 +424,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
 fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
-    // Another machine of the hub's underlay has given itself a member's address.
+    // Another machine on the hub's underlay takes an address of the member.
     mesh.hub2
         .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
     let from = |ns: &NetNs| {
@@ -440,7 +434,7 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
             .success()
     };
     assert!(mesh.hub2.pings(f.hub));
-    // Everything else that stops it is out of the way.
+    // Removes everything else that would stop the packet.
     mesh.hub.sh("nft flush chain inet clustermesh leave");
     mesh.hub.ip(&format!(
         "route add {}/{} via {} table 99",
@@ -455,14 +449,14 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
         .count();
     assert_eq!(dropped, 1, "{path}");
     mesh.hub.sh("nft flush chain inet clustermesh path_in");
-    assert!(from(&mesh.hub2), "without the chain it is not forwarded either");
+    assert!(from(&mesh.hub2), "without the chain the packet is forwarded");
 }
 
 fn mss_fits_the_smaller_device_mtu(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // The member's device has 1380, the hub's 1420: each SYN may announce what both can carry.
+    // The MTU is 1380 on the member's device and 1420 on the hub's: each SYN must announce an MSS that both can carry.
     for (server, from, to) in [
         (&mesh.hub_pod, &mesh.member_pod, f.hub_pod),
         (&mesh.member_pod, &mesh.hub_pod, f.member_pod),

@@ -1,5 +1,5 @@
-//! Packets that no honest kernel sends, through the data path of a target's node, where what a node's administrator may have
-//! allowed makes them worse. A veth pair named kilo0 stands in for the tunnel. Needs root, nft and tcpdump.
+//! Sends packets that no normal kernel sends through the data path of a target node, whose administrator has allowed
+//! settings that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 mod attacker;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
@@ -24,7 +24,7 @@ use path::{Mesh, V4, apply};
 
 const PORT: u16 = 5000;
 
-/// The hub's node, of which one UDP socket of its own is open to the member.
+/// The hub's node with one of its own UDP sockets open to the member.
 fn target(mesh: &Mesh) -> Inputs {
     let mut inputs = mesh.hub_inputs.clone();
     let port = Port {
@@ -38,14 +38,15 @@ fn target(mesh: &Mesh) -> Inputs {
     inputs
 }
 
-/// A node that follows source routes sends such a packet on behind its filters, to whom they never saw: what is open on the
-/// node itself would open the same port of everybody. (`conf.all` is off by default; `conf.default` is on.)
+/// A node that accepts source routes forwards such a packet after its filters, to an address that the filters have not
+/// seen. One open port of the node would open the same port of every other address. (`conf.all` is off by default;
+/// `conf.default` is on.)
 // threat: ip-source-route
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
     apply(&mesh.hub, &target(&mesh));
-    // Namespaces of pods are made with the node's settings.
+    // Namespaces of pods inherit the node's settings.
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
     }
@@ -67,30 +68,30 @@ fn accepted_source_route_reaches_no_closed_address() {
     let raw = RawSender::open(&mesh.member, "kilo0");
     let send = |options: &[u8], text: &[u8]| {
         let mut body = udp_body(from, node, (9, PORT), text);
-        // None: it would be one for the last address on the way.
+        // No checksum: it would be computed over the last address of the route.
         body[6..8].fill(0);
         raw.send(node, &v4(from, node, UDP, options, 0, 0, &body))
             .expect("send");
     };
-    let heard = |socket: &UdpSocket| {
+    let received = |socket: &UdpSocket| {
         let mut buffer = [0; 100];
         let (length, from) = socket.recv_from(&mut buffer).ok()?;
         Some((from.ip(), String::from_utf8_lossy(&buffer[..length]).into_owned()))
     };
-    wait_until("what is open to arrive", Duration::from_secs(10), || {
+    wait_until("a packet to the open socket", Duration::from_secs(10), || {
         send(&[], b"honest");
-        heard(&open).is_some()
+        received(&open).is_some()
     });
     for kind in [131, 137] {
         for hop in [pod, other_pod, gateway] {
             send(&source_route(kind, hop), b"by the way");
         }
     }
-    // What is sent after it has arrived: so would that have.
-    while heard(&open).is_some() {}
+    // Packets arrive in order: when the last one has arrived, earlier ones would have, too.
+    while received(&open).is_some() {}
     send(&[], b"after it");
     wait_until("the last packet", Duration::from_secs(10), || {
-        heard(&open).is_some_and(|(_, text)| text == "after it")
+        received(&open).is_some_and(|(_, text)| text == "after it")
     });
-    assert_eq!(others.map(|socket| heard(&socket)), [None, None, None]);
+    assert_eq!(others.map(|socket| received(&socket)), [None, None, None]);
 }

@@ -1,5 +1,6 @@
-//! The flows of `path_flows` beside the rules that kube-proxy and CNIs write, loaded as they load them: nft, iptables over
-//! nftables, and iptables proper. `rules/README.md` says where they were read. Needs root, nft, iptables and ipset.
+//! Runs flows of `path_flows` beside the rules that kube-proxy and CNIs write, loaded as they load them: with nft,
+//! iptables-nft and iptables-legacy. `rules/README.md` gives the source of the rules. Needs root, nft, iptables and
+//! ipset.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -10,7 +11,7 @@ use std::{net::IpAddr, time::Duration};
 use netns::{NetNs, wait_for};
 use path::{Capture, Family, Mesh, V4, V6, ask, serve, source_of};
 
-/// The same test for both families.
+/// Runs a test in both families.
 macro_rules! both {
     ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
 }
@@ -34,10 +35,10 @@ enum Loader {
 /// One program's rules for one node.
 struct Rules<'a> {
     f: &'a Family,
-    /// The node's pods, and its cluster's.
+    /// The pod networks of the node and of its cluster.
     pods: &'a str,
     net: &'a str,
-    /// A ClusterIP there, its one endpoint, and the range that it is of.
+    /// A ClusterIP, its only endpoint, and the Service network.
     service: &'a str,
     endpoint: &'a str,
     services: &'a str,
@@ -76,9 +77,8 @@ impl Rules<'_> {
     }
 }
 
-/// Takes away the few rules that stand for a CNI in the other suites, and lets `load` write a real one's, for the node of
-/// the member, whose Service is mirrored (its endpoint is a pod of the hub), and for the hub's, whose Service is reached
-/// through it as an anchor.
+/// Replaces the simple CNI rules of the other tests by real ones. `load` writes them on the member's node, where a
+/// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of a Service.
 fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     let mesh = Mesh::new(f);
     let local = format!("{}/{}", f.local_service, f.host);
@@ -105,23 +105,23 @@ fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     mesh
 }
 
-/// The flows, and that the rules would spoil them if ours were not there.
+/// Checks the flows, and that without our rules the loaded ones would masquerade them.
 fn flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // Pods keep their addresses, nodes and what is translated here enter by the node's.
+    // Pods keep their addresses. Nodes, and connections translated here, use the WireGuard address.
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
     assert!(mesh.hub_pod.pings(f.member_pod));
-    // A Service of the member's own whose endpoint is remote; kube-proxy marks the node's own request for masquerading.
+    // A Service of the member with a remote endpoint. kube-proxy marks the node's own connection for masquerading.
     assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
     assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
-    // A remote Service, by its anchor, for which kube-proxy there marks a source that is not of its cluster.
+    // A remote Service through its anchor, where kube-proxy masquerades sources outside its cluster.
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
-    // All of it inside the tunnel.
+    // All packets are inside the tunnel.
     let capture = Capture::start(
         &mesh.member,
         "eth0",
@@ -129,7 +129,7 @@ fn flows(f: &'static Family, mesh: &Mesh) {
     );
     assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
     assert_eq!(capture.finish(&mesh.member, f.member, f.switch), Vec::<String>::new());
-    // The world beyond is masqueraded as ever.
+    // Connections that leave the mesh are still masqueraded.
     serve(&mesh.hub2, f.hub2, 9090);
     assert_eq!(source_of(&mesh.hub_pod, f.hub2, 9090), f.hub);
 
@@ -182,13 +182,13 @@ fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
     flows(f, &mesh);
 }
 
-/// Pods' packets come up from Cilium's programs with the pod's identity in the mark, of which two bits are where ours are.
+/// Cilium's programs put the pod's identity into the mark of its packets. Two of its bits are in our mask.
 fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
     });
-    // What the host sends is marked as the host's, the tunnel's outer packets among it, whose endpoint lies in the mesh.
+    // Cilium marks packets of the host, also the outer packets of the tunnel, whose endpoint is inside the mesh.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     wait_for("an outer packet", Duration::from_secs(5), || {
@@ -199,7 +199,7 @@ fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     serve(&mesh.hub2, f.hub2, 9090);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // Identities whose bits read, in ours: use the underlay, use the tunnel, both, and neither.
+    // Identities whose bits mean, in our mask: underlay, tunnel, both, and neither.
     for identity in ["0x12140f00", "0x12240f00", "0x12340f00", "0x12040f00"] {
         for ns in [&mesh.member, &mesh.hub] {
             ns.sh(&format!(

@@ -1,5 +1,5 @@
-//! Packets of every size through real userspace devices, over underlays of several widths and both families: each arrives,
-//! or its sender is told. Needs root, nft, tcpdump, iproute2.
+//! Sends packets of every size through real userspace devices, over underlays of several MTUs and both families: each
+//! must arrive or cause an error at its sender. Needs root, nft, tcpdump and iproute2.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -15,8 +15,8 @@ use path::{
     real::{Star, gateway, key, pod, probe_sizes, underlay},
 };
 
-/// How the pods' packets fare between node 1 and another: the largest that pass are exactly these, every smaller passes,
-/// and TCP carries a megabyte each way.
+/// Checks the pods' packets between node 1 and another node: the largest that pass have exactly these sizes, every
+/// smaller one passes, and TCP carries a megabyte each way.
 fn carries(star: &Star, other: u8, largest: [u16; 2]) {
     let (here, there) = (&star.sites[0], &star.sites[usize::from(other) - 1]);
     for (family, largest) in [V4, V6].into_iter().zip(largest) {
@@ -49,7 +49,7 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
     }
 }
 
-/// ping(8) itself, with DF and a packet of so many bytes in all.
+/// ping(8) with DF and a packet of `size` bytes in total.
 fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
     let headers = if to.is_ipv4() { 28 } else { 48 };
     let length = (size - headers).to_string();
@@ -69,7 +69,7 @@ fn two(mtu: u16, outer: Family, largest: [u16; 2]) {
     }
 }
 
-/// One underlay: what passes at most in IPv4 and IPv6, over IPv4 and over IPv6.
+/// Tests of one underlay MTU: the largest IPv4 and IPv6 packets that pass, over IPv4 and over IPv6.
 macro_rules! underlays {
     ($($name:ident $mtu:literal: $v4:expr, $v6:expr;)*) => {
         mod over_ipv4 { $(#[test] fn $name() { super::two($mtu, super::V4, $v4) })* }
@@ -116,7 +116,7 @@ fn peers_of_different_path_mtu_share_one_device() {
             whole("TCP between 1 and 3");
         }
     }
-    // Node 3 itself sends what its own link takes; the echo of it is fragmented inside the tunnel.
+    // Node 3 sends packets up to its own link's size; their echo is fragmented inside the tunnel.
     for [one, _] in [V4, V6].map(ends) {
         assert_eq!(probe_sizes(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
     }
@@ -128,9 +128,9 @@ fn smaller_path_mtu_is_learnt_and_applied() {
     carries_one(&star, 1420);
     star.router.ip("link set r2 mtu 1400");
     star.sites[1].ns.ip("link set eth0 mtu 1400");
-    // Before anybody looks: outer packets are fragmented by their sender once the router has said so.
+    // Before the next pass: the sender fragments outer packets once the router has sent an ICMP error.
     carries_one(&star, 1420);
-    wait_until("the kernel to have learnt it", Duration::from_secs(5), || {
+    wait_until("the kernel to learn the path MTU", Duration::from_secs(5), || {
         carries_one(&star, 1420);
         star.sites[0].sizes().device == 1320
     });
@@ -163,7 +163,7 @@ fn narrow_link_without_icmp_is_no_black_hole() {
     assert_eq!(seen, Vec::<String>::new(), "outer packets that may not be fragmented");
 }
 
-/// As [`carries`], for IPv4 and fewer sizes.
+/// Like [`carries`], for IPv4 and fewer sizes.
 fn carries_one(star: &Star, largest: u16) {
     let (here, there) = (&star.sites[0], &star.sites[1]);
     let at = pod(2, V4);
@@ -200,7 +200,8 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
     let (here, next) = (underlay(1, V4).to_string(), gateway(1, V4).to_string());
     assert_eq!(clear.finish(node, &here, &next), Vec::<String>::new());
     let seen = tunnelled.finish(node, &here, &next);
-    // 20 there, 20 back, some of them two at a time, and what sessions need: a loop would be thousands.
+    // 20 requests and 20 replies, some of them coalesced, and packets of the sessions. A routing loop would make
+    // thousands.
     assert!(
         (20..60).contains(&seen.len()),
         "{} outer packets: {seen:#?}",

@@ -1,4 +1,4 @@
-//! What passes an interface, as tcpdump says it.
+//! Captures the packets of an interface with tcpdump.
 
 use std::{
     net::{SocketAddr, UdpSocket},
@@ -13,21 +13,25 @@ pub(crate) struct Capture {
     _tcpdump: Running,
 }
 
-/// A port that only [`Capture`]'s own mark has.
+/// The destination port of the packet that ends a capture.
 const MARK: u16 = 48879;
 
 impl Capture {
-    /// Returns when it listens.
+    /// Starts tcpdump and returns once it listens.
     pub(crate) fn start(ns: &NetNs, interface: &str, filter: &str) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let said = tempfile::NamedTempFile::new().unwrap();
+        let messages = tempfile::NamedTempFile::new().unwrap();
         let filter = format!("({filter}) or udp dst port {MARK}");
         let mut command = std::process::Command::new("tcpdump");
         command.args(["-l", "-nn", "--immediate-mode", "-i", interface, &filter]);
-        command.stdout(file.reopen().unwrap()).stderr(said.reopen().unwrap());
+        command
+            .stdout(file.reopen().unwrap())
+            .stderr(messages.reopen().unwrap());
         let tcpdump = ns.spawn_command(&mut command);
         wait_until("tcpdump to listen", Duration::from_secs(10), || {
-            std::fs::read_to_string(said.path()).unwrap().contains("listening on")
+            std::fs::read_to_string(messages.path())
+                .unwrap()
+                .contains("listening on")
         });
         Self {
             file,
@@ -35,7 +39,8 @@ impl Capture {
         }
     }
 
-    /// What was seen, in one line a packet, when a last packet sent from `from` to `to` was seen too.
+    /// Sends a last packet from `from` to `to` and waits until the capture shows it. Returns the packets before, one
+    /// per line.
     pub(crate) fn finish(self, ns: &NetNs, from: &str, to: &str) -> Vec<String> {
         let mark = || {
             let from = SocketAddr::new(from.parse().unwrap(), 0);

@@ -1,4 +1,4 @@
-//! The addresses of the two clusters, once for each IP version: the suites are the same.
+//! The addresses of the two clusters in each IP version, so that both run the same tests.
 
 /// The addresses of one family.
 pub(crate) struct Family {
@@ -30,11 +30,11 @@ pub(crate) struct Family {
     pub(crate) services: &'static str,
     pub(crate) service: &'static str,
     pub(crate) local_service: &'static str,
-    /// An address of the member's that nobody published.
+    /// An address of the member that is not published.
     pub(crate) stray: &'static str,
     /// An address of the hub's pod network that its policies deny.
     pub(crate) denied: &'static str,
-    /// A third member's address.
+    /// An address of a third member.
     pub(crate) elsewhere: &'static str,
     /// A node of another member that is a virtual machine among the hub's pods.
     pub(crate) worker: &'static str,
@@ -42,8 +42,8 @@ pub(crate) struct Family {
     pub(crate) worker_pod: &'static str,
     pub(crate) worker_gateway: &'static str,
     pub(crate) worker_pods: &'static str,
-    /// Where the hub's and the member's tunnel end in the other family, joined by real devices; `None` = a veth pair stands
-    /// in for the tunnel.
+    /// Endpoints of the hub and the member in the other family, for real devices; with `None` a veth pair replaces the
+    /// tunnel.
     pub(crate) outer: Option<[&'static str; 2]>,
 }
 
@@ -138,7 +138,7 @@ pub(crate) static V6_OVER_V4: Family = Family {
 };
 
 impl Family {
-    /// As a URL has it.
+    /// The address as in a URL.
     pub(crate) fn url(&self, address: &str) -> String {
         if self.n == 4 {
             address.to_owned()

@@ -1,5 +1,5 @@
-//! Two clusters of plain namespaces: the hub with two nodes, a member with one, a pod on each. What is sent through them
-//! is the test's business.
+//! Sets up two clusters from plain namespaces: the hub with two nodes, a member with one, and a pod on each node.
+//! Routes, rules and firewall are those that the agents would apply.
 #![allow(
     dead_code,
     unused_imports,
@@ -39,7 +39,7 @@ pub(crate) use worker::Worker;
 
 use crate::netns::{NetNs, veth, wait_for};
 
-/// Everything, with both agents' state applied.
+/// The mesh, with the desired state of both agents applied.
 pub(crate) struct Mesh {
     pub(crate) f: &'static Family,
     _switch: NetNs,
@@ -58,7 +58,7 @@ fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTre
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// A node with one pod: underlay on `switch`, a CNI that masquerades whatever leaves its cluster's pod network.
+/// A node with one pod: underlay on `switch`, and a CNI that masquerades packets that leave its cluster's pod network.
 fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
     let [address, gateway, pod, pods, net] = addresses;
     let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
@@ -84,7 +84,7 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
     (ns, inner)
 }
 
-/// A real device whose outer packets use an address of the other family.
+/// A real device whose outer packets use the other address family.
 fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
     let length = if end.contains(':') { "64" } else { "24" };
     let nodad = if end.contains(':') { " nodad" } else { "" };
@@ -99,12 +99,12 @@ fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
         .expect("open a device")
 }
 
-/// The public key that belongs to a private one of so many equal bytes.
+/// The public key of the private key that consists of 32 bytes `key`.
 fn public(key: u8) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(&x25519_dalek::StaticSecret::from([key; 32])).to_bytes())
 }
 
-/// Without this an interface cannot speak IPv6 in its first second or two.
+/// Disables duplicate address detection, which makes IPv6 addresses unusable for one or two seconds.
 fn disable_dad(ns: &NetNs) {
     for which in ["all", "default"] {
         ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
@@ -125,7 +125,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     } else {
         (&hub_networks[..], &member_networks[..])
     };
-    // The hub's other node has no Peer: it and its pods are reached through the first, as an anchor.
+    // The hub's other node has no Peer: the first node is the anchor for it and its pods.
     let allowed = match hub {
         true => vec![f.member_pods, f.member_wireguards],
         false => vec![
@@ -257,7 +257,7 @@ impl Mesh {
             device.apply(&peers.unwrap_or_default()).unwrap();
         }
         if f.outer.is_some() {
-            // Only what a policy is not asked about: an answer to a ping is enough for a handshake.
+            // Replies to pings pass without a policy and are enough for a handshake.
             wait_for("the tunnel", Duration::from_secs(15), || {
                 member_pod.pings(f.hub_pod).then_some(())
             });
@@ -277,12 +277,12 @@ impl Mesh {
         }
     }
 
-    /// What kube-proxy writes for a Service with one endpoint.
+    /// Writes the DNAT rule of kube-proxy for a Service with one endpoint, on port 8080.
     pub(crate) fn service(&self, ns: &NetNs, address: &str, endpoint: &str) {
         self.service_on(ns, address, endpoint, 8080);
     }
 
-    /// The same where the endpoint listens on another port than 8080.
+    /// Like [`Self::service`], for an endpoint on another port.
     pub(crate) fn service_on(&self, ns: &NetNs, address: &str, endpoint: &str, port: u16) {
         let (ip, endpoint) = (self.f.ip(), self.f.url(endpoint));
         let rule = format!("{ip} daddr {address} tcp dport 80 dnat to {endpoint}:{port}");
@@ -292,7 +292,7 @@ impl Mesh {
     }
 }
 
-/// Prefixes; an address alone is a host's.
+/// Parses prefixes; a plain address is a host prefix.
 fn prefixes(texts: &[&str]) -> Vec<IpNet> {
     texts
         .iter()
@@ -300,7 +300,7 @@ fn prefixes(texts: &[&str]) -> Vec<IpNet> {
         .collect()
 }
 
-/// What a CNI writes so that its pods can speak to the world.
+/// Writes the masquerading rule of a CNI, for packets that leave the pod network.
 fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
     let ip = f.ip();
     ns.sh(&format!(
@@ -308,24 +308,25 @@ fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
     ));
 }
 
-/// A veth pair that behaves as a tunnel: no neighbour discovery, so every address of a route is taken by the other end.
+/// A veth pair that behaves like a tunnel: without neighbour discovery, the other end takes packets to every routed
+/// address.
 pub(crate) fn tunnel(a: &NetNs, a_mtu: u16, b: &NetNs, b_mtu: u16) {
     veth(a, "kilo0", &[], b, "kilo0", &[]);
     for (ns, mtu) in [(a, a_mtu), (b, b_mtu)] {
-        // Without ARP a frame goes to the sender's own hardware address, so both ends have the same.
+        // Without ARP a frame goes to the sender's own hardware address, so both ends have the same one.
         ns.ip("link set kilo0 down");
         ns.ip("link set kilo0 address 02:00:00:00:00:01 arp off");
         ns.ip(&format!("link set kilo0 mtu {mtu} up"));
     }
 }
 
-/// Brings a node's kernel to what its inputs compile to.
+/// Applies the desired state of `inputs` to a node's kernel.
 pub(crate) fn apply(ns: &NetNs, inputs: &Inputs) {
     let failed = converge(ns, inputs);
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// The same on a node whose device is gone: routes into it fail, everything else is there.
+/// Like [`apply`], on a node without its device: only routes and sysctls of the device fail.
 pub(crate) fn apply_without_device(ns: &NetNs, inputs: &Inputs) {
     let failed = converge(ns, inputs);
     assert!(

@@ -1,5 +1,5 @@
-//! Nodes with real devices around one router, a pod behind each; every address exists in both families, and
-//! each pair of nodes says over which family its outer packets go. What is sent through them is the test's business.
+//! Sets up nodes with real devices around one router, with a dual-stack pod behind each. The outer address family is
+//! set for each pair of nodes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -50,22 +50,22 @@ pub(crate) struct Star {
     pub(crate) sites: Vec<Site>,
 }
 
-/// The address of a node on its underlay.
+/// The underlay address of a node.
 pub(crate) fn underlay(number: u8, family: Family) -> IpAddr {
     address(family, format!("172.30.{number}.2"), format!("fd00:30:{number}::2"))
 }
 
-/// That of its router there.
+/// The address of the router on that link.
 pub(crate) fn gateway(number: u8, family: Family) -> IpAddr {
     address(family, format!("172.30.{number}.1"), format!("fd00:30:{number}::1"))
 }
 
-/// On its device.
+/// The WireGuard address of a node.
 pub(crate) fn wireguard(number: u8, family: Family) -> IpAddr {
     address(family, format!("100.70.{number}.1"), format!("fd00:70:{number}::1"))
 }
 
-/// Of its pod.
+/// The address of its pod.
 pub(crate) fn pod(number: u8, family: Family) -> IpAddr {
     address(family, format!("10.21{number}.0.2"), format!("fd00:21{number}::2"))
 }
@@ -99,13 +99,13 @@ pub(crate) fn key(number: u8) -> PublicKey {
 }
 
 impl Star {
-    /// Nodes 1, 2, .. whose links to the router have these MTUs; `outer` says how a pair of them speaks. Nothing is
-    /// configured yet.
+    /// Nodes 1, 2, .. whose links to the router have these MTUs; `outer` gives the outer family of each pair. Nothing
+    /// is configured yet.
     pub(crate) fn new(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         Self::of(mtus, |_| Backend::Userspace, outer)
     }
 
-    /// The same where `backend` says what carries the tunnel of each.
+    /// Like [`Self::new`], with a backend for each node.
     pub(crate) fn of(mtus: &[u16], backend: impl Fn(u8) -> Backend, outer: impl Fn(u8, u8) -> Family) -> Self {
         let router = forwarding("router");
         let numbers: Vec<u8> = (1..).take(mtus.len()).collect();
@@ -115,7 +115,7 @@ impl Star {
         Self { router, sites }
     }
 
-    /// The same with everything applied, and every pair has met.
+    /// Like [`Self::new`], reconciled and connected.
     pub(crate) fn connected(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         let mut star = Self::new(mtus, outer);
         star.reconcile();
@@ -123,12 +123,12 @@ impl Star {
         star
     }
 
-    /// What the agents' passes do, on every node.
+    /// Applies the desired state on every node, as the agents do.
     pub(crate) fn reconcile(&mut self) {
         self.sites.iter_mut().for_each(Site::reconcile);
     }
 
-    /// Waits until every pair of pods has spoken in both families. Every pod and device echoes from now on.
+    /// Waits until all pods reach each other in both families. Starts an echo server in every pod and on every device.
     pub(crate) fn wait_until_connected(&self) {
         for site in &self.sites {
             for family in Family::BOTH {
@@ -264,7 +264,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
 }
 
 impl Site {
-    /// What an agent's pass does.
+    /// Applies the desired state, as an agent does.
     pub(crate) fn reconcile(&mut self) {
         let sizes = self.sizes();
         self.inputs.node.mtu = sizes.device;
@@ -285,7 +285,7 @@ impl Site {
             .expect("configure the peers");
     }
 
-    /// How large packets may be as this node sees it now.
+    /// The MTUs as this node sees them now.
     pub(crate) fn sizes(&self) -> Sizes {
         let ends: BTreeMap<PublicKey, IpAddr> = self
             .inputs
@@ -307,7 +307,7 @@ impl Site {
         mtu::auto(1500, &ends.iter().map(path).collect())
     }
 
-    /// Fragments this node's kernel has made, inner and outer, both families.
+    /// The fragments that this node's kernel has made, inner and outer, in both families.
     pub(crate) fn fragments(&self) -> u64 {
         let text = self.ns.sh("nstat -asz IpFragCreates Ip6FragCreates");
         let count = |line: &str| line.split_whitespace().nth(1)?.parse::<u64>().ok();
@@ -318,7 +318,7 @@ impl Site {
     }
 }
 
-/// Answers every datagram with itself, in fragments if need be, for as long as the test runs.
+/// Echoes every datagram, in fragments if necessary, until the test ends.
 fn echo(ns: &NetNs, at: IpAddr) {
     let socket = ns.enter(|| UdpSocket::bind((at, ECHO))).unwrap();
     if at.is_ipv4() {
@@ -332,9 +332,9 @@ fn echo(ns: &NetNs, at: IpAddr) {
     });
 }
 
-/// Sends a packet of each of these sizes (bytes, with its IP header) that nobody may fragment to an [`echo`]. Returns the
-/// sizes that were echoed, as a range that must have no hole; of every other this end was told that it is too large.
-/// Panics with the size that got neither.
+/// Sends an unfragmentable packet of each size (bytes including the IP header) to an [`echo`]. Returns the range of
+/// sizes that were echoed, which must have no hole. For every other size the sender must get "too large"; panics at a
+/// size that gets neither.
 pub(crate) fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
     let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();
     let socket = from.enter(|| {
@@ -354,7 +354,7 @@ pub(crate) fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = 
     let mut refused = Vec::new();
     for size in sizes {
         let passed = (0..5).find_map(|_| probe_once(&socket, usize::from(size - headers)));
-        match passed.unwrap_or_else(|| panic!("{} -> {to}: {size} bytes vanish", from.name)) {
+        match passed.unwrap_or_else(|| panic!("{} -> {to}: no reply and no error for {size} bytes", from.name)) {
             true => echoed = Some(echoed.map_or(size..=size, |r| *r.start()..=size)),
             false => refused.push(size),
         }
@@ -363,29 +363,29 @@ pub(crate) fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = 
         let hole = refused.iter().find(|size| echoed.contains(size));
         assert_eq!(
             hole, None,
-            "{} -> {to}: told too large, and a larger one passes: {echoed:?}",
+            "{} -> {to}: {hole:?} bytes are too large, but larger packets pass: {echoed:?}",
             from.name
         );
     }
     echoed
 }
 
-/// One try: `true` = echoed, `false` = told, `None` = neither.
+/// One attempt: `true` = echoed, `false` = "too large", `None` = no reply.
 fn probe_once(socket: &UdpSocket, length: usize) -> Option<bool> {
-    let told = |error: std::io::Error| match error.raw_os_error().map(Errno::from_raw) {
+    let classify = |error: std::io::Error| match error.raw_os_error().map(Errno::from_raw) {
         Some(Errno::EMSGSIZE) => Some(false),
         _ if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => None,
         other => panic!("a datagram of {length}: {error} ({other:?})"),
     };
     if let Err(error) = socket.send(&vec![7; length]) {
-        return told(error);
+        return classify(error);
     }
     let mut buffer = vec![0; 1 << 16];
     loop {
         match socket.recv(&mut buffer) {
             Ok(got) if got == length => return Some(true),
             Ok(_) => {} // an echo that came late
-            Err(error) => return told(error),
+            Err(error) => return classify(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Servers and those who ask them.
+//! TCP servers and clients that show which source address a server sees, and sockets like the device's.
 
 use std::{
     io::{self, Read, Write},
@@ -12,7 +12,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::netns::NetNs;
 
-/// Serves TCP for as long as the test runs: an HTTP answer that holds the address it sees the client at.
+/// Serves HTTP until the test ends. The response is the client's address, as the server sees it.
 pub(crate) fn serve(ns: &NetNs, address: &str, port: u16) {
     let at = SocketAddr::new(address.parse().unwrap(), port);
     let listener = ns
@@ -36,7 +36,7 @@ fn answer(mut stream: TcpStream) -> io::Result<()> {
     )
 }
 
-/// A socket as the device has one for its outer packets: marked so that they never enter the tunnel.
+/// A socket like that of the device for outer packets: its mark keeps them out of the tunnel.
 pub(crate) fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
     let socket = ns
         .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), port)))
@@ -62,7 +62,7 @@ pub(crate) fn ask(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
     Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
 }
 
-/// The same where the answer must come. The first packets after a start may be lost to address resolution.
+/// Like [`ask`], where the response must come. The first packets after a start may be lost to address resolution.
 pub(crate) fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
     let mut last = String::new();
     let deadline = std::time::Instant::now() + Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! The mesh with a worker inside the hub's pod network: a virtual machine among its pods.
+//! Adds a worker to the mesh: a virtual machine in the hub's pod network that is a node of another member.
 
 use std::{
     collections::BTreeSet,
@@ -9,8 +9,8 @@ use std::{
 
 use super::*;
 
-/// A mesh whose hub has a virtual machine among its pods that is a node of another member: its address and its API server
-/// lie in the hub's networks. The member of the mesh proper has lost its tunnel to it.
+/// A mesh with a worker. The worker's address and its API server are in the hub's networks. The original member has
+/// lost its tunnel to the hub.
 pub(crate) struct Worker {
     pub(crate) mesh: Mesh,
     pub(crate) worker: NetNs,
@@ -22,7 +22,7 @@ impl Worker {
     pub(crate) fn new(f: &'static Family) -> Self {
         let mesh = Mesh::new(f);
         let hub = &mesh.hub;
-        // The hub's pods and the worker on one link.
+        // Puts the hub's pods and the worker on one bridge.
         hub.ip("link set cni0 down");
         hub.ip("link set cni0 name vpod");
         hub.ip("link add cni0 type bridge");
@@ -82,7 +82,7 @@ impl Worker {
         }
     }
 
-    /// What kube-proxy writes for a NodePort.
+    /// Writes the DNAT rule of kube-proxy for a NodePort of the worker.
     pub(crate) fn node_port(&self, port: u16, endpoint: &str) {
         let (ip, endpoint) = (self.mesh.f.ip(), self.mesh.f.url(endpoint));
         let rule = format!("fib daddr type local tcp dport {port} dnat to {endpoint}:8080");
@@ -91,7 +91,7 @@ impl Worker {
         ));
     }
 
-    /// Answers UDP on the worker from a socket that is bound to no address: the kernel chooses the answer's source.
+    /// Echoes UDP on the worker from an unbound socket: the kernel chooses the source of the reply.
     pub(crate) fn echo(&self, port: u16) {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = self.worker.enter(|| UdpSocket::bind((any, port)).unwrap());
@@ -103,7 +103,8 @@ impl Worker {
         });
     }
 
-    /// What comes back from there, to a socket that takes it only from where it was sent.
+    /// Sends to [`Self::echo`] from a connected socket, which accepts a reply only from the address that it has sent
+    /// to.
     pub(crate) fn ask_echo(&self, from: &NetNs, port: u16, why: &str) -> String {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = from.enter(|| {

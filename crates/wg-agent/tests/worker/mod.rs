@@ -1,4 +1,4 @@
-//! A worker of the member that is a machine in the hub's own network: flows between it, its pods and the hub.
+//! Tests flows between a worker (a node of a member inside the hub's pod network), its pods and the hub.
 
 use std::net::IpAddr;
 
@@ -20,12 +20,13 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&w.worker, f.hub_pod, 8080), f.worker_wireguard);
 
-    // A hub pod whose own address is thrown opens a connection through the tunnel: it is answered by the tunnel.
+    // The requests come from a hub pod whose address is a thrown prefix: those through the tunnel are still answered
+    // through the tunnel.
     let mut thrown = w.inputs.clone();
     thrown.throw.insert(f.hub_pod.parse::<IpAddr>().unwrap().into());
     apply(&w.worker, &thrown);
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
-    by_eth0("the asker is thrown");
+    by_eth0("the client is a thrown prefix");
 
     let mut alone = w.inputs.clone();
     alone.peers.clear();
@@ -37,11 +38,11 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     }
     by_eth0("the reverse path filter is strict");
     apply(&w.worker, &w.inputs);
-    by_eth0("and the tunnel is back");
+    by_eth0("the tunnel is back");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
-    // Not UDP from an unbound socket: its route is looked up before netfilter can mark the answer, and ends at the closed
-    // door. That is why the device is the first fallback while it is there.
+    // UDP from an unbound socket fails here: its route is looked up before netfilter can mark the reply, and is
+    // `unreachable`. This is why the device is the first fallback while it exists.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),
         f.hub_pod,
@@ -74,10 +75,10 @@ pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'stati
 pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static Family) {
     let w = Worker::new(f);
     serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
-    // A NodePort of the worker's whose endpoint is a hub pod, asked for by another hub pod through eth0.
+    // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
     w.node_port(30080, f.hub2_pod);
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
-    // Seen by the endpoint: the anchor, since the first hub node carries the other's pods here.
+    // The endpoint sees the anchor, since the first hub node carries the pods of the second one here.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
     assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
 }
