@@ -1,5 +1,5 @@
-//! A real agent with the userspace backend whose interface another hand changes. What is done to the kernel's is in
-//! `machine/drift.rs`. Needs root.
+//! Changes the interface of a real agent with the userspace backend: it must be restored and counted. The kernel
+//! backend is tested in `machine/drift.rs`. Needs root.
 
 mod netns;
 mod pair;
@@ -24,12 +24,12 @@ fn changed_interface_is_restored_and_counted_by_kind() {
     let handshakes = a.shown("latest-handshakes");
     a.ns.ip(&format!("link set {} mtu 1300", a.interface));
     wait_until("the MTU to be put back", TIMEOUT, || link() == whole);
-    wait_until("it to be counted", TIMEOUT, || {
+    wait_until("the repair to be counted", TIMEOUT, || {
         a.repairs() == [("mtu".to_owned(), 1)].into()
     });
     assert_eq!(a.shown("latest-handshakes"), handshakes, "no session was touched");
 
-    // With the link go the routes of IPv4 and the addresses of IPv6; no session.
+    // A link that goes down loses its IPv4 routes and IPv6 addresses, but no session.
     a.ns.ip(&format!("link set {} down", a.interface));
     wait_until("the link to be up", TIMEOUT, || link() == whole);
     a.reaches(b);

@@ -1,5 +1,5 @@
-//! A real agent whose node is tampered with: what others take away is put back and counted, and what the underlay needs is
-//! followed. Every wait here ends long before the agent would look by itself, so what it did it had heard of.
+//! Damages the kernel state of a node with a real agent: everything must be restored and counted, and changes of the
+//! underlay followed. All waits end before the agent's periodic check, so that only events can trigger the repair.
 
 mod node;
 
@@ -13,10 +13,10 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, api::PostParams};
 use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
-/// The agent looks every 30 s whatever it hears.
-const HEARD: Duration = Duration::from_secs(10);
+/// Shorter than the periodic check of 30 s.
+const EVENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Everything of ours in the node's routing, as `ip` shows it.
+/// The agent's rules, routes and addresses, as `ip` shows them.
 async fn routing(clusters: &TwoClusters, site: &Site) -> String {
     let script = format!(
         "ip rule show; ip -6 rule show; ip route show table 5182; ip route show table 5183; ip -br -4 addr show dev {}",
@@ -41,7 +41,7 @@ async fn repairs(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, u64> {
 }
 
 async fn route_appears(clusters: &TwoClusters, site: &Site, route: &str) {
-    wait_until(route, HEARD, async || {
+    wait_until(route, EVENT_TIMEOUT, async || {
         let shown = routing(clusters, site).await;
         if shown.lines().any(|line| line.trim() == route) {
             Ok(())
@@ -82,7 +82,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     for (damage, routes) in [
         (format!("ip route del {} table 5182", tenant.pods), 1),
         ("ip rule del pref 1001".to_owned(), 1),
-        // With a device's last IPv4 address the kernel takes its IPv4 routes.
+        // The kernel removes a device's IPv4 routes with its last IPv4 address.
         (format!("ip addr del {address}/32 dev {device}"), 1 + 3),
         ("ip route flush table 5182".to_owned(), 4),
         (
@@ -99,7 +99,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     ] {
         clusters.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
         let start = Instant::now();
-        wait_until(format!("{damage} to be mended"), HEARD, async || {
+        wait_until(format!("{damage} to be repaired"), EVENT_TIMEOUT, async || {
             let now = routing(&clusters, mgmt).await;
             if now == whole {
                 Ok(())
@@ -109,7 +109,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         })
         .await
         .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
-        println!("{damage}: mended after {} ms", start.elapsed().as_millis());
+        println!("{damage}: repaired after {} ms", start.elapsed().as_millis());
         counted += routes;
         wait_until("the count", TIMEOUT, async || {
             let now = repairs(&clusters, mgmt).await;
@@ -122,7 +122,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         .await
         .unwrap_or_else(|error| panic!("{damage}: {error}\n{}", agent.log()));
     }
-    // A setting, of which the kernel tells.
+    // A sysctl whose change the kernel reports as an event.
     assert_eq!(
         repairs(&clusters, mgmt).await.get("sysctls"),
         Some(&0),
@@ -133,7 +133,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     let damage = format!("echo 1 > {setting}");
     clusters.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
     let start = Instant::now();
-    wait_until("the setting to be mended and counted", HEARD, async || {
+    wait_until("the setting to be repaired and counted", EVENT_TIMEOUT, async || {
         let now = clusters.host(mgmt).exec(["cat", &setting]).await.expect("read").stdout;
         match repairs(&clusters, mgmt).await.get("sysctls") {
             Some(1) if now == "2\n" => Ok(()),
@@ -142,22 +142,22 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
-    println!("{damage}: mended after {} ms", start.elapsed().as_millis());
+    println!("{damage}: repaired after {} ms", start.elapsed().as_millis());
     clusters.reaches(mgmt, tenant).await;
-    // The device itself: with it go its routes and sessions.
+    // Deleting the device removes its routes and sessions, too.
     clusters
         .host(mgmt)
         .exec(["ip", "link", "del", device])
         .await
         .expect("delete the device");
     let start = Instant::now();
-    wait_until("the device to be mended", HEARD, async || {
+    wait_until("the device to be repaired", EVENT_TIMEOUT, async || {
         let now = routing(&clusters, mgmt).await;
         if now == whole { Ok(()) } else { Err(now) }
     })
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
-    println!("ip link del: mended after {} ms", start.elapsed().as_millis());
+    println!("ip link del: repaired after {} ms", start.elapsed().as_millis());
     clusters.reaches(mgmt, tenant).await;
     assert_eq!(
         repairs(&clusters, mgmt).await.get("device"),
@@ -166,7 +166,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         agent.log()
     );
 
-    // What the underlay needs, in the tenant's network: a resolver, a next hop, an API server.
+    // Addresses inside the tenant's network that must stay on the underlay: a resolver, a next hop, an API server.
     std::fs::write(resolv.path(), "nameserver 10.20.250.53\n").expect("write");
     route_appears(&clusters, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
     let hop = "ip route add default via 10.20.250.1 dev eth0 onlink metric 5000";

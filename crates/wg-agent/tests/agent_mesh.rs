@@ -1,4 +1,5 @@
-//! Two real agents of two clusters, each with its own real API server: what works, and what costs nothing.
+//! Runs two real agents in two clusters, each with a real API server: connectivity, failures of the API server, invalid
+//! Peers, and repairs.
 
 mod netns;
 mod node;
@@ -12,7 +13,7 @@ use nix::sys::signal::Signal;
 use node::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
 use serde_json::Value;
 
-/// Everything of ours that a kernel holds, as other programs than ours see it.
+/// All kernel state of the agent, as `ip` and `nft` show it.
 async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
     let site = clusters.site(index);
     let mut out = Vec::new();
@@ -49,14 +50,14 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     clusters.reaches(tenant, mgmt).await;
     clusters.ready(mgmt).await;
     clusters.ready(tenant).await;
-    // Before both had their PeerPolicies a ping followed the default route, as it does without any mesh.
+    // The capture starts only now: before both PeerPolicies exist, a ping follows the default route.
     let capture = clusters
         .lab
         .capture("mesh", "ip or ip6")
         .await
         .expect("start a capture");
 
-    // TCP, with enough data that segments of the tunnel's size are needed, to a pod: the node itself listens to no member.
+    // Sends enough TCP data for full-size segments to a pod; the node itself has no port open to members.
     let (pod, server) = (NetNs::new("tenant-pod"), "10.20.1.6");
     let script = format!(
         "echo 1 > /proc/sys/net/ipv4/ip_forward
@@ -89,9 +90,9 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         }
     })
     .await
-    .expect("4 MB get across");
+    .expect("4 MB are transferred");
 
-    // What a person and a monitor see.
+    // Metrics and debug state show the peer.
     wait_until("the peer to count as up", TIMEOUT, async || {
         let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         let up = "wg_agent_peers{cluster=\"tenant-a\",state=\"up\"} 1";
@@ -108,30 +109,36 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     assert!(state.contains("mesh--tenant-a--tenant-a-1"), "{state}");
     assert!(!state.contains(key.trim()), "the private key is not shown");
 
-    // A second agent is told who is there.
+    // A second agent reports the process of the first.
     let pid = second.pid().expect("it runs");
     let mut third = clusters
         .host(tenant)
         .spawn("third", clusters.command(tenant, &["--listen=127.0.0.1:0"]))
         .expect("start");
     let status = third.ends(TIMEOUT).await.expect("it ends");
-    let said = third.log();
+    let log = third.log();
     assert!(
-        !status.success() && said.contains("another wg-agent") && said.contains(&format!("process {pid}")),
-        "{said}"
+        !status.success() && log.contains("another wg-agent") && log.contains(&format!("process {pid}")),
+        "{log}"
     );
-    clusters.pings(mgmt, tenant).await.expect("the first is not disturbed");
+    clusters
+        .pings(mgmt, tenant)
+        .await
+        .expect("the first agent is not disturbed");
 
-    // Killed: nothing leaves in clear; back: the tunnel is.
+    // After SIGKILL packets get an error instead of leaving unencrypted; after a restart the tunnel works again.
     second.signal(Signal::SIGKILL).expect("kill");
     second.ends(TIMEOUT).await.expect("dead");
-    clusters.pings(tenant, mgmt).await.expect_err("nobody carries it");
+    clusters
+        .pings(tenant, mgmt)
+        .await
+        .expect_err("no agent carries packets");
     let route = clusters
         .host(tenant)
         .try_exec(["ip", "route", "get", mgmt.pod])
         .await
         .expect("ask the kernel");
-    // The interface has outlived its process without a carrier: its routes give way to those that answer with an error.
+    // The interface outlives its process but has no carrier, so the `unreachable` routes apply instead of its own.
     assert!(
         route.stderr.contains("No route to host"),
         "{}{}",
@@ -146,7 +153,7 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     eprintln!("back {took:?} after the start");
     assert!(took < Duration::from_secs(10), "{took:?}");
 
-    // All the while the wire between the nodes carried WireGuard and nothing of the mesh beside it.
+    // The link between the nodes carried WireGuard and no inner packets.
     let seen = capture.stop().await.expect("the capture ends");
     let clear = seen
         .packets("net 10.0.0.0/8 or net 100.64.0.0/10")
@@ -157,7 +164,7 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         .packets("udp port 51820 and host 172.30.1.11 and host 172.30.2.11")
         .await
         .expect("read it");
-    // How many is the wire's matter: a veth carries up to 64 kB of them as one frame.
+    // The number is not checked: a veth carries up to 64 kB of packets as one frame.
     assert!(!outer.is_empty());
 }
 
@@ -173,19 +180,21 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let _first = clusters.agent(mgmt, "agent-mgmt");
 
-    // Away at the start: the agent waits, says so, and has published nothing and touched nothing.
+    // Without an API server at the start the agent waits, reports it, and writes nothing.
     clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
     let _second = clusters.agent(tenant, "agent-tenant");
-    wait_until("the agent to say what it waits for", TIMEOUT, async || {
-        match clusters.page(tenant, "/readyz").await {
+    wait_until(
+        "the agent to report what it waits for",
+        TIMEOUT,
+        async || match clusters.page(tenant, "/readyz").await {
             (503, text) if text.contains("waiting for the first list of") => Ok(()),
             (code, text) => Err(format!("{code}: {text}")),
-        }
-    })
+        },
+    )
     .await
     .expect("readyz");
     assert_eq!(our_kernel_state(&clusters, TENANT).await, Vec::<String>::new());
@@ -199,7 +208,7 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
     clusters.reaches(mgmt, tenant).await;
     clusters.reaches(tenant, mgmt).await;
 
-    // Away later, in both ways.
+    // Later failures: one API server is killed, the other frozen.
     let before = our_kernel_state(&clusters, TENANT).await;
     clusters
         .lab
@@ -212,7 +221,10 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .freeze_api()
         .expect("freeze the API server");
     for _ in 0..8 {
-        clusters.pings(mgmt, tenant).await.expect("the tunnel does not care");
+        clusters
+            .pings(mgmt, tenant)
+            .await
+            .expect("the tunnel works without API servers");
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     assert_eq!(our_kernel_state(&clusters, TENANT).await, before);
@@ -225,7 +237,7 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .await
         .expect("start the API server");
 
-    // And it hears again.
+    // The agent follows changes again.
     clusters.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
     wait_until("the Peer's routes to be gone", TIMEOUT, async || {
         match clusters.pings(tenant, mgmt).await {
@@ -252,7 +264,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     let good = peer(tenant, &clusters.published(tenant).await);
     let peers = clusters.peers(mgmt).await;
     let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
-    let wrong = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
+    let invalid = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
         let mut peer = good.clone();
         peer.metadata.name = Some(format!("wrong-{index}"));
         peer.spec.public_key.clone_from(&keys[index]);
@@ -264,27 +276,27 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
         .map(|n| format!("10.20.{}.{}/32", n / 250 + 120, n % 250))
         .collect();
     let all = [
-        (wrong(0, &|spec| spec.public_key = "not a key".into()), "Unreadable"),
+        (invalid(0, &|spec| spec.public_key = "not a key".into()), "Unreadable"),
         (
-            wrong(1, &|spec| spec.allowed_ips = vec!["10.20.9.0/33".into()]),
+            invalid(1, &|spec| spec.allowed_ips = vec!["10.20.9.0/33".into()]),
             "Unreadable",
         ),
         (
-            wrong(2, &|spec| {
+            invalid(2, &|spec| {
                 spec.endpoint.as_mut().unwrap().dns_or_ip.ip = Some("0.0.0.0".into())
             }),
             "EndpointInvalid",
         ),
         (
-            wrong(3, &|spec| spec.allowed_ips.clone_from(&many)),
+            invalid(3, &|spec| spec.allowed_ips.clone_from(&many)),
             "TooManyAllowedIPs",
         ),
         (
-            wrong(4, &|spec| spec.allowed_ips = vec!["172.30.1.0/28".into()]),
+            invalid(4, &|spec| spec.allowed_ips = vec!["172.30.1.0/28".into()]),
             "OwnNodeAddress",
         ),
         (
-            wrong(5, &|spec| spec.allowed_ips = vec!["172.30.1.1/32".into()]),
+            invalid(5, &|spec| spec.allowed_ips = vec!["172.30.1.1/32".into()]),
             "ApiServerAddress",
         ),
     ];
@@ -325,10 +337,10 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
             .count();
         assert_eq!(lines, 1, "{name} is logged once:\n{log}");
     }
-    clusters.pings(mgmt, tenant).await.expect("the good Peer does not care");
-    clusters.pings(tenant, mgmt).await.expect("the good Peer does not care");
+    clusters.pings(mgmt, tenant).await.expect("the valid Peer still works");
+    clusters.pings(tenant, mgmt).await.expect("the valid Peer still works");
     clusters.ready(mgmt).await;
-    // The API server is still reached as before: the agent hears of a deletion.
+    // The agent still reaches its API server: it notices the deletions.
     for (peer, _) in &all {
         clusters
             .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
@@ -345,13 +357,13 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     .await
     .expect("metrics");
 
-    // Cleanup beside a running agent is refused; after it, nothing is left.
+    // Cleanup is refused while an agent runs. After it, nothing is left.
     let cleanup = || clusters.command(mgmt, &["cleanup"]);
-    let beside = clusters.host(mgmt).try_exec(cleanup()).await.expect("run");
+    let refused = clusters.host(mgmt).try_exec(cleanup()).await.expect("run");
     assert!(
-        !beside.status.success() && beside.stderr.contains("another wg-agent"),
+        !refused.status.success() && refused.stderr.contains("another wg-agent"),
         "{}",
-        beside.stderr
+        refused.stderr
     );
     assert!(!our_kernel_state(&clusters, MGMT).await.is_empty());
     let status = first.terminate(TIMEOUT).await.expect("it ends");
@@ -371,7 +383,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     );
 }
 
-/// A key that nobody has: any 32 bytes that are no point of low order.
+/// A key that no node has: any 32 bytes that are no point of low order.
 fn base64_key(n: u8) -> String {
     clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
 }
@@ -406,7 +418,7 @@ async fn deleted_kernel_state_is_restored() {
             .expect("take it away");
         wait_until(format!("{what} to be back"), TIMEOUT, async || {
             let now = our_kernel_state(&clusters, MGMT).await;
-            // A new device has a new index; nothing else may differ in kind and number.
+            // A new device has a new index, so only the number of items is compared.
             if now.len() != before.len() {
                 return Err(format!("{now:#?}\n{}", agent.log()));
             }

@@ -1,4 +1,4 @@
-//! One real agent and its own cluster's API server: what it publishes, and what it waits for.
+//! Runs one real agent against its cluster's API server: what it publishes, what it waits for, and what it reports.
 
 mod node;
 
@@ -42,7 +42,8 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ]
     );
 
-    // What others write over it is written again; what a person says is taken over and never written.
+    // Foreign changes of our annotations are reverted. The annotations of an administrator are followed and never
+    // written.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     clusters.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
@@ -59,7 +60,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ("192.0.2.1:1", "node.example.org:4711")
     );
 
-    // The claim survives a restart, and a younger rival.
+    // The WireGuard address survives a restart and the claim of a younger Node.
     assert!(
         agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
@@ -72,7 +73,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         first[KILO_WIREGUARD_IP]
     );
     let rival: Node = serde_json::from_value(serde_json::json!({
-        // By name the later of the two, had they been made in the same second.
+        // With the same creation second the name decides, and this one loses.
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
     .expect("a Node");
@@ -81,8 +82,8 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
-    // Nodes are heard of in the order in which they are written: who has put the key back has seen the rival before, and
-    // says with the key which address it wants.
+    // Watch events keep the order of writes. An agent that has restored the key has seen the rival Node before, and
+    // publishes its address with the key.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     assert_eq!(
@@ -99,7 +100,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
     let site = clusters.site(MGMT);
     let _agent = clusters.agent(site, "agent");
     let first = clusters.published(site).await;
-    // The other Node has to be older: so ours is made anew, with what it had published.
+    // The other Node must be older, so ours is recreated with its annotations.
     let rival: Node = serde_json::from_value(serde_json::json!({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
@@ -134,7 +135,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
         }
     })
     .await
-    .expect("it moved on");
+    .expect("the agent takes another address");
     let now = clusters.annotations(site).await[KILO_WIREGUARD_IP].clone();
     let host = now.split('/').next().expect("a host").to_owned();
     let shown = clusters
@@ -157,7 +158,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     clusters.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
     let waits = async |why: &str| {
         wait_until(
-            format!("the agent to say why it waits: {why}"),
+            format!("the agent to report why it waits: {why}"),
             TIMEOUT,
             async || match clusters.page(site, "/readyz").await {
                 (503, text) if text.contains(why) => Ok(()),
@@ -167,7 +168,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
         .await
         .expect("readyz");
     };
-    let written = async || {
+    let our_state = async || {
         let all = "ip -br link; ip rule show; ip route show table all; nft list tables";
         let all = clusters
             .host(site)
@@ -185,8 +186,8 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     let nothing = Vec::<String>::new();
     let mut agent = clusters.agent(site, "agent");
     waits("take kg off it").await;
-    assert_eq!(written().await, nothing);
-    // kg takes its annotation away when it ends.
+    assert_eq!(our_state().await, nothing);
+    // kg removes its annotation when it ends.
     let patch = serde_json::json!({"metadata": {"annotations": {KILO_LAST_SEEN: null}}});
     let nodes = clusters.nodes(site).await;
     nodes
@@ -194,21 +195,21 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
         .await
         .expect("patch");
     waits("may be back in a moment").await;
-    assert_eq!(written().await, nothing);
+    assert_eq!(our_state().await, nothing);
 
-    // An agent that has seen no kg takes the node, until kg is there again, with annotations of its own.
+    // An agent that has not seen kg takes over the node, until kg is back with annotations of its own.
     agent.terminate(TIMEOUT).await.expect("it ends");
     agent = clusters.agent(site, "agent-alone");
     clusters.ready(site).await;
     clusters.published(site).await;
-    assert_ne!(written().await, nothing);
+    assert_ne!(our_state().await, nothing);
     let kgs = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
     clusters.annotate(site, KILO_KEY, kgs).await;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now = now.expect("a clock").as_secs().to_string();
     clusters.annotate(site, KILO_LAST_SEEN, &now).await;
     waits("take kg off it").await;
-    assert_eq!(written().await, nothing);
+    assert_eq!(our_state().await, nothing);
     wait_until("the agent's annotation to be removed", TIMEOUT, async || {
         let all = clusters.annotations(site).await;
         if all.contains_key(NODE_AGENT) {
@@ -220,7 +221,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     .await
     .expect("removed");
 
-    // Nor does `cleanup` take what is kg's.
+    // `cleanup` removes nothing of kg.
     clusters.annotate(site, KILO_KEY, kgs).await;
     let before = clusters.annotations(site).await;
     agent.terminate(TIMEOUT).await.expect("it ends");
@@ -235,14 +236,14 @@ async fn foreign_interface_of_the_name_stops_all_writes() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let host = clusters.host(tenant);
     let _first = clusters.agent(mgmt, "agent-mgmt");
-    // Somebody's interface has the device's name.
+    // A foreign interface has the device's name.
     host.exec(["ip", "link", "add", &tenant.interface, "type", "bridge"])
         .await
         .expect("make a bridge");
     let _second = clusters.agent(tenant, "agent-tenant");
     clusters.introduce(tenant, mgmt).await;
     wait_until(
-        "the agent to say what is in its way",
+        "the agent to report the foreign interface",
         TIMEOUT,
         async || match clusters.page(tenant, "/readyz").await {
             (503, text) if text.contains("exists already") => Ok(()),
@@ -251,7 +252,7 @@ async fn foreign_interface_of_the_name_stops_all_writes() {
     )
     .await
     .expect("readyz");
-    // It may be another program's tunnel, which rules and routes of ours would cut off.
+    // The interface may be another program's tunnel, which our rules and routes would cut off.
     let written = "ip rule show; ip route show table all; nft list tables";
     let written = host.exec(["sh", "-ec", written]).await.expect("ask the node").stdout;
     assert!(
@@ -286,10 +287,10 @@ async fn crds_installed_later_are_noticed() {
     assert!(first.log().contains("resolved"), "{}", first.log());
 }
 
-/// Waits until the agent's annotation says this of what leads past its table.
-async fn published(clusters: &TwoClusters, site: &node::Site, why: &str) {
+/// Waits until the agent's annotation gives `why` as the reason of the bypassed datapath.
+async fn wait_for_bypass(clusters: &TwoClusters, site: &node::Site, why: &str) {
     let nodes: kube::Api<Node> = kube::Api::all(clusters.client(site).await);
-    wait_until("the Node to say so", TIMEOUT, async || {
+    wait_until("the annotation of the bypassed datapath", TIMEOUT, async || {
         let list = nodes
             .list(&Default::default())
             .await
@@ -315,7 +316,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(TENANT);
     let host = clusters.host(site);
-    // What Cilium leaves on a node and in its cluster.
+    // State that Cilium leaves on a node and in its cluster.
     let link = [
         "ip",
         "link",
@@ -347,14 +348,14 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         }
     })
     .await
-    .expect("it is said");
+    .expect("it is reported");
     assert_eq!(clusters.page(site, "/readyz").await.0, 200);
     let why = "kube-proxy-replacement and masquerading in BPF imply host routing in BPF";
-    published(&clusters, site, why).await;
+    wait_for_bypass(&clusters, site, why).await;
     let program = env!("CARGO_BIN_EXE_wg-agent");
     let kubeconfig = clusters.kubeconfig(site).display().to_string();
     let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
-    let said = async |why: &str, remedy: &str| {
+    let is_reported = async |why: &str, remedy: &str| {
         let status = host.try_exec([program, "status"]).await.expect("run it");
         assert_eq!(status.status.code(), Some(1), "{status:?}");
         assert!(
@@ -364,9 +365,9 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         let preflight = host.try_exec(preflight).await.expect("run it");
         assert!(preflight.stderr.contains(remedy), "{preflight:?}");
     };
-    said(why, "bpf.hostLegacyRouting=true").await;
+    is_reported(why, "bpf.hostLegacyRouting=true").await;
 
-    // kube-proxy changes over to IPVS, and back, while the agent runs.
+    // kube-proxy changes to IPVS and back while the agent runs.
     let link = [
         "ip",
         "link",
@@ -386,15 +387,15 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     };
     gone("cilium_host").await;
     let why = "kube-proxy in mode ipvs translates after the policies looked";
-    published(&clusters, site, why).await;
-    said(why, "`ip link delete kube-ipvs0`").await;
+    wait_for_bypass(&clusters, site, why).await;
+    is_reported(why, "`ip link delete kube-ipvs0`").await;
     assert_eq!(clusters.page(site, "/readyz").await.0, 200);
     gone("kube-ipvs0").await;
-    wait_until("it to be over", TIMEOUT, async || {
+    wait_until("the metric to be 0", TIMEOUT, async || {
         let (_, metrics) = clusters.page(site, "/metrics").await;
         let over = metrics.contains("wg_agent_datapath_bypassed 0");
         over.then_some(()).ok_or(metrics)
     })
     .await
-    .expect("nothing leads past the table");
+    .expect("the datapath is no longer bypassed");
 }

@@ -1,5 +1,5 @@
-//! `--mode=policy` beside a tunnel that somebody else owns: wireguard-go with Kilo's annotations stands in for kg on one
-//! node, the other runs a whole agent. What the policy says is enforced, and nothing of kg's is touched.
+//! Runs `--mode=policy` beside a foreign tunnel. On one node wireguard-go with Kilo's annotations replaces kg; the
+//! other node runs a full agent. The policy must be enforced and nothing of kg changed.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -25,10 +25,10 @@ use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 const KG: &str = "100.66.1.7";
 /// A second address of the node, which its policy denies.
 const DENIED: &str = "10.10.1.77";
-/// A laptop that a person made a Peer for, by hand: no member of any mesh.
+/// A laptop with a manual Peer, which is no member of any mesh.
 const LAPTOP: &str = "10.99.0.2";
 
-/// wireguard-go with an identity, as kg makes them. Its socket goes with it.
+/// wireguard-go and annotations, as kg creates them. Dropping it removes the control socket.
 struct Kg {
     socket: PathBuf,
     _process: Running,
@@ -84,7 +84,7 @@ impl Kg {
         }
     }
 
-    /// What kg makes of a Peer: allowed addresses, and routes in the main table.
+    /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
     async fn program(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
         let said = clusters.published(of).await;
         let spec = peer(of, &said).spec;
@@ -109,7 +109,7 @@ impl Kg {
     }
 }
 
-/// Everything of a node that could be touched, but for our table and our annotation.
+/// All state of a node that the agent could change, except for our table and annotation.
 async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for words in [
@@ -127,7 +127,7 @@ async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> 
         &["sh", "-c", "nft list tables | grep -v 'inet clustermesh' || true"],
     ] {
         let text = clusters.host(site).exec(words).await.expect("ask the node").stdout;
-        // Lifetimes count down.
+        // Lifetimes change all the time.
         out.insert(
             words.join(" "),
             text.lines()
@@ -142,7 +142,7 @@ async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> 
     out
 }
 
-/// Runs on a thread inside the network namespace of a site's node.
+/// Runs a closure on a thread inside a network namespace.
 fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'static) -> T {
     let file = std::fs::File::open(netns).expect("open a network namespace");
     let run = move || {
@@ -152,7 +152,8 @@ fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'st
     std::thread::spawn(run).join().expect("what runs in a namespace")
 }
 
-/// Moves the address of a site's pod, and others beside it, into a pod: what listens on the node itself is another matter.
+/// Moves the address of a site's pod, and further ones, from the node into a pod: listeners on the node itself have
+/// other rules.
 async fn pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let gateway = site.pods.replace(".0/24", ".1");
@@ -183,7 +184,7 @@ async fn pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> 
     pod
 }
 
-/// Listens there for as long as the test runs, and tells whoever connects the address it sees.
+/// Listens until the test ends, and sends each client the address that the server sees.
 fn serve(netns: &Path, address: &str, port: u16) {
     let at = SocketAddr::new(address.parse::<IpAddr>().unwrap(), port);
     let listener = inside(netns, move || TcpListener::bind(at).expect("listen"));
@@ -197,7 +198,7 @@ fn serve(netns: &Path, address: &str, port: u16) {
     });
 }
 
-/// The address that a server there sees, or how the connection failed.
+/// The source address that a server sees, or the error of the connection.
 fn seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
     let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
@@ -231,7 +232,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let mgmt_pod = pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
     let tenant_pod = pod(&clusters, tenant, "tenant-pod", &[]).await;
     let _whole = clusters.agent(tenant, "agent-tenant");
-    // kg in add-on mode leaves pods' sources to the CNI, which masquerades what leaves the cluster.
+    // In add-on mode kg does not handle sources of pods; the CNI masquerades what leaves the cluster.
     let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
     clusters
         .host(mgmt)
@@ -240,7 +241,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .expect("a CNI's rule");
     clusters.mesh().await;
     kg.program(&clusters, mgmt, tenant).await;
-    // A laptop behind the same key: what kg lets in besides meshes.
+    // The laptop is behind the same key: kg admits it without any mesh.
     let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
     clusters
         .host(tenant)
@@ -274,7 +275,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("close a port and an address");
 
-    // kg alone accepts whatever its Peers admit, and the CNI hides the pod.
+    // Without the agent, kg accepts everything that its Peers admit, and the CNI hides the pod's address.
     for port in [8080, 10250] {
         assert_eq!(seen(&tenant_pod, tenant.pod, KG, port), Ok(tenant.pod.to_owned()));
     }
@@ -311,9 +312,9 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         }
     })
     .await
-    .expect("it says that it is here");
+    .expect("the agent publishes its mode");
 
-    // New connections; what is translated was settled by each one's first packet.
+    // New connections only: NAT of a connection is fixed by its first packet.
     assert_eq!(seen(&tenant_pod, tenant.pod, mgmt.pod, 8080), Ok(tenant.pod.to_owned()));
     assert_eq!(
         seen(&tenant_pod, tenant.pod, KG, 8080),
@@ -330,7 +331,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
     assert_eq!(state(&clusters, mgmt).await, before);
 
-    // What no mesh brought is none of its business.
+    // Addresses outside all meshes are ignored.
     let rules = clusters
         .host(mgmt)
         .exec(["nft", "list", "set", "inet", "clustermesh", "mesh4"])
@@ -339,7 +340,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .stdout;
     assert!(rules.contains("10.20.0.0/16") && !rules.contains("10.99"), "{rules}");
 
-    // Torn away, it comes back.
+    // A flushed table is restored.
     clusters
         .host(mgmt)
         .exec(["nft", "flush", "ruleset"])
@@ -359,12 +360,12 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .expect("the table");
     assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
 
-    // Without its policy a member reaches nothing, although kg still carries it.
+    // Without a PeerPolicy a member reaches nothing, although kg still has its peer.
     policies
         .delete("mesh--tenant-a", &Default::default())
         .await
         .expect("delete the PeerPolicy");
-    wait_until("the member to be closed out", TIMEOUT, async || {
+    wait_until("the member to be blocked", TIMEOUT, async || {
         match seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
             Err(std::io::ErrorKind::TimedOut) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -373,7 +374,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("closed");
 
-    // Nor without its Peer: kg here is slower than we are, and lets it go never.
+    // The same without a Peer; this kg never removes the peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     for _ in 0..2 {
         assert_eq!(
@@ -383,7 +384,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         );
     }
 
-    // Stopped: still closed. Cleaned up: as it was.
+    // After a stop the node stays closed. After cleanup everything is as before.
     let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
@@ -397,7 +398,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("cleanup");
     let mut after = state(&clusters, mgmt).await;
-    // The flush was ours.
+    // The test itself flushed the other tables.
     let tables = "sh -c nft list tables | grep -v 'inet clustermesh' || true";
     after.insert(tables.into(), before[tables].clone());
     assert_eq!(after, before, "{}", done.stderr);

@@ -1,4 +1,4 @@
-//! `wg-agent prepare` in a namespace of its own: what the init container of the DaemonSet does to a node.
+//! Runs `wg-agent prepare` in a namespace: what the DaemonSet's init container does to a node.
 
 mod netns;
 
@@ -20,7 +20,7 @@ fn prepare_sets_sysctls_except_ipv6_forwarding() {
     }
     ns.run(env!("CARGO_BIN_EXE_wg-agent"), &["prepare"]);
     assert_eq!(values(), ["1", "1", "1", "1", "0"]);
-    // Beside what somebody else has reserved, once.
+    // The port is added once to the ports that are already reserved.
     let reserved = "net/ipv4/ip_local_reserved_ports";
     assert_eq!(ns.sysctl(reserved), "51820");
     ns.set_sysctl(reserved, "8080");

@@ -1,4 +1,4 @@
-//! Real agents that end and start again: what they bring back by themselves, with which key, and what they never say.
+//! Restarts real agents: what they restore from their cache, how they rotate their key, and that they never reveal it.
 
 mod node;
 
@@ -18,7 +18,7 @@ use kube::{
 use nix::sys::signal::Signal;
 use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// A file beside the key of a site's agent.
+/// A file in the directory of the agent's key.
 fn state(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
     clusters.key_file(site).with_file_name(name)
 }
@@ -37,19 +37,21 @@ async fn kill(agent: &mut Running) {
 }
 
 async fn wait_for_page(clusters: &TwoClusters, site: &Site, path: &str, want: &str) {
-    wait_until(format!("{path} to say {want:?}"), TIMEOUT, async || {
-        match clusters.page(site, path).await {
+    wait_until(
+        format!("{path} to contain {want:?}"),
+        TIMEOUT,
+        async || match clusters.page(site, path).await {
             (_, text) if text.contains(want) => Ok(()),
             (code, text) => Err(format!("{code}: {text}")),
-        }
-    })
+        },
+    )
     .await
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
 async fn wait_for_cache(file: &Path, want: &str) {
     wait_until(
-        format!("{} to hold {want}", file.display()),
+        format!("{} to contain {want}", file.display()),
         TIMEOUT,
         async || match fs::read_to_string(file) {
             Ok(text) if text.contains(want) => Ok(()),
@@ -69,7 +71,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     clusters.mesh().await;
     clusters.reaches(tenant, mgmt).await;
 
-    // A Peer that will be deleted while nobody looks.
+    // A Peer that is deleted while no agent runs.
     let real = peer(mgmt, &clusters.published(mgmt).await);
     let more = |name: &str, n: u8| {
         let mut peer = real.clone();
@@ -94,7 +96,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         (0o600, 0o700)
     );
 
-    // The agent ends, a Peer is deleted, the API server goes away, and the agent starts.
+    // The agent is killed, a Peer deleted, the API server killed, and the agent started.
     kill(&mut second).await;
     clusters.delete_peer(tenant, "gone").await;
     clusters
@@ -118,11 +120,11 @@ async fn agent_without_api_server_restores_the_cached_state() {
     assert_eq!(
         on_device.keys().cloned().collect::<Vec<_>>(),
         sorted(expected),
-        "what was cached is on the device again"
+        "the cached peers are on the device"
     );
     let before = shown(&clusters, tenant, "latest-handshakes").await;
 
-    // It answers again: what was deleted goes, and who stays keeps its session.
+    // Once the API server is back, the deleted Peer is removed, and the other keeps its session.
     clusters
         .lab
         .cluster(tenant.cluster)
@@ -142,14 +144,11 @@ async fn agent_without_api_server_restores_the_cached_state() {
     .await
     .expect("it goes");
     assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
-    clusters
-        .pings(tenant, mgmt)
-        .await
-        .expect("no packet waits for a handshake");
+    clusters.pings(tenant, mgmt).await.expect("the session is kept");
     let after = shown(&clusters, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
-    // One that answers and refuses is not away: the tunnels are kept, and the node is not ready.
+    // An API server that answers but refuses is not unavailable: the tunnels are kept, and the node is not ready.
     kill(&mut second).await;
     let kubeconfig = clusters.kubeconfig(tenant);
     let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
@@ -174,7 +173,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
     fs::write(&kubeconfig, good).expect("write it");
 
-    // A cache that is older than it may be is set aside and said, and the agent waits as if there were none.
+    // A cache above its maximum age is not used and reported, and the agent waits as without a cache.
     kill(&mut second).await;
     clusters
         .lab
@@ -200,7 +199,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .await
         .expect("start the API server");
 
-    // So is one that is damaged.
+    // The same for a damaged cache, which is set aside.
     kill(&mut second).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     fs::write(&cache, &text[..text.len() - 9]).expect("damage it");
@@ -251,7 +250,7 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &dials)
         .await
         .expect("replace it");
-    // The next restart knows no endpoint but the one it was heard from. Only this side speaks.
+    // After the next restart the only known endpoint is the observed one. Only this side sends.
     wait_for_cache(&state(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("it ends").success(),
@@ -262,13 +261,13 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
     clusters.reaches(mgmt, tenant).await;
 }
 
-/// How a secret of 32 bytes may be written.
+/// The ways in which a 32-byte secret may be printed.
 fn spellings(key: &str) -> Vec<String> {
     use base64::{Engine, engine::general_purpose as alphabets};
     let bytes = alphabets::STANDARD.decode(key.trim()).expect("base64");
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let list = format!("{bytes:?}");
-    // Half of one is as bad, and a line may be cut.
+    // Half of a key is as bad, and a line may be cut.
     let half = |text: &str| text[..text.len() / 2].to_owned();
     vec![
         half(&alphabets::STANDARD.encode(&bytes)),
@@ -284,7 +283,7 @@ fn spellings(key: &str) -> Vec<String> {
 async fn agent_output_never_contains_the_private_key() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
-    // One start makes the key, the other reads it.
+    // The first start creates the key, the second reads it.
     let mut made = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
     clusters.published(mgmt).await;
     assert!(made.terminate(TIMEOUT).await.expect("it ends").success());
@@ -303,7 +302,7 @@ async fn agent_output_never_contains_the_private_key() {
         said.insert(path.into(), clusters.page(mgmt, path).await.1);
     }
     said.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
-    // The control socket has to hide it: wireguard-tools print what it says.
+    // The control socket must hide the key: wireguard-tools print it.
     let dump = ["wg", "show", &mgmt.interface, "dump"];
     said.insert(
         "wg show dump".into(),
@@ -318,7 +317,7 @@ async fn agent_output_never_contains_the_private_key() {
     said.insert("log of the first start".into(), made.log());
     said.insert("log".into(), agent.log());
     said.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
-    // A key that is refused is not quoted either.
+    // An invalid key is not quoted either.
     let file = clusters.key_file(mgmt);
     let private = fs::read_to_string(&file).expect("the key");
     fs::write(&file, format!("{private}{private}")).expect("spoil it");
@@ -326,7 +325,7 @@ async fn agent_output_never_contains_the_private_key() {
     assert!(!spoilt.ends(TIMEOUT).await.expect("it ends").success());
     said.insert("refusal".into(), spoilt.log());
 
-    // That it is looked for where something is: each of these holds what it should.
+    // Proves that the outputs are complete: each contains what it should.
     for (what, holds) in [
         ("log of the first start", "made this node's key"),
         ("log", "TRACE"),
@@ -350,18 +349,18 @@ async fn agent_output_never_contains_the_private_key() {
 
 #[tokio::test]
 async fn key_rotation_costs_one_handshake_over_ipv4() {
-    a_new_key(&TwoClusters::start().await, "172.30.").await;
+    rotate_key(&TwoClusters::start().await, "172.30.").await;
 }
 
 #[tokio::test]
 async fn key_rotation_costs_one_handshake_over_ipv6() {
     let clusters = TwoClusters::start().await;
     clusters.over_ipv6().await;
-    a_new_key(&clusters, "[fd77::").await;
+    rotate_key(&clusters, "[fd77::").await;
 }
 
-/// `outer` = how the endpoints of both begin.
-async fn a_new_key(clusters: &TwoClusters, outer: &str) {
+/// `outer` is the prefix of both endpoints.
+async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let agent = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
@@ -388,7 +387,7 @@ async fn a_new_key(clusters: &TwoClusters, outer: &str) {
         again.stderr
     );
 
-    // The controller is away, say: the old key serves, and the node says what it waits for.
+    // Until the peer has the new key, the old one is used, and the node reports what it waits for.
     wait_for_page(
         clusters,
         mgmt,
@@ -401,7 +400,7 @@ async fn a_new_key(clusters: &TwoClusters, outer: &str) {
         clusters.pings(tenant, mgmt).await.expect("the old key serves");
     }
 
-    // The peer learns of it while packets flow both ways.
+    // The peer gets the new key while packets flow both ways.
     let flow = |from: &Site, to: &Site| {
         let words = ["ping", "-n", "-D", "-i", "0.05", "-w", "5", "-I", from.pod, to.pod];
         clusters
@@ -411,7 +410,7 @@ async fn a_new_key(clusters: &TwoClusters, outer: &str) {
     };
     let mut flows = [flow(mgmt, tenant), flow(tenant, mgmt)];
     for flow in &mut flows {
-        flow.says("icmp_seq=10 ", TIMEOUT).await.expect("it flows");
+        flow.says("icmp_seq=10 ", TIMEOUT).await.expect("ten replies");
     }
     let peers = clusters.peers(tenant).await;
     let mut learnt = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
@@ -429,7 +428,7 @@ async fn a_new_key(clusters: &TwoClusters, outer: &str) {
         let numbers: Vec<u32> = numbers.collect();
         let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
         println!("packets lost in a row, of 20 a second: {gap}");
-        // Who waits for WireGuard's own retry waits for 5 s.
+        // WireGuard's own retry would cost 5 s.
         assert!(
             gap < 40 && numbers.last().is_some_and(|last| *last > 60),
             "{gap}: {log}\n{}",
@@ -457,7 +456,7 @@ async fn a_new_key(clusters: &TwoClusters, outer: &str) {
     assert_eq!(
         nft_tables(clusters, mgmt).await,
         before,
-        "the rule that hears calls is gone"
+        "the table of the rotation is removed"
     );
     for secret in spellings(&private).into_iter().chain(spellings(&now)) {
         assert!(!agent.log().contains(&secret) && !said.contains(&secret));

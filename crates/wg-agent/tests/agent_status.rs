@@ -1,5 +1,5 @@
-//! What a person, a monitor and the controller see of a real agent: who answers, who does not, and that it is gone when it
-//! is mended.
+//! Checks how a real agent reports its peers and its admission policy: `wg-agent status`, metrics, and annotations of
+//! the Node, until the problem is solved.
 
 mod node;
 
@@ -14,10 +14,10 @@ use clustermesh_lab::wait_until;
 use kube::api::PostParams;
 use node::{AGENT, MGMT, TENANT, TIMEOUT, TwoClusters};
 
-/// A peer that was greeted is given 15 s, and news of it 10.
-const NOTICED: Duration = Duration::from_secs(60);
+/// A peer is down 15 s after the first handshake attempt, and the change is published within another 10 s.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A node that does not exist.
+/// The Peer of a node that does not exist.
 fn phantom() -> Peer {
     let mut peer = Peer::new(
         "prod--gone--gone-1",
@@ -44,7 +44,7 @@ fn phantom() -> Peer {
     peer
 }
 
-/// Exit code, output and errors of `wg-agent status` on a node, as root or as nobody.
+/// Runs `wg-agent status` on a node: exit code, standard output and standard error.
 async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, String, String) {
     let site = clusters.site(site);
     let output = clusters.host(site).try_exec(words).await.expect("run it");
@@ -52,7 +52,7 @@ async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, St
 }
 
 async fn links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
-    wait_until(format!("links {want:?} on the Node"), NOTICED, async || {
+    wait_until(format!("links {want:?} on the Node"), REPORT_TIMEOUT, async || {
         let all = clusters.annotations(clusters.site(TENANT)).await;
         let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
         if agent.links == want {
@@ -90,7 +90,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     clusters.mesh().await;
     clusters.reaches(tenant, clusters.site(MGMT)).await;
 
-    // The other is up at once, the phantom down in time; both are told to whoever asks.
+    // The other cluster is up, and the phantom goes down; every report shows both.
     let gone = [(
         "ns/prod/gone".to_owned(),
         Link {
@@ -167,7 +167,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     assert_eq!(code, 2);
 }
 
-/// Stands in for the policy of deploy/agent.yaml, which is about an account that this test does not use.
+/// Replaces the policy of deploy/agent.yaml, which applies to a service account that this test does not use.
 const ADMISSION: &str = r#"
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
@@ -250,7 +250,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
 async fn policy_is_enforced_during_two_thousand_idle_connections() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
-    // As many descriptors as container runtimes give at least.
+    // The lowest file descriptor limit that container runtimes set.
     let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
     words.extend(clusters.command(tenant, &[]));
     let _agent = clusters.host(tenant).spawn("agent", words).expect("start the agent");
