@@ -1,5 +1,5 @@
-//! The fuzz targets on a stable compiler: every kept input (fuzz/corpus), and some thousand inputs near them. A panic names the input.
-//! `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` try others; the same seed tries the same.
+//! Runs the fuzz targets on a stable compiler: every input of fuzz/corpus, and some thousand mutations of them. A panic
+//! prints the input. `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` change the mutations; equal seeds give equal inputs.
 
 #[path = "../../../fuzz/bodies/objects.rs"]
 mod objects;
@@ -15,9 +15,9 @@ use std::{
 use serde_json::Value;
 
 const ROUNDS: u64 = 4_000;
-/// Of what begins with a handshake.
+/// Rounds of the targets that begin with a handshake.
 const SESSIONS: u64 = 1_000;
-/// What parsers trip over.
+/// Tokens that often break parsers.
 const TOKENS: [&[u8]; 16] = [
     b"0.0.0.0/0",
     b"::/0",
@@ -37,7 +37,7 @@ const TOKENS: [&[u8]; 16] = [
     b"\\u0000",
 ];
 
-/// Xorshift: enough to wander, and the same everywhere.
+/// Xorshift: random enough, and the same on every machine.
 struct Random(u64);
 
 impl Random {
@@ -48,7 +48,7 @@ impl Random {
         (self.0 % bound.max(1) as u64) as usize
     }
 
-    /// A JSON document with a few of its values changed: what is changed byte by byte is hardly ever JSON any more.
+    /// A JSON document with some values changed: mutated bytes are hardly ever valid JSON.
     fn near_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
         let any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
         let mut value = any(self)?;
@@ -69,7 +69,7 @@ impl Random {
         serde_json::to_vec(&value).ok()
     }
 
-    /// One or a few small changes to one input, with pieces of another.
+    /// A mutation: a few small changes of one input, with parts of another.
     fn near(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
         if self.below(4) > 0
             && let Some(changed) = self.near_json(corpus)
@@ -98,7 +98,7 @@ impl Random {
     }
 }
 
-/// How many values of a JSON document hold no others.
+/// The number of leaf values of a JSON document.
 fn leaves(value: &Value) -> usize {
     match value {
         Value::Array(values) => values.iter().map(leaves).sum(),
@@ -107,7 +107,7 @@ fn leaves(value: &Value) -> usize {
     }
 }
 
-/// The n-th of them.
+/// The n-th leaf value.
 fn leaf<'v>(value: &'v mut Value, n: &mut usize) -> Option<&'v mut Value> {
     match value {
         Value::Array(values) => values.iter_mut().find_map(|value| leaf(value, n)),
@@ -124,7 +124,8 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |text| text.parse().expect(variable))
 }
 
-/// `least`: so many of 100 inputs near the kept ones get as far as the body is made for; else it tries next to nothing.
+/// Runs a fuzz target. At least `least` percent of the mutations must pass its first parser; otherwise the run tests
+/// next to nothing.
 fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../fuzz/corpus")
@@ -136,9 +137,9 @@ fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     files.sort();
     let corpus: Vec<Vec<u8>> = files.iter().map(|file| fs::read(file).expect("an input")).collect();
     assert!(!corpus.is_empty(), "{} is empty", directory.display());
-    let attempt = |bytes: &[u8], whence: &dyn Fn() -> String| {
+    let attempt = |bytes: &[u8], origin: &dyn Fn() -> String| {
         catch_unwind(AssertUnwindSafe(|| body(bytes))).unwrap_or_else(|panic| {
-            println!("{target}, {}: {:?}", whence(), String::from_utf8_lossy(bytes));
+            println!("{target}, {}: {:?}", origin(), String::from_utf8_lossy(bytes));
             println!("as bytes: {bytes:?}");
             resume_unwind(panic)
         })
@@ -158,7 +159,7 @@ fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     println!("{target}: {reached} of {rounds}");
     assert!(
         reached * 100 >= least * rounds,
-        "{reached} of {rounds} inputs get behind the first parser"
+        "{reached} of {rounds} inputs pass the first parser"
     );
 }
 

@@ -1,4 +1,4 @@
-//! The contract of a device, by the userspace backend. Needs root.
+//! Runs the tests of `contract` with the userspace backend. Needs root.
 
 mod contract;
 mod netns;

@@ -1,5 +1,5 @@
-//! The contract of a device, by the kernel's WireGuard, and what only the kernel's does. Runs in a virtual machine, so that the kernel at
-//! hand does not matter. Needs root.
+//! Runs the tests of `contract` with the kernel's WireGuard, and tests of that backend alone. Everything runs in a
+//! virtual machine, so the kernel of this machine does not matter. Needs root.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod attacker;
@@ -60,14 +60,14 @@ fn process_restart_loses_no_packet_and_no_session() {
             (&peer.configured, peer.stats.endpoint),
             (&before.configured, before.stats.endpoint)
         );
-        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "counters go on");
+        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "the counters continue");
     }
     ping.wait(Duration::from_secs(60));
     let mut said = String::new();
     let mut output = ping.child().stdout.take().expect("its output");
     output.read_to_string(&mut said).expect("read");
     assert!(said.contains("200 packets transmitted, 200 received"), "{said}");
-    assert_eq!(a.handshake(), handshake, "the session of before");
+    assert_eq!(a.handshake(), handshake, "the session is the same");
 }
 
 #[test]
@@ -82,12 +82,13 @@ fn backend_switch_leaves_nothing_of_the_old_device() {
         (Backend::Userspace, "tun", true),
         (Backend::Kernel, "wireguard", false),
     ] {
-        // As a restart does: the device of before is dropped, not closed.
+        // A restart drops the old device without closing it.
         drop(a.device.take());
         a.open(backend);
         a.address();
         a.add(2, Some("192.0.2.2:51820"));
-        // Once the kernel took over, the peer refuses this node's initiations for 27 s. It sends nothing itself, so it begins none.
+        // After the switch to the kernel, the peer refuses this node's initiations for 27 s. The peer has nothing to
+        // send, so it starts no handshake itself.
         let patience = Duration::from_secs(90);
         wait_until("a ping after the switch", patience, || a.reaches(2) && b.reaches(1));
         let link = a.ns.ip_json(&format!("-d link show {}", a.interface));
@@ -131,9 +132,9 @@ fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     in_the_machine!();
     let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
-    // Until then the pings themselves could call for a handshake: both sides have said by now that they got them.
+    // Wait until no earlier ping can still cause a handshake: by then both sides have acknowledged them.
     let quiet = Duration::from_secs(25);
-    wait_until("the pings to be forgotten", TIMEOUT * 2, || {
+    wait_until("the pings to be acknowledged", TIMEOUT * 2, || {
         a.peer(2).stats.handshake_age > Some(quiet)
     });
     drop(a.device.take());
@@ -146,7 +147,7 @@ fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     wait_until("a handshake", TIMEOUT, || b.peer(11).stats.handshake_age.is_some());
 }
 
-/// Two nodes with devices, routes and firewall, one of each kind; every pair of families inside and outside.
+/// One node of each backend with routes and firewall, for every combination of inner and outer family.
 fn mixed(outer: Family, largest: u16) {
     let backend = |number| {
         if number == 1 {
@@ -176,7 +177,7 @@ fn mixed(outer: Family, largest: u16) {
             );
             let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
             assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
-            // The answers came from where they were asked: nothing translated the pods' own addresses.
+            // Pings in both directions: nothing translates the pods' addresses.
             assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
         }
     }

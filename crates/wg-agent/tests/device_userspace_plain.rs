@@ -1,11 +1,11 @@
-//! The userspace device between network namespaces where the kernel offers nothing: packet by packet. Needs root.
+//! Runs the tests of `userspace` without the kernel's offload, packet by packet. Needs root.
 
 mod netns;
 mod userspace;
 
 use wg_agent::device::userspace::Options;
 
-/// One thread each way.
+/// One worker in each direction.
 const OPTIONS: Options = Options {
     offload: false,
     workers: 1,

@@ -1,5 +1,5 @@
-//! Our userspace device against current wireguard-go, whose two handshake workers make crossed starts dangerous
-//! (see `device/userspace/tunnel.rs`). Needs root and Go.
+//! Tests our userspace device against a current wireguard-go, whose two handshake workers make crossed handshakes
+//! dangerous (see `device/userspace/tunnel.rs`). Needs root and Go.
 
 mod netns;
 
@@ -26,7 +26,7 @@ use wg_agent::device::{Configuration, Device, userspace::Userspace};
 use x25519_dalek::StaticSecret;
 
 const STARTS: u32 = 40;
-/// WireGuard's own retry with its jitter, a round trip and a busy machine.
+/// WireGuard's own retry with its jitter, a round trip, and time for a busy machine.
 const RETRY: Duration = Duration::from_millis(5_333 + 700);
 
 fn wireguard_go() -> PathBuf {
@@ -51,7 +51,7 @@ struct Go {
 
 impl Drop for Go {
     fn drop(&mut self) {
-        // Killed, it cannot remove its socket itself.
+        // A killed process cannot remove its socket.
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
     }
 }
@@ -86,7 +86,7 @@ impl Go {
         }
     }
 
-    /// Adds us; with the keepalive it starts a handshake at once.
+    /// Adds our device as a peer. The keepalive starts a handshake at once.
     fn add_peer(&self, ns: &NetNs, endpoint: &str) {
         let key = public(1).to_string();
         let peer = ["peer", &key, "endpoint", endpoint, "allowed-ips", "10.9.0.1/32"];
@@ -116,14 +116,14 @@ fn ours(ns: &NetNs) -> Userspace {
     device
 }
 
-/// Stands on the wire in wireguard-go's namespace and makes handshakes cross: the first initiation of each side is kept until the
-/// other's is there (or for 30 ms), then both are let go at once; all else passes.
+/// A relay in wireguard-go's namespace that makes handshakes cross. It holds the first initiation of each side until
+/// the other's arrives (or for 30 ms) and then forwards both at once. It forwards everything else.
 struct Relay {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<bool>>,
 }
 
-/// Where each side finds the other.
+/// The relay's address for each side.
 const TO_GO: &str = "192.0.2.2:6000";
 const TO_US: &str = "127.0.0.1:6001";
 
@@ -146,7 +146,7 @@ impl Relay {
         }
     }
 
-    /// True when both initiations were under way at once.
+    /// Stops the relay. True when both initiations crossed.
     fn finish(mut self) -> bool {
         self.stop.store(true, Ordering::Release);
         self.thread.take().expect("a thread").join().expect("the relay")
@@ -178,7 +178,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
             }),
         );
         for from in 0..2 {
-            // A refused datagram: the other side is not there yet.
+            // An error means that the other side does not listen yet.
             while let Ok(length) = sides[from].recv(&mut buffer) {
                 if !open && buffer[0] == 1 && kept[from].is_none() {
                     kept[from] = Some(buffer[..length].to_vec());
@@ -220,9 +220,9 @@ fn wired() -> (NetNs, NetNs) {
     (a, b)
 }
 
-/// How long until a ping got through, asked ten times a second.
+/// The time until a ping is answered, with ten attempts a second.
 fn until_ping(ns: &NetNs, address: &str, began: Instant) -> Duration {
-    // One ping process with a short interval, ended by its first answer: no gap of a second between attempts.
+    // A single ping process with a short interval that ends at its first reply: no pause of a second between attempts.
     let output = ns.output("ping", &["-n", "-i", "0.1", "-c", "1", "-w", "12", address]);
     assert!(output.status.success(), "no answer from {address} in 12 s");
     began.elapsed()
@@ -233,7 +233,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
     let (a, b) = wired();
-    // Warm neighbour caches: an ARP exchange would spread the initiations that are to cross.
+    // Fill the neighbour caches: an ARP exchange would keep the initiations from crossing.
     wait_until("the wire", Duration::from_secs(10), || a.pings("192.0.2.2"));
     let mut crossed = 0;
     let mut worst = Duration::ZERO;

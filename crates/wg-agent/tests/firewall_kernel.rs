@@ -1,4 +1,4 @@
-//! The firewall table on the real kernel, read back with `nft -j`. Needs root and nft.
+//! Applies the firewall table to the real kernel and reads it back with `nft -j`. Needs root and nft.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -22,7 +22,7 @@ use proptest::{
 };
 use wg_agent::firewall::{Backend, Error, FirewallManager, Nft, Watch};
 
-/// Runs a future in a namespace, on a runtime of its own.
+/// Runs a future in a namespace, on its own runtime.
 fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
     ns.enter(|| {
         tokio::runtime::Builder::new_current_thread()
@@ -72,7 +72,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
     })
 }
 
-/// The same where `never` is closed on every port.
+/// Like [`firewall`], with every port of `never` denied.
 fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, never: &BTreeSet<IpNet>) -> Firewall {
     let mut firewall = firewall(sources, to, &BTreeSet::new());
     let pairs = sources.iter().flat_map(|from| never.iter().map(move |to| (*from, *to)));
@@ -92,7 +92,7 @@ fn example() -> Firewall {
     )
 }
 
-/// Elements of a set, by another reader than ours.
+/// The elements of a set, parsed independently of our own reader.
 fn elements(ns: &NetNs, set: &str) -> Vec<String> {
     let json: serde_json::Value =
         serde_json::from_str(&ns.run("nft", &["-j", "list", "set", "inet", "clustermesh", set])).unwrap();
@@ -183,7 +183,7 @@ fn second_pass_is_empty_and_changes_touch_only_elements() {
 
 #[test]
 fn counters_are_no_drift_and_external_changes_are() {
-    let ns = NetNs::new("hands");
+    let ns = NetNs::new("drift");
     ns.ip("addr add 10.243.0.1/32 dev lo");
     ns.ip("addr add 10.243.0.2/32 dev lo");
     inside(&ns, async {
@@ -208,7 +208,7 @@ fn counters_are_no_drift_and_external_changes_are() {
             "nft flush ruleset",
         ] {
             ns.sh(line);
-            assert!(!manager.matches_kernel().await.unwrap(), "{line} unseen");
+            assert!(!manager.matches_kernel().await.unwrap(), "{line} is not detected");
             let step = manager.converge(&example()).await.unwrap();
             assert!(matches!(step, Some(Update::Whole { .. })), "{line}: {step:?}");
             assert_eq!(manager.converge(&example()).await.unwrap(), None, "{line}");
@@ -225,8 +225,8 @@ fn table_is_listed_once_for_each_ruleset_generation() {
     std::fs::write(&program, script).unwrap();
     std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let listed = || {
-        let said = std::fs::read_to_string(&log).unwrap_or_default();
-        said.lines().filter(|line| line.contains("list")).count()
+        let calls = std::fs::read_to_string(&log).unwrap_or_default();
+        calls.lines().filter(|line| line.contains("list")).count()
     };
     let mut manager = FirewallManager::new(Nft::new(&program));
     inside(&ns, async {
@@ -239,7 +239,7 @@ fn table_is_listed_once_for_each_ruleset_generation() {
             assert_eq!(manager.converge(&example()).await.unwrap(), None);
         }
         assert_eq!(listed(), 2, "once after it was written");
-        // Somebody writes a table of their own, and then ours.
+        // Another program writes a table of its own, and then ours.
         ns.sh("nft add table inet other");
         assert!(manager.matches_kernel().await.unwrap() && manager.matches_kernel().await.unwrap());
         assert_eq!(listed(), 3);
@@ -248,7 +248,7 @@ fn table_is_listed_once_for_each_ruleset_generation() {
         manager.converge(&example()).await.unwrap();
         assert!(manager.matches_kernel().await.unwrap());
     });
-    // Another namespace may be at the same number.
+    // Another namespace may have the same ruleset generation.
     inside(&other, async {
         for number in 0..20 {
             let mut same = manager.backend().clone();
@@ -305,20 +305,20 @@ fn missing_nft_is_reported_with_its_remedy() {
 // threat: foreign-change
 #[test]
 fn external_nftables_change_is_reported_once() {
-    let ns = NetNs::new("heard");
+    let ns = NetNs::new("events");
     inside(&ns, async {
         let mut watch = Watch::open().unwrap();
         let within = Duration::from_secs(5);
         FirewallManager::new(Nft::default()).converge(&example()).await.unwrap(); // hundreds of events
         tokio::time::timeout(within, watch.changed())
             .await
-            .expect("the table was not heard")
+            .expect("no event for the new table")
             .unwrap();
         assert!(
             tokio::time::timeout(Duration::from_millis(300), watch.changed())
                 .await
                 .is_err(),
-            "heard twice"
+            "a second event for the same write"
         );
         tokio::task::spawn_blocking(|| {
             assert!(
@@ -333,7 +333,7 @@ fn external_nftables_change_is_reported_once() {
         .unwrap();
         tokio::time::timeout(within, watch.changed())
             .await
-            .expect("the flush was not heard")
+            .expect("no event for the flush")
             .unwrap();
     });
 }
@@ -345,7 +345,8 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// The same table with rules that say nothing between its questions, so that packets are between two of them for long.
+/// The same table with 500 slow rules before each lookup, so that packets are often between two rules when the table is
+/// updated.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;
@@ -360,7 +361,7 @@ fn with_slow_rules(step: Update) -> Update {
     }
 }
 
-/// A transaction names all that changes, and packets see it set by set.
+/// A transaction is not atomic for packets: they see its set updates one after the other.
 // threat: table-update-window
 #[test]
 fn denied_packets_never_pass_during_table_updates() {
@@ -399,12 +400,12 @@ fn denied_packets_never_pass_during_table_updates() {
     });
 
     std::thread::scope(|scope| {
-        let (_lasts, ended) = mpsc::channel::<()>();
+        let (_guard, ended) = mpsc::channel::<()>();
         let socket = member.enter(|| UdpSocket::bind("10.243.0.1:9")).unwrap();
         scope.spawn(move || {
             while ended.try_recv() == Err(mpsc::TryRecvError::Empty) {
                 for to in std::iter::once(OPEN).chain([DENIED; 50]) {
-                    // A link that is full may say so.
+                    // A full queue may return an error.
                     let _ = socket.send_to(b"?", to.parse::<SocketAddr>().unwrap());
                 }
             }
@@ -445,7 +446,7 @@ fn port() -> impl Strategy<Value = Port> {
         .prop_map(|(protocol, port)| Port { protocol, port })
 }
 
-/// nft and the kernel check ranges for overlap in code of their own; whatever we come from and go to must pass it.
+/// nft and the kernel each check intervals for overlap. Every update, from any table to any other, must pass both.
 #[test]
 fn kernel_accepts_any_update_between_two_tables() {
     let ns = NetNs::new("steps");

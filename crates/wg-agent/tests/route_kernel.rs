@@ -1,4 +1,4 @@
-//! Routes, rules, addresses and settings on the real kernel, read back with `ip -j`. Needs root.
+//! Applies routes, rules, addresses and sysctls to the real kernel and reads them back with `ip -j`. Needs root.
 
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -14,7 +14,7 @@ use netns::{NetNs, wait_for, wait_until};
 use serde_json::Value;
 use wg_agent::route::{Netlink, Outcome, Routing, RoutingEvent, Watch, cleanup, converge};
 
-/// Runs a future in a namespace, on a runtime of its own.
+/// Runs a future in a namespace, on its own runtime.
 fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
     ns.enter(|| {
         tokio::runtime::Builder::new_current_thread()
@@ -27,7 +27,7 @@ fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
 
 fn node(name: &str) -> NetNs {
     let ns = NetNs::new(name);
-    // Detection would alter the link-local addresses half a second into the test.
+    // Duplicate address detection would change link-local addresses half a second into the test.
     ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
     ns.ip("tuntap add dev kilo0 mode tun");
     ns.ip("link set kilo0 up");
@@ -60,8 +60,8 @@ fn pass(ns: &NetNs, wanted: &Routes) -> Outcome {
     })
 }
 
-/// Converges, and the next pass finds nothing to do.
-fn settle(ns: &NetNs, wanted: &Routes) -> Vec<String> {
+/// Converges, checks that a second pass finds nothing to do, and returns the changes.
+fn converge_fully(ns: &NetNs, wanted: &Routes) -> Vec<String> {
     let first = pass(ns, wanted);
     assert!(first.failed.is_empty(), "{:?}", first.failed);
     let second = pass(ns, wanted);
@@ -69,9 +69,9 @@ fn settle(ns: &NetNs, wanted: &Routes) -> Vec<String> {
     first.done.iter().map(Change::to_string).collect()
 }
 
-/// What `ip -j` shows of a table, in one line a route.
+/// The routes of a table as `ip -j` shows them, one line each.
 fn table(ns: &NetNs, family: &str, table: u32) -> Vec<String> {
-    // A table that never had a route is an error to `ip`.
+    // `ip` fails for a table that never had a route.
     let output = ns.output("ip", &[family, "-j", "route", "show", "table", &table.to_string()]);
     let Value::Array(routes) = serde_json::from_slice(&output.stdout).unwrap_or_default() else {
         return vec![];
@@ -97,7 +97,7 @@ fn rules(ns: &NetNs, family: &str) -> Vec<String> {
         .collect()
 }
 
-/// Everything of routing but our two tables.
+/// All routing state outside our two tables.
 fn elsewhere(ns: &NetNs) -> String {
     ns.sh("ip rule; ip -6 rule; ip route show table main; ip -6 route show table main; ip route show table 99; ip addr show dev eth0; ip link show dev eth0")
 }
@@ -105,7 +105,7 @@ fn elsewhere(ns: &NetNs) -> String {
 #[test]
 fn converge_writes_the_desired_state_of_both_families() {
     let ns = node("route");
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     assert_eq!(
         table(&ns, "-4", 5182),
         [
@@ -148,22 +148,22 @@ fn converge_writes_the_desired_state_of_both_families() {
 #[test]
 fn change_of_one_peer_writes_one_route() {
     let ns = node("one");
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     let mut less = plan();
     less.peers.remove(&"10.101.0.0/24".parse().unwrap());
     assert_eq!(
-        settle(&ns, &desired(&less)),
+        converge_fully(&ns, &desired(&less)),
         ["route delete 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20"]
     );
     assert_eq!(
-        settle(&ns, &desired(&plan())),
+        converge_fully(&ns, &desired(&plan())),
         ["route add 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20"]
     );
     let other = Plan {
         underlay: BTreeSet::new(),
         ..plan()
     };
-    let changes = settle(&ns, &desired(&other));
+    let changes = converge_fully(&ns, &desired(&other));
     assert_eq!(
         changes.iter().filter(|c| c.starts_with("route replace")).count(),
         4,
@@ -185,7 +185,7 @@ fn foreign_routes_and_rules_are_never_touched() {
     ns.ip("rule add pref 900 fwmark 0x1 lookup 99");
     ns.ip("-6 rule add pref 901 iif eth0 lookup 99");
     let before = elsewhere(&ns);
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     assert_eq!(
         table(&ns, "-4", 5182)
             .iter()
@@ -218,14 +218,14 @@ fn obsolete_rules_of_ours_are_removed() {
     ] {
         ns.ip(rule);
     }
-    // Of another program, or somebody's trial beside a rule that is written.
+    // Rules of another program, and a manual rule next to one of ours.
     for rule in [
         "rule add pref 996 from 192.0.2.0/24 lookup 99",
         "rule add pref 1001 from 192.0.2.7 protocol 117 lookup 99",
     ] {
         ns.ip(rule);
     }
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     let shown = |family| -> Vec<String> {
         let all = ns.sh(&format!("ip {family} rule show"));
         let fields = all.lines().filter_map(|line| line.split_once(':'));
@@ -268,7 +268,7 @@ fn foreign_route_with_our_key_is_reported_and_kept() {
 fn unreachable_routes_stay_until_the_device_is_back() {
     let ns = node("gone");
     let wanted = desired(&plan());
-    settle(&ns, &wanted);
+    converge_fully(&ns, &wanted);
     ns.ip("link del kilo0");
     assert_eq!(
         table(&ns, "-4", 5182),
@@ -284,19 +284,19 @@ fn unreachable_routes_stay_until_the_device_is_back() {
         got.failed[0].to_string(),
         "there is no interface kilo0; its routes are added when the device exists again"
     );
-    ns.ip("tuntap add dev kilo0 mode tun"); // and down: the pass sets it up
-    settle(&ns, &wanted);
+    ns.ip("tuntap add dev kilo0 mode tun"); // down; the pass sets it up
+    converge_fully(&ns, &wanted);
     assert_eq!(table(&ns, "-4", 5182).len(), 7);
 }
 
 #[test]
 fn altered_route_of_ours_is_restored() {
     let ns = node("altered");
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     ns.ip("route replace 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 117");
     ns.ip("-6 route del unreachable fd00:101::/48 table 5182 metric 4096");
     assert_eq!(
-        settle(&ns, &desired(&plan())),
+        converge_fully(&ns, &desired(&plan())),
         [
             "route add unreachable fd00:101::/48 table 5182 metric 4096",
             "route replace 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20",
@@ -307,7 +307,7 @@ fn altered_route_of_ours_is_restored() {
 #[test]
 fn watch_reports_our_drift_and_ignores_foreign_changes() {
     let ns = node("watch");
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     inside(&ns, async {
         let mut watch = Watch::open("kilo0".parse().unwrap()).unwrap();
         let within = Duration::from_secs(5);
@@ -343,10 +343,10 @@ fn watch_reports_our_drift_and_ignores_foreign_changes() {
             ("ip link del kilo0", RoutingEvent::Ours),
         ] {
             script(line).await.unwrap();
-            let news = tokio::time::timeout(within, watch.changed()).await;
-            let news = news.unwrap_or_else(|_| panic!("{line} unheard"));
-            assert_eq!(news.unwrap(), want, "{line}");
-            // What one command makes may come as several events.
+            let event = tokio::time::timeout(within, watch.changed()).await;
+            let event = event.unwrap_or_else(|_| panic!("no event for {line}"));
+            assert_eq!(event.unwrap(), want, "{line}");
+            // One command may cause several events.
             while tokio::time::timeout(Duration::from_millis(200), watch.changed())
                 .await
                 .is_ok()
@@ -371,7 +371,7 @@ fn smaller_peer_mtu_is_set_on_its_routes() {
         sizes: sizes.into(),
         ..plan()
     };
-    settle(&ns, &desired(&narrow));
+    converge_fully(&ns, &desired(&narrow));
     let shown = |family, net| ns.sh(&format!("ip {family} route show table 5182 | grep '^{net} dev kilo0'"));
     assert!(
         shown("-4", "10.101.0.0/24").contains(" mtu 1328"),
@@ -383,16 +383,16 @@ fn smaller_peer_mtu_is_set_on_its_routes() {
         "{}",
         shown("-6", "fd00:101::/64")
     );
-    // Without its lock, or with another number, it is put right.
+    // A missing lock or another value is repaired.
     ns.ip("-6 route replace fd00:101::/64 dev kilo0 table 5182 metric 20 proto 117 src fd00:101::200 mtu 1328");
     ns.ip("route replace 10.101.0.0/24 dev kilo0 table 5182 metric 20 proto 117 src 10.101.0.200 mtu 1300");
     assert_eq!(
-        settle(&ns, &desired(&narrow)),
+        converge_fully(&ns, &desired(&narrow)),
         [
             "route replace 10.101.0.0/24 dev <device> src 10.101.0.200 mtu 1328 table 5182 metric 20",
             "route replace fd00:101::/64 dev <device> src fd00:101::200 mtu 1328 table 5182 metric 20",
         ]
     );
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     assert!(!shown("-4", "10.101.0.0/24").contains("mtu"));
 }

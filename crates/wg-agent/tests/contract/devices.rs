@@ -1,4 +1,4 @@
-//! What is promised of the device itself: its port, its mark, what others do to it, its end.
+//! Tests of the device itself: listen port, fwmark, external changes, closing.
 
 use super::*;
 
@@ -74,7 +74,7 @@ pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
     let [mut a, b] = joined(backend);
     a.ns.ip(&format!("link del {}", a.interface));
     let gone = a.device.take().expect("an open device");
-    wait_until("the device to notice", TIMEOUT, || {
+    wait_until("the device to report its deletion", TIMEOUT, || {
         matches!(gone.observe(), Err(DeviceError::Gone(_)))
     });
     drop(gone);
@@ -86,7 +86,7 @@ pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
 
 pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend) {
     let [mut a, b] = joined(backend);
-    let look = |a: &mut Node| {
+    let altered_parts = |a: &mut Node| {
         let device = a.device.as_deref_mut().expect("an open device");
         a.ns.enter(move || device.observe()).expect("observe").altered
     };
@@ -95,10 +95,10 @@ pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend
         (link["mtu"].clone(), link["flags"].clone())
     };
     let (whole, shown) = (link(&a), a.device_shown());
-    assert_eq!(look(&mut a), [].into());
+    assert_eq!(altered_parts(&mut a), [].into());
     let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
     if backend == Backend::Kernel {
-        // The userspace device is told by its agent alone.
+        // The control socket of the userspace device is read-only.
         let file = tempfile::NamedTempFile::new().expect("a file");
         let (key, interface) = (file.path().display(), &a.interface);
         a.ns.sh(&format!(
@@ -107,17 +107,17 @@ pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend
         altered.extend([Altered::ListenPort, Altered::Fwmark, Altered::PrivateKey]);
     }
     a.ns.ip(&format!("link set {} mtu 1300 down", a.interface));
-    assert_eq!(look(&mut a), altered);
+    assert_eq!(altered_parts(&mut a), altered);
     let device = a.device.as_deref_mut().expect("an open device");
     a.ns.enter(|| device.mend(&altered)).expect("mend");
-    assert_eq!(look(&mut a), [].into());
+    assert_eq!(altered_parts(&mut a), [].into());
     assert_eq!((link(&a), a.device_shown()), (whole, shown));
     wait_until("a ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }
 
 pub(crate) fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     let mut node = Node::new(1, backend);
-    // A peer that nobody knows the place of, and an address that no peer has.
+    // A peer without endpoint, and an address without a peer.
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
         for (address, words) in [(v4, "Destination Host Unreachable"), (v6, "Address unreachable")] {

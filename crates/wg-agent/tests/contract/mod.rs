@@ -1,5 +1,5 @@
-//! What every backend of a device promises, as tests that take the backend; `wg`, `ip`, `nft` and `ping` are the readers. What only one
-//! of them does stands in that one's own tests.
+//! Tests that every device backend must pass; each takes the backend. `wg`, `ip`, `nft` and `ping` read the results.
+//! Tests of a single backend are elsewhere.
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 use std::{
@@ -52,7 +52,7 @@ macro_rules! each {
 pub(crate) use each;
 
 const PORT: u16 = 51820;
-/// Anything that takes longer is broken; an emulated machine is slow, and WireGuard waits five seconds between two attempts.
+/// A longer wait means a failure. An emulated machine is slow, and WireGuard retries a handshake after five seconds.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
@@ -92,7 +92,7 @@ impl Node {
         node
     }
 
-    /// Opens the device; addresses are another matter.
+    /// Opens the device, without addresses.
     pub(crate) fn open(&mut self, backend: Backend) {
         let opened = self
             .ns
@@ -141,7 +141,7 @@ impl Node {
         self.ns.pings(&format!("10.9.0.{other}"))
     }
 
-    /// What `wg` says of the peers: by key preshared key, endpoint, ranges in order, keepalive.
+    /// The peers by key, as `wg` shows them: preshared key, endpoint, sorted allowed IPs, keepalive.
     fn shown(&self) -> BTreeMap<String, [String; 4]> {
         let dump = self.ns.run("wg", &["show", &self.interface, "dump"]);
         let peers = dump.lines().skip(1).map(|line| {
@@ -154,14 +154,14 @@ impl Node {
         peers.collect()
     }
 
-    /// What `wg` says of the device: port and firewall mark.
+    /// Listen port and fwmark, as `wg` shows them.
     fn device_shown(&self) -> [String; 2] {
         let dump = self.ns.run("wg", &["show", &self.interface, "dump"]);
         let fields: Vec<&str> = dump.lines().next().expect("a line").split('\t').collect();
         [fields[2], fields[3]].map(ToOwned::to_owned)
     }
 
-    /// Seconds since 1970 of the last handshake with the one peer.
+    /// Unix time of the last handshake with the only peer.
     pub(crate) fn handshake(&self) -> u64 {
         let text = self.ns.run("wg", &["show", &self.interface, "latest-handshakes"]);
         text.split_whitespace()
@@ -184,7 +184,7 @@ fn ranges<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
     texts.iter().map(|text| text.parse().expect("a range")).collect()
 }
 
-/// Two nodes on one wire, 192.0.2.1 and 192.0.2.2, that know each other.
+/// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
 pub(crate) fn two(backends: [Backend; 2]) -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1, backends[0]), Node::new(2, backends[1]));
     wire(&a.ns, &b.ns);
@@ -204,7 +204,7 @@ fn joined(backend: Backend) -> [Node; 2] {
     [a, b]
 }
 
-/// The names of all interfaces, in order.
+/// The names of all interfaces, sorted.
 pub(crate) fn links(ns: &NetNs) -> Vec<String> {
     let all = ns.ip_json("link show");
     let names = all

@@ -1,4 +1,4 @@
-//! What is promised of peers: added, changed, removed, found again, one without the others.
+//! Tests of peers: added, changed, removed and roaming, without effect on each other.
 
 use super::*;
 
@@ -29,7 +29,7 @@ pub(crate) fn two_devices_carry_both_families_and_wg_reads_every_attribute(backe
         .filter_map(|f| f.as_str())
         .collect();
     assert_eq!((&link[0]["mtu"], flags.contains(&"UP")), (&1380.into(), true));
-    // And the same through our own eyes.
+    // Our own observation agrees.
     let peer = a.peer(2);
     let want = PeerSpec {
         keepalive: NonZeroU16::new(25),
@@ -48,7 +48,7 @@ pub(crate) fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: B
     assert_eq!(
         a.peer(2).configured,
         spec(2, Some("192.0.2.2:51820")),
-        "no keepalive is left of it"
+        "the keepalive that started the handshake is removed"
     );
     assert_eq!(a.shown()[&public(2).to_string()][3], "off");
 }
@@ -80,7 +80,7 @@ pub(crate) fn attribute_changes_keep_session_and_counters(backend: Backend) {
         "{before:?} {after:?}"
     );
     assert!(a.reaches(2) && b.reaches(1));
-    assert_eq!(a.handshake(), handshake, "the session of before");
+    assert_eq!(a.handshake(), handshake, "the session is the same");
 }
 
 pub(crate) fn preshared_key_applies_at_once_and_must_match(backend: Backend) {
@@ -127,7 +127,7 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
     assert_eq!(
         peer.configured.endpoint,
         spec(2, Some("192.0.2.2:51820")).endpoint,
-        "what we set, not where it is"
+        "the configured endpoint, not the current one"
     );
     assert_eq!(a.shown()[&public(2).to_string()][1], "192.0.2.77:51820");
     assert!(a.reaches(2));
@@ -135,7 +135,7 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
 
 pub(crate) fn replies_come_from_the_contacted_address(backend: Backend) {
     let [mut a, mut b] = joined(backend);
-    // Neither is the one that the kernel would choose.
+    // The kernel would choose neither address as source.
     a.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr add 2001:db8::77/64 dev eth0 nodad preferred_lft 0");
     for called in ["192.0.2.77:51820", "[2001:db8::77]:51820"] {
         a.apply(&[PeerChange::Remove(public(2))]);
@@ -176,7 +176,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     };
     a.update(2, moving.clone());
     a.ns.ip(&format!("route add 10.7.0.1/32 dev {}", a.interface));
-    // Sockets and no counters of nft, which see datagrams that were joined on the way as one packet.
+    // Sockets instead of nft counters, which count coalesced datagrams as one packet.
     let receivers = [&b, &c].map(|node| {
         node.ns.ip("addr add 10.7.0.1/32 dev lo");
         let socket = node.ns.enter(|| UdpSocket::bind("10.7.0.1:9")).expect("bind");
@@ -186,7 +186,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     let socket = a.ns.enter(|| UdpSocket::bind("10.9.0.1:0")).expect("bind");
     let (mut sent, mut got) = (0, [0; 2]);
     for round in 0..60 {
-        // Between two changes and, on its own thread, during them.
+        // Sends between two changes and, on its own thread, during them.
         let device = a.device.as_deref_mut().expect("an open device");
         let other = PeerUpdate {
             add_allowed_ips: ranges(&["10.8.0.0/16"]),
@@ -209,9 +209,9 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
             flow.join().expect("the flow");
         });
         sent += 20;
-        // A queue that runs over would look like a gap.
+        // An overflowing queue would look like a gap.
         if sent % 100 == 0 {
-            wait_until("every datagram at one of the two", TIMEOUT, || {
+            wait_until("every datagram to reach one of the two peers", TIMEOUT, || {
                 for (receiver, got) in receivers.iter().zip(&mut got) {
                     *got += std::iter::from_fn(|| receiver.recv(&mut [0; 16]).ok()).count();
                 }
@@ -224,7 +224,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     assert_eq!(
         a.peer(3).configured,
         spec(3, Some("198.51.100.3:51820")),
-        "the last move was to the other"
+        "the last owner is the other peer"
     );
 }
 
@@ -263,7 +263,7 @@ pub(crate) fn change_among_five_thousand_peers_touches_only_one(backend: Backend
     println!("5,000 peers in {all:?}, one changed in {one:?}");
     let changed = ["(none)", "(none)", "10.66.0.0/16", "21"].map(ToOwned::to_owned);
     before.insert(key(17).to_string(), changed);
-    assert!(a.shown() == before, "something else differs");
+    assert!(a.shown() == before, "another peer has changed");
     assert_eq!(a.observe().peers.len(), 5_001);
     assert_eq!(a.handshake_of(2), handshake);
     assert!(a.reaches(2) && b.reaches(1));

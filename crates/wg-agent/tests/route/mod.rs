@@ -1,4 +1,4 @@
-//! Kernel settings, and routing tables of a size.
+//! Tests of sysctls and of large routing tables.
 
 mod settings;
 mod size;

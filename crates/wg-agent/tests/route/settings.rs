@@ -1,4 +1,4 @@
-//! What the kernel has to be set to, and where it cannot.
+//! Sysctls: those that the agent writes, and those that it can only report.
 
 use super::super::*;
 
@@ -42,7 +42,7 @@ fn read_only_proc_sets_interface_sysctls_over_netlink() {
     let wanted = sysctl::desired(&"kilo0".parse().unwrap(), &"eth0".parse().unwrap(), &Routes::default());
     let wanted: Vec<Sysctl> = wanted.into_iter().filter(|s| s.write).collect();
     let missing: Vec<String> = ns.enter(|| {
-        // A mount namespace of this thread alone, in which /proc/sys is as in a container.
+        // In a mount namespace of this thread, /proc/sys is read-only as in a container.
         use nix::{
             mount::{MsFlags, mount},
             sched::{CloneFlags, unshare},
@@ -90,7 +90,7 @@ fn device_without_ipv6_keeps_its_ipv4_routes() {
     let ns = node("no6");
     ns.set_sysctl("net/ipv6/conf/kilo0/disable_ipv6", "1");
     let got = pass(&ns, &desired(&plan()));
-    assert!(!got.failed.is_empty(), "what is of IPv6 cannot be written");
+    assert!(!got.failed.is_empty(), "IPv6 routes and addresses cannot be written");
     assert!(
         got.failed
             .iter()

@@ -1,8 +1,8 @@
-//! Tables with many routes, ours and others'.
+//! Routing tables with many routes, of the agent and of others.
 
 use super::super::*;
 
-/// Feeds `ip -batch` from a file.
+/// Runs `ip -batch` with these lines.
 fn batch(ns: &NetNs, lines: impl Iterator<Item = String>) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     for line in lines {
@@ -14,22 +14,22 @@ fn batch(ns: &NetNs, lines: impl Iterator<Item = String>) {
 #[test]
 fn thirty_thousand_foreign_routes_hide_no_event() {
     let ns = node("bgp");
-    settle(&ns, &desired(&plan()));
+    converge_fully(&ns, &desired(&plan()));
     ns.enter(|| {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .unwrap();
         let mut watch = runtime.block_on(async { Watch::open("kilo0".parse().unwrap()).unwrap() });
-        let mut heard = |patience| {
+        let mut next_event = |patience| {
             runtime.block_on(async {
                 let next = tokio::time::timeout(Duration::from_millis(patience), watch.changed());
                 next.await.ok().map(Result::unwrap)
             })
         };
-        while heard(300).is_some() {} // of the device that was just made
+        while next_event(300).is_some() {} // of the device that was just made
         let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
-        // More than the socket's buffer would hold.
+        // More events than the socket's buffer holds.
         batch(
             &ns,
             (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
@@ -38,34 +38,34 @@ fn thirty_thousand_foreign_routes_hide_no_event() {
             &ns,
             (0..1000).map(|n| format!("route add {}/24 dev eth0 table 99 proto bgp", route(n))),
         );
-        assert_eq!(heard(300), None);
+        assert_eq!(next_event(300), None);
         ns.ip("route add default via 10.101.0.9 dev eth0 proto bgp");
-        assert_eq!(heard(5000), Some(RoutingEvent::Underlay));
+        assert_eq!(next_event(5000), Some(RoutingEvent::Underlay));
         ns.ip("route flush table 5182");
-        assert_eq!(heard(5000), Some(RoutingEvent::Ours));
+        assert_eq!(next_event(5000), Some(RoutingEvent::Ours));
     });
 }
 
-/// What `ip monitor route` says while something is done.
+/// The output of `ip monitor route` while `act` runs.
 fn monitored(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
     let file = tempfile::NamedTempFile::new().unwrap();
     let mut command = std::process::Command::new("ip");
     command.args(["-4", "monitor", "route"]).stdout(file.reopen().unwrap());
     let _monitor = ns.spawn_command(&mut command);
-    let said = || std::fs::read_to_string(file.path()).unwrap();
-    // It listens when it tells of this one.
+    let output = || std::fs::read_to_string(file.path()).unwrap();
+    // Once it reports this route, it is listening.
     wait_for("ip monitor to listen", Duration::from_secs(5), || {
         ns.ip("route replace 192.0.2.1 dev eth0");
         ns.ip("route del 192.0.2.1 dev eth0");
-        said().contains("192.0.2.1").then_some(())
+        output().contains("192.0.2.1").then_some(())
     });
     act();
     ns.ip("route add 192.0.2.2 dev eth0");
     ns.ip("route del 192.0.2.2 dev eth0");
     wait_for("the last event", Duration::from_secs(5), || {
-        said().contains("Deleted 192.0.2.2").then_some(())
+        output().contains("Deleted 192.0.2.2").then_some(())
     });
-    said()
+    output()
         .lines()
         .filter(|line| !line.contains("192.0.2."))
         .map(|line| {

@@ -1,4 +1,4 @@
-//! What is dropped: counted, told to its sender where that is ours, and of no effect.
+//! Tests of dropped packets: counted, reported to local senders by ICMP, and without effect.
 
 use clustermesh_agent_core::device::PeerChange;
 
@@ -24,16 +24,16 @@ fn removed_peer_is_unreachable_and_its_packets_dropped() {
 #[test]
 fn packet_without_a_peer_gets_an_icmp_error() {
     let mut node = Node::new(1);
-    // A peer that nobody knows the place of, and an address that no peer has.
+    // A peer without endpoint, and an address without a peer.
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
-        let told = |address: &str, words: &str| {
+        let ping_reports = |address: &str, words: &str| {
             let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
             let output = String::from_utf8_lossy(&output.stdout);
             assert!(output.contains(words), "{address}: {output}");
         };
-        told(v4, "Destination Host Unreachable");
-        told(v6, "Address unreachable");
+        ping_reports(v4, "Destination Host Unreachable");
+        ping_reports(v6, "Address unreachable");
     }
     assert_eq!(node.observe().drops["no_endpoint"], 2);
 }
@@ -57,7 +57,7 @@ fn inner_source_outside_allowed_ips_is_dropped() {
     assert_eq!(
         counters(&a.ns),
         [0, 1],
-        "the kernel saw only the packet from its own address"
+        "the kernel got only the packet from the allowed address"
     );
 }
 
@@ -77,13 +77,13 @@ fn garbage_datagrams_change_nothing() {
     b.ns.enter(|| {
         let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
         for round in 0..20_000_u32 {
-            // Of each message type its right length, its neighbours, and anything.
+            // Datagrams of each message type: the right length, lengths next to it, and random ones.
             let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
             let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
             for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {
                 *byte = value;
             }
-            // A full queue is no failure of this test.
+            // Errors of a full queue are ignored.
             let _ = socket.send_to(&datagram, "192.0.2.1:51820");
         }
     });

@@ -1,4 +1,4 @@
-//! Where peers are looked for and what outer packets carry, after restarts and changes.
+//! Tests of endpoints, listen port and fwmark after restarts and changes.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ fn restart_of_one_side_resumes_data_within_five_seconds() {
         a.open();
         let began = Instant::now();
         a.add(2, Some("192.0.2.2:51820"));
-        // From the side that still has a session of before.
+        // From the side that still has the old session.
         wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
         println!("round {round}: {:?}", began.elapsed());
     }

@@ -1,4 +1,4 @@
-//! The interface: whose it is, and that it outlives its process.
+//! Tests of the interface: whether it is ours, and that it outlives its process.
 
 use std::time::Duration;
 
@@ -81,22 +81,24 @@ fn interface_outlives_its_process_and_is_taken_over() {
     };
     let before = shown(&a);
     assert_eq!(before.1, "clustermesh wg-agent");
-    // As if the process had ended.
+    // Dropped without close, as if the process had ended.
     drop(a.device.take());
     assert_eq!(shown(&a), before);
-    assert!(!a.reaches(2) && !a.ns.pings("10.50.0.1"), "nobody is there to carry it");
+    assert!(!a.reaches(2) && !a.ns.pings("10.50.0.1"), "no process carries packets");
     a.ns.sh("nft 'add table inet t { chain out { type filter hook output priority 0; ip daddr 10.9.0.0/24 oifname eth0 counter; }; }'");
     assert!(!a.reaches(2));
-    assert_eq!(counters(&a.ns), [0], "nothing leaves elsewhere");
+    assert_eq!(counters(&a.ns), [0], "no packet leaves by another interface");
     let device =
         a.ns.enter(|| Userspace::open_with(&a.interface, &a.configuration, OPTIONS));
     a.device = Some(Box::new(device.expect("taken over")));
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
     assert_eq!(shown(&a), before);
-    // What is held cannot be removed as left over; what is not, is.
-    let held = a.ns.enter(|| remove_interface(&a.interface)).expect_err("it is held");
-    assert!(matches!(held, DeviceError::Exists(_)), "{held}");
+    // A leftover interface is removed, unless a process has it open.
+    let in_use =
+        a.ns.enter(|| remove_interface(&a.interface))
+            .expect_err("the interface is in use");
+    assert!(matches!(in_use, DeviceError::Exists(_)), "{in_use}");
     drop(a.device.take());
     assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
     assert_eq!(

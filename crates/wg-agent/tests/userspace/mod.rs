@@ -1,5 +1,5 @@
-//! What a userspace device must do whatever the kernel takes off it and however many workers it has, read back by `ping`, TCP, UDP, `ip`,
-//! `wg` and `nft`. What both backends must do is in `contract`.
+//! Tests of the userspace device, with any offload and number of workers; `ping`, TCP, UDP, `ip`, `wg` and `nft` read
+//! the results. Tests of both backends are in `contract`.
 
 mod drops;
 mod endpoints;
@@ -70,7 +70,8 @@ impl Node {
             "addr add fd09::{}/64 dev {} nodad",
             self.number, self.interface
         ));
-        // The kernel sends from such an address at once, and takes what comes for it when a worker of its own has got to it.
+        // The kernel can send from a new IPv6 address at once, but receives on it only after a kernel worker has added
+        // the local route.
         wait_until("the route to the address", TIMEOUT, || {
             let address = format!("local fd09::{} ", self.number);
             self.ns.sh("ip -6 route show table local").contains(&address)
@@ -126,7 +127,7 @@ fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
     }
 }
 
-/// Two nodes on one wire, 192.0.2.1 and 192.0.2.2, that know each other.
+/// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
 fn two() -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1), Node::new(2));
     veth(

@@ -1,4 +1,4 @@
-//! What is carried: whole, in order, and whatever happens to other peers meanwhile.
+//! Tests of traffic: complete, in order, and unaffected by changes of other peers.
 
 use std::{
     net::SocketAddr,
@@ -102,7 +102,7 @@ fn changes_of_one_peer_leave_another_session_alone() {
             for changes in [
                 vec![PeerChange::Add(public(3), spec(3, Some("198.51.100.3:51820")))],
                 vec![PeerChange::Update(public(3), moved)],
-                // And to the peer of the flow itself: what costs no session.
+                // Changes of the flow's own peer that must keep its session.
                 vec![PeerChange::Update(
                     public(2),
                     PeerUpdate {
@@ -120,7 +120,7 @@ fn changes_of_one_peer_leave_another_session_alone() {
         }
     });
     assert!(rounds > 20, "only {rounds} rounds of changes during the flow");
-    // The same handshake as before, only older.
+    // No new handshake: it is only older.
     let now = a.stats(2).handshake_age.expect("a handshake");
     let expected = age + began.elapsed();
     assert!(
@@ -143,9 +143,9 @@ fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
         let receiver = b.ns.enter(|| std::net::UdpSocket::bind(to)).expect("bind");
         receiver.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         let sender = a.ns.enter(|| std::net::UdpSocket::bind(from)).expect("bind");
-        // One run of equal datagrams, which the kernel may hand over as one packet, and every length about it.
+        // Equal datagrams, which the kernel may hand over as one packet, in lengths around the limits.
         for length in [1_u16, 63, 64, 65, 1000, 1372, 1392, 1400, 4000, 60_000] {
-            // No more than the receiver's socket keeps.
+            // No more than the receiver's socket buffer holds.
             let count = if length > 1500 { 2 } else { 16 };
             let datagrams: Vec<Vec<u8>> = (0..count).map(|number: u8| vec![number; usize::from(length)]).collect();
             for datagram in &datagrams {
@@ -170,7 +170,7 @@ fn many_flows_to_one_peer_cause_no_deadlock() {
             scope.spawn(move || {
                 let socket = ns.enter(|| std::net::UdpSocket::bind("10.9.0.1:0")).expect("bind");
                 for _ in 0..4_000 {
-                    // A full queue is no failure of this test; nobody has to listen.
+                    // Errors of a full queue are ignored, and no socket has to listen.
                     let _ = socket.send_to(&[7; 600], ("10.9.0.2", 7100 + number));
                 }
             });
