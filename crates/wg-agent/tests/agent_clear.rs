@@ -124,8 +124,8 @@ impl Testbed {
     }
 
     async fn wireguard(&self, index: usize) -> IpAddr {
-        let said = self.clusters.published(self.clusters.site(index)).await;
-        let address = &said[clustermesh_api::names::KILO_WIREGUARD_IP];
+        let annotations = self.clusters.published(self.clusters.site(index)).await;
+        let address = &annotations[clustermesh_api::names::KILO_WIREGUARD_IP];
         address.split('/').next().unwrap().parse().unwrap()
     }
 

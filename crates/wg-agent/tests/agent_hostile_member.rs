@@ -24,7 +24,7 @@ use node::TIMEOUT;
 async fn hostile_member_reaches_only_what_is_open_to_it() {
     let mut testbed = Testbed::start().await;
     testbed.wait_for_answers("the first start").await;
-    testbed.assert_only_open_traffic("the first start").await;
+    testbed.assert_only_allowed_traffic("the first start").await;
 
     agent_restarts_change_nothing(&mut testbed).await;
     unavailable_api_server_changes_nothing(&mut testbed).await;
@@ -38,13 +38,13 @@ async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
     testbed.flood.more(20).await;
     testbed.start_agent();
     testbed.wait_for_answers("killed, and started again").await;
-    testbed.assert_only_open_traffic("SIGKILL").await;
+    testbed.assert_only_allowed_traffic("SIGKILL").await;
 
     testbed.stop_agent().await;
     testbed.flood.more(20).await;
     testbed.start_agent();
     testbed.wait_for_answers("stopped, and started again").await;
-    testbed.assert_only_open_traffic("SIGTERM").await;
+    testbed.assert_only_allowed_traffic("SIGTERM").await;
 
     // A copy of the program, started as soon as the old agent has released its lock.
     let files = tempfile::tempdir().expect("a directory");
@@ -59,22 +59,24 @@ async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
         .spawn("newer", words)
         .expect("start the newer one");
     testbed.wait_for_answers("upgraded").await;
-    testbed.assert_only_open_traffic("an upgrade").await;
+    testbed.assert_only_allowed_traffic("an upgrade").await;
 }
 
 async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
     testbed.kill_api();
     testbed.wait_for_answers("without an API server").await;
-    testbed.assert_only_open_traffic("without an API server").await;
+    testbed.assert_only_allowed_traffic("without an API server").await;
     testbed.kill_agent().await;
     testbed.start_agent();
     testbed.wait_for_answers("an agent that started from its cache").await;
     testbed
-        .assert_only_open_traffic("an agent that started from its cache")
+        .assert_only_allowed_traffic("an agent that started from its cache")
         .await;
     testbed.start_api().await;
     testbed.wait_for_answers("the API server is back").await;
-    testbed.assert_only_open_traffic("an API server that went away").await;
+    testbed
+        .assert_only_allowed_traffic("an API server that went away")
+        .await;
 }
 
 /// Packets that pass while there is no table are ignored: only the table protects the node from a member.
@@ -96,7 +98,7 @@ async fn deleted_tables_are_restored(testbed: &mut Testbed) {
         .expect("the agent restores the table");
         testbed.wait_for_answers("the table is back").await;
         testbed.discard_traffic();
-        testbed.assert_only_open_traffic(&format!("after {how}")).await;
+        testbed.assert_only_allowed_traffic(&format!("after {how}")).await;
     }
 }
 

@@ -295,15 +295,15 @@ async fn wait_for_bypass(clusters: &TwoClusters, site: &node::Site, why: &str) {
             .list(&Default::default())
             .await
             .map_err(|error| error.to_string())?;
-        let said = list.items.iter().find_map(|node| {
+        let published = list.items.iter().find_map(|node| {
             let text = node.metadata.annotations.as_ref()?.get("kilo-clustermesh.io/agent")?;
             serde_json::from_str::<serde_json::Value>(text).ok()
         });
-        let told = said.as_ref().and_then(|agent| agent["datapathBypassed"].as_str());
-        if told == Some(why) {
+        let reason = published.as_ref().and_then(|agent| agent["datapathBypassed"].as_str());
+        if reason == Some(why) {
             Ok(())
         } else {
-            Err(format!("{said:?}"))
+            Err(format!("{published:?}"))
         }
     })
     .await

@@ -62,10 +62,10 @@ impl Kg {
             wg show {interface} public-key",
             key = key.display()
         );
-        let said = host.exec(["sh", "-ec", &script]).await.expect("configure it").stdout;
+        let public_key = host.exec(["sh", "-ec", &script]).await.expect("configure it").stdout;
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let annotations = BTreeMap::from([
-            (KILO_KEY, said.trim().to_owned()),
+            (KILO_KEY, public_key.trim().to_owned()),
             (KILO_WIREGUARD_IP, format!("{KG}/24")),
             (KILO_ENDPOINT, format!("{}:51820", site.address)),
             (KILO_INTERNAL_IP, format!("{}/16", site.address)),
@@ -86,8 +86,8 @@ impl Kg {
 
     /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
     async fn program(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
-        let said = clusters.published(of).await;
-        let spec = peer(of, &said).spec;
+        let annotations = clusters.published(of).await;
+        let spec = peer(of, &annotations).spec;
         let more = format!("{LAPTOP}/32");
         let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
         let interface = &site.interface;
@@ -98,7 +98,7 @@ impl Kg {
         let script = format!(
             "wg set {interface} peer {key} endpoint {endpoint} persistent-keepalive 5 allowed-ips {allowed}\n{routes}",
             key = spec.public_key,
-            endpoint = said[KILO_ENDPOINT],
+            endpoint = annotations[KILO_ENDPOINT],
             allowed = allowed.join(",")
         );
         clusters
@@ -299,16 +299,16 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let mut agent = clusters.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
     clusters.ready(mgmt).await;
     wait_until("the annotation", TIMEOUT, async || {
-        let said = clusters
+        let annotation = clusters
             .annotations(mgmt)
             .await
             .get(NODE_AGENT)
             .cloned()
             .unwrap_or_default();
-        if said.contains(r#""mode":"policy""#) {
+        if annotation.contains(r#""mode":"policy""#) {
             Ok(())
         } else {
-            Err(said)
+            Err(annotation)
         }
     })
     .await

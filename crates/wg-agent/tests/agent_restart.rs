@@ -226,8 +226,8 @@ async fn agent_without_api_server_restores_the_cached_state() {
         &format!("but: cache: the cache {} is not used", cache.display()),
     )
     .await;
-    let said = second.log();
-    assert!(said.contains(&format!("set aside as {}", aside.display())), "{said}");
+    let log = second.log();
+    assert!(log.contains(&format!("set aside as {}", aside.display())), "{log}");
 }
 
 fn sorted<const N: usize>(mut all: [String; N]) -> Vec<String> {
@@ -297,33 +297,33 @@ async fn agent_output_never_contains_the_private_key() {
     let other = clusters.annotations(tenant).await[KILO_KEY].clone();
     wait_for_cache(&cache, &other).await;
 
-    let mut said: BTreeMap<String, String> = BTreeMap::new();
+    let mut outputs: BTreeMap<String, String> = BTreeMap::new();
     for path in ["/metrics", "/debug/state", "/readyz", "/healthz"] {
-        said.insert(path.into(), clusters.page(mgmt, path).await.1);
+        outputs.insert(path.into(), clusters.page(mgmt, path).await.1);
     }
-    said.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
+    outputs.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
     // The control socket must hide the key: wireguard-tools print it.
     let dump = ["wg", "show", &mgmt.interface, "dump"];
-    said.insert(
+    outputs.insert(
         "wg show dump".into(),
         clusters.host(mgmt).exec(dump).await.expect("wg show").stdout,
     );
     let pid = agent.pid().expect("it runs");
     for file in ["cmdline", "environ", "comm"] {
         let text = fs::read(format!("/proc/{pid}/{file}")).expect("of our own process");
-        said.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
+        outputs.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
     }
     assert!(agent.terminate(TIMEOUT).await.expect("it ends").success());
-    said.insert("log of the first start".into(), made.log());
-    said.insert("log".into(), agent.log());
-    said.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
+    outputs.insert("log of the first start".into(), made.log());
+    outputs.insert("log".into(), agent.log());
+    outputs.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
     // An invalid key is not quoted either.
     let file = clusters.key_file(mgmt);
     let private = fs::read_to_string(&file).expect("the key");
     fs::write(&file, format!("{private}{private}")).expect("spoil it");
     let mut spoilt = clusters.agent(mgmt, "agent-spoilt");
     assert!(!spoilt.ends(TIMEOUT).await.expect("it ends").success());
-    said.insert("refusal".into(), spoilt.log());
+    outputs.insert("refusal".into(), spoilt.log());
 
     // Proves that the outputs are complete: each contains what it should.
     for (what, holds) in [
@@ -338,9 +338,13 @@ async fn agent_output_never_contains_the_private_key() {
         ("refusal", "does not hold a WireGuard private key"),
         ("cmdline", "--key-file"),
     ] {
-        assert!(said[what].contains(holds), "{what} has no {holds}: {}", said[what]);
+        assert!(
+            outputs[what].contains(holds),
+            "{what} has no {holds}: {}",
+            outputs[what]
+        );
     }
-    for (what, text) in &said {
+    for (what, text) in &outputs {
         for secret in spellings(&private) {
             assert!(!text.contains(&secret), "{what} holds the private key");
         }
@@ -372,14 +376,14 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     let private = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
 
     let rotate = || clusters.command(mgmt, &["rotate-key"]);
-    let said = clusters.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
+    let stderr = clusters.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
     let next = wait_until("another key on the Node", TIMEOUT, async || {
         let now = clusters.annotations(mgmt).await[KILO_KEY].clone();
         if now == old { Err(now) } else { Ok(now) }
     })
     .await
     .expect("it is published");
-    assert!(said.contains(&next), "{said}");
+    assert!(stderr.contains(&next), "{stderr}");
     let again = clusters.host(mgmt).try_exec(rotate()).await.expect("run");
     assert!(
         !again.status.success() && again.stderr.contains("already waiting"),
@@ -459,7 +463,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         "the table of the rotation is removed"
     );
     for secret in spellings(&private).into_iter().chain(spellings(&now)) {
-        assert!(!agent.log().contains(&secret) && !said.contains(&secret));
+        assert!(!agent.log().contains(&secret) && !stderr.contains(&secret));
     }
 }
 

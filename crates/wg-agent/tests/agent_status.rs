@@ -69,10 +69,10 @@ async fn links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
 async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
-    let (code, _, said) = status(&clusters, TENANT, &[AGENT, "status"]).await;
+    let (code, _, stderr) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(
-        code == 2 && said.contains("no wg-agent runs in this network namespace"),
-        "{code}: {said}"
+        code == 2 && stderr.contains("no wg-agent runs in this network namespace"),
+        "{code}: {stderr}"
     );
 
     let _mgmt = clusters.agent(clusters.site(MGMT), "agent-mgmt");
@@ -101,8 +101,8 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     )]
     .into();
     links(&clusters, gone).await;
-    let (code, page, said) = status(&clusters, TENANT, &[AGENT, "status"]).await;
-    assert_eq!((code, said.as_str()), (1, ""), "{page}");
+    let (code, page, stderr) = status(&clusters, TENANT, &[AGENT, "status"]).await;
+    assert_eq!((code, stderr.as_str()), (1, ""), "{page}");
     let row = |name: &str| {
         let line = page
             .lines()
@@ -139,11 +139,11 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     );
     let key = std::fs::read_to_string(clusters.key_file(tenant)).expect("the key");
     assert!(!json.contains(key.trim()), "the private key is not shown");
-    let nobody = ["setpriv", "--reuid=65534", "--clear-groups", AGENT, "status"];
-    let (code, page, said) = status(&clusters, TENANT, &nobody).await;
+    let unprivileged = ["setpriv", "--reuid=65534", "--clear-groups", AGENT, "status"];
+    let (code, page, stderr) = status(&clusters, TENANT, &unprivileged).await;
     assert!(
-        code == 2 && page.is_empty() && said.contains("it answers only root"),
-        "{code}: {page}{said}"
+        code == 2 && page.is_empty() && stderr.contains("it answers only root"),
+        "{code}: {page}{stderr}"
     );
     let (_, metrics) = clusters.page(tenant, "/metrics").await;
     for line in [

@@ -63,10 +63,10 @@ fn process_restart_loses_no_packet_and_no_session() {
         assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "the counters continue");
     }
     ping.wait(Duration::from_secs(60));
-    let mut said = String::new();
+    let mut text = String::new();
     let mut output = ping.child().stdout.take().expect("its output");
-    output.read_to_string(&mut said).expect("read");
-    assert!(said.contains("200 packets transmitted, 200 received"), "{said}");
+    output.read_to_string(&mut text).expect("read");
+    assert!(text.contains("200 packets transmitted, 200 received"), "{text}");
     assert_eq!(a.handshake(), handshake, "the session is the same");
 }
 

@@ -203,7 +203,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
     crossed
 }
 
-fn add_peer(endpoint: &str) -> PeerChange {
+fn peer_change(endpoint: &str) -> PeerChange {
     PeerChange::Add(
         public(2),
         PeerSpec {
@@ -246,7 +246,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 barrier.wait();
-                device.apply(&[greet(TO_GO)]).expect("add a peer");
+                device.apply(&[peer_change(TO_GO)]).expect("add a peer");
             });
             barrier.wait();
             go.add_peer(&b, TO_US);
@@ -280,7 +280,7 @@ fn tcp_to_and_from_wireguard_go_is_carried() {
     let go = Go::start(&b, &program, directory.path());
     let mut device = ours(&a);
     go.add_peer(&b, "192.0.2.1:51820");
-    device.apply(&[greet("192.0.2.2:51820")]).expect("add a peer");
+    device.apply(&[peer_change("192.0.2.2:51820")]).expect("add a peer");
     until_ping(&a, "10.9.0.2", Instant::now());
     transfer(&a, &b, "10.9.0.2:5000", 50_000_000);
     transfer(&b, &a, "10.9.0.1:5000", 50_000_000);

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use super::{
     DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, OTHER, TCP_PORT, THIRD, UDP_PORT, ip,
     objects::infrastructure,
-    surroundings::{BRIDGE, CONTAINER, LEADS_OUT, METADATA, NEIGHBOUR, NODE_THERE},
+    surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
 };
 use crate::attacker::{
     FloodPacket,
@@ -82,7 +82,7 @@ fn closed_addresses(family: usize) -> Vec<IpAddr> {
 fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
     all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
-    all.push((ip(LEADS_OUT[family]), 80));
+    all.push((ip(EXTERNAL_SERVICE[family]), 80));
     // The node's own addresses. Outside the mesh, all ports are closed; inside, the infrastructure ports.
     let own: &[&str] = match family {
         0 => &["172.30.1.11", "127.0.0.1"],
@@ -91,7 +91,7 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let own = own
         .iter()
         .copied()
-        .chain([GATEWAY, BRIDGE, NODE_THERE].map(|pair| pair[family]));
+        .chain([GATEWAY, BRIDGE, NODE_ON_LAN].map(|pair| pair[family]));
     let own: Vec<IpAddr> = own.map(ip).collect();
     all.extend(own.iter().map(|to| (*to, TCP_PORT)));
     let mut local = own;
@@ -136,14 +136,14 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
     for to in [OTHER, GATEWAY].map(|pair| ip(pair[family])) {
         for hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
             for kind in [[131, 137], [0, 2]][family] {
-                let say = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
+                let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
-                    0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &say(port())),
+                    0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &body(port())),
                     // The first hop is allowed, so the packet has the source port of allowed ones.
                     _ if to == ip(OTHER[1]) => {
-                        v6(from, to, 43, &[routing(UDP, kind, hop), say(FLOOD_PORTS[0])].concat())
+                        v6(from, to, 43, &[routing(UDP, kind, hop), body(FLOOD_PORTS[0])].concat())
                     }
-                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), say(port())].concat()),
+                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), body(port())].concat()),
                 };
                 all.push(FloodPacket::Repeated(to, vec![packet]));
             }

@@ -73,7 +73,7 @@ pub(crate) struct Testbed {
     members: Witness,
     starts: u32,
     _pods: [NetNs; 2],
-    _around: surroundings::Surroundings,
+    _surroundings: surroundings::Surroundings,
     _member: Arc<Tunnel>,
 }
 
@@ -114,10 +114,10 @@ impl Testbed {
         let member = Arc::new(Tunnel::open(&members, &interface, key, &MEMBER.map(ip), &routes));
 
         let agent = clusters.agent(mgmt, "agent");
-        let said = clusters.published(mgmt).await;
-        let key = said[KILO_KEY].parse().expect("a key");
+        let annotations = clusters.published(mgmt).await;
+        let key = annotations[KILO_KEY].parse().expect("a key");
         member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
-        let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
+        let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
         let flood = Flood::start(&members, &member.interface, attack::all(wireguard), (&node, 51820));
         let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
@@ -151,7 +151,7 @@ impl Testbed {
             prober,
             starts: 0,
             _pods: pods,
-            _around: surroundings,
+            _surroundings: surroundings,
             _member: member,
             clusters,
         };
@@ -236,7 +236,7 @@ impl Testbed {
         // A pod's own node sends it ICMP errors about replies that it cannot route. So do neighbours that the member
         // reached while there was no table.
         arrived.retain(|key, _| {
-            ![GATEWAY, surroundings::NODE_THERE, surroundings::BRIDGE]
+            ![GATEWAY, surroundings::NODE_ON_LAN, surroundings::BRIDGE]
                 .iter()
                 .flatten()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
@@ -254,7 +254,7 @@ impl Testbed {
     }
 
     /// Waits until all allowed traffic has been seen since the last call, and fails if there was any other.
-    pub(crate) async fn assert_only_open_traffic(&mut self, what: &str) {
+    pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
         // The kernel rate-limits these ICMP errors, so they are allowed but not required.
         let mut want = allowed.clone();

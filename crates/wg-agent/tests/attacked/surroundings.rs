@@ -6,7 +6,7 @@ use crate::{attacker::echo, netns::NetNs};
 
 /// A neighbour on the node's local network, and the node's address there.
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
-pub(super) const NODE_THERE: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
+pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
 /// The metadata address at which clouds serve credentials of the node. The IPv4 one is link-local, the IPv6 one (of one
 /// cloud) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
@@ -14,7 +14,7 @@ pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
 pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
 pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
 /// A Service of the target with a manual endpoint outside the cluster: the neighbour.
-pub(super) const LEADS_OUT: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
+pub(super) const EXTERNAL_SERVICE: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
 
 /// The machines.
 pub(crate) struct Surroundings {
@@ -29,7 +29,7 @@ impl Surroundings {
         let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
         node.ip("link add docker0 type bridge mcast_snooping 0");
         for (link, inner, at, gateways) in [
-            ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_THERE),
+            ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_ON_LAN),
             ("docker1", &container, &[CONTAINER], BRIDGE),
         ] {
             for which in ["all", "default"] {
@@ -71,9 +71,9 @@ impl Surroundings {
     }
 }
 
-/// The DNAT rules that kube-proxy writes for [`LEADS_OUT`].
+/// The DNAT rules that kube-proxy writes for [`EXTERNAL_SERVICE`].
 pub(super) fn services() -> String {
-    let ([vip, vip6], [to, to6]) = (LEADS_OUT, NEIGHBOUR);
+    let ([vip, vip6], [to, to6]) = (EXTERNAL_SERVICE, NEIGHBOUR);
     format!(
         "ip daddr {vip} tcp dport 80 dnat ip to {to}:{TCP_PORT}
          ip6 daddr {vip6} tcp dport 80 dnat ip6 to [{to6}]:{TCP_PORT}"

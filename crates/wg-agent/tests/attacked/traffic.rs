@@ -50,9 +50,9 @@ impl ObservedTraffic {
         [keys(arrived), keys(passed), members.clone()]
     }
 
-    pub(super) fn not_in(&self, open: &Self) -> BTreeSet<String> {
-        let (mine, open) = (self.only_keys(), open.only_keys());
-        let more = mine.iter().zip(&open).flat_map(|(mine, open)| mine - open);
+    pub(super) fn not_in(&self, other: &Self) -> BTreeSet<String> {
+        let (mine, others) = (self.only_keys(), other.only_keys());
+        let more = mine.iter().zip(&others).flat_map(|(mine, others)| mine - others);
         more.collect()
     }
 
@@ -65,9 +65,9 @@ impl ObservedTraffic {
         self.members.extend(more.members);
     }
 
-    pub(super) fn print(&self, what: &str, open: &Self, flood: &Flood) {
+    pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
-        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.not_in(open).len());
+        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
         let (rounds, kinds) = (flood.rounds(), flood.packets_per_round());
         println!(
             "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} keys that are not allowed; {rounds} rounds of {kinds}",

@@ -122,8 +122,8 @@ pub(crate) fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
         for (address, words) in [(v4, "Destination Host Unreachable"), (v6, "Address unreachable")] {
             let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
-            let said = String::from_utf8_lossy(&output.stdout);
-            assert!(said.contains(words), "{address}: {output:?}");
+            let stdout = String::from_utf8_lossy(&output.stdout);
+            assert!(stdout.contains(words), "{address}: {output:?}");
         }
     }
 }

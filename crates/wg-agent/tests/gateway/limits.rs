@@ -209,9 +209,9 @@ pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     let began = (Instant::now(), sent.load(Ordering::Acquire));
-    let beside = calls(b, to);
+    let during_flood = calls(b, to);
     let rate = (sent.load(Ordering::Acquire) - began.1) as f64 / began.0.elapsed().as_secs_f64();
-    println!("connections beside a sandbox that sends {rate:.0} packets a second: {beside}");
+    println!("connections beside a sandbox that sends {rate:.0} packets a second: {during_flood}");
     assert!(rate > 0.0, "the flood has ended");
     drop(flood);
     assert!(testbed.dropped("enter", "too many new connections") > 0);

@@ -222,7 +222,7 @@ impl Conversation {
             .expect("a timeout");
         let stop = Arc::new(AtomicBool::new(false));
         let answers = Arc::new(AtomicU64::new(0));
-        let (echoes, asks, heard) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
+        let (echoes, asks, counted) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
         Self {
             stop,
             answers,
@@ -239,7 +239,7 @@ impl Conversation {
                 while !asks.load(Ordering::Acquire) {
                     let _ = asking.send(b"are you there?");
                     if asking.recv(&mut [0; 64]).is_ok() {
-                        heard.fetch_add(1, Ordering::Release);
+                        counted.fetch_add(1, Ordering::Release);
                         longest = longest.max(last.elapsed());
                         last = Instant::now();
                     }

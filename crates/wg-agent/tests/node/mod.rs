@@ -273,8 +273,8 @@ impl TwoClusters {
 
     /// Writes into `target` the Peer and PeerPolicy of `source`, as a controller does.
     pub async fn introduce(&self, target: &Site, source: &Site) {
-        let said = self.published(source).await;
-        let peer = peer(source, &said);
+        let annotations = self.published(source).await;
+        let peer = peer(source, &annotations);
         let peers = self.peers(target).await;
         peers
             .create(&PostParams::default(), &peer)
@@ -378,13 +378,13 @@ pub fn wide(site: &Site) -> String {
     ipnet::IpNet::new(net.addr(), 16).expect("a length").trunc().to_string()
 }
 
-pub fn peer(source: &Site, said: &BTreeMap<String, String>) -> Peer {
-    let wireguard = said[KILO_WIREGUARD_IP]
+pub fn peer(source: &Site, annotations: &BTreeMap<String, String>) -> Peer {
+    let wireguard = annotations[KILO_WIREGUARD_IP]
         .split('/')
         .next()
         .expect("a host part")
         .to_owned();
-    let (ip, port) = said[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
+    let (ip, port) = annotations[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
     let mut peer = Peer::new(
         &format!("mesh--{}--{}", source.cluster, source.node),
         PeerSpec {
@@ -398,7 +398,7 @@ pub fn peer(source: &Site, said: &BTreeMap<String, String>) -> Peer {
             }),
             persistent_keepalive: None,
             preshared_key: None,
-            public_key: said[KILO_KEY].clone(),
+            public_key: annotations[KILO_KEY].clone(),
         },
     );
     peer.metadata.labels = Some([(LABEL_SOURCE_CLUSTER.to_owned(), source.cluster.to_owned())].into());

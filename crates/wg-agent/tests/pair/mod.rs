@@ -55,10 +55,8 @@ pub(crate) struct Agent {
 pub(crate) fn start_nodes() -> [Site; 2] {
     let sites = [Site::new(1), Site::new(2)];
     let [a, b] = &sites;
-    let at = |n: u8| [format!("172.30.{n}.11/16"), format!("fd00:30::{n}:11/64")];
-    let (left, right) = (at(1), at(2));
-    let both = |of: &[String; 2]| of.each_ref().map(String::as_str).map(str::to_owned);
-    let (left, right) = (both(&left), both(&right));
+    let addresses = |n: u8| [format!("172.30.{n}.11/16"), format!("fd00:30::{n}:11/64")];
+    let (left, right) = (addresses(1), addresses(2));
     veth(
         &a.ns,
         "eth0",
@@ -211,11 +209,11 @@ impl Site {
     /// Waits until the agent has published its identity, and returns the annotations.
     pub(crate) fn published(&self) -> BTreeMap<String, String> {
         wait_for(&format!("what {} publishes", self.node()), TIMEOUT, || {
-            let said = self.annotations();
+            let annotations = self.annotations();
             [KILO_KEY, KILO_WIREGUARD_IP, KILO_ENDPOINT]
                 .iter()
-                .all(|key| said.contains_key(*key))
-                .then_some(said)
+                .all(|key| annotations.contains_key(*key))
+                .then_some(annotations)
         })
     }
 
@@ -226,16 +224,16 @@ impl Site {
 
     /// The Peer that a controller writes about this node into other clusters.
     pub(crate) fn as_peer(&self) -> Value {
-        let said = self.published();
-        let (ip, port) = said[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
-        let address = said[KILO_WIREGUARD_IP].split('/').next().expect("an address");
+        let annotations = self.published();
+        let (ip, port) = annotations[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
+        let address = annotations[KILO_WIREGUARD_IP].split('/').next().expect("an address");
         let mut ranges = self.pods().to_vec();
         ranges.push(format!("{address}/32"));
         json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
             "metadata": {"name": self.node(), "labels": {LABEL_SOURCE_CLUSTER: self.node()}},
             "spec": {
-                "allowedIPs": ranges, "publicKey": said[KILO_KEY],
+                "allowedIPs": ranges, "publicKey": annotations[KILO_KEY],
                 "endpoint": {"dnsOrIP": {"ip": ip}, "port": port.parse::<u16>().expect("a port")},
             },
         })
@@ -335,9 +333,9 @@ impl Site {
         let words = self.command(Path::new(AGENT), "auto", &[command]);
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let output = self.ns.output(words[0], &words[1..]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{words:?}: {said}");
-        said + &String::from_utf8_lossy(&output.stdout)
+        let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{words:?}: {messages}");
+        messages + &String::from_utf8_lossy(&output.stdout)
     }
 }
 
@@ -371,25 +369,25 @@ impl Drop for Agent {
 /// Pings twenty times a second until [`Flow::end`].
 pub(crate) struct Flow {
     running: Running,
-    said: tempfile::NamedTempFile,
+    output: tempfile::NamedTempFile,
 }
 
 impl Flow {
     pub(crate) fn start(from: &NetNs, to: &str) -> Self {
-        let said = tempfile::NamedTempFile::new().expect("a file");
+        let output = tempfile::NamedTempFile::new().expect("a file");
         let mut command = Command::new("ping");
         command
             .args(["-n", "-i", "0.05", to])
             .stdin(Stdio::null())
-            .stdout(said.reopen().expect("a file"))
+            .stdout(output.reopen().expect("a file"))
             .stderr(Stdio::null());
         let running = from.spawn_command(&mut command);
-        Self { running, said }
+        Self { running, output }
     }
 
     /// The sequence numbers of the packets answered so far, in order.
     pub(crate) fn answered(&self) -> Vec<u32> {
-        let text = fs::read_to_string(self.said.path()).expect("what ping says");
+        let text = fs::read_to_string(self.output.path()).expect("the output of ping");
         let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok();
         text.lines()
             .filter(|line| line.contains("time="))
