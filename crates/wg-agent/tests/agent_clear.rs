@@ -89,7 +89,7 @@ impl Testbed {
     }
 
     /// Writes into `target` what a controller writes about `source`, in both families.
-    async fn introduce(&self, target: usize, source: usize) {
+    async fn write_peer(&self, target: usize, source: usize) {
         let (at, of) = (self.clusters.site(target), self.clusters.site(source));
         self.clusters
             .peers(at)
@@ -117,14 +117,14 @@ impl Testbed {
 
     async fn peer(&self, source: usize) -> clustermesh_api::peer::Peer {
         let of = self.clusters.site(source);
-        let mut peer = peer(of, &self.clusters.published(of).await);
+        let mut peer = peer(of, &self.clusters.wait_for_published(of).await);
         peer.metadata.name = Some("other".into());
         peer.spec.allowed_ips.push(IPV6[source].pods.into());
         peer
     }
 
     async fn wireguard(&self, index: usize) -> IpAddr {
-        let annotations = self.clusters.published(self.clusters.site(index)).await;
+        let annotations = self.clusters.wait_for_published(self.clusters.site(index)).await;
         let address = &annotations[clustermesh_api::names::KILO_WIREGUARD_IP];
         address.split('/').next().unwrap().parse().unwrap()
     }
@@ -228,7 +228,7 @@ struct Senders {
 
 impl Senders {
     /// Waits until each sender of `reach` and `back` gets a new answer.
-    async fn answered(&self, why: &str) {
+    async fn wait_for_answers(&self, why: &str) {
         let all = || self.reach.iter().chain(&self.back);
         let before: Vec<u64> = all().map(|sender| sender.responses().answers).collect();
         let silent = async || {
@@ -355,9 +355,9 @@ async fn mesh_packets_never_leave_unencrypted() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let mut their = testbed.agent(MGMT, "mgmt");
     let mut ours = testbed.agent(TENANT, "tenant");
-    testbed.introduce(MGMT, TENANT).await;
-    testbed.introduce(TENANT, MGMT).await;
-    clusters.ready(mgmt).await;
+    testbed.write_peer(MGMT, TENANT).await;
+    testbed.write_peer(TENANT, MGMT).await;
+    clusters.wait_until_ready(mgmt).await;
     sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
     // Without a mesh the capture shows every packet. This proves that it would also show later leaks.
@@ -379,7 +379,7 @@ async fn mesh_packets_never_leave_unencrypted() {
         .await
         .expect("start a capture");
     step("the table exists");
-    senders.answered("the first start").await;
+    senders.wait_for_answers("the first start").await;
     senders
         .wait_for_errors_about_unassigned("no node has this address")
         .await;
@@ -393,7 +393,7 @@ async fn mesh_packets_never_leave_unencrypted() {
         .filter(|sender| sender.name.starts_with("their host"));
     wait_for_new_errors(host, "the peer's agent is dead").await;
     their = testbed.agent(MGMT, "mgmt-2");
-    senders.answered("the peer is back").await;
+    senders.wait_for_answers("the peer is back").await;
 
     step("the Peer is deleted");
     clusters.delete_peer(tenant, "other").await;
@@ -401,10 +401,10 @@ async fn mesh_packets_never_leave_unencrypted() {
     let again = testbed.peer(MGMT).await;
     let peers = clusters.peers(tenant).await;
     peers.create(&PostParams::default(), &again).await.expect("create");
-    senders.answered("the Peer is back").await;
+    senders.wait_for_answers("the Peer is back").await;
 
     step("the peer's key changes");
-    let real = clusters.published(mgmt).await[KILO_KEY].clone();
+    let real = clusters.wait_for_published(mgmt).await[KILO_KEY].clone();
     let wrong = clustermesh_core::key::PublicKey::new([77; 32]).to_string();
     let key = async |key: &str| {
         let patch = serde_json::json!({"spec": {"publicKey": key}});
@@ -422,13 +422,13 @@ async fn mesh_packets_never_leave_unencrypted() {
     .await
     .unwrap();
     key(&real).await;
-    senders.answered("the right key is back").await;
+    senders.wait_for_answers("the right key is back").await;
 
     step("the agent is stopped");
     ours.terminate(TIMEOUT).await.expect("it ends");
     senders.wait_for_errors("the agent is stopped").await;
     ours = testbed.agent(TENANT, "tenant-2");
-    senders.answered("the agent is started again").await;
+    senders.wait_for_answers("the agent is started again").await;
 
     step("the agent is upgraded");
     // A copy of the program, started as soon as the old agent has released its lock.
@@ -442,7 +442,7 @@ async fn mesh_packets_never_leave_unencrypted() {
         .host(tenant)
         .spawn("tenant-3", words)
         .expect("start the newer one");
-    senders.answered("the agent is upgraded").await;
+    senders.wait_for_answers("the agent is upgraded").await;
 
     step("the agent is killed repeatedly");
     ours.signal(Signal::SIGKILL).expect("kill");
@@ -465,7 +465,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     ours.ends(TIMEOUT).await.expect("dead");
     ours = testbed.agent(TENANT, "tenant-5");
     cluster.start_api().await.expect("start the API server");
-    senders.answered("the API server is back").await;
+    senders.wait_for_answers("the API server is back").await;
 
     for line in [
         "nft flush ruleset",
@@ -479,7 +479,7 @@ async fn mesh_packets_never_leave_unencrypted() {
         testbed.damage(line).await;
         // One external change at a time: while one part is missing, the others keep the node closed.
         testbed.wait_until_restored(line).await;
-        senders.answered(line).await;
+        senders.wait_for_answers(line).await;
     }
     step("end");
 

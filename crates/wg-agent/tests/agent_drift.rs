@@ -61,9 +61,9 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     std::fs::write(resolv.path(), "nameserver 192.0.2.53\n").expect("write");
     let agent = clusters.agent_with_resolvers(mgmt, "agent-mgmt", resolv.path());
     let _other = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
-    clusters.ready(mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_ready(mgmt).await;
 
     route_appears(&clusters, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
     let whole = routing(&clusters, mgmt).await;
@@ -143,7 +143,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
     println!("{damage}: repaired after {} ms", start.elapsed().as_millis());
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
     // Deleting the device removes its routes and sessions, too.
     clusters
         .host(mgmt)
@@ -158,7 +158,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
     println!("ip link del: repaired after {} ms", start.elapsed().as_millis());
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
     assert_eq!(
         repairs(&clusters, mgmt).await.get("device"),
         Some(&1),

@@ -45,11 +45,11 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let _first = clusters.agent(mgmt, "agent-mgmt");
     let mut second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
-    clusters.reaches(tenant, mgmt).await;
-    clusters.ready(mgmt).await;
-    clusters.ready(tenant).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
+    clusters.wait_until_ready(tenant).await;
     // The capture starts only now: before both PeerPolicies exist, a ping follows the default route.
     let capture = clusters
         .lab
@@ -147,8 +147,8 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     );
     let started = Instant::now();
     let _second = clusters.agent(tenant, "agent-tenant-2");
-    clusters.reaches(tenant, mgmt).await;
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
     let took = started.elapsed();
     eprintln!("back {took:?} after the start");
     assert!(took < Duration::from_secs(10), "{took:?}");
@@ -204,9 +204,9 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .start_api()
         .await
         .expect("start the API server");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
-    clusters.reaches(tenant, mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
 
     // Later failures: one API server is killed, the other frozen.
     let before = our_kernel_state(&clusters, TENANT).await;
@@ -258,10 +258,10 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     assert_eq!(before, Vec::<String>::new());
     let mut first = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
 
-    let good = peer(tenant, &clusters.published(tenant).await);
+    let good = peer(tenant, &clusters.wait_for_published(tenant).await);
     let peers = clusters.peers(mgmt).await;
     let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
     let invalid = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
@@ -339,7 +339,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     }
     clusters.pings(mgmt, tenant).await.expect("the valid Peer still works");
     clusters.pings(tenant, mgmt).await.expect("the valid Peer still works");
-    clusters.ready(mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
     // The agent still reaches its API server: it notices the deletions.
     for (peer, _) in &all {
         clusters
@@ -395,8 +395,8 @@ async fn deleted_kernel_state_is_restored() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let agent = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
     let table = ["nft", "list", "table", "inet", "clustermesh"];
     for (what, taking) in [
         ("the firewall table", "nft delete table inet clustermesh".to_owned()),

@@ -29,8 +29,8 @@ async fn agent_publishes_its_identity_and_restores_it() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(MGMT);
     let mut agent = clusters.agent(site, "agent");
-    let first = clusters.published(site).await;
-    clusters.ready(site).await;
+    let first = clusters.wait_for_published(site).await;
+    clusters.wait_until_ready(site).await;
     assert_eq!(first[KILO_ENDPOINT], "172.30.1.11:51820");
     let status: serde_json::Value = serde_json::from_str(&first[NODE_AGENT]).expect("JSON");
     assert_eq!(
@@ -67,7 +67,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         agent.log()
     );
     let again = clusters.agent(site, "agent-2");
-    clusters.ready(site).await;
+    clusters.wait_until_ready(site).await;
     assert_eq!(
         clusters.annotations(site).await[KILO_WIREGUARD_IP],
         first[KILO_WIREGUARD_IP]
@@ -99,7 +99,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(MGMT);
     let _agent = clusters.agent(site, "agent");
-    let first = clusters.published(site).await;
+    let first = clusters.wait_for_published(site).await;
     // The other Node must be older, so ours is recreated with its annotations.
     let rival: Node = serde_json::from_value(serde_json::json!({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
@@ -200,8 +200,8 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
     // An agent that has not seen kg takes over the node, until kg is back with annotations of its own.
     agent.terminate(TIMEOUT).await.expect("it ends");
     agent = clusters.agent(site, "agent-alone");
-    clusters.ready(site).await;
-    clusters.published(site).await;
+    clusters.wait_until_ready(site).await;
+    clusters.wait_for_published(site).await;
     assert_ne!(our_state().await, nothing);
     let kgs = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
     clusters.annotate(site, KILO_KEY, kgs).await;
@@ -241,7 +241,7 @@ async fn foreign_interface_of_the_name_stops_all_writes() {
         .await
         .expect("make a bridge");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.introduce(tenant, mgmt).await;
+    clusters.write_peer(tenant, mgmt).await;
     wait_until(
         "the agent to report the foreign interface",
         TIMEOUT,
@@ -262,9 +262,9 @@ async fn foreign_interface_of_the_name_stops_all_writes() {
     host.exec(["ip", "link", "del", &tenant.interface])
         .await
         .expect("take the bridge away");
-    clusters.ready(tenant).await;
-    clusters.introduce(mgmt, tenant).await;
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_ready(tenant).await;
+    clusters.write_peer(mgmt, tenant).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
 }
 
 #[tokio::test]
@@ -273,7 +273,7 @@ async fn crds_installed_later_are_noticed() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let first = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.ready(mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
     assert!(
         first.log().contains("the CRD of Peer is not installed"),
         "{}",
@@ -281,9 +281,9 @@ async fn crds_installed_later_are_noticed() {
     );
     clusters.install_crds(mgmt).await;
     clusters.install_crds(tenant).await;
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
-    clusters.reaches(tenant, mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
     assert!(first.log().contains("resolved"), "{}", first.log());
 }
 
@@ -337,7 +337,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     let maps = kube::Api::namespaced(clusters.client(site).await, "kube-system");
     maps.create(&Default::default(), &config).await.expect("create it");
     let agent = clusters.agent(site, "agent");
-    clusters.ready(site).await;
+    clusters.wait_until_ready(site).await;
     wait_until("the metric and the log", TIMEOUT, async || {
         let (_, metrics) = clusters.page(site, "/metrics").await;
         let log = agent.log();

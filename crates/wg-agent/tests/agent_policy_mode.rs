@@ -86,7 +86,7 @@ impl Kg {
 
     /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
     async fn program(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
-        let annotations = clusters.published(of).await;
+        let annotations = clusters.wait_for_published(of).await;
         let spec = peer(of, &annotations).spec;
         let more = format!("{LAPTOP}/32");
         let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
@@ -239,7 +239,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .exec(["sh", "-ec", masquerade])
         .await
         .expect("a CNI's rule");
-    clusters.mesh().await;
+    clusters.write_all_peers().await;
     kg.program(&clusters, mgmt, tenant).await;
     // The laptop is behind the same key: kg admits it without any mesh.
     let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
@@ -297,7 +297,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .chain(command(&clusters, mgmt, &[]))
         .collect();
     let mut agent = clusters.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
-    clusters.ready(mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
     wait_until("the annotation", TIMEOUT, async || {
         let annotation = clusters
             .annotations(mgmt)

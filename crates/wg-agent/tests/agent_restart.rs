@@ -24,7 +24,7 @@ fn state(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
 }
 
 /// A column of `wg show INTERFACE WHAT`, by public key.
-async fn shown(clusters: &TwoClusters, site: &Site, what: &str) -> BTreeMap<String, String> {
+async fn wg_show(clusters: &TwoClusters, site: &Site, what: &str) -> BTreeMap<String, String> {
     let words = ["wg", "show", &site.interface, what];
     let output = clusters.host(site).exec(words).await.expect("wg show").stdout;
     let lines = output.lines().filter_map(|line| line.split_once('\t'));
@@ -68,11 +68,11 @@ async fn agent_without_api_server_restores_the_cached_state() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let _first = clusters.agent(mgmt, "agent-mgmt");
     let mut second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(tenant, mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
 
     // A Peer that is deleted while no agent runs.
-    let real = peer(mgmt, &clusters.published(mgmt).await);
+    let real = peer(mgmt, &clusters.wait_for_published(mgmt).await);
     let more = |name: &str, n: u8| {
         let mut peer = real.clone();
         peer.metadata.name = Some(name.into());
@@ -105,8 +105,8 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .kill_api()
         .expect("kill the API server");
     let mut second = clusters.agent(tenant, "agent-tenant-2");
-    clusters.reaches(tenant, mgmt).await;
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
     wait_for_page(
         &clusters,
         tenant,
@@ -115,14 +115,14 @@ async fn agent_without_api_server_restores_the_cached_state() {
     )
     .await;
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
-    let on_device = shown(&clusters, tenant, "allowed-ips").await;
+    let on_device = wg_show(&clusters, tenant, "allowed-ips").await;
     let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
     assert_eq!(
         on_device.keys().cloned().collect::<Vec<_>>(),
         sorted(expected),
         "the cached peers are on the device"
     );
-    let before = shown(&clusters, tenant, "latest-handshakes").await;
+    let before = wg_show(&clusters, tenant, "latest-handshakes").await;
 
     // Once the API server is back, the deleted Peer is removed, and the other keeps its session.
     clusters
@@ -133,7 +133,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .expect("start the API server");
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
     wait_until("the deleted Peer to go", TIMEOUT, async || {
-        let now = shown(&clusters, tenant, "latest-handshakes").await;
+        let now = wg_show(&clusters, tenant, "latest-handshakes").await;
         let keys: Vec<&String> = now.keys().collect();
         if keys == [&real.spec.public_key] {
             Ok(())
@@ -145,7 +145,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     .expect("it goes");
     assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
     clusters.pings(tenant, mgmt).await.expect("the session is kept");
-    let after = shown(&clusters, tenant, "latest-handshakes").await;
+    let after = wg_show(&clusters, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
     // An API server that answers but refuses is not unavailable: the tunnels are kept, and the node is not ready.
@@ -161,7 +161,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     }
     fs::write(&kubeconfig, serde_json::to_string(&spoilt).expect("it is written")).expect("write it");
     let mut second = clusters.agent(tenant, "agent-tenant-refused");
-    clusters.reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
     wait_for_page(
         &clusters,
         tenant,
@@ -218,7 +218,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .start_api()
         .await
         .expect("start the API server");
-    clusters.reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
     wait_for_page(
         &clusters,
         tenant,
@@ -241,8 +241,8 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let mut first = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(tenant, mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
     let peers = clusters.peers(mgmt).await;
     let mut dials = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
     dials.spec.endpoint = None;
@@ -258,7 +258,7 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         first.log()
     );
     let _first = clusters.agent(mgmt, "agent-mgmt-2");
-    clusters.reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
 }
 
 /// The ways in which a 32-byte secret may be printed.
@@ -285,13 +285,13 @@ async fn agent_output_never_contains_the_private_key() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     // The first start creates the key, the second reads it.
     let mut made = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
-    clusters.published(mgmt).await;
+    clusters.wait_for_published(mgmt).await;
     assert!(made.terminate(TIMEOUT).await.expect("it ends").success());
     let mut agent = clusters.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(mgmt, tenant).await;
-    clusters.ready(mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_ready(mgmt).await;
     let cache = state(&clusters, mgmt, "wg-agent.cache");
     let public = clusters.annotations(mgmt).await[KILO_KEY].clone();
     let other = clusters.annotations(tenant).await[KILO_KEY].clone();
@@ -368,9 +368,9 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let agent = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.mesh().await;
-    clusters.reaches(tenant, mgmt).await;
-    clusters.ready(mgmt).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
     let old = clusters.annotations(mgmt).await[KILO_KEY].clone();
     let before = nft_tables(clusters, mgmt).await;
     let private = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
@@ -440,10 +440,10 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         );
     }
     for site in [mgmt, tenant] {
-        let endpoints = shown(clusters, site, "endpoints").await;
+        let endpoints = wg_show(clusters, site, "endpoints").await;
         assert!(endpoints.values().all(|at| at.starts_with(outer)), "{endpoints:?}");
     }
-    let handshakes = shown(clusters, tenant, "latest-handshakes").await;
+    let handshakes = wg_show(clusters, tenant, "latest-handshakes").await;
     assert!(
         handshakes.keys().eq([&next]) && handshakes[&next] != "0",
         "{handshakes:?}"

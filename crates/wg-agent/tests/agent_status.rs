@@ -81,14 +81,14 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         .host(tenant)
         .spawn("agent-tenant", words)
         .expect("start the agent");
-    clusters.published(tenant).await;
+    clusters.wait_for_published(tenant).await;
     let peers = clusters.peers(tenant).await;
     peers
         .create(&PostParams::default(), &phantom())
         .await
         .expect("create the Peer");
-    clusters.mesh().await;
-    clusters.reaches(tenant, clusters.site(MGMT)).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, clusters.site(MGMT)).await;
 
     // The other cluster is up, and the phantom goes down; every report shows both.
     let gone = [(
@@ -191,7 +191,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
     let mut agent = clusters.agent(tenant, "agent-open");
-    clusters.ready(tenant).await;
+    clusters.wait_until_ready(tenant).await;
     let (code, page, _) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(
         code == 0 && page.contains("Admission  no admission policy holds"),
@@ -229,7 +229,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
     .await
     .expect("in force");
     let agent = clusters.agent(tenant, "agent-held");
-    clusters.ready(tenant).await;
+    clusters.wait_until_ready(tenant).await;
     wait_until("the agent to know", TIMEOUT, async || {
         let (_, state) = clusters.page(tenant, "/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
@@ -254,7 +254,7 @@ async fn policy_is_enforced_during_two_thousand_idle_connections() {
     let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
     words.extend(clusters.command(tenant, &[]));
     let _agent = clusters.host(tenant).spawn("agent", words).expect("start the agent");
-    clusters.ready(tenant).await;
+    clusters.wait_until_ready(tenant).await;
     let host = clusters.host(tenant).netns();
     let idle = std::thread::spawn(move || {
         let limit = nix::sys::resource::Resource::RLIMIT_NOFILE;

@@ -26,7 +26,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{device::PeerChange, prefixes::Family};
-use contract::{Node, TIMEOUT, links, public, spec, two};
+use contract::{Node, TIMEOUT, links, node_pair, public, spec};
 use machine::in_the_machine;
 use netns::{transfer, wait_until};
 use path::real::{Star, pod, probe_sizes};
@@ -46,7 +46,7 @@ contract::each!(case);
 #[test]
 fn process_restart_loses_no_packet_and_no_session() {
     in_the_machine!();
-    let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
+    let [mut a, b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let (handshake, before) = (a.handshake(), a.peer(2));
     let words = ["-n", "-q", "-c", "200", "-i", "0.05", "-W", "2", "10.9.0.2"];
@@ -73,7 +73,7 @@ fn process_restart_loses_no_packet_and_no_session() {
 #[test]
 fn backend_switch_leaves_nothing_of_the_old_device() {
     in_the_machine!();
-    let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
+    let [mut a, b] = node_pair([Backend::Kernel, Backend::Userspace]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let socket = format!("/var/run/wireguard/{}.sock", a.interface);
     for (backend, kind, has_socket) in [
@@ -130,7 +130,7 @@ fn foreign_wireguard_interface_of_our_name_is_left_alone() {
 #[test]
 fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     in_the_machine!();
-    let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
+    let [mut a, mut b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     // Wait until no earlier ping can still cause a handshake: by then both sides have acknowledged them.
     let quiet = Duration::from_secs(25);

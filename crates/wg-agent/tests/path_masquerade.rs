@@ -110,7 +110,7 @@ fn flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // Pods keep their addresses. Nodes, and connections translated here, use the WireGuard address.
+    // Pods keep their addresses. The node's own connections use its WireGuard address.
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);

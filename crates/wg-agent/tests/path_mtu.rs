@@ -57,7 +57,7 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
     from.output("ping", &args).status.success()
 }
 
-fn two(mtu: u16, outer: Family, largest: [u16; 2]) {
+fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
     carries(&star, 2, largest);
     if mtu > 1280 {
@@ -72,8 +72,8 @@ fn two(mtu: u16, outer: Family, largest: [u16; 2]) {
 /// Tests of one underlay MTU: the largest IPv4 and IPv6 packets that pass, over IPv4 and over IPv6.
 macro_rules! underlays {
     ($($name:ident $mtu:literal: $v4:expr, $v6:expr;)*) => {
-        mod over_ipv4 { $(#[test] fn $name() { super::two($mtu, super::V4, $v4) })* }
-        mod over_ipv6 { $(#[test] fn $name() { super::two($mtu, super::V6, $v6) })* }
+        mod over_ipv4 { $(#[test] fn $name() { super::check_underlay($mtu, super::V4, $v4) })* }
+        mod over_ipv6 { $(#[test] fn $name() { super::check_underlay($mtu, super::V6, $v6) })* }
     };
 }
 

@@ -114,7 +114,7 @@ impl Testbed {
         let member = Arc::new(Tunnel::open(&members, &interface, key, &MEMBER.map(ip), &routes));
 
         let agent = clusters.agent(mgmt, "agent");
-        let annotations = clusters.published(mgmt).await;
+        let annotations = clusters.wait_for_published(mgmt).await;
         let key = annotations[KILO_KEY].parse().expect("a key");
         member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
         let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");

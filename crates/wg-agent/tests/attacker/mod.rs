@@ -141,7 +141,7 @@ impl Tunnel {
     }
 
     /// Replaces the private key.
-    pub(crate) fn take_key(&self, key: StaticSecret) {
+    pub(crate) fn replace_private_key(&self, key: StaticSecret) {
         let mut configuration = self.configuration.lock().expect("the configuration");
         configuration.private_key = key;
         let mut device = self.device.lock().expect("the device");

@@ -17,7 +17,7 @@ fn counters(ns: &NetNs) -> Vec<u64> {
 }
 
 pub(crate) fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     let _taken = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
     let on = |port| Configuration {
         listen_port: port,
@@ -28,7 +28,7 @@ pub(crate) fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend)
     assert!(matches!(error, DeviceError::Listen { port: 51998, .. }), "{error}");
     assert!(a.reaches(2) && b.reaches(1));
     assert_eq!(
-        (a.observe().listen_port, a.device_shown()),
+        (a.observe().listen_port, a.wg_device()),
         (PORT, ["51820", "off"].map(ToOwned::to_owned))
     );
     a.configure(&free).expect("a free port");
@@ -37,14 +37,11 @@ pub(crate) fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend)
         b.peer(1).stats.endpoint,
         Some("192.0.2.1:51999".parse().expect("an endpoint"))
     );
-    assert_eq!(
-        (a.observe().listen_port, a.device_shown()[0].as_str()),
-        (51999, "51999")
-    );
+    assert_eq!((a.observe().listen_port, a.wg_device()[0].as_str()), (51999, "51999"));
 }
 
 pub(crate) fn outer_packets_carry_the_current_fwmark(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     a.ns.sh(
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
          udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
@@ -71,7 +68,7 @@ pub(crate) fn outer_packets_carry_the_current_fwmark(backend: Backend) {
 }
 
 pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     a.ns.ip(&format!("link del {}", a.interface));
     let gone = a.device.take().expect("an open device");
     wait_until("the device to report its deletion", TIMEOUT, || {
@@ -85,7 +82,7 @@ pub(crate) fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
 }
 
 pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     let altered_parts = |a: &mut Node| {
         let device = a.device.as_deref_mut().expect("an open device");
         a.ns.enter(move || device.observe()).expect("observe").altered
@@ -94,7 +91,7 @@ pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend
         let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
         (link["mtu"].clone(), link["flags"].clone())
     };
-    let (whole, shown) = (link(&a), a.device_shown());
+    let (whole, shown) = (link(&a), a.wg_device());
     assert_eq!(altered_parts(&mut a), [].into());
     let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
     if backend == Backend::Kernel {
@@ -111,7 +108,7 @@ pub(crate) fn external_device_changes_are_reported_and_repaired(backend: Backend
     let device = a.device.as_deref_mut().expect("an open device");
     a.ns.enter(|| device.mend(&altered)).expect("mend");
     assert_eq!(altered_parts(&mut a), [].into());
-    assert_eq!((link(&a), a.device_shown()), (whole, shown));
+    assert_eq!((link(&a), a.wg_device()), (whole, shown));
     wait_until("a ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }
 
@@ -158,7 +155,7 @@ pub(crate) fn foreign_interface_is_left_alone(backend: Backend) {
 }
 
 pub(crate) fn closed_device_leaves_nothing(backend: Backend) {
-    let [mut a, _b] = joined(backend);
+    let [mut a, _b] = connected_pair(backend);
     let device = a.device.take().expect("an open device");
     a.ns.enter(|| device.close()).expect("close");
     assert_eq!(links(&a.ns), ["eth0", "lo"]);

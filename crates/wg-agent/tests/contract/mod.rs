@@ -142,7 +142,7 @@ impl Node {
     }
 
     /// The peers by key, as `wg` shows them: preshared key, endpoint, sorted allowed IPs, keepalive.
-    fn shown(&self) -> BTreeMap<String, [String; 4]> {
+    fn wg_peers(&self) -> BTreeMap<String, [String; 4]> {
         let dump = self.ns.run("wg", &["show", &self.interface, "dump"]);
         let peers = dump.lines().skip(1).map(|line| {
             let fields: Vec<&str> = line.split('\t').collect();
@@ -155,7 +155,7 @@ impl Node {
     }
 
     /// Listen port and fwmark, as `wg` shows them.
-    fn device_shown(&self) -> [String; 2] {
+    fn wg_device(&self) -> [String; 2] {
         let dump = self.ns.run("wg", &["show", &self.interface, "dump"]);
         let fields: Vec<&str> = dump.lines().next().expect("a line").split('\t').collect();
         [fields[2], fields[3]].map(ToOwned::to_owned)
@@ -175,7 +175,7 @@ impl Node {
 pub(crate) fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
     PeerSpec {
         endpoint: endpoint.map(|endpoint| endpoint.parse().expect("an endpoint")),
-        allowed_ips: ranges(&[&format!("10.9.0.{number}/32"), &format!("fd09::{number}/128")]),
+        allowed_ips: prefixes(&[&format!("10.9.0.{number}/32"), &format!("fd09::{number}/128")]),
         ..PeerSpec::default()
     }
 }
@@ -185,7 +185,7 @@ fn ranges<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
 }
 
 /// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
-pub(crate) fn two(backends: [Backend; 2]) -> [Node; 2] {
+pub(crate) fn node_pair(backends: [Backend; 2]) -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1, backends[0]), Node::new(2, backends[1]));
     wire(&a.ns, &b.ns);
     a.add(2, Some("192.0.2.2:51820"));
@@ -198,8 +198,8 @@ fn wire(a: &NetNs, b: &NetNs) {
     veth(a, "eth0", &left, b, "eth0", &right);
 }
 
-fn joined(backend: Backend) -> [Node; 2] {
-    let [a, b] = two([backend, backend]);
+fn connected_pair(backend: Backend) -> [Node; 2] {
+    let [a, b] = node_pair([backend, backend]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     [a, b]
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 pub(crate) fn two_devices_carry_both_families_and_wg_reads_every_attribute(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     assert!(a.ns.pings("fd09::2") && b.ns.pings("fd09::1"));
     a.update(
         2,
@@ -19,8 +19,8 @@ pub(crate) fn two_devices_carry_both_families_and_wg_reads_every_attribute(backe
     };
     a.configure(&configuration).expect("configure");
     let line = ["(none)", "192.0.2.2:51820", "10.9.0.2/32,fd09::2/128", "25"].map(ToOwned::to_owned);
-    assert_eq!(a.shown(), [(public(2).to_string(), line)].into());
-    assert_eq!(a.device_shown(), ["51820", "0x100000"]);
+    assert_eq!(a.wg_peers(), [(public(2).to_string(), line)].into());
+    assert_eq!(a.wg_device(), ["51820", "0x100000"]);
     let link = a.ns.ip_json(&format!("link show {}", a.interface));
     let flags: Vec<&str> = link[0]["flags"]
         .as_array()
@@ -50,23 +50,23 @@ pub(crate) fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: B
         spec(2, Some("192.0.2.2:51820")),
         "the keepalive that started the handshake is removed"
     );
-    assert_eq!(a.shown()[&public(2).to_string()][3], "off");
+    assert_eq!(a.wg_peers()[&public(2).to_string()][3], "off");
 }
 
 pub(crate) fn attribute_changes_keep_session_and_counters(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     let (handshake, before) = (a.handshake(), a.peer(2).stats);
     for round in 1..=5_u16 {
         let range = format!("10.7{round}.0.0/16");
         let gained = PeerUpdate {
             keepalive: Some(NonZeroU16::new(10 + round)),
-            add_allowed_ips: ranges(&[&range]),
+            add_allowed_ips: prefixes(&[&range]),
             ..PeerUpdate::default()
         };
         a.update(2, gained);
         let lost = PeerUpdate {
             keepalive: Some(None),
-            remove_allowed_ips: ranges(&[&range]),
+            remove_allowed_ips: prefixes(&[&range]),
             ..PeerUpdate::default()
         };
         a.update(2, lost);
@@ -84,7 +84,7 @@ pub(crate) fn attribute_changes_keep_session_and_counters(backend: Backend) {
 }
 
 pub(crate) fn preshared_key_applies_at_once_and_must_match(backend: Backend) {
-    let [mut a, mut b] = joined(backend);
+    let [mut a, mut b] = connected_pair(backend);
     let keyed = |number| PeerUpdate {
         preshared_key: Some(PresharedKey::new([number; 32])),
         ..PeerUpdate::default()
@@ -103,14 +103,14 @@ pub(crate) fn preshared_key_applies_at_once_and_must_match(backend: Backend) {
 }
 
 pub(crate) fn removed_peer_is_unreachable(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     a.apply(&[PeerChange::Remove(public(2))]);
     assert!(!b.reaches(1) && !a.reaches(2));
-    assert_eq!((a.observe().peers.len(), a.shown().len()), (0, 0));
+    assert_eq!((a.observe().peers.len(), a.wg_peers().len()), (0, 0));
 }
 
 pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     b.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr del 192.0.2.2/24 dev eth0; ip addr add 192.0.2.77/24 dev eth0 || true");
     let moved = Some("192.0.2.77:51820".parse().expect("an endpoint"));
     wait_until("the new address", TIMEOUT, || {
@@ -118,7 +118,7 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
     });
     let update = PeerUpdate {
         keepalive: Some(NonZeroU16::new(7)),
-        add_allowed_ips: ranges(&["10.77.0.0/16"]),
+        add_allowed_ips: prefixes(&["10.77.0.0/16"]),
         ..PeerUpdate::default()
     };
     a.update(2, update);
@@ -129,12 +129,12 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
         spec(2, Some("192.0.2.2:51820")).endpoint,
         "the configured endpoint, not the current one"
     );
-    assert_eq!(a.shown()[&public(2).to_string()][1], "192.0.2.77:51820");
+    assert_eq!(a.wg_peers()[&public(2).to_string()][1], "192.0.2.77:51820");
     assert!(a.reaches(2));
 }
 
 pub(crate) fn replies_come_from_the_contacted_address(backend: Backend) {
-    let [mut a, mut b] = joined(backend);
+    let [mut a, mut b] = connected_pair(backend);
     // The kernel would choose neither address as source.
     a.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr add 2001:db8::77/64 dev eth0 nodad preferred_lft 0");
     for called in ["192.0.2.77:51820", "[2001:db8::77]:51820"] {
@@ -149,7 +149,7 @@ pub(crate) fn replies_come_from_the_contacted_address(backend: Backend) {
 }
 
 pub(crate) fn new_private_key_makes_new_sessions(backend: Backend) {
-    let [mut a, mut b] = joined(backend);
+    let [mut a, mut b] = connected_pair(backend);
     b.apply(&[
         PeerChange::Remove(public(1)),
         PeerChange::Add(public(11), spec(1, None)),
@@ -164,14 +164,14 @@ pub(crate) fn new_private_key_makes_new_sessions(backend: Backend) {
 }
 
 pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     let mut c = Node::new(3, backend);
     veth(&a.ns, "eth1", &["198.51.100.1/24"], &c.ns, "eth0", &["198.51.100.3/24"]);
     c.add(1, Some("198.51.100.1:51820"));
     a.add(3, Some("198.51.100.3:51820"));
     wait_until("the third node", TIMEOUT, || a.reaches(3) && c.reaches(1));
     let moving = PeerUpdate {
-        add_allowed_ips: ranges(&["10.7.0.1/32"]),
+        add_allowed_ips: prefixes(&["10.7.0.1/32"]),
         ..PeerUpdate::default()
     };
     a.update(2, moving.clone());
@@ -189,11 +189,11 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
         // Sends between two changes and, on its own thread, during them.
         let device = a.device.as_deref_mut().expect("an open device");
         let other = PeerUpdate {
-            add_allowed_ips: ranges(&["10.8.0.0/16"]),
+            add_allowed_ips: prefixes(&["10.8.0.0/16"]),
             ..PeerUpdate::default()
         };
         let back = PeerUpdate {
-            remove_allowed_ips: ranges(&["10.8.0.0/16"]),
+            remove_allowed_ips: prefixes(&["10.8.0.0/16"]),
             ..PeerUpdate::default()
         };
         let owner = public(2 + (round + 1) % 2);
@@ -229,7 +229,7 @@ pub(crate) fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
 }
 
 pub(crate) fn change_among_five_thousand_peers_touches_only_one(backend: Backend) {
-    let [mut a, b] = joined(backend);
+    let [mut a, b] = connected_pair(backend);
     let key = |number: u32| {
         let mut bytes = [7; 32];
         bytes[4..8].copy_from_slice(&number.to_le_bytes());
@@ -248,12 +248,12 @@ pub(crate) fn change_among_five_thousand_peers_touches_only_one(backend: Backend
     let began = Instant::now();
     a.apply(&changes);
     let all = began.elapsed();
-    let (mut before, handshake) = (a.shown(), a.handshake_of(2));
+    let (mut before, handshake) = (a.wg_peers(), a.handshake_of(2));
     assert_eq!(before.len(), 5_001);
 
     let update = PeerUpdate {
         keepalive: Some(NonZeroU16::new(21)),
-        add_allowed_ips: ranges(&["10.66.0.0/16"]),
+        add_allowed_ips: prefixes(&["10.66.0.0/16"]),
         remove_allowed_ips: [range(17)].into(),
         ..PeerUpdate::default()
     };
@@ -263,7 +263,7 @@ pub(crate) fn change_among_five_thousand_peers_touches_only_one(backend: Backend
     println!("5,000 peers in {all:?}, one changed in {one:?}");
     let changed = ["(none)", "(none)", "10.66.0.0/16", "21"].map(ToOwned::to_owned);
     before.insert(key(17).to_string(), changed);
-    assert!(a.shown() == before, "another peer has changed");
+    assert!(a.wg_peers() == before, "another peer has changed");
     assert_eq!(a.observe().peers.len(), 5_001);
     assert_eq!(a.handshake_of(2), handshake);
     assert!(a.reaches(2) && b.reaches(1));

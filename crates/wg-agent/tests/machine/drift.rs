@@ -64,10 +64,10 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     let agent = a.agent("kernel");
     let _other = b.agent("kernel");
     exchange_peers(&sites);
-    a.reaches(b);
-    a.ready();
+    a.wait_until_reaches(b);
+    a.wait_until_ready();
     assert_eq!(a.repairs(), [].into());
-    let peer = a.shown("latest-handshakes").into_keys().next().expect("a peer");
+    let peer = a.wg_show("latest-handshakes").into_keys().next().expect("a peer");
     let other = a.file("other-key");
     let other = other.display();
     a.ns.sh(&format!("wg genkey > {other}"));
@@ -79,7 +79,7 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
         &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other}"),
         &[("listen_port", 1), ("fwmark", 1), ("private_key", 1)],
     );
-    b.reaches(a);
+    b.wait_until_reaches(a);
     damage_is_repaired(
         &sites,
         &agent,
@@ -92,16 +92,16 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
         &format!("wg set DEV peer {peer} persistent-keepalive 7 allowed-ips 10.99.0.0/16"),
         &[("peers", 1)],
     );
-    b.reaches(a);
-    a.reaches(b);
+    b.wait_until_reaches(a);
+    a.wait_until_reaches(b);
 
     let before = a.repairs();
     let (whole, start) = (device_config(a), std::time::Instant::now());
     a.ns.ip(&format!("link set {} down", a.interface));
     wait_until("the link to be up", TIMEOUT, || device_config(a) == whole);
     println!("{:.1} s: link down", start.elapsed().as_secs_f64());
-    a.reaches(b);
-    b.reaches(a);
+    a.wait_until_reaches(b);
+    b.wait_until_reaches(a);
     assert_eq!(repairs_since(a, &before).get("link_down"), Some(&1));
     agent.end(Signal::SIGTERM);
 }

@@ -44,12 +44,12 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     let agent = a.agent("kernel");
     let other = b.agent("auto");
     exchange_peers(&sites);
-    a.reaches(b);
-    b.reaches(a);
-    a.ready();
-    b.ready();
+    a.wait_until_reaches(b);
+    b.wait_until_reaches(a);
+    a.wait_until_ready();
+    b.wait_until_ready();
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
-    let (index, handshake) = (link(a, "wireguard"), a.shown("latest-handshakes"));
+    let (index, handshake) = (link(a, "wireguard"), a.wg_show("latest-handshakes"));
 
     let newer = a.file("wg-agent");
     fs::copy(AGENT, &newer).expect("copy the program");
@@ -59,17 +59,20 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
             .fold(agent, |agent, signal| {
                 agent.end(signal);
                 let agent = a.agent("auto");
-                a.ready();
+                a.wait_until_ready();
                 agent
             });
         ended.end(Signal::SIGTERM);
         let agent = a.agent_from(&newer, "kernel");
-        a.ready();
+        a.wait_until_ready();
         agent
     });
     assert_eq!(gaps, [0, 0], "killed, stopped, upgraded");
     assert!(!agent.log().contains("firewall table written"), "{}", agent.log());
-    assert_eq!((link(a, "wireguard"), a.shown("latest-handshakes")), (index, handshake));
+    assert_eq!(
+        (link(a, "wireguard"), a.wg_show("latest-handshakes")),
+        (index, handshake)
+    );
     assert_eq!(a.repairs(), [].into());
 
     // The peer gets the new key while packets flow.
@@ -81,14 +84,17 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     let (gaps, _) = packets_lost_during(&sites, || {
         b.api.put(PEERS, a.as_peer());
         wait_for("a handshake under the new key", TIMEOUT, || {
-            b.shown("latest-handshakes").get(&new).filter(|at| *at != "0").cloned()
+            b.wg_show("latest-handshakes")
+                .get(&new)
+                .filter(|at| *at != "0")
+                .cloned()
         })
     });
     println!("packets lost in a row, of 20 a second, by a new key: {gaps:?}");
     // WireGuard's own retry would cost 5 s.
     assert!(gaps.iter().all(|gap| *gap < 80), "{gaps:?}");
-    assert_eq!(b.shown("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
-    a.ready();
+    assert_eq!(b.wg_show("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
+    a.wait_until_ready();
     assert_eq!(link(a, "wireguard"), index);
 
     // Both agents stop, and one node is cleaned up.
@@ -118,8 +124,8 @@ fn backend_change_at_restart_leaves_nothing_behind() {
     let _other = b.agent("kernel");
     let mut agent = a.agent("kernel");
     exchange_peers(&sites);
-    a.reaches(b);
-    a.ready();
+    a.wait_until_reaches(b);
+    a.wait_until_ready();
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     let routed = || a.ns.ip_json("route show table 5182");
     let (first, socket) = (routed(), format!("/var/run/wireguard/{}.sock", a.interface));
@@ -128,9 +134,9 @@ fn backend_change_at_restart_leaves_nothing_behind() {
         agent = a.agent(backend);
         // A switch to the kernel takes its time: see backend_switch_leaves_nothing_of_the_old_device in
         // device_contract_kernel.
-        a.reaches(b);
-        b.reaches(a);
-        a.ready();
+        a.wait_until_reaches(b);
+        b.wait_until_reaches(a);
+        a.wait_until_ready();
         link(a, kind);
         let names: Vec<String> = links(a);
         assert_eq!(names, ["cni0", "eth0", &a.interface, "lo"]);

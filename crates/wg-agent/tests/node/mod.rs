@@ -258,7 +258,7 @@ impl TwoClusters {
     }
 
     /// Waits until the agent has published an identity, and returns the annotations.
-    pub async fn published(&self, site: &Site) -> BTreeMap<String, String> {
+    pub async fn wait_for_published(&self, site: &Site) -> BTreeMap<String, String> {
         wait_until(format!("what {} publishes", site.node), TIMEOUT, async || {
             let all = self.annotations(site).await;
             if all.contains_key(KILO_KEY) && all.contains_key(KILO_WIREGUARD_IP) {
@@ -272,8 +272,8 @@ impl TwoClusters {
     }
 
     /// Writes into `target` the Peer and PeerPolicy of `source`, as a controller does.
-    pub async fn introduce(&self, target: &Site, source: &Site) {
-        let annotations = self.published(source).await;
+    pub async fn write_peer(&self, target: &Site, source: &Site) {
+        let annotations = self.wait_for_published(source).await;
         let peer = peer(source, &annotations);
         let peers = self.peers(target).await;
         peers
@@ -300,10 +300,10 @@ impl TwoClusters {
             .expect("create the PeerPolicy");
     }
 
-    pub async fn mesh(&self) {
+    pub async fn write_all_peers(&self) {
         let [mgmt, tenant] = &self.sites;
-        self.introduce(mgmt, tenant).await;
-        self.introduce(tenant, mgmt).await;
+        self.write_peer(mgmt, tenant).await;
+        self.write_peer(tenant, mgmt).await;
     }
 
     /// One ping between pod addresses.
@@ -317,7 +317,7 @@ impl TwoClusters {
         }
     }
 
-    pub async fn reaches(&self, from: &Site, to: &Site) {
+    pub async fn wait_until_reaches(&self, from: &Site, to: &Site) {
         wait_until(format!("a ping from {} to {}", from.pod, to.pod), TIMEOUT, async || {
             self.pings(from, to).await
         })
@@ -343,7 +343,7 @@ impl TwoClusters {
         (code, lines.collect())
     }
 
-    pub async fn ready(&self, site: &Site) {
+    pub async fn wait_until_ready(&self, site: &Site) {
         wait_until(format!("{} to be ready", site.node), TIMEOUT, async || {
             match self.page(site, "/readyz").await {
                 (200, _) => Ok(()),

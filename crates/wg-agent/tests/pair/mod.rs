@@ -207,7 +207,7 @@ impl Site {
     }
 
     /// Waits until the agent has published its identity, and returns the annotations.
-    pub(crate) fn published(&self) -> BTreeMap<String, String> {
+    pub(crate) fn wait_for_published(&self) -> BTreeMap<String, String> {
         wait_for(&format!("what {} publishes", self.node()), TIMEOUT, || {
             let annotations = self.annotations();
             [KILO_KEY, KILO_WIREGUARD_IP, KILO_ENDPOINT]
@@ -224,7 +224,7 @@ impl Site {
 
     /// The Peer that a controller writes about this node into other clusters.
     pub(crate) fn as_peer(&self) -> Value {
-        let annotations = self.published();
+        let annotations = self.wait_for_published();
         let (ip, port) = annotations[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
         let address = annotations[KILO_WIREGUARD_IP].split('/').next().expect("an address");
         let mut ranges = self.pods().to_vec();
@@ -260,7 +260,7 @@ impl Site {
 
     /// Waits until packets to the other's pod go into the tunnel or nowhere. Before the mesh exists they follow the
     /// underlay's default route.
-    pub(crate) fn is_routed_to(&self, other: &Self) {
+    pub(crate) fn wait_for_route_to(&self, other: &Self) {
         wait_until("a route into the tunnel", TIMEOUT, || {
             // `ip` fails while the table does not exist yet.
             let words = ["route", "show", &other.pods()[0], "table", "5182"];
@@ -270,8 +270,8 @@ impl Site {
     }
 
     /// Waits until its pod reaches the other's through the tunnel, in both families.
-    pub(crate) fn reaches(&self, other: &Self) {
-        self.is_routed_to(other);
+    pub(crate) fn wait_until_reaches(&self, other: &Self) {
+        self.wait_for_route_to(other);
         for to in other.pod_ips() {
             wait_until(&format!("a ping from {} to {to}", self.pod.name), TIMEOUT, || {
                 self.pod.pings(&to)
@@ -280,7 +280,7 @@ impl Site {
     }
 
     /// A column of `wg show INTERFACE WHAT`, by public key.
-    pub(crate) fn shown(&self, what: &str) -> BTreeMap<String, String> {
+    pub(crate) fn wg_show(&self, what: &str) -> BTreeMap<String, String> {
         let text = self.ns.run("wg", &["show", &self.interface, what]);
         let lines = text.lines().filter_map(|line| line.split_once('\t'));
         lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
@@ -294,7 +294,7 @@ impl Site {
     }
 
     /// Waits until the agent is ready.
-    pub(crate) fn ready(&self) {
+    pub(crate) fn wait_until_ready(&self) {
         wait_until(&format!("{} to be ready", self.node()), TIMEOUT, || {
             self.page("/readyz") == "ok\n"
         });

@@ -2,13 +2,13 @@
 
 use clustermesh_agent_core::device::PeerChange;
 
-use super::{Node, TIMEOUT, counters, public, two};
+use super::{Node, TIMEOUT, counters, node_pair, public};
 use crate::netns::wait_until;
 
 // threat: deleted-peer
 #[test]
 fn removed_peer_is_unreachable_and_its_packets_dropped() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     a.apply(&[PeerChange::Remove(public(2))]);
     assert!(!b.reaches(1) && !a.reaches(2));
@@ -41,7 +41,7 @@ fn packet_without_a_peer_gets_an_icmp_error() {
 // threat: forged-inner-source
 #[test]
 fn inner_source_outside_allowed_ips_is_dropped() {
-    let [a, b] = two();
+    let [a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     assert_eq!(a.observe().drops["foreign_source"], 0);
     b.ns.ip("addr add 10.66.0.1/32 dev lo");
@@ -64,7 +64,7 @@ fn inner_source_outside_allowed_ips_is_dropped() {
 // threat: garbage-datagram
 #[test]
 fn garbage_datagrams_change_nothing() {
-    let [a, b] = two();
+    let [a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     let before = a.stats(2);
     let mut noise = 0x9e37_79b9_u32;

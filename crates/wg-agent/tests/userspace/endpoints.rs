@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use clustermesh_agent_core::device::{PeerChange, PeerUpdate};
 use wg_agent::device::Device;
 
-use super::{Node, TIMEOUT, counters, public, two};
+use super::{Node, TIMEOUT, counters, node_pair, public};
 use crate::netns::{veth, wait_until};
 
 #[test]
 fn restart_of_one_side_resumes_data_within_five_seconds() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     for round in 0..5 {
         let device = a.device.take().expect("an open device");
@@ -50,7 +50,7 @@ fn changed_endpoint_of_a_silent_peer_is_tried_at_once() {
 
 #[test]
 fn outer_packets_carry_the_current_fwmark() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     a.ns.sh(
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
          udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",

@@ -7,7 +7,7 @@ use wg_agent::device::{
     userspace::{Userspace, remove_interface},
 };
 
-use super::{Node, PORT, TIMEOUT, counters, secret, two};
+use super::{Node, PORT, TIMEOUT, counters, node_pair, secret};
 use crate::{
     OPTIONS,
     netns::{NetNs, unique_name, wait_until},
@@ -65,7 +65,7 @@ fn foreign_interfaces_are_left_alone_with_a_clear_error() {
 
 #[test]
 fn interface_outlives_its_process_and_is_taken_over() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     a.ns.ip(&format!("route add 10.50.0.0/16 dev {}", a.interface));
     let shown = |a: &Node| {
@@ -111,7 +111,7 @@ fn interface_outlives_its_process_and_is_taken_over() {
 
 #[test]
 fn interface_with_older_flags_is_recreated() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     drop(a.device.take());
     assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
     a.ns.sh(&format!(

@@ -128,7 +128,7 @@ fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
 }
 
 /// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
-fn two() -> [Node; 2] {
+fn node_pair() -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1), Node::new(2));
     veth(
         &a.ns,

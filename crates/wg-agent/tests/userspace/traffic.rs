@@ -12,12 +12,12 @@ use clustermesh_agent_core::{
 };
 use wg_agent::device::Device;
 
-use super::{Node, TIMEOUT, public, spec, two};
+use super::{Node, TIMEOUT, node_pair, public, spec};
 use crate::netns::{NetNs, transfer, veth, wait_until};
 
 #[test]
 fn two_devices_carry_ping_and_tcp_and_wg_reads_them() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || a.reaches(2));
     assert!(b.reaches(1));
     assert!(a.ns.pings("fd09::2") && b.ns.pings("fd09::1"));
@@ -69,7 +69,7 @@ fn outer_packets_over_ipv6_are_carried() {
 
 #[test]
 fn changes_of_one_peer_leave_another_session_alone() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     let c = {
         let mut c = Node::new(3);
         veth(&a.ns, "eth1", &["198.51.100.1/24"], &c.ns, "eth0", &["198.51.100.3/24"]);
@@ -137,7 +137,7 @@ struct NetNsRef<'a>(&'a NetNs);
 
 #[test]
 fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
-    let [a, b] = two();
+    let [a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && a.ns.pings("fd09::2"));
     for (to, from) in [("10.9.0.2:7000", "10.9.0.1:0"), ("[fd09::2]:7000", "[fd09::1]:0")] {
         let receiver = b.ns.enter(|| std::net::UdpSocket::bind(to)).expect("bind");
@@ -162,7 +162,7 @@ fn large_datagrams_arrive_whole_and_in_order_in_both_families() {
 
 #[test]
 fn many_flows_to_one_peer_cause_no_deadlock() {
-    let [mut a, b] = two();
+    let [mut a, b] = node_pair();
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let ns = &a.ns;
     std::thread::scope(|scope| {
