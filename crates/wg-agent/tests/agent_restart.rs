@@ -73,14 +73,14 @@ async fn agent_without_api_server_restores_the_cached_state() {
 
     // A Peer that is deleted while no agent runs.
     let real = peer(mgmt, &clusters.wait_for_published(mgmt).await);
-    let more = |name: &str, n: u8| {
+    let copy = |name: &str, n: u8| {
         let mut peer = real.clone();
         peer.metadata.name = Some(name.into());
         peer.spec.public_key = clustermesh_core::key::PublicKey::new([n; 32]).to_string();
         peer.spec.allowed_ips = vec![format!("10.10.{n}.0/24")];
         peer
     };
-    let gone = more("gone", 41);
+    let gone = copy("gone", 41);
     let peers = clusters.peers(tenant).await;
     peers
         .create(&PostParams::default(), &gone)
@@ -132,7 +132,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .await
         .expect("start the API server");
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
-    wait_until("the deleted Peer to go", TIMEOUT, async || {
+    wait_until("the deleted Peer to be removed", TIMEOUT, async || {
         let now = wg_show(&clusters, tenant, "latest-handshakes").await;
         let keys: Vec<&String> = now.keys().collect();
         if keys == [&real.spec.public_key] {
@@ -142,7 +142,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         }
     })
     .await
-    .expect("it goes");
+    .expect("removed");
     assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
     clusters.pings(tenant, mgmt).await.expect("the session is kept");
     let after = wg_show(&clusters, tenant, "latest-handshakes").await;
@@ -155,7 +155,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     let mut spoilt = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
     for user in &mut spoilt.auth_infos {
         user.auth_info = Some(AuthInfo {
-            token: Some("nobody's".to_owned().into()),
+            token: Some("invalid".to_owned().into()),
             ..AuthInfo::default()
         });
     }
@@ -173,14 +173,14 @@ async fn agent_without_api_server_restores_the_cached_state() {
     assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
     fs::write(&kubeconfig, good).expect("write it");
 
-    // A cache above its maximum age is not used and reported, and the agent waits as without a cache.
+    // A cache above its maximum age is reported and not used, and the agent waits as without a cache.
     kill(&mut second).await;
     clusters
         .lab
         .cluster(tenant.cluster)
         .kill_api()
         .expect("kill the API server");
-    let young = fs::read(&cache).expect("the cache");
+    let saved = fs::read(&cache).expect("the cache");
     let mut second = clusters.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
     wait_for_page(
         &clusters,
@@ -190,7 +190,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     )
     .await;
     wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
-    fs::write(&cache, young).expect("put it back");
+    fs::write(&cache, saved).expect("put it back");
     fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("root's alone");
     clusters
         .lab
@@ -244,10 +244,10 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(tenant, mgmt).await;
     let peers = clusters.peers(mgmt).await;
-    let mut dials = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
-    dials.spec.endpoint = None;
+    let mut passive = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
+    passive.spec.endpoint = None;
     peers
-        .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &dials)
+        .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
         .await
         .expect("replace it");
     // After the next restart the only known endpoint is the observed one. Only this side sends.

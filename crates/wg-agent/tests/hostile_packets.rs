@@ -93,8 +93,8 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
         .ip(&format!("route add {} via {}", outer.range, outer.stranger));
     let newcomer = 4;
     testbed.device.apply(&[peer(newcomer, None)]).expect("add a peer");
-    let arrived = NetNs::new("newcomer");
-    outer.wire(2, &testbed.victim, &arrived);
+    let newcomer_ns = NetNs::new("newcomer");
+    outer.wire(2, &testbed.victim, &newcomer_ns);
     let victim_at = testbed.victim_at();
     let messages = messages(&testbed);
     let before = resident();
@@ -130,14 +130,14 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
         // A configured peer connects for the first time. Under load it needs a cookie.
         let (_, _device) = open(
             outer,
-            &arrived,
+            &newcomer_ns,
             newcomer,
             &[peer(VICTIM, Some((outer.wires[2][0], PORT).into()))],
         );
         wait_until(
             "a ping from the newcomer during the flood",
             Duration::from_secs(60),
-            || arrived.pings("10.9.0.1"),
+            || newcomer_ns.pings("10.9.0.1"),
         );
     });
     conversation.finish();

@@ -43,7 +43,7 @@ fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&
     let (whole, routed, before) = (device_config(a), routes(), a.repairs());
     let start = std::time::Instant::now();
     a.ns.sh(&damage.replace("DEV", &a.interface));
-    wait_until(&format!("{damage} to be mended"), TIMEOUT, || {
+    wait_until(&format!("{damage} to be repaired"), TIMEOUT, || {
         device_config(a) == whole && routes() == routed
     });
     println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
