@@ -85,7 +85,7 @@ impl Kg {
     }
 
     /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
-    async fn program(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
+    async fn add_peer(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
         let annotations = clusters.wait_for_published(of).await;
         let spec = peer(of, &annotations).spec;
         let more = format!("{LAPTOP}/32");
@@ -105,12 +105,12 @@ impl Kg {
             .host(site)
             .exec(["sh", "-ec", &script])
             .await
-            .expect("program the Peer");
+            .expect("add the peer");
     }
 }
 
 /// All state of a node that the agent could change, except for our table and annotation.
-async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
+async fn foreign_state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for words in [
         &["ip", "-d", "rule"][..],
@@ -143,18 +143,18 @@ async fn state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> 
 }
 
 /// Runs a closure on a thread inside a network namespace.
-fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'static) -> T {
+fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send + 'static) -> T {
     let file = std::fs::File::open(netns).expect("open a network namespace");
     let run = move || {
         setns(&file, CloneFlags::CLONE_NEWNET).expect("enter a network namespace");
-        what()
+        run_inside()
     };
-    std::thread::spawn(run).join().expect("what runs in a namespace")
+    std::thread::spawn(run).join().expect("the thread inside the namespace")
 }
 
 /// Moves the address of a site's pod, and further ones, from the node into a pod: listeners on the node itself have
 /// other rules.
-async fn pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
+async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let gateway = site.pods.replace(".0/24", ".1");
     let routes: String = more
@@ -199,7 +199,7 @@ fn serve(netns: &Path, address: &str, port: u16) {
 }
 
 /// The source address that a server sees, or the error of the connection.
-fn seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+fn source_seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
     let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
     inside(Path::new(&from.path()), move || {
@@ -229,9 +229,9 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let kg = Kg::start(&clusters, mgmt).await;
-    let mgmt_pod = pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
-    let tenant_pod = pod(&clusters, tenant, "tenant-pod", &[]).await;
-    let _whole = clusters.agent(tenant, "agent-tenant");
+    let mgmt_pod = make_pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
+    let tenant_pod = make_pod(&clusters, tenant, "tenant-pod", &[]).await;
+    let _full_agent = clusters.agent(tenant, "agent-tenant");
     // In add-on mode kg does not handle sources of pods; the CNI masquerades what leaves the cluster.
     let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
     clusters
@@ -240,7 +240,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("a CNI's rule");
     clusters.write_all_peers().await;
-    kg.program(&clusters, mgmt, tenant).await;
+    kg.add_peer(&clusters, mgmt, tenant).await;
     // The laptop is behind the same key: kg admits it without any mesh.
     let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
     clusters
@@ -252,7 +252,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         if tenant_pod.pings(mgmt.pod) {
             Ok(())
         } else {
-            Err("silence".to_owned())
+            Err("no reply".to_owned())
         }
     })
     .await
@@ -277,12 +277,18 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
 
     // Without the agent, kg accepts everything that its Peers admit, and the CNI hides the pod's address.
     for port in [8080, 10250] {
-        assert_eq!(seen(&tenant_pod, tenant.pod, KG, port), Ok(tenant.pod.to_owned()));
+        assert_eq!(
+            source_seen(&tenant_pod, tenant.pod, KG, port),
+            Ok(tenant.pod.to_owned())
+        );
     }
-    assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), Ok(tenant.pod.to_owned()));
-    assert_eq!(seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
+    assert_eq!(
+        source_seen(&tenant_pod, tenant.pod, DENIED, 8080),
+        Ok(tenant.pod.to_owned())
+    );
+    assert_eq!(source_seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
 
-    let before = state(&clusters, mgmt).await;
+    let before = foreign_state(&clusters, mgmt).await;
     let words = [
         "unshare",
         "--mount",
@@ -315,21 +321,27 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .expect("the agent publishes its mode");
 
     // New connections only: NAT of a connection is fixed by its first packet.
-    assert_eq!(seen(&tenant_pod, tenant.pod, mgmt.pod, 8080), Ok(tenant.pod.to_owned()));
     assert_eq!(
-        seen(&tenant_pod, tenant.pod, KG, 8080),
+        source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        Ok(tenant.pod.to_owned())
+    );
+    assert_eq!(
+        source_seen(&tenant_pod, tenant.pod, KG, 8080),
         closed,
         "the node's own address"
     );
     assert!(tenant_pod.pings(KG));
-    assert_eq!(seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(mgmt.pod.to_owned()));
     assert_eq!(
-        seen(&tenant_pod, tenant.pod, KG, 10250),
+        source_seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
+        Ok(mgmt.pod.to_owned())
+    );
+    assert_eq!(
+        source_seen(&tenant_pod, tenant.pod, KG, 10250),
         closed,
         "an infrastructure port"
     );
-    assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
-    assert_eq!(state(&clusters, mgmt).await, before);
+    assert_eq!(source_seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
+    assert_eq!(foreign_state(&clusters, mgmt).await, before);
 
     // Addresses outside all meshes are ignored.
     let rules = clusters
@@ -358,7 +370,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     })
     .await
     .expect("the table");
-    assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
+    assert_eq!(source_seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
 
     // Without a PeerPolicy a member reaches nothing, although kg still has its peer.
     policies
@@ -366,7 +378,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("delete the PeerPolicy");
     wait_until("the member to be blocked", TIMEOUT, async || {
-        match seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
+        match source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
             Err(std::io::ErrorKind::TimedOut) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -378,7 +390,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     for _ in 0..2 {
         assert_eq!(
-            seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+            source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
             closed,
             "the Peer is deleted"
         );
@@ -388,20 +400,20 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
-        seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         closed,
         "the agent is stopped"
     );
-    let done = clusters
+    let cleanup = clusters
         .host(mgmt)
         .exec(command(&clusters, mgmt, &["cleanup"]))
         .await
         .expect("cleanup");
-    let mut after = state(&clusters, mgmt).await;
+    let mut after = foreign_state(&clusters, mgmt).await;
     // The test itself flushed the other tables.
     let tables = "sh -c nft list tables | grep -v 'inet clustermesh' || true";
     after.insert(tables.into(), before[tables].clone());
-    assert_eq!(after, before, "{}", done.stderr);
+    assert_eq!(after, before, "{}", cleanup.stderr);
     let left = clusters
         .host(mgmt)
         .exec(["nft", "list", "tables"])
@@ -410,6 +422,9 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .stdout;
     assert!(!left.contains("clustermesh"), "{left}");
     assert!(!clusters.annotations(mgmt).await.contains_key(NODE_AGENT));
-    assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), Ok(tenant.pod.to_owned()));
+    assert_eq!(
+        source_seen(&tenant_pod, tenant.pod, KG, 10250),
+        Ok(tenant.pod.to_owned())
+    );
     drop(kg);
 }

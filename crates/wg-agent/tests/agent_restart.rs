@@ -19,7 +19,7 @@ use nix::sys::signal::Signal;
 use node::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// A file in the directory of the agent's key.
-fn state(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
+fn state_file(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
     clusters.key_file(site).with_file_name(name)
 }
 
@@ -86,7 +86,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .create(&PostParams::default(), &gone)
         .await
         .expect("create a Peer");
-    let cache = state(&clusters, tenant, "wg-agent.cache");
+    let cache = state_file(&clusters, tenant, "wg-agent.cache");
     wait_for_cache(&cache, &gone.spec.public_key).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     assert!(text.contains(&real.spec.public_key), "{text}");
@@ -210,7 +210,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .expect("kill the API server");
     let second = clusters.agent(tenant, "agent-tenant-3");
     wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
-    let aside = state(&clusters, tenant, "wg-agent.cache.damaged");
+    let aside = state_file(&clusters, tenant, "wg-agent.cache.damaged");
     assert_eq!(fs::read(&aside).expect("set aside"), text.as_bytes()[..text.len() - 9]);
     clusters
         .lab
@@ -251,7 +251,7 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .await
         .expect("replace it");
     // After the next restart the only known endpoint is the observed one. Only this side sends.
-    wait_for_cache(&state(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
+    wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
@@ -292,7 +292,7 @@ async fn agent_output_never_contains_the_private_key() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(mgmt, tenant).await;
     clusters.wait_until_ready(mgmt).await;
-    let cache = state(&clusters, mgmt, "wg-agent.cache");
+    let cache = state_file(&clusters, mgmt, "wg-agent.cache");
     let public = clusters.annotations(mgmt).await[KILO_KEY].clone();
     let other = clusters.annotations(tenant).await[KILO_KEY].clone();
     wait_for_cache(&cache, &other).await;
@@ -455,7 +455,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         .mode()
         & 0o7777;
     assert!(now != private && mode == 0o600, "{mode:o}");
-    assert!(!state(clusters, mgmt, "key.next").exists());
+    assert!(!state_file(clusters, mgmt, "key.next").exists());
     assert_eq!(clusters.readiness(mgmt).await, (200, "ok\n".to_owned()));
     assert_eq!(
         nft_tables(clusters, mgmt).await,

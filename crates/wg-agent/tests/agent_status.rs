@@ -51,7 +51,7 @@ async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, St
     (output.status.code().unwrap_or(-1), output.stdout, output.stderr)
 }
 
-async fn links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
+async fn wait_for_links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
     wait_until(format!("links {want:?} on the Node"), REPORT_TIMEOUT, async || {
         let all = clusters.annotations(clusters.site(TENANT)).await;
         let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
@@ -100,7 +100,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
         },
     )]
     .into();
-    links(&clusters, gone).await;
+    wait_for_links(&clusters, gone).await;
     let (code, page, stderr) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert_eq!((code, stderr.as_str()), (1, ""), "{page}");
     let row = |name: &str| {
@@ -155,7 +155,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     }
 
     clusters.delete_peer(tenant, "prod--gone--gone-1").await;
-    links(&clusters, BTreeMap::new()).await;
+    wait_for_links(&clusters, BTreeMap::new()).await;
     let (code, page, _) = status(&clusters, TENANT, &[AGENT, "status"]).await;
     assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
     assert!(
