@@ -23,7 +23,7 @@ fn changed_interface_is_restored_and_counted_by_kind() {
     assert_eq!(a.repairs(), [].into());
     let handshakes = a.wg_show("latest-handshakes");
     a.ns.ip(&format!("link set {} mtu 1300", a.interface));
-    wait_until("the MTU to be put back", TIMEOUT, || link() == whole);
+    wait_until("the MTU to be restored", TIMEOUT, || link() == whole);
     wait_until("the repair to be counted", TIMEOUT, || {
         a.repairs() == [("mtu".to_owned(), 1)].into()
     });

@@ -111,7 +111,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
         println!("{damage}: repaired after {} ms", start.elapsed().as_millis());
         counted += routes;
-        wait_until("the count", TIMEOUT, async || {
+        wait_until("the repairs to be counted", TIMEOUT, async || {
             let now = repairs(&clusters, mgmt).await;
             if now.get("routes") == Some(&counted) {
                 Ok(())

@@ -346,7 +346,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
             .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
             .await;
     }
-    wait_until("nothing to be left out any more", TIMEOUT, async || {
+    wait_until("no Peer to be left out", TIMEOUT, async || {
         let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         if metrics.contains("wg_agent_peers_refused{") {
             Err(metrics)

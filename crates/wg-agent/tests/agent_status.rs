@@ -230,7 +230,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
     .expect("in force");
     let agent = clusters.agent(tenant, "agent-held");
     clusters.wait_until_ready(tenant).await;
-    wait_until("the agent to know", TIMEOUT, async || {
+    wait_until("the agent to notice the policy", TIMEOUT, async || {
         let (_, state) = clusters.page(tenant, "/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         if state["admission"] == "held" {

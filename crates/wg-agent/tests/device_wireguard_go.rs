@@ -234,7 +234,9 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let directory = tempfile::tempdir().expect("a directory");
     let (a, b) = wired();
     // Fill the neighbour caches: an ARP exchange would keep the initiations from crossing.
-    wait_until("the wire", Duration::from_secs(10), || a.pings("192.0.2.2"));
+    wait_until("a ping on the underlay", Duration::from_secs(10), || {
+        a.pings("192.0.2.2")
+    });
     let mut crossed = 0;
     let mut worst = Duration::ZERO;
     let mut slow = Vec::new();

@@ -160,7 +160,7 @@ fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
         socket
     };
     let (client, server) = (at(&mesh.member_pod, f.member_pod), at(&mesh.hub_pod, f.hub_pod));
-    let (_, from) = wait_for("the question", Duration::from_secs(5), || {
+    let (_, from) = wait_for("the request", Duration::from_secs(5), || {
         client
             .send_to(b"question", (f.hub_pod.parse::<IpAddr>().unwrap(), 5000))
             .ok()?;
@@ -316,7 +316,7 @@ fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
         std::io::ErrorKind::WouldBlock
     );
     apply(&mesh.hub, &mesh.hub_inputs);
-    wait_for("the connection to go on", Duration::from_secs(20), || {
+    wait_for("the connection to continue", Duration::from_secs(20), || {
         server.read_exact(&mut byte).ok()
     });
     assert_eq!(&byte, b"b");

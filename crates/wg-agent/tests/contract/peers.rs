@@ -113,7 +113,7 @@ pub(crate) fn roamed_endpoint_survives_other_changes(backend: Backend) {
     let [mut a, b] = connected_pair(backend);
     b.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr del 192.0.2.2/24 dev eth0; ip addr add 192.0.2.77/24 dev eth0 || true");
     let moved = Some("192.0.2.77:51820".parse().expect("an endpoint"));
-    wait_until("the new address", TIMEOUT, || {
+    wait_until("the new endpoint", TIMEOUT, || {
         b.reaches(1) && a.peer(2).stats.endpoint == moved
     });
     let update = PeerUpdate {
