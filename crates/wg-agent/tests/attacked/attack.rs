@@ -43,10 +43,7 @@ pub(crate) fn all(wireguard: IpAddr) -> Vec<FloodPacket> {
             packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (port(), UDP_PORT))]));
             for protocol in [4, 41, 47] {
                 let body = udp_body(from, to, (port(), UDP_PORT), b"inside");
-                packets.push(FloodPacket::Repeated(
-                    to,
-                    vec![self::packets::ip(from, to, protocol, &body)],
-                ));
+                packets.push(FloodPacket::Repeated(to, vec![packets::ip(from, to, protocol, &body)]));
             }
             packets.push(FloodPacket::Repeated(
                 to,

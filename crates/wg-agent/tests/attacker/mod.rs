@@ -349,7 +349,7 @@ impl Flood {
                     match packet {
                         FloodPacket::Repeated(to, packets) => packets.iter().for_each(|packet| send(*to, packet)),
                         FloodPacket::NewConnection(from, to) => {
-                            send(to.ip(), &self::packets::syn(*from, to.ip(), (port, to.port())))
+                            send(to.ip(), &packets::syn(*from, to.ip(), (port, to.port())))
                         }
                     }
                 }

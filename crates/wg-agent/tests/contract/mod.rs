@@ -180,7 +180,7 @@ pub(crate) fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
     }
 }
 
-fn ranges<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
+fn prefixes<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
     texts.iter().map(|text| text.parse().expect("a range")).collect()
 }
 
