@@ -19,6 +19,7 @@ use crate::{
 
 mod render;
 mod routing;
+mod sets;
 mod update;
 
 pub use render::render;

@@ -48,7 +48,7 @@ const SETTLE: Duration = Duration::from_millis(30);
 const SETTLE_KERNEL: Duration = Duration::from_millis(300);
 /// Pause after a failed pass.
 const RETRY: Duration = Duration::from_secs(2);
-/// A loop without a heartbeat for so long counts as stuck.
+/// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
 
 /// Runs until a signal. The table stays, so what it denies stays denied while no agent runs.

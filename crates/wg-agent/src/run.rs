@@ -34,7 +34,7 @@ const RETRY: [Duration; 4] = [
     Duration::from_secs(3),
     Duration::from_secs(10),
 ];
-/// A loop without a heartbeat for so long counts as stuck.
+/// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
 /// If the first lists are not complete by then, the agent starts from its cache. It does so at once when the API server
 /// cannot be reached.

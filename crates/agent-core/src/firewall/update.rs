@@ -4,7 +4,8 @@ use std::{collections::BTreeSet, fmt::Write};
 
 use super::{
     Firewall,
-    render::{Set, join, render, sets},
+    render::{join, render},
+    sets::{Set, sets},
 };
 use crate::numbers::NFT_TABLE;
 

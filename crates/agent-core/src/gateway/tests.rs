@@ -6,6 +6,7 @@ use super::*;
 
 mod compile;
 mod endpoints;
+mod frame;
 mod properties;
 mod update;
 

@@ -100,7 +100,7 @@ fn parse_endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     }
 }
 
-/// Parses the endpoint candidates. They must be addresses, so that nobody can make a node look up names.
+/// Parses the endpoint candidates. They must be addresses: a host name would make the node send DNS queries.
 fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
     let text = peer
         .metadata

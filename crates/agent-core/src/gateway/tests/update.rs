@@ -1,4 +1,4 @@
-//! Tests of the rendered table and of the transactions from one table to the next.
+//! Tests of the transactions from one table to the next.
 
 use std::{num::NonZeroU32, time::Duration};
 
@@ -24,7 +24,7 @@ fn rate(rate: u32) -> NonZeroU32 {
 }
 
 /// The sandbox `A` with a grant at one port.
-fn table() -> Table {
+pub(super) fn table() -> Table {
     Table {
         frame: Frame {
             interface: "clustermesh0".parse().unwrap(),
@@ -411,94 +411,6 @@ fn renewal_adds_the_interface_again_in_whole_seconds() {
     assert_eq!(alive(&frame, Duration::from_millis(900)), lines(1));
 }
 
-// threat: gateway-forged-underlay
-#[test]
-fn rules_of_a_gateway_with_both_families() {
-    insta::assert_snapshot!(render::frame(&table().frame));
-}
-
-/// The rules, rendered after `change` to the frame, contain each of `lines` and none of the texts in `without`.
-#[track_caller]
-fn assert_frame(change: impl FnOnce(&mut Frame), lines: &[&str], without: &[&str]) {
-    let mut frame = table().frame;
-    change(&mut frame);
-    let text = render::frame(&frame);
-    for line in lines {
-        assert!(text.lines().any(|other| other.trim() == *line), "{line} in {text}");
-    }
-    for part in without {
-        assert!(!text.contains(part), "{part} in {text}");
-    }
-}
-
-#[test]
-fn family_without_an_address_is_closed() {
-    let closed =
-        |family: u8| format!("meta nfproto ipv{family} counter drop comment \"a family without an address here\"");
-    assert_frame(
-        |frame| frame.addresses = [ip("fd66::1")].into(),
-        &[&closed(4)],
-        &[&closed(6), "ip daddr !="],
-    );
-    assert_frame(
-        |frame| frame.addresses = [ip("100.66.255.1")].into(),
-        &[&closed(6)],
-        &[&closed(4), "ip6 daddr !="],
-    );
-}
-
-#[test]
-fn without_a_limit_connections_are_not_counted() {
-    assert_frame(
-        |frame| frame.endpoint_connections = None,
-        &[
-            "add @totals { meta mark . meta priority ct count over 96 } counter drop comment \"too many connections of a sandbox\"",
-        ],
-        &["connections4", "connections6"],
-    );
-    assert_frame(
-        |frame| frame.sandbox_connections = None,
-        &[
-            "add @connections4 { ct mark . ip daddr . th dport . meta mark ct count over 96 } counter drop comment \"too many connections to one endpoint\"",
-        ],
-        &["totals"],
-    );
-    assert_frame(
-        |frame| (frame.sandbox_connections, frame.endpoint_connections) = (None, None),
-        &[],
-        &["jump count", "chain count", "ct count"],
-    );
-}
-
-#[test]
-fn small_limit_of_connections_is_exact() {
-    assert_frame(
-        |frame| frame.endpoint_connections = NonZeroU32::new(100),
-        &[
-            "add @connections6 { ct mark . ip6 daddr . th dport . meta mark ct count over 100 } counter drop comment \"too many connections to one endpoint\"",
-        ],
-        &[],
-    );
-}
-
-#[test]
-fn source_ports_leave_out_the_pods_own_and_those_below_1024() {
-    for (own, ports) in [
-        ([51820, 9587], "9588-51819"),
-        ([9587, 51820], "9588-51819"),
-        ([53, 1023], "1024-65535"),
-        ([1023, 1024], "1025-65535"),
-        ([65535, 2000], "2001-65534"),
-        ([40000, 50000], "1024-39999"),
-        ([40000, 40000], "1024-39999"),
-    ] {
-        let line = format!(
-            "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports} comment \"endpoints see this pod as the source\""
-        );
-        assert_frame(|frame| [frame.listen_port, frame.admin_port] = own, &[&line], &[]);
-    }
-}
-
 #[test]
 fn sticky_grant_chooses_by_address_with_a_fixed_seed() {
     let new = table_with(|table| {
@@ -531,20 +443,4 @@ fn elements_of_a_set_share_statements() {
     // Three statements for each of six sets.
     assert_eq!(added.lines().count(), 6 * 3);
     assert_eq!(update(Some(&new), &table()).unwrap().lines().count(), 6 * 3);
-}
-
-#[test]
-fn every_rule_has_a_comment_that_nft_accepts() {
-    let text = render::frame(&table().frame);
-    let (_, chains) = text.split_once("  chain ").unwrap();
-    let rules = chains.lines().filter(|line| line.starts_with("    "));
-    let rules: Vec<&str> = rules.map(str::trim).filter(|line| !line.starts_with("type ")).collect();
-    assert!(rules.len() > 40, "{text}");
-    for rule in rules {
-        let comment = rule
-            .split_once(" comment \"")
-            .and_then(|(_, rest)| rest.strip_suffix('"'));
-        // NFTNL_UDATA_COMMENT_MAXLEN
-        assert!(comment.is_some_and(|text| text.len() <= 128), "{rule}");
-    }
 }
