@@ -125,8 +125,8 @@ pub struct SandboxGrant {
     pub gateway_port: u16,
 }
 
-/// A gateway through which sandboxes enter this cluster. Whoever installs the gateway creates one object for each of its pods, with the
-/// pod's name. The pod writes the status.
+/// A gateway through which sandboxes enter this cluster. Each pod of the gateway needs one object with the pod's name, created when the
+/// gateway is installed. The pod writes the status.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",

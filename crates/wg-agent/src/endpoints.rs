@@ -29,9 +29,9 @@ struct TrackedPeer {
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// Our sent bytes when the peer was last heard from (keepalives since then are not counted), and since when our
+    /// Our sent bytes when the peer last sent something (keepalives since then are not counted), and since when our
     /// packets are unanswered.
-    tx_when_heard: u64,
+    tx_at_last_receive: u64,
     unanswered_since: Option<Instant>,
     /// When the peer's received bytes last grew.
     last_received: Option<Instant>,
@@ -43,7 +43,7 @@ struct TrackedPeer {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerTracker {
     peers: BTreeMap<PublicKey, TrackedPeer>,
-    /// The endpoint at which each peer was last heard from, also by an earlier process. A peer that is new on the
+    /// The endpoint from which each peer last sent, also by an earlier process. A peer that is new on the
     /// device is tried there first.
     live: BTreeMap<PublicKey, SocketAddr>,
     /// When peers without candidates (for example behind NAT) were removed. A Peer may be missing for a moment between
@@ -52,7 +52,7 @@ pub(crate) struct PeerTracker {
 }
 
 impl PeerTracker {
-    /// A tracker without peers. `live` = where an earlier process heard from them.
+    /// A tracker without peers. `live` = the endpoints that an earlier process knew.
     pub(crate) fn new(live: BTreeMap<PublicKey, SocketAddr>) -> Self {
         Self {
             live,
@@ -60,7 +60,7 @@ impl PeerTracker {
         }
     }
 
-    /// The endpoint at which each peer was last heard from.
+    /// The endpoint from which each peer last sent.
     pub(crate) const fn live_endpoints(&self) -> &BTreeMap<PublicKey, SocketAddr> {
         &self.live
     }
@@ -81,7 +81,7 @@ impl PeerTracker {
                 current_since: now,
                 stats: PeerStats::default(),
                 polled_at: now,
-                tx_when_heard: 0,
+                tx_at_last_receive: 0,
                 unanswered_since: None,
                 last_received: None,
                 overdue_since: None,
@@ -106,7 +106,7 @@ impl PeerTracker {
         self.peers.get(key)?.current
     }
 
-    /// Where packets to each peer go now: where it was last heard from, else the configured endpoint.
+    /// Where packets to each peer go now: the endpoint from which it last sent, else the configured endpoint.
     pub(crate) fn outer_destinations(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
         let at = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
         self.peers
@@ -169,7 +169,7 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// The device is new or has a new key: no peer has been heard from yet.
+    /// The device is new or has a new key: nothing has come from any peer yet.
     pub(crate) fn reset(&mut self) {
         self.peers.clear();
     }
@@ -208,19 +208,19 @@ impl TrackedPeer {
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
         // Counters that shrink belong to a device that was opened again.
-        let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_when_heard;
+        let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {
-            self.tx_when_heard = stats.tx_bytes;
+            self.tx_at_last_receive = stats.tx_bytes;
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
             // With a keepalive interval each poll is judged alone: summed up over many polls, keepalives would exceed
             // any limit.
             let time = now.saturating_duration_since(self.polled_at);
-            if stats.tx_bytes - self.tx_when_heard > keepalives(self.keepalive, time) {
+            if stats.tx_bytes - self.tx_at_last_receive > keepalives(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);
             } else if self.keepalive.is_some() {
-                self.tx_when_heard = stats.tx_bytes;
+                self.tx_at_last_receive = stats.tx_bytes;
             }
         }
         self.polled_at = now;

@@ -153,7 +153,7 @@ fn links_of_all_markdown_files_have_targets() {
 fn anchors_follow_githubs_rule() {
     let headings = [
         ("The underlay of a sandbox", "the-underlay-of-a-sandbox"),
-        ("`--mode=policy`: beside kg, \"what\"?", "--modepolicy-beside-kg-what"),
+        ("`--mode=policy`: next to kg, \"what\"?", "--modepolicy-next-to-kg-what"),
         ("A - b_c & d", "a---b_c--d"),
         ("Größe 2", "größe-2"),
     ];

@@ -1,14 +1,13 @@
 //! Finds the addresses, nodes and endpoints of the two ends of a connection in the input.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use clustermesh_core::{
     mesh::{ClusterIdentity, ObjectName, PortRef, Protocol},
     plan::explain::{self, Destination, Source},
 };
+
+mod owner;
 
 use super::end::{ConnectionEnd, Port};
 use crate::{inputs::ReadCluster, plan::PlanResult};
@@ -39,17 +38,6 @@ pub(super) struct Located {
 
 pub(super) struct Finder<'o> {
     pub(super) outcome: &'o PlanResult,
-}
-
-/// What has an address.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct AddressOwner {
-    cluster: ClusterIdentity,
-    node: Option<String>,
-    /// The address belongs to the Node itself.
-    is_host: bool,
-    /// For messages, for example `Node w1 of cluster "a"`.
-    description: String,
 }
 
 /// Stands for the unknown address of an end in a cluster that was not given.
@@ -448,116 +436,5 @@ impl Finder<'_> {
             return Err(LocateError::NotFound(why));
         }
         Ok(Some((pod.node.clone(), pod.addresses.clone())))
-    }
-
-    /// Returns the entries whose accepted networks contain an address.
-    fn accepting(&self, address: IpAddr) -> Vec<(String, ClusterIdentity)> {
-        let mut found = Vec::new();
-        for mesh in self.outcome.plan.meshes.values() {
-            for (name, report) in &mesh.clusters {
-                if report.accepted.iter().any(|net| net.contains(&address)) {
-                    found.extend(
-                        mesh.identities
-                            .get(name)
-                            .map(|identity| (name.clone(), identity.clone())),
-                    );
-                }
-            }
-        }
-        found
-    }
-
-    /// Returns the owner of an address: an object with it in some cluster, else the cluster whose networks contain it.
-    fn owner(&self, address: IpAddr) -> Result<AddressOwner, LocateError> {
-        let mut owners: BTreeMap<&str, AddressOwner> = BTreeMap::new();
-        for (identity, name) in &self.outcome.inputs.names {
-            let Some(read) = self.read_cluster(identity) else {
-                continue;
-            };
-            if let Some(owner) = self.object_with(identity, read, address) {
-                owners.entry(name).or_insert(owner);
-            }
-        }
-        if owners.len() > 1 {
-            let all: Vec<&str> = owners.values().map(|owner| &*owner.description).collect();
-            return Err(LocateError::NotFound(format!(
-                "{address} exists in several clusters: it is {}. Write the name instead of the address",
-                all.join(", and ")
-            )));
-        }
-        if let Some(owner) = owners.into_values().next() {
-            return Ok(owner);
-        }
-        match &*self.accepting(address) {
-            [] => Err(LocateError::NotFound(format!(
-                "{address} is in the allowedNetworks of no member, and no object in the input has it: the mesh carries no packet \
-                 to or from it"
-            ))),
-            [(name, cluster), ..] => Ok(AddressOwner {
-                cluster: cluster.clone(),
-                node: None,
-                is_host: false,
-                description: format!("in the networks of cluster {name:?}, and no object in the input has it"),
-            }),
-        }
-    }
-
-    /// Returns the object of a cluster that has an address: a pod, a Node, an endpoint, the API server, a Service, or a Node's pod
-    /// network.
-    fn object_with(&self, cluster: &ClusterIdentity, read: &ReadCluster, address: IpAddr) -> Option<AddressOwner> {
-        let name = self.name_of(cluster);
-        let owner = |node: Option<&str>, is_host: bool, description: String| {
-            Some(AddressOwner {
-                cluster: cluster.clone(),
-                node: node.map(str::to_owned),
-                is_host,
-                description: format!("{description} of cluster {name:?}"),
-            })
-        };
-        let member = &read.member;
-        for (pod, value) in &member.pods {
-            if value.addresses.contains(&address) {
-                return owner(Some(&value.node), false, format!("Pod {pod} on Node {}", value.node));
-            }
-        }
-        for (node, value) in &member.nodes {
-            let wireguard = value.wireguard_ip.value().map(|net| net.addr());
-            let own = value
-                .internal_ips
-                .iter()
-                .chain(&value.external_ips)
-                .map(IpAddr::to_canonical);
-            if own.chain(wireguard).any(|own| own == address) {
-                return owner(Some(node), true, format!("Node {node}"));
-            }
-        }
-        for slice in member.slices.values().filter(|slice| slice.managed.is_none()) {
-            if let Some(endpoint) = slice.endpoints.iter().find(|endpoint| endpoint.address == address) {
-                let description = format!("an endpoint of Service {}", slice.service);
-                return owner(endpoint.node.as_deref(), false, description);
-            }
-        }
-        if member.api_endpoints.iter().any(|endpoint| endpoint.ip() == address) {
-            return owner(None, false, "the API server".to_owned());
-        }
-        for (service, raw) in &read.objects.services {
-            let spec = raw.spec.as_ref();
-            let texts = spec
-                .into_iter()
-                .flat_map(|spec| spec.cluster_ip.iter().chain(spec.cluster_ips.iter().flatten()));
-            if texts
-                .filter_map(|text| text.parse::<IpAddr>().ok())
-                .any(|own| own == address)
-            {
-                return owner(None, false, format!("the ClusterIP of Service {service}"));
-            }
-        }
-        for (node, value) in &member.nodes {
-            let mut nets = value.pod_cidrs.iter().filter_map(|claim| claim.value());
-            if nets.any(|net| net.contains(&address)) {
-                return owner(Some(node), false, format!("in the pod network of Node {node}"));
-            }
-        }
-        None
     }
 }

@@ -79,7 +79,7 @@ fn owned<'a, V: Clone + 'a>(all: impl Iterator<Item = (&'a str, &'a V)>) -> BTre
     all.map(|(name, value)| (name.to_owned(), value.clone())).collect()
 }
 
-/// The endpoint at which each peer of this node was last heard from.
+/// The endpoint from which each peer of this node last sent.
 pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
 /// The content of the file.

@@ -29,7 +29,7 @@ use crate::{
     source::watch::{WatchSink, WatchedKind, watch_kind},
 };
 
-/// A namespace is still watched for so long after its last grant: a new grant within that time needs no new list.
+/// How long a namespace is still watched after its last grant. A new grant within this time needs no new list.
 const KEEP_WATCHING: Duration = Duration::from_secs(600);
 /// SandboxAccesses in one page of a list. The largest have more than a megabyte, and a gateway's container has 256 MB.
 const PAGE: u32 = 8;
@@ -38,8 +38,8 @@ const RETRY: Duration = Duration::from_secs(1);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A starting API server refuses everything until it has read its roles. A namespace that was listed before stays open
-/// for so long.
+/// A starting API server refuses everything until it has read its roles. This is how
+/// long a namespace that was listed before stays open.
 const REFUSAL_GRACE: Duration = Duration::from_secs(30);
 
 /// The observed objects.

@@ -81,7 +81,7 @@ impl Absence {
 }
 
 impl<V> WatchedKind<V> {
-    /// Whether a kind that has been unknown for so long becomes [`Self::CrdMissing`] now.
+    /// Whether a kind becomes [`Self::CrdMissing`] now, after the API server has not known it for `absent`.
     fn becomes_absent(&self, absent: Duration) -> bool {
         match self {
             Self::CrdMissing => false,

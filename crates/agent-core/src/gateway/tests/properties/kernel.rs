@@ -1,0 +1,292 @@
+//! A model of the kernel's nftables: it takes only lines of the known forms, and only what the kernel would accept.
+
+use super::*;
+
+/// A part of a line whose value comes from an object.
+#[derive(Debug, Clone, Copy)]
+enum Part {
+    Mark,
+    Protocol,
+    Port,
+    Address,
+    Network,
+    Chain,
+    Limit,
+    Socket,
+}
+
+fn is_number(text: &str) -> bool {
+    text.len() == 8 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+fn is_chain(text: &str) -> bool {
+    let text = text.strip_suffix("-by-address").unwrap_or(text);
+    let count = ["choose4-", "choose6-"]
+        .iter()
+        .find_map(|start| text.strip_prefix(start));
+    count.is_some_and(|count| count.parse::<usize>().is_ok_and(|count| count > 0))
+}
+
+fn is_limit(text: &str) -> bool {
+    text.strip_prefix("sandbox-").is_some_and(is_number)
+}
+
+impl Part {
+    fn is(self, text: &str) -> bool {
+        match self {
+            Self::Mark => text.strip_prefix("0x").is_some_and(is_number),
+            Self::Protocol => matches!(text, "tcp" | "udp"),
+            Self::Port => text.parse::<u16>().is_ok(),
+            Self::Address => text.parse::<IpAddr>().is_ok(),
+            Self::Network => text.parse::<IpNet>().is_ok(),
+            Self::Chain => text.strip_prefix("goto ").is_some_and(is_chain),
+            Self::Socket => is_key(&[Self::Address, Self::Port], text),
+            Self::Limit => text
+                .strip_prefix('"')
+                .and_then(|text| text.strip_suffix('"'))
+                .is_some_and(is_limit),
+        }
+    }
+}
+
+/// The form of a set's elements: the parts of the key, and the data of a map.
+fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
+    use Part::*;
+    Some(match set {
+        "limits" => (&[Mark], Some(Limit)),
+        "services4" | "services6" => (&[Mark], Some(Chain)),
+        "backends4" | "backends6" => (&[Mark, Mark], Some(Socket)),
+        "sandboxes4" | "sandboxes6" => (&[Network], Some(Mark)),
+        "grants" => (&[Mark, Protocol, Port], Some(Mark)),
+        "open" => (&[Mark, Protocol, Port, Mark], None),
+        "endpoints4" | "endpoints6" => (&[Mark, Address, Port], None),
+        "hosts4" | "hosts6" => (&[Mark, Address], None),
+        _ => return None,
+    })
+}
+
+/// A line of a script after those of `render::frame`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Line<'a> {
+    AddElement(&'a str, &'a str, Option<&'a str>),
+    DeleteElement(&'a str, &'a str),
+    AddChain(&'a str),
+    FlushChain(&'a str),
+    DeleteChain(&'a str),
+    AddRule(&'a str, &'a str),
+    AddLimit(&'a str, &'a str),
+    DeleteLimit(&'a str),
+}
+
+/// Parses `SET { KEY : DATA, .. }`, or without data.
+fn elements(text: &str, with_data: bool) -> Option<Vec<(&str, &str, Option<&str>)>> {
+    let (set, rest) = text.strip_suffix(" }")?.split_once(" { ")?;
+    let (parts, data_part) = form(set)?;
+    let element = |text| {
+        let (key, data) = match data_part.filter(|_| with_data) {
+            Some(part) => {
+                let (key, data): (&str, _) = str::split_once(text, " : ")?;
+                (key, Some(data).filter(|data| part.is(data))?)
+            }
+            None => return is_key(parts, text).then_some((set, text, None)),
+        };
+        is_key(parts, key).then_some((set, key, Some(data)))
+    };
+    rest.split(", ").map(element).collect()
+}
+
+fn is_key(parts: &[Part], key: &str) -> bool {
+    let texts: Vec<&str> = key.split(" . ").collect();
+    texts.len() == parts.len() && parts.iter().zip(texts).all(|(part, text)| part.is(text))
+}
+
+fn is_rule(chain: &str, rule: &str) -> Option<bool> {
+    let sticky = chain.ends_with("-by-address");
+    let (family, count) = chain
+        .trim_end_matches("-by-address")
+        .strip_prefix("choose")?
+        .split_once('-')?;
+    let ip = if family == "4" { "ip" } else { "ip6" };
+    let choice = if sticky {
+        format!("jhash {ip} saddr mod {count} seed 0x1")
+    } else {
+        format!("numgen random mod {count}")
+    };
+    let rules = [
+        format!("meta mark set {choice} comment \"number of the endpoint\""),
+        format!(
+            "meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{family} comment \"translate to that endpoint\""
+        ),
+    ];
+    Some(rules.iter().any(|known| known == rule))
+}
+
+fn is_rate(rate: &str) -> Option<bool> {
+    let rest = rate.strip_prefix("rate over ")?.strip_suffix(" packets")?;
+    let (rate, burst) = rest.split_once("/second burst ")?;
+    Some(rate.parse::<u32>().is_ok() && burst.parse::<u32>().is_ok())
+}
+
+impl<'a> Line<'a> {
+    fn parse(line: &'a str) -> Option<Vec<Self>> {
+        let (verb, rest) = line.split_once(" inet clustermesh ")?;
+        let one = match verb {
+            "add element" => {
+                let elements = elements(rest, true)?.into_iter();
+                return Some(
+                    elements
+                        .map(|(set, key, data)| Self::AddElement(set, key, data))
+                        .collect(),
+                );
+            }
+            "delete element" => {
+                let elements = elements(rest, false)?.into_iter();
+                return Some(elements.map(|(set, key, _)| Self::DeleteElement(set, key)).collect());
+            }
+            "add chain" if is_chain(rest) => Self::AddChain(rest),
+            "flush chain" if is_chain(rest) => Self::FlushChain(rest),
+            "delete chain" if is_chain(rest) => Self::DeleteChain(rest),
+            "add rule" => {
+                let (chain, rule) = rest.split_once(' ')?;
+                (is_chain(chain) && is_rule(chain, rule)?).then_some(Self::AddRule(chain, rule))?
+            }
+            "add limit" => {
+                let (limit, rate) = rest.split_once(' ')?;
+                (is_limit(limit) && is_rate(rate)?).then_some(Self::AddLimit(limit, rate))?
+            }
+            "delete limit" if is_limit(rest) => Self::DeleteLimit(rest),
+            _ => return None,
+        };
+        Some(vec![one])
+    }
+}
+
+/// A model of the kernel's table, without the rules of `render::frame`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Kernel {
+    elements: BTreeMap<(String, String), Option<String>>,
+    chains: BTreeMap<String, Vec<String>>,
+    limits: BTreeMap<String, String>,
+}
+
+impl Kernel {
+    /// Applies a script at least as strictly as the kernel does. A part that is added must not exist, and the parts that it refers to
+    /// must. A part that is deleted must exist, and no other may refer to it.
+    pub(super) fn apply(&mut self, script: &str) -> Result<(), String> {
+        for line in script.lines() {
+            let parsed = Line::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
+            if !parsed.into_iter().all(|one| self.line(one)) {
+                return Err(format!("refused: {line} of\n{script}"));
+            }
+        }
+        self.check_backends()
+    }
+
+    /// Each chain finds an endpoint for every number that it may draw, and there are no other endpoints.
+    fn check_backends(&self) -> Result<(), String> {
+        let mut backends = BTreeSet::new();
+        for ((set, key), data) in &self.elements {
+            let Some(family) = set.strip_prefix("services") else {
+                continue;
+            };
+            let chain = data
+                .as_ref()
+                .and_then(|data| data.strip_prefix("goto "))
+                .ok_or("no chain")?;
+            let rest = chain
+                .strip_prefix("choose")
+                .and_then(|rest| rest.strip_prefix(family))
+                .ok_or(chain)?;
+            let count = rest.trim_start_matches('-').trim_end_matches("-by-address");
+            for at in 0..count.parse::<u32>().map_err(|error| error.to_string())? {
+                backends.insert((format!("backends{family}"), format!("{key} . {at:#010x}")));
+            }
+        }
+        let there = self.elements.keys().filter(|(set, _)| set.starts_with("backends"));
+        let there: BTreeSet<_> = there.cloned().collect();
+        if there == backends {
+            Ok(())
+        } else {
+            Err(format!("{there:?} for {backends:?}"))
+        }
+    }
+
+    fn is_referred_to(&self, data: &str) -> bool {
+        self.elements.values().any(|other| other.as_deref() == Some(data))
+    }
+
+    fn line(&mut self, line: Line<'_>) -> bool {
+        match line {
+            Line::AddElement(set, key, data) => {
+                self.is_free(set, key)
+                    && self.has_references(set, key, data)
+                    && self
+                        .elements
+                        .insert((set.to_owned(), key.to_owned()), data.map(str::to_owned))
+                        .is_none()
+            }
+            Line::DeleteElement(set, key) => {
+                let removed = self.elements.remove(&(set.to_owned(), key.to_owned())).is_some();
+                let used = match set {
+                    "open" => self.elements.iter().any(|((set, place), data)| {
+                        set == "grants" && data.as_ref().is_some_and(|id| format!("{place} . {id}") == key)
+                    }),
+                    _ => false,
+                };
+                removed && !used
+            }
+            Line::AddChain(chain) => self.chains.insert(chain.to_owned(), Vec::new()).is_none(),
+            Line::FlushChain(chain) => self.chains.get_mut(chain).map(Vec::clear).is_some(),
+            Line::AddRule(chain, rule) => self
+                .chains
+                .get_mut(chain)
+                .map(|rules| rules.push(rule.to_owned()))
+                .is_some(),
+            Line::DeleteChain(chain) => {
+                let empty = self.chains.remove(chain).is_some_and(|rules| rules.is_empty());
+                empty && !self.is_referred_to(&format!("goto {chain}"))
+            }
+            Line::AddLimit(limit, rate) => self.limits.insert(limit.to_owned(), rate.to_owned()).is_none(),
+            Line::DeleteLimit(limit) => {
+                self.limits.remove(limit).is_some() && !self.is_referred_to(&format!("\"{limit}\""))
+            }
+        }
+    }
+
+    /// No element of an interval map overlaps another.
+    fn is_free(&self, set: &str, key: &str) -> bool {
+        let Ok(network) = key.parse::<IpNet>() else { return true };
+        let others = self.elements.keys().filter(|(other, _)| other == set);
+        let family = if network.addr().is_ipv4() {
+            "sandboxes4"
+        } else {
+            "sandboxes6"
+        };
+        set == family && others.map(|(_, key)| net(key)).all(|other| !overlap(&other, &network))
+    }
+
+    /// Whether what an element refers to exists: its chain or limit, or for a grant the element of `open` that lets its packets in.
+    fn has_references(&self, set: &str, key: &str, data: Option<&str>) -> bool {
+        let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
+        let Some(data) = data else { return true };
+        match set {
+            "services4" | "services6" => data
+                .strip_prefix("goto ")
+                .is_some_and(|chain| self.chains.contains_key(chain)),
+            "limits" => self.limits.contains_key(data.trim_matches('"')),
+            "grants" => has("open", format!("{key} . {data}")),
+            _ => true,
+        }
+    }
+}
+
+/// The model after the whole table was written.
+pub(super) fn written(table: &Table) -> Result<Kernel, String> {
+    let script = update(None, table).unwrap_or_default();
+    let lines = script
+        .strip_prefix(&render::frame(&table.frame))
+        .ok_or("the rules do not come first")?;
+    let mut kernel = Kernel::default();
+    kernel.apply(lines)?;
+    Ok(kernel)
+}
