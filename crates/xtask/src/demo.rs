@@ -12,8 +12,7 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 use tokio::signal::unix::{SignalKind, signal};
-
-use crate::{prereq, programs};
+use xtask::{prereq, programs};
 
 mod sandbox;
 

@@ -56,6 +56,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
+    ("clustermesh-bench", &["clustermesh-lab", "xtask"]),
 ];
 
 /// Each pure crate, and the third-party crates that it may import: no runtime, client, clock or log.

@@ -7,7 +7,7 @@ use std::{fs, path::PathBuf};
 
 use anyhow::{Context, bail};
 
-use crate::programs::{from_crates_io, root, show};
+use xtask::programs::{from_crates_io, root, show};
 
 const VERSION: &str = "0.13.2";
 

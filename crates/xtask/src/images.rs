@@ -10,7 +10,7 @@ use std::{
 use anyhow::Context;
 use clap::ValueEnum;
 
-use crate::programs::{self, cargo, show};
+use xtask::programs::{self, cargo, show};
 
 /// The registry in the manifests.
 const REGISTRY: &str = "ghcr.io/clustermesh-for-kilo";

@@ -1,7 +1,6 @@
 //! Defines the command line of `cargo xtask`. Each command has its own module.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod crds;
 mod demo;
 mod deps;
@@ -11,14 +10,15 @@ mod leftovers;
 #[cfg(test)]
 mod links;
 mod manifests;
-mod prereq;
-mod programs;
 mod test;
 mod threats;
-mod tools;
 mod vm;
 
+use std::{ffi::OsString, os::unix::process::CommandExt};
+
+use anyhow::Context;
 use clap::{Parser, Subcommand};
+use xtask::{prereq, programs, tools};
 
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", about = "The project's own commands", version)]
@@ -36,8 +36,12 @@ enum Command {
     /// Fuzz the parsers of untrusted input: `cargo xtask fuzz datagram --seconds 600`. Works with the stable compiler.
     Fuzz(fuzz::Args),
     /// Run the benchmarks of bench/README.md.
-    #[command(subcommand)]
-    Bench(bench::Bench),
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Arguments of the program in bench/, which also explains `--help`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<OsString>,
+    },
     /// Install the packages that this machine lacks (Debian, Ubuntu), or list them.
     Prereq(prereq::Prereq),
     /// Build the lab's programs into the cache: Kubernetes, containerd, CNI plugins, CoreDNS.
@@ -68,7 +72,7 @@ fn main() -> anyhow::Result<()> {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
-        Command::Bench(bench) => bench::run(&bench),
+        Command::Bench { words } => bench(&words),
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),
         Command::Vm(args) => vm::run(args),
@@ -78,6 +82,18 @@ fn main() -> anyhow::Result<()> {
         Command::Threats(Drift { check }) => threats::run(check),
         Command::Deps => deps::run(),
     }
+}
+
+/// Builds the crate in bench/ and runs it in place of this process.
+fn bench(words: &[OsString]) -> anyhow::Result<()> {
+    let mut run = programs::cargo();
+    run.args(["run", "--package", "clustermesh-bench", "--manifest-path"])
+        .arg(programs::root().join("Cargo.toml"))
+        .arg("--")
+        .args(words)
+        // Paths in the arguments are relative to the caller's directory.
+        .current_dir(".");
+    Err(run.exec()).with_context(|| format!("{run:?} cannot be started"))
 }
 
 #[cfg(test)]

@@ -9,10 +9,10 @@ use anyhow::{Context, Result, bail};
 
 /// The options of `cargo xtask prereq`, and of the commands that begin with it.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub(crate) struct Prereq {
+pub struct Prereq {
     /// Install nothing; only list what is missing.
     #[arg(long)]
-    pub(crate) no_install: bool,
+    pub no_install: bool,
 }
 
 /// A program that the project runs, and its Debian package.
@@ -72,14 +72,14 @@ const PROGRAMS: [Program; 30] = [
 const OLDEST_GO: (u32, u32) = (1, 21);
 
 /// `cargo xtask prereq`.
-pub(crate) fn run(args: &Prereq) -> Result<()> {
+pub fn run(args: &Prereq) -> Result<()> {
     ensure(args)?;
     println!("prereq: nothing is missing");
     Ok(())
 }
 
 /// Installs missing packages where possible. Fails with a list of everything that is still missing.
-pub(crate) fn ensure(args: &Prereq) -> Result<()> {
+pub fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
     // No program indicates libc.a and libc's headers, without which gcc cannot link runc.
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();

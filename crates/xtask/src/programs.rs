@@ -9,14 +9,14 @@ use anyhow::{Context, bail};
 use clustermesh_lab::lab_home;
 
 /// The root of the repository.
-pub(crate) fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
 /// A cargo command for this workspace, with the environment of a shell. `cargo run` sets variables about the running package, and ring's
 /// build script treats them as a change. If they stayed, ring and its dependents (rustls, kube, every program) would be rebuilt each time
 /// after a call from a shell.
-pub(crate) fn cargo() -> Command {
+pub fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
     for (name, _) in std::env::vars_os() {
@@ -32,7 +32,7 @@ pub(crate) fn cargo() -> Command {
 }
 
 /// Runs a command and shows its output; fails if the command does.
-pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
+pub fn show(command: &mut Command) -> anyhow::Result<()> {
     let status = command
         .status()
         .with_context(|| format!("{command:?} cannot be started"))?;
@@ -54,13 +54,13 @@ const DELIVERED: [&str; 7] = [
 ];
 
 /// Builds the programs and returns their directory.
-pub(crate) fn build() -> anyhow::Result<PathBuf> {
+pub fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
 /// Like [`build`], with this workspace's crates optimised. Third-party crates keep the options of the profile `dev`, so they are not built
 /// again.
-pub(crate) fn build_optimised() -> anyhow::Result<PathBuf> {
+pub fn build_optimised() -> anyhow::Result<PathBuf> {
     build_with(&DELIVERED.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
 }
 
@@ -73,14 +73,14 @@ fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
 }
 
 /// The target directory in which this program was built.
-pub(crate) fn target() -> anyhow::Result<PathBuf> {
+pub fn target() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("where this program is")?;
     let target = program.ancestors().nth(2);
     Ok(target.context("a program without a target directory")?.to_owned())
 }
 
 /// Installs a program from crates.io, with the authors' Cargo.lock, into the lab's cache. Returns its path.
-pub(crate) fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
+pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
     let home = lab_home()?;
     let directory = home.join(format!("{package}-{version}"));
     let path = directory.join("bin").join(program);

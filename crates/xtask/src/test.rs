@@ -18,13 +18,13 @@ use rustix::{
     io::Errno,
 };
 use serde::Deserialize;
-
-use crate::{
-    leftovers::Machine,
+use xtask::{
     prereq,
     programs::{self, cargo},
     tools,
 };
+
+use crate::leftovers::Machine;
 use count::{Counts, Scope};
 
 /// The package whose tests start whole clusters.

@@ -12,14 +12,14 @@ use std::{
 
 use anyhow::{Context, bail};
 use clustermesh_lab::{Clock, Ended, Machine};
+use xtask::programs::{cargo, show};
 
-use super::{
+use crate::{
     load::{self, Latency},
     report::{self, Format, spread},
     tunnel::{Keys, MTU, PORT},
     wire::{End, POD, Running, Wire},
 };
-use crate::programs::{cargo, show};
 
 /// Numbers of TCP streams in the throughput runs.
 const STREAMS: [u32; 2] = [1, 4];
@@ -105,7 +105,7 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
     let examples = own.with_file_name("examples");
     let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
     let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
-    let mut command = vec![word(&own)?, "bench".into(), "kernel".into()];
+    let mut command = vec![word(&own)?, "kernel".into()];
     for (flag, value) in [
         ("--examples", word(&examples)?),
         ("--seconds", seconds.to_string()),

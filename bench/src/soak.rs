@@ -13,13 +13,13 @@ use std::{
 };
 
 use anyhow::Context;
+use xtask::prereq;
 
-use super::{
+use crate::{
     load, peers, report,
     tunnel::{Keys, Tunnel, Variant},
     wire::{End, Running, Wire},
 };
-use crate::prereq;
 
 /// Time from one request to the next.
 const INTERVAL: Duration = Duration::from_millis(10);

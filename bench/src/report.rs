@@ -1,8 +1,8 @@
-//! Prints the results of `bench dataplane` as Markdown tables (as in bench/README.md) or as JSON.
+//! Prints the results of `bench dataplane` as Markdown tables (as in bench/results.md) or as JSON.
 
 use std::fmt::{self, Write as _};
 
-use super::{
+use crate::{
     dataplane::{Measured, STREAMS, Sample},
     load::Throughput,
     peers,

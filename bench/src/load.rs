@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, bail};
 use serde::Deserialize;
 
-use super::{
+use crate::{
     cpu::Cpu,
     wire::{End, Running, Wire},
 };

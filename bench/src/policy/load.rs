@@ -14,8 +14,9 @@ use kube::{
 };
 use serde_json::{Value, json};
 
+use crate::cpu::{Cpu, resident};
+
 use super::{
-    super::cpu::{Cpu, resident},
     quantile,
     world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
 };

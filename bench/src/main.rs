@@ -1,4 +1,5 @@
-//! `cargo xtask bench`: the benchmarks. They print figures for people, and assert nothing.
+//! The benchmarks, which `cargo xtask bench` runs. They print figures for people, and assert nothing.
+#![forbid(unsafe_code)]
 
 mod cpu;
 mod dataplane;
@@ -11,9 +12,21 @@ mod soak;
 mod tunnel;
 mod wire;
 
-/// What `cargo xtask bench` takes.
+use clap::Parser;
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo xtask bench",
+    bin_name = "cargo xtask bench",
+    about = "Run the benchmarks of bench/README.md"
+)]
+struct Cli {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Bench {
+enum Bench {
     /// Compare throughput, latency, packet rate, CPU and memory of our userspace device with other programs, in the same namespaces.
     Dataplane(dataplane::Args),
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
@@ -26,12 +39,21 @@ pub(crate) enum Bench {
     Soak(soak::Args),
 }
 
-/// Runs the selected benchmark.
-pub(crate) fn run(bench: &Bench) -> anyhow::Result<()> {
-    match bench {
-        Bench::Dataplane(args) => dataplane::run(args),
-        Bench::Kernel(args) => kernel::run(args),
-        Bench::Policy(args) => policy::run(args),
-        Bench::Soak(args) => soak::run(args),
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().bench {
+        Bench::Dataplane(args) => dataplane::run(&args),
+        Bench::Kernel(args) => kernel::run(&args),
+        Bench::Policy(args) => policy::run(&args),
+        Bench::Soak(args) => soak::run(&args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn command_line_has_no_contradiction() {
+        super::Cli::command().debug_assert();
     }
 }

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use clustermesh_lab::Lab;
+use xtask::{prereq, programs};
 
-use super::report::{self, Format, spread};
-use crate::{prereq, programs};
+use crate::report::{self, Format, spread};
 
 mod changes;
 mod load;

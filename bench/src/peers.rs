@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use clustermesh_lab::ArtefactSet;
-
-use crate::{
+use xtask::{
     programs::{cargo, root, show, target},
     tools,
 };

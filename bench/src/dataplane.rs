@@ -3,14 +3,15 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
-use super::{
+use xtask::prereq;
+
+use crate::{
     kernel,
     load::{self, Latency, Throughput},
     report,
     tunnel::{self, Crowd, Keys, Tunnel, Variant},
     wire::Wire,
 };
-use crate::prereq;
 
 /// Numbers of TCP streams in the throughput runs.
 pub(crate) const STREAMS: [u32; 3] = [1, 4, 16];

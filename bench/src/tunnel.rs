@@ -10,12 +10,12 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use xtask::programs::from_crates_io;
 
-use super::{
+use crate::{
     cpu, peers,
     wire::{End, Running, Wire, wait_for},
 };
-use crate::programs::from_crates_io;
 
 /// MTU of every tunnel: 1500 minus the overhead of WireGuard over IPv6.
 pub(crate) const MTU: &str = "1420";
