@@ -1,8 +1,8 @@
 //! `cargo xtask threats`: writes `docs/threats-index.md`, which lists the tests of each attack in THREATS.md.
 //!
-//! An attack is a row of a table in THREATS.md that begins with the attack's id in backquotes. A test names the attacks whose
-//! defence it shows in a line comment above its attributes: `// threat: ID, ID`. So does a function that a larger test calls.
-//! An attack has at least one such function, or the words `no test: REASON` in its row.
+//! A row of a table in THREATS.md begins with the ids of one or more attacks in backquotes, separated by commas. A test names the
+//! attacks whose defence it shows in a line comment above its attributes: `// threat: ID, ID`. So does a function that a larger test
+//! calls. An attack has at least one such function, or the words `no test: REASON` in its row.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,7 +30,7 @@ A function without a `#[test]` of its own is a step of a larger test in the same
 [CONTRIBUTING.md](../CONTRIBUTING.md) describes how to run one.
 ";
 
-/// A row of THREATS.md.
+/// An attack in a row of THREATS.md.
 #[derive(Debug, PartialEq, Eq)]
 struct Attack {
     id: String,
@@ -92,16 +92,33 @@ fn rust_files(folder: &Path, found: &mut BTreeSet<PathBuf>) -> anyhow::Result<()
 }
 
 fn attacks(threats: &str) -> Vec<Attack> {
-    let rows = threats.lines().zip(1..).filter_map(|(text, line)| {
-        let row = text.strip_prefix("| ")?;
-        let (id, _) = row.trim_start_matches('[').strip_prefix('`')?.split_once('`')?;
-        Some(Attack {
+    let rows = threats.lines().zip(1..);
+    let attacks = rows.flat_map(|(text, line)| {
+        ids(text).into_iter().map(move |id| Attack {
             id: id.to_owned(),
             line,
             is_untested: text.contains(NO_TEST),
         })
     });
-    rows.collect()
+    attacks.collect()
+}
+
+/// The ids at the beginning of a row, each in backquotes and perhaps a link.
+fn ids(row: &str) -> Vec<&str> {
+    let mut ids = Vec::new();
+    let mut rest = row.strip_prefix("| ");
+    while let Some((id, after)) = rest.and_then(|rest| {
+        let rest = rest.trim_start_matches('[').strip_prefix('`')?;
+        rest.split_once('`')
+    }) {
+        ids.push(id);
+        let after = after
+            .strip_prefix("](")
+            .and_then(|link| link.split_once(')'))
+            .map_or(after, |(_, after)| after);
+        rest = after.strip_prefix(", ");
+    }
+    ids
 }
 
 /// The text of the index, or every contradiction between the attacks and the tags in the sources (name, text).
@@ -190,8 +207,8 @@ mod tests {
     }
 
     const ROWS: &str = "| attack | defence |\n\
-                        | [`one`](docs/threats-index.md#one) forges | dropped |\n\
-                        | [`two`](docs/threats-index.md#two) floods | limited |\n\
+                        | [`one`](docs/threats-index.md#one): forges | dropped |\n\
+                        | [`two`](docs/threats-index.md#two): floods | limited |\n\
                         | `three` scans | (no test: needs Cilium) |";
 
     fn index_of(rows: &str, source: &str) -> Result<String, Vec<String>> {
@@ -208,6 +225,17 @@ mod tests {
             "\n## one\n\n- [tests/mesh.rs](../tests/mesh.rs): `a_step`\n- [tests/mesh.rs](../tests/mesh.rs): `of_both`\n\
              \n## two\n\n- [tests/mesh.rs](../tests/mesh.rs): `of_both`\n"
         );
+    }
+
+    #[test]
+    fn row_may_begin_with_several_attacks() {
+        assert_eq!(
+            ids("| [`one`](x#one), [`two`](x#two): `three`, forged | `four` |"),
+            ["one", "two"]
+        );
+        assert_eq!(ids("| `one`, `two`: both | dropped |"), ["one", "two"]);
+        assert_eq!(ids("| attack | `one` |"), Vec::<&str>::new());
+        assert_eq!(ids("`one` in a sentence"), Vec::<&str>::new());
     }
 
     #[test]
