@@ -1,0 +1,231 @@
+//! Divides the test programs into jobs and runs several at a time. A job is a process that runs the tests of one program, or of one of its
+//! top-level modules, one after the other. Tests of different jobs share nothing but the machine: each has its own namespaces and clusters.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io::{Read, Seek},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+
+use super::{ONE_BY_ONE, count::Counts};
+
+/// Programs whose modules take minutes. They start first, in this order, so that no long job is left at the end.
+const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "lab", "node", "kernel"];
+
+/// A test program.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Program {
+    /// The name of its target: that of a crate for its unit tests.
+    pub(super) name: String,
+    /// Whether it is a file of a `tests` directory, not a crate's unit tests.
+    pub(super) is_integration: bool,
+    /// The directory of its package, in which cargo runs it.
+    pub(super) directory: PathBuf,
+    pub(super) path: PathBuf,
+}
+
+/// A process to run.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Job {
+    pub(super) name: String,
+    program: Program,
+    /// The names of its tests; all tests of the program if it is empty.
+    tests: Vec<String>,
+}
+
+/// The result of a job.
+pub(super) struct JobResult {
+    pub(super) name: String,
+    pub(super) counts: Counts,
+    pub(super) time: Duration,
+}
+
+/// Makes the jobs of all programs, those of [`LONGEST`] first. A program of integration tests has a job for each top-level module.
+pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<Vec<Job>> {
+    let mut jobs = Vec::new();
+    for program in programs {
+        if !program.is_integration {
+            jobs.push(Job {
+                name: program.name.clone(),
+                program,
+                tests: Vec::new(),
+            });
+            continue;
+        }
+        for (module, tests) in modules(&program.list(own_programs)?) {
+            jobs.push(Job {
+                name: format!("{} {module}", program.name),
+                program: program.clone(),
+                tests,
+            });
+        }
+    }
+    let position = |job: &Job| LONGEST.iter().position(|name| *name == job.program.name);
+    jobs.sort_by_key(|job| (position(job).unwrap_or(LONGEST.len()), usize::MAX - job.tests.len()));
+    Ok(jobs)
+}
+
+/// The tests of each top-level module, from the output of `--list --format terse`. A test outside a module is a module of its own.
+fn modules(list: &str) -> BTreeMap<String, Vec<String>> {
+    let mut modules: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for test in list.lines().filter_map(|line| line.strip_suffix(": test")) {
+        let module = test.split_once("::").map_or(test, |(module, _)| module);
+        modules.entry(module.to_owned()).or_default().push(test.to_owned());
+    }
+    modules
+}
+
+/// Runs the jobs in their order, `workers` at a time.
+pub(super) fn run(jobs: Vec<Job>, workers: usize, own_programs: &Path) -> anyhow::Result<Vec<JobResult>> {
+    let queue = Mutex::new(VecDeque::from(jobs));
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    let work = || {
+        std::iter::from_fn(next)
+            .map(|job| job.run(own_programs))
+            .collect::<anyhow::Result<Vec<_>>>()
+    };
+    let results = thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let results = threads.into_iter().map(|thread| {
+            let result = thread.join();
+            result.unwrap_or_else(|_| bail!("a thread of the tests panicked"))
+        });
+        results.collect::<anyhow::Result<Vec<_>>>()
+    })?;
+    Ok(results.into_iter().flatten().collect())
+}
+
+impl Program {
+    fn command(&self, own_programs: &Path) -> Command {
+        let mut command = Command::new(&self.path);
+        command
+            .current_dir(&self.directory)
+            .env("CARGO", env!("CARGO"))
+            .env("CARGO_MANIFEST_DIR", &self.directory)
+            .env("CLUSTERMESH_BIN_DIR", own_programs);
+        command
+    }
+
+    fn list(&self, own_programs: &Path) -> anyhow::Result<String> {
+        let mut command = self.command(own_programs);
+        command.args(["--list", "--format", "terse"]).stderr(Stdio::inherit());
+        let output = command
+            .output()
+            .with_context(|| format!("{} cannot be started", self.path.display()))?;
+        if !output.status.success() {
+            bail!("{command:?} failed: {}", output.status);
+        }
+        String::from_utf8(output.stdout).with_context(|| format!("the tests of {}", self.path.display()))
+    }
+}
+
+impl Job {
+    /// Runs it as cargo does. Prints its output only when it has ended, because several run at once.
+    fn run(&self, own_programs: &Path) -> anyhow::Result<JobResult> {
+        let start = Instant::now();
+        println!("xtask: {} starts", self.name);
+        let mut output = tempfile::tempfile().context("a file")?;
+        let again = || output.try_clone().context("a file");
+        let mut command = self.program.command(own_programs);
+        command.args(&ONE_BY_ONE[1..]).stdout(again()?).stderr(again()?);
+        if !self.tests.is_empty() {
+            command.arg("--exact").args(&self.tests);
+        }
+        let status = command
+            .status()
+            .with_context(|| format!("{} cannot be started", self.program.path.display()))?;
+        let mut bytes = Vec::new();
+        output
+            .rewind()
+            .and_then(|()| output.read_to_end(&mut bytes))
+            .context("read what a test printed")?;
+        let text = String::from_utf8_lossy(&bytes);
+        let result = JobResult {
+            name: self.name.clone(),
+            counts: Counts::of_program(&text).ended(status.success()),
+            time: start.elapsed(),
+        };
+        println!("\nxtask: {}, {:.0} s\n{text}", result.name, result.time.as_secs_f64());
+        Ok(result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PASSED: &str =
+        "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+    const FAILED: &str =
+        "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+
+    /// A program that is a shell script.
+    fn program(directory: &Path, name: &str, is_integration: bool, script: &str) -> Program {
+        let path = directory.join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("a script");
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("its mode");
+        Program {
+            name: name.to_owned(),
+            is_integration,
+            directory: "/".into(),
+            path,
+        }
+    }
+
+    #[test]
+    fn failing_jobs_are_reported_and_later_ones_run() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let program = |name: &str, script: String| program(directory.path(), name, false, &script);
+        let programs = vec![
+            program("well", format!("echo '{PASSED}'")),
+            program("fails", format!("echo '{FAILED}'; exit 101")),
+            program("later", format!("echo '{PASSED}'")),
+            program("silent", "exit 0".to_owned()),
+            program("killed", format!("echo '{PASSED}'; kill -9 $$")),
+        ];
+        for workers in [1, 3] {
+            let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
+            let results = run(jobs, workers, Path::new("/")).expect("they start");
+            let counts: Counts = results.iter().map(|result| result.counts).sum();
+            assert_eq!(counts.to_string(), "7 passed, 3 failed");
+            let failed = results.into_iter().filter(|result| !result.counts.is_success());
+            let mut failed: Vec<_> = failed.map(|result| result.name).collect();
+            failed.sort();
+            assert_eq!(failed, ["fails", "killed", "silent"]);
+        }
+        let nowhere = Program {
+            path: "/nowhere".into(),
+            ..programs[0].clone()
+        };
+        let jobs = divide(vec![nowhere, programs[0].clone()], Path::new("/")).expect("unit tests are not listed");
+        assert!(run(jobs, 2, Path::new("/")).is_err());
+    }
+
+    #[test]
+    fn integration_tests_run_by_module_and_long_ones_first() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let script = "printf 'b::one: test\\na::x::two: test\\na::three: test\\nalone: test\\n'";
+        let programs = ["plan", "mesh"].map(|name| program(directory.path(), name, true, script));
+        let jobs = divide(programs.into(), Path::new("/")).expect("scripts");
+        let jobs: Vec<_> = jobs
+            .iter()
+            .map(|job| (job.name.as_str(), job.tests.join(" ")))
+            .collect();
+        let expected = ["mesh", "plan"].map(|program| {
+            [("a", "a::x::two a::three"), ("alone", "alone"), ("b", "b::one")]
+                .map(|(module, tests)| (format!("{program} {module}"), tests.to_owned()))
+        });
+        let expected: Vec<_> = expected
+            .as_flattened()
+            .iter()
+            .map(|(name, tests)| (name.as_str(), tests.clone()))
+            .collect();
+        assert_eq!(jobs, expected);
+    }
+}
