@@ -185,11 +185,12 @@ impl Lab {
             argv,
         ]
         .concat();
-        let env = [("GOMAXPROCS".to_owned(), "2".to_owned())].into();
+        // A larger heap saves a sixth of the processor time that an API server takes to start.
+        let env = [("GOMAXPROCS", "2"), ("GOGC", "400")].map(|(name, value)| (name.to_owned(), value.to_owned()));
         self.run.ask(&Request::Start {
             name: name.into(),
             argv: inside,
-            env,
+            env: env.into(),
             log: self.log(name),
         })?;
         Ok(())
