@@ -1,4 +1,4 @@
-//! Tests the planner by examples; `tests/properties.rs` tests its rules with generated input.
+//! Tests the planner by examples; `tests/properties` tests its rules with generated input.
 //!
 //! This file has the shared fixture: a mesh of two clusters, and helpers that plan it and write the plan.
 

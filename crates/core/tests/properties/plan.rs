@@ -1,12 +1,4 @@
-//! Property tests: the rules of the planner hold for generated hostile input.
-
-#[path = "properties/attacker.rs"]
-mod attacker;
-#[path = "properties/explain.rs"]
-mod explain;
-#[path = "properties/sandbox.rs"]
-mod sandbox;
-mod scenario;
+//! Properties of whole plans: networks, keys, policies, endpoints, and what is left alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +17,7 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
 
-use scenario::{Scenario, after_writes, identity, node, ownership_of, planned, scenario, steps};
+use crate::scenario::{Scenario, after_writes, identity, node, ownership_of, planned, scenario, steps};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]

@@ -1,0 +1,3 @@
+//! Tests the conversions of objects that anyone may have written.
+
+mod totality;

@@ -1,0 +1,7 @@
+//! Property tests: the rules of the planner hold for generated hostile input.
+
+mod attacker;
+mod explain;
+mod plan;
+mod sandbox;
+mod scenario;
