@@ -1,10 +1,6 @@
-//! Fuzz target of the same name in bodies/packets.rs.
+//! Fuzz target of the same name in src/packets.rs.
 #![no_main]
 
-#[path = "../bodies/packets.rs"]
-#[allow(dead_code, reason = "each target uses one of the bodies")]
-mod packets;
-
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    packets::inner(bytes);
+    clustermesh_fuzz::packets::inner(bytes);
 });

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. The code of the targets is in fuzz/bodies.
+//! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. The code of the targets is in fuzz/src.
 //!
 //! The stable compiler is enough: it can instrument coverage for libFuzzer, and only the sanitizers need nightly. The fuzzed code has no
 //! `unsafe` for a sanitizer to check; the targets look for panics, overflows and failed assertions.

@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 const THREATS: &str = "THREATS.md";
 const INDEX: &str = "docs/threats-index.md";
 /// Folders with tests, relative to the root of the repository.
-const SOURCES: [&str; 2] = ["crates", "tests"];
+const SOURCES: [&str; 3] = ["crates", "fuzz", "tests"];
 /// Contains tags as examples.
 const THIS: &str = "crates/xtask/src/threats.rs";
 const TAG: &str = "// threat:";

@@ -1,7 +1,6 @@
 //! Fuzz targets for untrusted objects and annotations: no parser panics, and an accepted value survives a round trip.
 //!
 //! Each target returns whether the input passed the first parser; other inputs test nothing more.
-//! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeSet;
 
@@ -24,7 +23,7 @@ use serde_json::Value;
 use wg_agent::source::objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
 
 /// Parses one JSON object as every kind that its fields allow.
-pub(crate) fn object(bytes: &[u8]) -> bool {
+pub fn object(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
         return false;
     };
@@ -84,7 +83,7 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
 }
 
 /// Parses one text as each annotation.
-pub(crate) fn annotation(bytes: &[u8]) -> bool {
+pub fn annotation(bytes: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return false;
     };
@@ -120,7 +119,7 @@ pub(crate) fn annotation(bytes: &[u8]) -> bool {
 }
 
 /// Compiles a JSON list of Peers and PeerPolicies for a node with the pod CIDR 10.101.0.0/24.
-pub(crate) fn compiled(bytes: &[u8]) -> bool {
+pub fn compiled(bytes: &[u8]) -> bool {
     let Ok(objects) = serde_json::from_slice::<Vec<DynamicObject>>(bytes) else {
         return false;
     };

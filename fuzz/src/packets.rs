@@ -1,7 +1,6 @@
 //! Fuzz targets for packets: offload headers of the kernel, packets of a malicious peer, and datagrams from a malicious network.
 //!
 //! Each target returns whether the input reached the code under test: was split, joined, answered or delivered.
-//! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +11,7 @@ use clustermesh_agent_core::{
 use wg_agent::device::userspace::fuzzing;
 
 /// Splits and joins a packet as a TUN device passes it, after its virtio-net header.
-pub(crate) fn superpacket(bytes: &[u8]) -> bool {
+pub fn superpacket(bytes: &[u8]) -> bool {
     let Some((header, packet)) = bytes.split_first_chunk::<HEADER>() else {
         return false;
     };
@@ -54,7 +53,7 @@ fn split(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
 }
 
 /// Joins packets from peers, each after its length (two bytes). Splitting the joined ones gives the original packets.
-pub(crate) fn inner(bytes: &[u8]) -> bool {
+pub fn inner(bytes: &[u8]) -> bool {
     let mut buffer = Vec::new();
     let mut spans = Vec::new();
     let mut rest = bytes;
@@ -104,7 +103,7 @@ fn comparable(packet: &[u8]) -> Vec<u8> {
 }
 
 /// Answers an unroutable packet with an ICMP error that is well-formed, short, quotes the packet, and causes no further error.
-pub(crate) fn unreachable(bytes: &[u8]) -> bool {
+pub fn unreachable(bytes: &[u8]) -> bool {
     let Some(error) = unreachable::unreachable(bytes) else {
         return false;
     };
@@ -151,7 +150,7 @@ fn sum(bytes: &[u8]) -> u64 {
 }
 
 /// Runs a session over a malicious network: the interface gets no packet twice, and none that was not sent.
-pub(crate) fn datagram(bytes: &[u8]) -> bool {
+pub fn datagram(bytes: &[u8]) -> bool {
     let (sent, delivered) = fuzzing::run(bytes);
     let has_delivered = !delivered.is_empty();
     let mut left: BTreeMap<Vec<u8>, u32> = BTreeMap::new();

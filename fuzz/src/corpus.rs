@@ -1,11 +1,6 @@
 //! Runs the fuzz targets on a stable compiler: every input of fuzz/corpus, and some thousand mutations of them. A panic
 //! prints the input. `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` change the mutations; equal seeds give equal inputs.
 
-#[path = "../../../fuzz/bodies/objects.rs"]
-mod objects;
-#[path = "../../../fuzz/bodies/packets.rs"]
-mod packets;
-
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -13,6 +8,8 @@ use std::{
 };
 
 use serde_json::Value;
+
+use crate::{objects, packets};
 
 const ROUNDS: u64 = 4_000;
 /// Rounds of the targets that begin with a handshake.
@@ -127,9 +124,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
 /// Runs a fuzz target. At least `least` percent of the mutations must pass its first parser; otherwise the run tests
 /// next to nothing.
 fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../fuzz/corpus")
-        .join(target);
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);
     let mut files: Vec<_> = fs::read_dir(&directory)
         .expect("a corpus")
         .map(|entry| entry.expect("an entry").path())
