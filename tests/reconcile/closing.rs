@@ -1,7 +1,11 @@
 //! Tests that a quarantine and a revoked grant take effect at once where the API server answers, and are reported as
 //! pending where it does not.
 
-use super::*;
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
+use serde_json::json;
+
+use crate::{gateways, hostile, sandbox};
 
 // threat: closing-not-written
 #[tokio::test]

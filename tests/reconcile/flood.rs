@@ -9,18 +9,21 @@ use std::{
 };
 
 use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
 use kube::ResourceExt;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
 };
+use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
 };
 use tokio_rustls::{TlsAcceptor, rustls};
 
-use super::*;
+use crate::sandbox;
 
 const MIB: usize = 1024 * 1024;
 /// Memory limit of the controller.

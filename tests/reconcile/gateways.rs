@@ -3,10 +3,11 @@
 
 use std::collections::BTreeSet;
 
-use serde_json::Value;
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{SOON, TestEnv, crd, key};
+use serde_json::{Value, json};
 
-use super::*;
-use reconcile::crd;
+use crate::sandbox;
 
 const GATEWAYS: &str = "clustermesh-gateway";
 

@@ -1,13 +1,19 @@
 //! Tests a sandbox with a hostile administrator, on real API servers: nothing that he writes into his own cluster has
 //! an effect in another one.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
+use clustermesh_api::names;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::test_env::{SOON, TestEnv, key};
 use k8s_openapi::api::core::v1::Node;
-use kube::api::{Patch, PatchParams};
-use serde_json::Value;
+use kube::{
+    Api,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
 
-use super::*;
+use crate::gateways;
 
 /// After this time without writes, no write is being retried.
 const QUIET: Duration = Duration::from_secs(5);

@@ -2,22 +2,22 @@
 //! The test annotates the Nodes as kg does.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex},
     time::Duration,
 };
 
+use clustermesh_api::names;
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv, key};
 use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
 use kube::{
-    Client,
-    api::{Patch, PatchParams},
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{
-    writes::{audit, until_passes},
-    *,
-};
+use crate::writes::{audit, until_passes};
 
 const LEADER: &str = "prod--tenant-a--tenant-a-1";
 const ELECTED: &str = "prod--tenant-a--tenant-a-2";

@@ -1,6 +1,10 @@
 //! Tests members whose API server is down, and changes of kubeconfigs and of the Secrets that contain them.
 
-use super::*;
+use std::collections::BTreeMap;
+
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use serde_json::json;
 
 // threat: empty-list, slow-api-server
 #[tokio::test]

@@ -1,6 +1,13 @@
 //! Tests meshes that are deleted, paused, refused, or adopted from the predecessor.
 
-use super::*;
+use clustermesh_api::{names, peer::Peer};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv, key};
+use kube::{
+    Api,
+    api::{DeleteParams, PostParams},
+};
+use serde_json::json;
 
 #[tokio::test]
 async fn deleted_mesh_removes_objects_and_waits_for_members() {

@@ -1,18 +1,23 @@
 //! Changes profiles while the controller runs, and records every write. At no revision may a cluster be more open than
 //! before or after the change.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex},
+};
 
-use clustermesh_api::{mesh::IsolationProfile, policy::PeerPolicy};
+use clustermesh_api::{mesh::IsolationProfile, peer::Peer, policy::PeerPolicy};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{SOON, TestEnv};
 use futures::StreamExt;
 use kube::{
-    ResourceExt,
+    Api, ResourceExt,
     api::{ListParams, WatchEvent, WatchParams},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use super::*;
+use crate::{gateways, sandbox};
 
 /// One write, with the resourceVersion from the API server.
 #[derive(Debug, Clone)]

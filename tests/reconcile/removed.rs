@@ -1,8 +1,11 @@
 //! Tests what remains of a mesh in clusters that it does not name any more, and of a mesh that moves to another hub.
 
-use clustermesh_api::mesh::RemovedCluster;
+use std::collections::BTreeMap;
 
-use super::*;
+use clustermesh_api::{mesh::RemovedCluster, names, peer::Peer};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use serde_json::json;
 
 async fn three() -> (TestEnv, clustermesh_lab::Running) {
     TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await

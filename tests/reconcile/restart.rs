@@ -1,10 +1,14 @@
 //! Tests that a restarted controller does not treat kinds that it has not listed yet as empty.
 
 use clustermesh_api::mesh::ClusterMesh;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
 use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::{Api, api::PostParams};
+use serde_json::json;
 
-use super::*;
+use crate::{gateways, sandbox};
 
 /// EndpointSlices in addition to the granted Service's, so that listing the namespace takes a while.
 const SLICES: usize = 3_000;

@@ -1,11 +1,15 @@
 //! Tests a sandbox on real API servers: what it can read about the cluster that grants it a Service, and what remains
 //! of that.
 
-use clustermesh_api::{mesh::Protocol, policy::PeerPolicy};
-use kube::{ResourceExt, api::ListParams};
-use serde_json::Value;
+use std::collections::BTreeMap;
 
-use super::*;
+use clustermesh_api::{mesh::Protocol, policy::PeerPolicy};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{SOON, TestEnv, key};
+use kube::{Api, ResourceExt, api::ListParams};
+use serde_json::{Value, json};
+
+use crate::gateways;
 
 /// Creates a Service with a selector and one endpoint, as the cluster's own controllers write it.
 pub(crate) async fn service(

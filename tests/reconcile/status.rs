@@ -1,7 +1,12 @@
 //! Tests the conditions of a ClusterMesh that depend on what nodes publish: tunnels that are down, policies that are
 //! not enforced.
 
-use super::*;
+use clustermesh_api::{annotations, names};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
+use serde_json::json;
+
+use crate::writes;
 
 #[tokio::test]
 async fn broken_tunnels_are_in_status_until_repaired() {

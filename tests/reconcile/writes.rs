@@ -1,7 +1,15 @@
 //! Tests when the controller writes: not after a restart, into members while the hub is down, and against another field
 //! manager.
 
-use super::*;
+use std::collections::BTreeMap;
+
+use clustermesh_api::{names, peer::Peer};
+use clustermesh_lab::{NAMESPACE, wait_until};
+use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
+use kube::{Api, api::PostParams};
+use serde_json::json;
+
+use crate::services::DB;
 
 /// The writes of the controller's account in each cluster.
 pub(crate) fn audit(env: &TestEnv) -> [Vec<String>; 2] {
@@ -179,4 +187,88 @@ async fn mesh_is_ready_only_while_its_objects_are_as_planned() {
     .unwrap();
     let want = format!("cluster \"mgmt\": Peer {name}: field manager \"other-operator\" changed it ");
     assert!(message.starts_with(&want), "{message}");
+}
+
+#[tokio::test]
+async fn irrelevant_changes_and_restart_write_nothing() {
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    let mut mesh = env.mesh();
+    mesh["spec"]["clusters"][0]["egress"] =
+        json!([{"service": {"cluster": "tenant-a", "namespace": "default", "name": "db"}}]);
+    env.lab.cluster("tenant-a").apply(DB).await.unwrap();
+    let mut controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
+
+    // kg writes this annotation every 30 s on every node.
+    let (before, plans) = (
+        env.versions().await,
+        env.metric("clustermesh_controller_reconciles_total").await,
+    );
+    for second in 0..20 {
+        env.annotate(
+            "tenant-a",
+            "tenant-a-1",
+            names::KILO_LAST_SEEN,
+            Some(&format!("17000000{second:02}")),
+        )
+        .await;
+    }
+    // The watch delivers this relevant change after all of them.
+    env.annotate(
+        "tenant-a",
+        "tenant-a-1",
+        names::KILO_CLUSTERMESH_ENDPOINT,
+        Some("203.0.113.1:1"),
+    )
+    .await;
+    wait_until("the change behind the churn", SOON, async || {
+        let peers = env.peers("mgmt").await;
+        let port = peers["prod--tenant-a--tenant-a-1"]
+            .spec
+            .endpoint
+            .as_ref()
+            .map(|endpoint| endpoint.port);
+        if port == Some(1) {
+            Ok(())
+        } else {
+            Err(format!("{port:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    let more = env.metric("clustermesh_controller_reconciles_total").await - plans;
+    assert!(more < 10.0, "{more} passes for one change among 20 heartbeats");
+    // Only that Peer, and the mesh with the time of the write in its status, may have changed.
+    let others = |mut versions: BTreeMap<String, String>| {
+        versions.retain(|object, _| object != "mesh" && object != "mgmt Peer/prod--tenant-a--tenant-a-1");
+        versions
+    };
+    assert_eq!(others(env.versions().await), others(before));
+
+    // Restart the controller.
+    let before = env.versions().await;
+    assert!(
+        controller.terminate(SOON).await.unwrap().success(),
+        "{}",
+        controller.log()
+    );
+    let controller = env.controller().await;
+    env.until_read(2).await;
+    // A pass that wrote something would be followed by another one. Both are over when this change has been written.
+    env.node("tenant-a", 2, 9).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-9"],
+        SOON,
+    )
+    .await;
+    let mut after = env.versions().await;
+    after.remove("mgmt Peer/prod--tenant-a--tenant-a-9");
+    let (mut before, mesh) = (before, after.remove("mesh"));
+    assert!(mesh.is_some() && before.remove("mesh").is_some());
+    assert_eq!(after, before, "{}", controller.log());
 }

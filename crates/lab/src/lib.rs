@@ -52,7 +52,7 @@ pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Upli
 pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };
-pub use run::{down_all, down_kept, standing};
+pub use run::{down_all, down_kept, our_program, standing};
 pub use scan::{Connections, Echo, INFRASTRUCTURE, Watch};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};

@@ -304,9 +304,9 @@ fn now_millis() -> u128 {
         .as_millis()
 }
 
-/// Finds a program of this repository: by `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of this package), in
+/// Finds a program of this repository: by `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of its package), in
 /// `CLUSTERMESH_BIN_DIR`, beside this program, or one directory up (test binaries are in `deps/`).
-pub(crate) fn our_program(name: &str) -> Result<PathBuf> {
+pub fn our_program(name: &str) -> Result<PathBuf> {
     let mut candidates = vec![];
     candidates.extend(std::env::var_os(format!("CARGO_BIN_EXE_{name}")).map(PathBuf::from));
     candidates.extend(std::env::var_os("CLUSTERMESH_BIN_DIR").map(|directory| Path::new(&directory).join(name)));
@@ -318,7 +318,7 @@ pub(crate) fn our_program(name: &str) -> Result<PathBuf> {
         .ok_or_else(|| Error::Missing {
             what: format!("the program {name}"),
             remedy:
-                "`cargo xtask test` builds it; by hand: `cargo build -p clustermesh-lab`, or set CLUSTERMESH_BIN_DIR"
+                "`cargo xtask test` builds it; by hand: `cargo build --workspace --bins`, or set CLUSTERMESH_BIN_DIR"
                     .into(),
         })
 }

@@ -55,6 +55,16 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wg-agent",
         ],
     ),
+    (
+        "clustermesh-tests",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "clustermesh-lab",
+            "wg-agent",
+        ],
+    ),
     ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
     ("clustermesh-bench", &["clustermesh-lab", "xtask"]),
 ];

@@ -1,15 +1,15 @@
 //! Checks repairs that need a kernel of its own: agents whose kernel device is changed by `wg set` and `ip link set`
 //! must restore and count each part. Also checks the size of the conntrack table that `prepare` sets.
 
-use super::machine::in_the_machine;
 use std::collections::BTreeMap;
 
-use nix::sys::signal::Signal;
-
-use crate::{
+use clustermesh_tests::{
     netns::wait_until,
     pair::{Agent, Site, TIMEOUT, exchange_peers, start_nodes},
 };
+use nix::sys::signal::Signal;
+
+use crate::virtual_machine::in_the_machine;
 
 /// The configuration of a device as `wg` and `ip` show it, sorted.
 fn device_config(site: &Site) -> Vec<String> {
@@ -114,7 +114,7 @@ fn conntrack_table_is_raised_and_never_lowered() {
     let limits = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());
     let set = |name: &str, value: &str| std::fs::write(file(name), value).unwrap();
     let prepare = |words: &[&str]| {
-        let done = std::process::Command::new(env!("CARGO_BIN_EXE_wg-agent"))
+        let done = std::process::Command::new(clustermesh_tests::agent::agent_program())
             .arg("prepare")
             .args(words)
             .output()

@@ -1,10 +1,7 @@
 //! Checks what differs between a gateway with the kernel's WireGuard and one with the userspace device
-//! (`agent_gateway`): the tunnel continues without the gateway's process.
+//! (`gateway` of the program `node`): the tunnel continues without the gateway's process.
 
 mod kube_proxy;
-#[path = "../gateway/traffic.rs"]
-#[allow(dead_code, reason = "each test binary uses its own part of this module")]
-mod traffic;
 
 use std::{
     fs,
@@ -13,22 +10,23 @@ use std::{
     process::{Command, Stdio},
 };
 
-use kube_proxy::{CLUSTER_IPS, KubeProxy, NODE, NODE_PORT};
+use clustermesh_tests::{
+    agent::{CONFINED, agent_program},
+    netns::{NetNs, Running, wait_until},
+    pair::{
+        TIMEOUT,
+        api::{ACCESSES, Api, GATEWAYS, GRANTED_SLICES, SERVICES},
+    },
+    traffic::{TCP, TcpConnection, serve_name},
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 use serde_json::{Value, json};
-use traffic::{TcpConnection, serve_name};
 
-use crate::{
-    machine::in_the_machine,
-    netns::{NetNs, Running, wait_until},
-    pair::{
-        AGENT, CONFINED, TIMEOUT,
-        api::{ACCESSES, Api, GATEWAYS, GRANTED_SLICES, SERVICES},
-    },
-};
+use crate::virtual_machine::in_the_machine;
+use kube_proxy::{CLUSTER_IPS, KubeProxy, NODE, NODE_PORT};
 
 const NAME: &str = "clustermesh-gateway-0";
 const NAMESPACE: &str = "clustermesh-gateway";
@@ -36,11 +34,8 @@ const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 const SANDBOX: [&str; 2] = ["100.80.0.7", "fd80:a::7"];
 const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
-/// The gateway port of the grant, and the pod's ports that [`traffic`] needs.
+/// The gateway port of the grant.
 const SQL: u16 = 20001;
-const TCP: u16 = 8080;
-const UDP: u16 = 5000;
-const MUTE: u16 = 5002;
 
 fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
@@ -160,7 +155,7 @@ impl Testbed {
              ip addr add {v4}/32 dev ks0; ip addr add {v6}/128 dev ks0
              for net in 100.66.255.0/28 10.10.1.9 fd00:66:255::/64 fd00:10:0:1::9; do ip route add $net dev ks0; done"
         ));
-        pod.run(AGENT, &["prepare", "--mode=gateway"]);
+        pod.run(agent_program(), &["prepare", "--mode=gateway"]);
         let api = Api::start(&pod);
         let files = tempfile::tempdir().expect("a directory");
         fs::write(files.path().join("kubeconfig"), api.kubeconfig()).expect("write a kubeconfig");
@@ -221,7 +216,15 @@ impl Testbed {
     fn gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-ec", CONFINED, "sh", AGENT, "--mode=gateway"]);
+        command.args([
+            "--mount",
+            "sh",
+            "-ec",
+            CONFINED,
+            "sh",
+            agent_program(),
+            "--mode=gateway",
+        ]);
         command.args([
             "--backend=kernel",
             "--interface=wg0",

@@ -1,17 +1,18 @@
 //! Restarts, upgrades and re-keys real agents with the kernel's WireGuard, from the first agent to the cleanup, with a
 //! capture on the link.
 
-use super::machine::in_the_machine;
 use std::{fs, path::Path};
 
 use clustermesh_api::names::KILO_KEY;
-use nix::sys::signal::Signal;
-
-use crate::{
+use clustermesh_tests::{
+    agent::agent_program,
     netns::wait_for,
-    pair::{AGENT, Flow, Site, TIMEOUT, UNENCRYPTED, api::PEERS, exchange_peers, start_nodes},
+    pair::{Flow, Site, TIMEOUT, UNENCRYPTED, api::PEERS, exchange_peers, start_nodes},
     path::Capture,
 };
+use nix::sys::signal::Signal;
+
+use crate::virtual_machine::in_the_machine;
 
 /// The most packets that the pods lose in a row, of twenty a second each way, while `action` runs.
 fn packets_lost_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
@@ -52,7 +53,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     let (index, handshake) = (link(a, "wireguard"), a.wg_show("latest-handshakes"));
 
     let newer = a.file("wg-agent");
-    fs::copy(AGENT, &newer).expect("copy the program");
+    fs::copy(agent_program(), &newer).expect("copy the program");
     let (gaps, agent) = packets_lost_during(&sites, || {
         let ended = [Signal::SIGKILL, Signal::SIGTERM]
             .into_iter()
@@ -133,7 +134,7 @@ fn backend_change_at_restart_leaves_nothing_behind() {
         agent.end(Signal::SIGTERM);
         agent = a.agent(backend);
         // A switch to the kernel takes its time: see backend_switch_leaves_nothing_of_the_old_device in
-        // device_contract_kernel.
+        // the module `device`.
         a.wait_until_reaches(b);
         b.wait_until_reaches(a);
         a.wait_until_ready();

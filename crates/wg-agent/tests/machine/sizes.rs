@@ -1,18 +1,18 @@
 //! Sends packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes: each must arrive or
-//! cause an error at its sender. `path_mtu` checks every size and underlay MTU with the userspace device. On an
-//! emulated processor this checks every 97th size and the five around the largest, over underlays of 1400 and 1280;
-//! 1500 is checked against the userspace device.
+//! cause an error at its sender. `mtu` of the program `kernel` checks every size and underlay MTU with the userspace
+//! device. On an emulated processor this checks every 97th size and the five around the largest, over underlays of 1400
+//! and 1280; 1500 is checked against the userspace device.
 
-use super::machine::in_the_machine;
 use std::net::SocketAddr;
 
 use clustermesh_agent_core::prefixes::Family;
-use wg_agent::device::Backend;
-
-use crate::{
+use clustermesh_tests::{
     netns::transfer,
     path::real::{Site, Star, pod, probe_sizes},
 };
+use wg_agent::device::Backend;
+
+use crate::virtual_machine::in_the_machine;
 
 /// The largest IPv4 and IPv6 packets that pass have exactly these sizes, and TCP carries a megabyte each way.
 fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {

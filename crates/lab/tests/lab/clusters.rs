@@ -1,0 +1,430 @@
+//! The lab's upper floor: whole clusters carry pods, survive power cuts, and leave nothing behind.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_kept, standing, wait_until};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, ListParams};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// Where the owner that will be killed writes its lab's directory.
+const OWNER_FILE: &str = "LAB_TEST_OWNER_FILE";
+
+/// A pod of the test's Deployment.
+struct Web {
+    name: String,
+    node: String,
+    ip: IpAddr,
+}
+
+async fn webs(cluster: &Cluster<'_>) -> Vec<Web> {
+    let pods: Api<Pod> = Api::namespaced(cluster.client().await.unwrap(), "default");
+    let pods = pods.list(&ListParams::default().labels("app=web")).await.unwrap();
+    let web = |pod: Pod| {
+        let status = pod.status?;
+        (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
+        Some(Web {
+            name: pod.metadata.name?,
+            node: pod.spec?.node_name?,
+            ip: status.pod_ip?.parse().ok()?,
+        })
+    };
+    let mut webs: Vec<_> = pods.into_iter().filter_map(web).collect();
+    webs.sort_by(|a, b| a.node.cmp(&b.node));
+    webs
+}
+
+#[tokio::test]
+async fn two_clusters_run_pods_with_all_that_an_agent_needs_and_do_not_reach_each_other() {
+    let start = Instant::now();
+    let lab = Lab::start(LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 2)]))
+        .await
+        .unwrap();
+    println!("up in {:.1} s", start.elapsed().as_secs_f64());
+    for name in ["mgmt", "tenant-a"] {
+        let cluster = lab.cluster(name);
+        cluster.apply(include_str!("clusters.yaml")).await.unwrap();
+        cluster.rollout("default", "daemonset/agent").await.unwrap();
+        cluster.rollout("default", "deployment/web").await.unwrap();
+        serves(&cluster).await;
+    }
+    println!("rolled out and checked after {:.1} s", start.elapsed().as_secs_f64());
+
+    // The flat underlay carries nodes to nodes, but no pod of one cluster reaches a pod of the other.
+    let (ours, theirs) = (webs(&lab.cluster("mgmt")).await, webs(&lab.cluster("tenant-a")).await);
+    let url = format!("http://{}:8080", theirs[0].ip);
+    let from = &ours[0];
+    let crossed = lab
+        .node(&from.node)
+        .pod_exec(from.ip, ["curl", "-sS", "-m", "2", &url])
+        .await
+        .unwrap();
+    assert!(!crossed.status.success(), "reached {url}: {}", crossed.stdout);
+
+    captures_and_masquerades(&lab, &ours[0]).await;
+    nodes_go_and_come(&lab).await;
+    let directory = lab.directory().to_owned();
+    drop(lab);
+    assert_eq!(left_behind(&directory), Vec::<String>::new());
+}
+
+/// Logs, exec, pod to pod, Service, DNS, API access, seccomp, TUN.
+async fn serves(cluster: &Cluster<'_>) {
+    let webs = webs(cluster).await;
+    let nodes: Vec<_> = cluster.nodes().iter().map(|node| node.name().to_owned()).collect();
+    assert_eq!(
+        webs.iter().map(|web| web.node.clone()).collect::<Vec<_>>(),
+        nodes,
+        "one web pod on each node"
+    );
+    for from in &webs {
+        assert!(
+            cluster
+                .kubectl(["logs", &from.name])
+                .await
+                .unwrap()
+                .stdout
+                .starts_with("serving on")
+        );
+        let mut argv = vec![
+            "exec".to_owned(),
+            from.name.clone(),
+            "--".into(),
+            "/bin/probe".into(),
+            "get".into(),
+        ];
+        argv.extend(webs.iter().map(|to| format!("http://{}:8080", to.ip)));
+        argv.push("http://web.default.svc.cluster.local".into());
+        // Each node's kube-proxy learns of the Service's endpoints in its own time, and refuses connections until then.
+        let answers = async || {
+            let output = cluster.kubectl(&argv).await.map_err(|error| error.to_string())?;
+            Ok(output.stdout)
+        };
+        let output = wait_until("the pods and the Service to answer", Duration::from_secs(30), answers)
+            .await
+            .unwrap();
+        for (line, to) in output.lines().zip(&webs) {
+            let want = format!(
+                "http://{}:8080 200 hello from {} on {} to {}:",
+                to.ip, to.name, to.node, from.ip
+            );
+            assert!(line.starts_with(&want), "{line:?} does not start with {want:?}");
+        }
+        assert!(
+            output.lines().last().unwrap().contains("200 hello from web-"),
+            "{output}"
+        );
+        let status = cluster
+            .kubectl(["exec", &from.name, "--", "grep", "^Seccomp:", "/proc/1/status"])
+            .await
+            .unwrap();
+        assert_eq!(status.stdout, "Seccomp:\t2\n");
+
+        let token = "/var/run/secrets/kubernetes.io/serviceaccount";
+        let read = async |file: &str| {
+            cluster
+                .kubectl(["exec", &from.name, "--", "cat", &format!("{token}/{file}")])
+                .await
+                .unwrap()
+                .stdout
+        };
+        let (token, ca) = (read("token").await, read("ca.crt").await);
+        let node = cluster
+            .nodes()
+            .into_iter()
+            .find(|node| node.name() == from.node)
+            .unwrap();
+        node.feed(["tee", "/tmp/ca.crt"], &ca).await.unwrap();
+        let api = format!("https://{}/api", cluster.plan().api_service_ip());
+        let bearer = format!("Authorization: Bearer {token}");
+        let curl = ["curl", "-sS", "-m", "5", "--cacert", "/tmp/ca.crt", "-H", &bearer, &api];
+        let answer = node.pod_exec(from.ip, curl).await.unwrap();
+        assert!(answer.stdout.contains("\"APIVersions\""), "{answer:?}");
+    }
+    for node in cluster.nodes() {
+        let cluster_ip = ["get", "service", "web", "-o", "jsonpath={.spec.clusterIP}"];
+        let url = format!("http://{}", cluster.kubectl(cluster_ip).await.unwrap().stdout);
+        let answer = node.exec(["curl", "-sS", "-m", "5", &url]).await.unwrap();
+        assert!(answer.stdout.starts_with("hello from web-"), "{}", answer.stdout);
+        assert_eq!(node.exec(["cat", "/var/lib/kilo/key"]).await.unwrap().stdout, "key\n");
+        assert_eq!(
+            node.exec(["cat", "/proc/sys/net/ipv4/conf/default/rp_filter"])
+                .await
+                .unwrap()
+                .stdout,
+            "2\n"
+        );
+    }
+    let agents = cluster
+        .kubectl(["logs", "-l", "app=agent", "--prefix=false"])
+        .await
+        .unwrap()
+        .stdout;
+    assert_eq!(
+        agents.matches("/dev/net/tun").count(),
+        cluster.nodes().len(),
+        "{agents}"
+    );
+}
+
+/// A pod that leaves its cluster's range is seen with its node's address, as under any CNI.
+async fn captures_and_masquerades(lab: &Lab, web: &Web) {
+    let node = lab.node(&web.node);
+    let outside = lab.add_host("outside", "172.30.9.9".parse().unwrap()).await.unwrap();
+    let probe = lab
+        .directory()
+        .parent()
+        .map(|_| env!("CARGO_BIN_EXE_lab-probe"))
+        .unwrap();
+    let mut server = outside.spawn("serve", [probe, "serve", ":8080"]).unwrap();
+    server.says("serving on", Duration::from_secs(10)).await.unwrap();
+    let capture = lab.capture("outside", "tcp port 8080").await.unwrap();
+    let answer = node
+        .pod_exec(web.ip, ["curl", "-sS", "-m", "5", "http://172.30.9.9:8080"])
+        .await
+        .unwrap();
+    assert!(
+        answer.stdout.contains(&format!(" to {}:", node.address())),
+        "{answer:?}"
+    );
+    let captured = capture.stop().await.unwrap();
+    assert!(
+        captured
+            .packets(&format!("src {}", node.address()))
+            .await
+            .unwrap()
+            .len()
+            >= 3
+    );
+    assert_eq!(
+        captured.packets(&format!("host {}", web.ip)).await.unwrap(),
+        Vec::<String>::new()
+    );
+}
+
+/// A power cut and its end, a node that joins, an image loaded later.
+async fn nodes_go_and_come(lab: &Lab) {
+    let tenant = lab.cluster("tenant-a");
+    let cut = lab.node("tenant-a-2");
+    cut.exec(["ip", "link", "add", "mark0", "type", "bridge"])
+        .await
+        .unwrap();
+    cut.power_cut().await.unwrap();
+    assert!(!cut.is_up());
+    assert!(cut.exec(["true"]).await.is_err());
+    let start = Instant::now();
+    cut.power_on().await.unwrap();
+    println!(
+        "Ready again {:.1} s after power came back",
+        start.elapsed().as_secs_f64()
+    );
+    assert!(
+        !cut.try_exec(["ip", "link", "show", "mark0"])
+            .await
+            .unwrap()
+            .status
+            .success(),
+        "kernel state survived"
+    );
+
+    let start = Instant::now();
+    let joined = tenant.join_node().await.unwrap();
+    println!("{} joined in {:.1} s", joined.name(), start.elapsed().as_secs_f64());
+    assert_eq!(joined.name(), "tenant-a-3");
+
+    let archive = lab.directory().join("late.tar");
+    let probe = Path::new(env!("CARGO_BIN_EXE_lab-probe"));
+    let image = ImageSpec::new("lab.local/late:7").program(probe, "/probe").unwrap();
+    image.entrypoint(&["/probe", "serve", ":8080"]).write(&archive).unwrap();
+    tenant.load_image(&archive).await.unwrap();
+    let overrides = r#"{"spec": {"nodeName": "tenant-a-3", "terminationGracePeriodSeconds": 1}}"#;
+    let run = [
+        "run",
+        "late",
+        "--image=lab.local/late:7",
+        "--image-pull-policy=IfNotPresent",
+        "--overrides",
+        overrides,
+    ];
+    tenant.kubectl(run).await.unwrap();
+    tenant
+        .kubectl(["wait", "pod/late", "--for=condition=Ready", "--timeout=60s"])
+        .await
+        .unwrap();
+    // From an old node to the new node's pod: routes came by themselves.
+    let ip = tenant
+        .kubectl(["get", "pod", "late", "-o", "jsonpath={.status.podIP}"])
+        .await
+        .unwrap()
+        .stdout;
+    let url = format!("http://{ip}:8080");
+    let answer = lab
+        .node("tenant-a-1")
+        .exec(["curl", "-sS", "-m", "5", &url])
+        .await
+        .unwrap();
+    assert!(
+        answer.stdout.starts_with("hello from late on  to 172.30.2.11:"),
+        "{}",
+        answer.stdout
+    );
+
+    // A service that dies is started again, with another pid.
+    let before = joined.pids_of("kubelet").unwrap();
+    joined.signal("kubelet", Signal::SIGKILL).unwrap();
+    wait_until("a new kubelet", Duration::from_secs(20), async || {
+        match joined.pids_of("kubelet") {
+            Ok(pids) if !pids.is_empty() && pids != before => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_killed_owner_leaves_nothing_behind() {
+    if let Some(file) = std::env::var_os(OWNER_FILE) {
+        let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
+        std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();
+        return std::future::pending().await;
+    }
+    let (mut owner, directory) = owner_with_a_lab().await;
+    kill(Pid::from_raw(i32::try_from(owner.id()).unwrap()), Signal::SIGKILL).unwrap();
+    owner.wait().unwrap();
+    wait_until(
+        "the lab of a killed owner to go",
+        Duration::from_secs(30),
+        async || match left_behind(&directory) {
+            left if left.is_empty() => Ok(()),
+            left => Err(left.join(", ")),
+        },
+    )
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_killed_supervisor_takes_every_process_along_and_the_next_lab_sweeps_the_rest() {
+    let (mut owner, directory) = owner_with_a_lab().await;
+    let pid: i32 = std::fs::read_to_string(directory.join("supervisor.pid"))
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+    let processes = |directory: &Path| {
+        let left = left_behind(directory);
+        left.into_iter()
+            .filter(|what| !what.starts_with('/'))
+            .collect::<Vec<_>>()
+    };
+    wait_until(
+        "its processes to go",
+        Duration::from_secs(30),
+        async || match processes(&directory) {
+            left if left.is_empty() => Ok(()),
+            left => Err(left.join(", ")),
+        },
+    )
+    .await
+    .unwrap();
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    // Any next lab sweeps.
+    drop(Lab::start(LabPlan::default()).await.unwrap());
+    assert_eq!(left_behind(&directory), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
+    let mut lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
+    lab.keep().unwrap();
+    let directory = lab.directory().to_owned();
+    drop(lab);
+    let again = Lab::attach(&directory).unwrap();
+    assert_eq!(
+        again
+            .cluster("mgmt")
+            .kubectl(["get", "--raw", "/readyz"])
+            .await
+            .unwrap()
+            .stdout,
+        "ok"
+    );
+    let owned = Lab::start(LabPlan::default()).await.unwrap();
+    // As a developer keeps one while this runs.
+    let mut other = Lab::start(LabPlan::default()).await.unwrap();
+    other.keep().unwrap();
+    let others = other.directory().to_owned();
+    drop(other);
+    assert_eq!(down_kept([directory.clone(), owned.directory().to_owned()]).unwrap(), 1);
+    assert_eq!(left_behind(&directory), Vec::<String>::new());
+    assert!(
+        standing().contains(&owned.directory().to_owned()),
+        "a lab with a living owner was taken down"
+    );
+    assert!(again.down().is_ok(), "what is gone needs no taking down");
+    assert!(!standing().contains(&directory));
+    assert!(standing().contains(&others), "another kept lab was taken down");
+    assert!(Lab::attach(&others).unwrap().down().is_ok());
+}
+
+/// Another process of this program that owns a lab with one node: the first of the tests that kill one.
+async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("lab");
+    let owner = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "clusters::a_killed_owner_leaves_nothing_behind"])
+        .env(OWNER_FILE, &file)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lab = wait_until(
+        "the other owner's lab",
+        Duration::from_secs(150),
+        async || match std::fs::read_to_string(&file) {
+            Ok(text) if !text.is_empty() => Ok(PathBuf::from(text)),
+            other => Err(format!("{other:?}")),
+        },
+    )
+    .await
+    .unwrap();
+    (owner, lab)
+}
+
+/// Everything of a lab that is still there: paths, and processes as "pid name".
+fn left_behind(directory: &Path) -> Vec<String> {
+    let name = directory.file_name().unwrap().to_str().unwrap().to_owned();
+    let mut left = vec![];
+    if directory.exists() {
+        left.push(directory.display().to_string());
+    }
+    let hierarchies = std::fs::read_dir("/sys/fs/cgroup")
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    for root in hierarchies.chain([PathBuf::from("/sys/fs/cgroup")]) {
+        let cgroup = root.join("clustermesh-lab").join(&name);
+        if cgroup.exists() {
+            left.push(cgroup.display().to_string());
+        }
+    }
+    if std::fs::read_to_string("/proc/mounts").unwrap().contains(&name) {
+        left.push("/proc/mounts".into());
+    }
+    let own = std::process::id().to_string();
+    for entry in std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()) {
+        let pid = entry.file_name().into_string().unwrap();
+        let read = |file: &str| std::fs::read(entry.path().join(file)).unwrap_or_default();
+        let [line, cgroup] = ["cmdline", "cgroup"].map(|file| String::from_utf8_lossy(&read(file)).into_owned());
+        let is_process = pid.parse::<u32>().is_ok() && pid != own;
+        if is_process && (line.contains(directory.to_str().unwrap()) || cgroup.contains(&name)) {
+            left.push(format!("{pid} {}", line.replace('\0', " ")));
+        }
+    }
+    left
+}

@@ -1,0 +1,5 @@
+//! Tests the lab itself, and the images with which it installs the product. Needs root.
+
+mod clusters;
+mod control_plane;
+mod images;

@@ -1,0 +1,38 @@
+//! Changes the interface of a real agent with the userspace backend: it must be restored and counted. The kernel
+//! backend is tested in the program `machine`. Needs root.
+
+use clustermesh_tests::{
+    netns::wait_until,
+    pair::{TIMEOUT, exchange_peers, start_nodes},
+};
+
+#[test]
+fn changed_interface_is_restored_and_counted_by_kind() {
+    let sites = start_nodes();
+    let [a, b] = &sites;
+    let _agents = sites.each_ref().map(|site| site.agent("userspace"));
+    exchange_peers(&sites);
+    a.wait_until_reaches(b);
+    a.wait_until_ready();
+    let link = || {
+        let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
+        (link["mtu"].clone(), link["flags"].clone())
+    };
+    let whole = link();
+    assert_eq!(a.repairs(), [].into());
+    let handshakes = a.wg_show("latest-handshakes");
+    a.ns.ip(&format!("link set {} mtu 1300", a.interface));
+    wait_until("the MTU to be restored", TIMEOUT, || link() == whole);
+    wait_until("the repair to be counted", TIMEOUT, || {
+        a.repairs() == [("mtu".to_owned(), 1)].into()
+    });
+    assert_eq!(a.wg_show("latest-handshakes"), handshakes, "no session was touched");
+
+    // A link that goes down loses its IPv4 routes and IPv6 addresses, but no session.
+    a.ns.ip(&format!("link set {} down", a.interface));
+    wait_until("the link to be up", TIMEOUT, || link() == whole);
+    a.wait_until_reaches(b);
+    b.wait_until_reaches(a);
+    assert_eq!(a.repairs().get("link_down"), Some(&1));
+    assert_eq!(a.wg_show("latest-handshakes"), handshakes);
+}

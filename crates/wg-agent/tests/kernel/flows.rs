@@ -1,0 +1,479 @@
+//! Sends packets through the whole data path of nodes in real namespaces: routes, conntrack, the masquerading of a CNI
+//! and the DNAT of a Service. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+
+mod worker;
+
+use std::{
+    net::{IpAddr, UdpSocket},
+    time::Duration,
+};
+
+use clustermesh_tests::{
+    netns::{NetNs, wait_for},
+    path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, serve, source_of},
+};
+
+use worker::{
+    worker_forwards_node_port_connections_into_the_tunnel, worker_in_the_hub_reaches_its_api_server_without_tunnel,
+    worker_in_the_hub_replies_on_the_path_of_the_request,
+};
+
+/// Runs a test in both families.
+macro_rules! both {
+    ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
+}
+
+both! {
+    pods_keep_their_addresses_despite_cni_masquerading
+    unpublished_source_leaves_with_the_wireguard_address
+    remote_service_is_reached_and_answers_through_its_anchor
+    locally_translated_service_keeps_the_pod_source
+    node_address_is_tunnelled_while_outer_packets_are_not
+    icmp_errors_come_back_through_the_tunnel
+    destinations_outside_the_policy_are_closed
+    host_listeners_are_open_only_at_listed_node_addresses
+    removed_allow_rule_closes_an_open_connection
+    closed_member_loses_open_connections_both_ways
+    mesh_packets_never_leave_unencrypted_without_a_tunnel
+    spoofed_mesh_source_is_not_forwarded
+    mss_fits_the_smaller_device_mtu
+    worker_in_the_hub_replies_on_the_path_of_the_request
+    worker_in_the_hub_reaches_its_api_server_without_tunnel
+    worker_forwards_node_port_connections_into_the_tunnel
+}
+
+/// Runs the tests through real devices, with outer packets in the other family. Left out are tests that break the
+/// tunnel, and those of a worker, whose tunnel is a veth pair.
+macro_rules! across {
+    ($($name:ident)*) => {
+        mod ipv4_over_ipv6 { $(#[test] fn $name() { super::$name(&super::V4_OVER_V6) })* }
+        mod ipv6_over_ipv4 { $(#[test] fn $name() { super::$name(&super::V6_OVER_V4) })* }
+    };
+}
+
+across! {
+    pods_keep_their_addresses_despite_cni_masquerading
+    unpublished_source_leaves_with_the_wireguard_address
+    remote_service_is_reached_and_answers_through_its_anchor
+    locally_translated_service_keeps_the_pod_source
+    icmp_errors_come_back_through_the_tunnel
+    destinations_outside_the_policy_are_closed
+    host_listeners_are_open_only_at_listed_node_addresses
+    removed_allow_rule_closes_an_open_connection
+    closed_member_loses_open_connections_both_ways
+    spoofed_mesh_source_is_not_forwarded
+    mss_fits_the_smaller_device_mtu
+}
+
+fn pods_keep_their_addresses_despite_cni_masquerading(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
+    assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
+    assert!(mesh.hub_pod.pings(f.member_pod));
+    // Without the identity mapping the CNI masquerades.
+    mesh.member.sh("nft flush chain inet clustermesh nat");
+    assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_wireguard);
+}
+
+fn unpublished_source_leaves_with_the_wireguard_address(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
+    mesh.member
+        .ip(&format!("addr add {}/{} dev eth0{}", f.stray, f.host, f.nodad));
+    let stray = mesh.member.sh(&format!(
+        "curl -sS -m 3 --interface {} http://{}:8080",
+        f.stray,
+        f.url(f.hub_pod)
+    ));
+    assert_eq!(stray, f.member_wireguard);
+}
+
+fn remote_service_is_reached_and_answers_through_its_anchor(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub2_pod, f.hub2_pod, 8080);
+    mesh.service(&mesh.hub, f.service, f.hub2_pod);
+    // The endpoint is on another node than the anchor and sees the anchor's address, so that its replies go back there.
+    assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
+    assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
+}
+
+fn locally_translated_service_keeps_the_pod_source(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    mesh.service(&mesh.member, f.local_service, f.hub_pod);
+    assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
+    assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
+}
+
+fn node_address_is_tunnelled_while_outer_packets_are_not(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub, f.hub, 9090);
+    for interface in ["all", "eth0", "kilo0"] {
+        mesh.hub
+            .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), "1");
+        mesh.member
+            .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), "1");
+    }
+    assert_eq!(source_of(&mesh.member, f.hub, 9090), f.member_wireguard);
+    assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
+    // The member's device sends its outer packets to the same address, with the mark on its socket.
+    let [ours, theirs] =
+        [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
+    let capture = Capture::start(&mesh.member, "eth0", "udp port 51820");
+    wait_for("both directions of the outer packets", Duration::from_secs(5), || {
+        let mut buffer = [0; 10];
+        ours.send_to(b"outer", (f.hub.parse::<IpAddr>().unwrap(), 51820)).ok()?;
+        let (_, from) = theirs.recv_from(&mut buffer).ok()?;
+        assert_eq!(from.ip().to_string(), f.member);
+        theirs.send_to(b"reply", from).ok()?;
+        ours.recv_from(&mut buffer)
+            .ok()
+            .filter(|(_, from)| from.ip().to_string() == f.hub)
+    });
+    assert!(capture.finish(&mesh.member, f.member, f.switch).len() >= 2);
+}
+
+// threat: forged-icmp-error
+fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    for from in [&mesh.member_pod, &mesh.member] {
+        let any: IpAddr = if f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
+        let socket = from.enter(|| UdpSocket::bind((any, 0)).unwrap());
+        from.enter(|| socket.connect((f.hub_pod.parse::<IpAddr>().unwrap(), 9)))
+            .unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        wait_for("port unreachable from the hub's pod", Duration::from_secs(5), || {
+            let _ = socket.send(b"anyone?");
+            let error = socket.recv(&mut [0; 10]).err()?;
+            (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
+        });
+    }
+    // Errors about a reply reach the server.
+    let at = |ns: &NetNs, address: &str| {
+        let socket = ns
+            .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), 5000)))
+            .unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        socket
+    };
+    let (client, server) = (at(&mesh.member_pod, f.member_pod), at(&mesh.hub_pod, f.hub_pod));
+    let (_, from) = wait_for("the request", Duration::from_secs(5), || {
+        client
+            .send_to(b"question", (f.hub_pod.parse::<IpAddr>().unwrap(), 5000))
+            .ok()?;
+        server.recv_from(&mut [0; 10]).ok()
+    });
+    drop(client);
+    server.connect(from).unwrap();
+    wait_for("port unreachable from the member's pod", Duration::from_secs(5), || {
+        let _ = server.send(b"answer");
+        let error = server.recv(&mut [0; 10]).err()?;
+        (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
+    });
+}
+
+// threat: denied-address
+fn destinations_outside_the_policy_are_closed(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    for port in [9090, 10250] {
+        serve(&mesh.hub, f.hub, port);
+    }
+    for port in [6443, 9090] {
+        serve(&mesh.hub2_pod, f.hub2_pod, port); // the hub's API server runs there
+    }
+    for port in [9090, 10250] {
+        serve(&mesh.hub2, f.hub2, port);
+        serve(&mesh.hub2, f.hub2_gateway, port);
+    }
+    mesh.hub_pod
+        .ip(&format!("addr add {}/{} dev eth0{}", f.denied, f.host, f.nodad));
+    mesh.hub.ip(&format!("route add {} dev cni0", f.denied));
+    serve(&mesh.hub_pod, f.denied, 9090);
+    assert_eq!(source_of(&mesh.hub, f.denied, 9090), f.hub_gateway);
+    assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
+    assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
+    assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
+    // Addresses of another node, listed in its Node object or not, are reached through this node, except for ports that
+    // are closed on every node.
+    for other in [f.hub2, f.hub2_gateway] {
+        assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
+        assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
+    }
+    for (to, port) in [
+        (f.hub, 10250),
+        (f.hub2, 10250),
+        (f.hub2_gateway, 10250),
+        (f.hub2_pod, 6443),
+        (f.denied, 9090),
+    ] {
+        let closed = ask(&mesh.member_pod, to, port).unwrap_err();
+        assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
+    }
+    // A pod may use such a port: a Service reaches it there.
+    serve(&mesh.hub2_pod, f.hub2_pod, 10250);
+    mesh.service_on(&mesh.hub, f.service, f.hub2_pod, 10250);
+    assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
+    if f.outer.is_some() {
+        // A real device sends nothing to addresses without a peer.
+        return;
+    }
+    // A node forwards nothing from one peer to another.
+    mesh.member
+        .ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
+    mesh.hub.ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
+    mesh.hub.sh(&format!(
+        "nft add element inet clustermesh allow{n} {{ {} . {} }}",
+        f.member_pods,
+        f.elsewhere,
+        n = f.n
+    ));
+    mesh.hub.sh(&format!(
+        "nft 'table inet watch {{ chain post {{ type filter hook postrouting priority 300; oifname \"kilo0\" {} daddr {} counter; }}; }}'",
+        f.ip(),
+        f.elsewhere
+    ));
+    let sent_on = || {
+        assert!(ask(&mesh.member_pod, f.elsewhere, 80).is_err());
+        let chain = mesh.hub.sh("nft list chain inet watch post");
+        let packets = chain.split("counter packets ").nth(1).unwrap();
+        packets.split(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    assert_eq!(sent_on(), 0);
+    mesh.hub.nft("delete table inet clustermesh");
+    assert_ne!(sent_on(), 0, "without the table the packets pass");
+}
+
+// threat: node-listener
+fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    let any = if f.n == 4 { "0.0.0.0" } else { "::" };
+    serve(&mesh.hub, any, 22);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    mesh.hub.sh(&format!(
+        "nft 'table {ip} proxy {{ chain pre {{ type nat hook prerouting priority -100; fib daddr type local tcp dport 30080 dnat to {pod}:8080; }}; }}'",
+        ip = f.ip(),
+        pod = f.url(f.hub_pod),
+    ));
+    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster and are within the allowed
+    // networks.
+    for address in [f.hub_wireguard, f.hub_gateway] {
+        assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
+    }
+    assert_eq!(source_of(&mesh.hub2, f.hub, 30080), f.hub2);
+    // At listed node addresses the ports are open to the other member.
+    for port in [22, 30080] {
+        assert_eq!(source_of(&mesh.member_pod, f.hub, port), f.member_pod);
+    }
+    let udp = mesh
+        .hub
+        .enter(|| UdpSocket::bind((any.parse::<IpAddr>().unwrap(), 161)).unwrap());
+    udp.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let client = mesh.member_pod.enter(|| UdpSocket::bind((f.member_pod, 0)).unwrap());
+    let sent = |to: &str| {
+        client
+            .send_to(to.as_bytes(), (to.parse::<IpAddr>().unwrap(), 161))
+            .unwrap();
+        let mut buffer = [0; 64];
+        let (length, _) = udp.recv_from(&mut buffer).ok()?;
+        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    };
+    assert_eq!(sent(f.hub).as_deref(), Some(f.hub));
+    for address in [f.hub_wireguard, f.hub_gateway] {
+        for port in [22, 30080] {
+            let closed = ask(&mesh.member_pod, address, port).unwrap_err();
+            assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {closed}");
+        }
+        assert_eq!(sent(address), None, "{address}");
+        assert!(mesh.member_pod.pings(address), "{address}");
+    }
+    // The node gets replies to connections that it has opened from its WireGuard address.
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    assert_eq!(source_of(&mesh.hub, f.member_pod, 8080), f.hub_wireguard);
+}
+
+// threat: policy-removed
+fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
+    use std::io::{Read, Write};
+    let mesh = Mesh::new(f);
+    let listener = mesh
+        .hub_pod
+        .enter(|| std::net::TcpListener::bind((f.hub_pod, 8080)).unwrap());
+    let mut client = path::connect(&mesh.member_pod, f.hub_pod, 8080).unwrap();
+    let (mut server, _) = listener.accept().unwrap();
+    server.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let mut byte = [0];
+    client.write_all(b"a").unwrap();
+    server.read_exact(&mut byte).unwrap();
+    let mut without = mesh.hub_inputs.clone();
+    without.policies[0].allow.clear();
+    apply(&mesh.hub, &without);
+    client.write_all(b"b").unwrap();
+    assert_eq!(
+        server.read_exact(&mut byte).unwrap_err().kind(),
+        std::io::ErrorKind::WouldBlock
+    );
+    apply(&mesh.hub, &mesh.hub_inputs);
+    wait_for("the connection to continue", Duration::from_secs(20), || {
+        server.read_exact(&mut byte).ok()
+    });
+    assert_eq!(&byte, b"b");
+}
+
+// threat: closed-member-continues
+fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
+    use std::io::{Read, Write};
+    let mesh = Mesh::new(f);
+    let open = |from: &NetNs, to: &NetNs, at: &str, port| {
+        let listener = to.enter(|| std::net::TcpListener::bind((at, port)).unwrap());
+        let client = path::connect(from, at, port).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        for end in [&client, &server] {
+            end.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        }
+        (client, server, listener)
+    };
+    let mut ends = [
+        open(&mesh.member_pod, &mesh.hub_pod, f.hub_pod, 8080),
+        open(&mesh.hub_pod, &mesh.member_pod, f.member_pod, 8080),
+        // From an address that is published regardless of the policy.
+        open(&mesh.hub, &mesh.member_pod, f.member_pod, 8081),
+    ];
+    let mut exchange = |text: &[u8; 1]| {
+        let mut received = Vec::new();
+        for (client, server, _) in &mut ends {
+            let mut byte = [0];
+            client.write_all(text).unwrap();
+            received.push(server.read_exact(&mut byte).is_ok());
+            server.write_all(text).unwrap();
+            received.push(client.read_exact(&mut byte).is_ok());
+        }
+        received
+    };
+    assert_eq!(exchange(b"a"), [true; 6]);
+    // The policy still allows everything, and the Peer still exists.
+    let mut closed = mesh.hub_inputs.clone();
+    closed.policies[0].closed = true;
+    apply(&mesh.hub, &closed);
+    assert_eq!(exchange(b"b"), [false; 6]);
+    assert!(!mesh.hub_pod.pings(f.member_pod) && !mesh.member_pod.pings(f.hub_pod));
+    apply(&mesh.hub, &mesh.hub_inputs);
+    wait_for("all connections to continue", Duration::from_secs(20), || {
+        (exchange(b"c") == [true; 6]).then_some(())
+    });
+}
+
+// threat: unencrypted-packet
+fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    let try_all = || {
+        for to in [f.hub_pod, f.service, f.hub_wireguard] {
+            let _ = ask(&mesh.member_pod, to, 8080);
+            let _ = ask(&mesh.member, to, 8080);
+            let _ = mesh.member_pod.output("ping", &["-n", "-c1", "-W1", to]);
+        }
+    };
+    let filter = format!(
+        "dst net {} or dst net {} or dst net {}",
+        f.hub_pod_net, f.services, f.hub_wireguards
+    );
+    let sends_nothing = |why: &str| {
+        let capture = Capture::start(&mesh.member, "eth0", &filter);
+        try_all();
+        let seen = capture.finish(&mesh.member, f.member, f.switch);
+        assert_eq!(seen, Vec::<String>::new(), "{why}");
+    };
+    mesh.member.ip("link set kilo0 down");
+    for ns in [&mesh.member, &mesh.member_pod] {
+        // The client gets an error instead of a timeout. TCP over IPv6 reports it at its first retransmission, after a
+        // second.
+        let output = ns.output(
+            "curl",
+            &["-sS", "-m", "5", &format!("http://{}:8080", f.url(f.hub_pod))],
+        );
+        assert_eq!(
+            output.status.code(),
+            Some(7),
+            "{}: {}",
+            ns.name,
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    sends_nothing("the device is down");
+    mesh.member.ip("link del kilo0");
+    sends_nothing("the device is gone");
+    let mut without = mesh.member_inputs.clone();
+    without.peers.clear();
+    path::apply_without_device(&mesh.member, &without);
+    sends_nothing("the Peers are gone");
+    mesh.member.sh("ip rule flush; ip rule add pref 32766 lookup main; ip -6 rule flush; ip -6 rule add pref 32766 lookup main; ip rule add pref 0 lookup local; ip -6 rule add pref 0 lookup local");
+    sends_nothing("the rules are flushed");
+    mesh.member.sh("nft delete table inet clustermesh");
+    let capture = Capture::start(&mesh.member, "eth0", &filter);
+    try_all();
+    assert_ne!(
+        capture.finish(&mesh.member, f.member, f.hub),
+        Vec::<String>::new(),
+        "the capture shows nothing at all"
+    );
+}
+
+// threat: forged-mesh-source
+fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    // Another machine on the hub's underlay takes an address of the member.
+    mesh.hub2
+        .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
+    let from = |ns: &NetNs| {
+        let url = format!("http://{}:8080", f.url(f.hub_pod));
+        ns.output("curl", &["-sS", "-m", "1", "--interface", f.member_pod, &url])
+            .status
+            .success()
+    };
+    assert!(mesh.hub2.pings(f.hub));
+    // Removes everything else that would stop the packet.
+    mesh.hub.sh("nft flush chain inet clustermesh leave");
+    mesh.hub.ip(&format!(
+        "route add {}/{} via {} table 99",
+        f.member_pod, f.host, f.hub2
+    ));
+    mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
+    assert!(!from(&mesh.hub2));
+    let path = mesh.hub.sh("nft list chain inet clustermesh path_in");
+    let dropped = path
+        .lines()
+        .filter(|l| l.contains(" drop comment ") && !l.contains("packets 0 "))
+        .count();
+    assert_eq!(dropped, 1, "{path}");
+    mesh.hub.sh("nft flush chain inet clustermesh path_in");
+    assert!(from(&mesh.hub2), "without the chain the packet is forwarded");
+}
+
+fn mss_fits_the_smaller_device_mtu(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    // The MTU is 1380 on the member's device and 1420 on the hub's: each SYN must announce an MSS that both can carry.
+    for (server, from, to) in [
+        (&mesh.hub_pod, &mesh.member_pod, f.hub_pod),
+        (&mesh.member_pod, &mesh.hub_pod, f.member_pod),
+    ] {
+        let capture = Capture::start(server, "eth0", &format!("dst host {to} and dst port 8080"));
+        source_of(from, to, 8080);
+        let seen = capture.finish(
+            server,
+            to,
+            if to == f.hub_pod {
+                f.hub_gateway
+            } else {
+                f.member_gateway
+            },
+        );
+        let syn = seen.iter().find(|line| line.contains("Flags [S]")).expect("a SYN");
+        let size = 1380 - f.headers;
+        assert!(syn.contains(&format!("mss {size},")), "wanted {size}: {syn}");
+    }
+}

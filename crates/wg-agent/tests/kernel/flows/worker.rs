@@ -1,0 +1,84 @@
+//! Tests flows between a worker (a node of a member inside the hub's pod network), its pods and the hub.
+
+use std::net::IpAddr;
+
+use clustermesh_tests::path::{Capture, Family, Worker, apply, ask, serve, source_of};
+
+pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.worker, f.worker, 9090);
+    serve(&w.worker_pod, f.worker_pod, 8080);
+    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
+    w.echo(9091);
+    let by_eth0 = |why: &str| {
+        assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
+        assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");
+        assert!(w.mesh.hub_pod.pings(f.worker), "{why}");
+    };
+    by_eth0("the tunnel is up");
+    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
+    assert_eq!(source_of(&w.worker, f.hub_pod, 8080), f.worker_wireguard);
+
+    // The requests come from a hub pod whose address is a thrown prefix: those through the tunnel are still answered
+    // through the tunnel.
+    let mut thrown = w.inputs.clone();
+    thrown.throw.insert(f.hub_pod.parse::<IpAddr>().unwrap().into());
+    apply(&w.worker, &thrown);
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
+    by_eth0("the client is a thrown prefix");
+
+    let mut alone = w.inputs.clone();
+    alone.peers.clear();
+    apply(&w.worker, &alone);
+    by_eth0("there is no Peer");
+    for (interface, filter) in [("all", "1"), ("eth0", "1"), ("default", "1")] {
+        w.worker
+            .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), filter);
+    }
+    by_eth0("the reverse path filter is strict");
+    apply(&w.worker, &w.inputs);
+    by_eth0("the tunnel is back");
+    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
+    w.worker.ip("link del kilo0");
+    // UDP from an unbound socket fails here: its route is looked up before netfilter can mark the reply, and is
+    // `unreachable`. This is why the device is the first fallback while it exists.
+    assert_eq!(
+        source_of(&w.mesh.hub_pod, f.worker, 9090),
+        f.hub_pod,
+        "the device is gone"
+    );
+    assert!(ask(&w.worker_pod, f.hub_pod, 8080).is_err());
+}
+
+pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
+    w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub
+    let reaches = |why: &str| {
+        assert_eq!(source_of(&w.worker, f.service, 80), f.worker, "{why}");
+        assert_eq!(
+            source_of(&w.worker_pod, f.service, 80),
+            f.worker,
+            "{why}: a pod, masqueraded by the CNI"
+        );
+    };
+    reaches("the tunnel is up");
+    let mut alone = w.inputs.clone();
+    alone.peers.clear();
+    apply(&w.worker, &alone);
+    reaches("there is no Peer");
+    w.worker.ip("link del kilo0");
+    reaches("the device is gone");
+}
+
+pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
+    // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
+    w.node_port(30080, f.hub2_pod);
+    let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
+    // The endpoint sees the anchor, since the first hub node carries the pods of the second one here.
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
+    assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
+}

@@ -1,0 +1,299 @@
+//! Sets up the testbed of hostile_packets: a victim, a friend with which it exchanges packets all the time, and a
+//! stranger on a link of its own.
+
+mod raw_peer;
+
+use std::{
+    env,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use clustermesh_agent_core::device::{PeerChange, PeerSpec};
+use clustermesh_core::key::PublicKey;
+use wg_agent::device::{
+    Configuration, Device,
+    userspace::{Options, Userspace},
+};
+use x25519_dalek::StaticSecret;
+
+pub(crate) use self::raw_peer::{RawPeer, udp};
+use clustermesh_tests::netns::{NetNs, unique_name, veth, wait_until};
+
+/// Inner addresses are 10.9.0.n.
+pub(crate) const VICTIM: u8 = 1;
+pub(crate) const FRIEND: u8 = 2;
+/// A peer of the victim from which the attacks come.
+pub(crate) const STRANGER: u8 = 3;
+pub(crate) const PORT: u16 = 51820;
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
+/// A longer gap between replies is a stall, even on a busy machine.
+pub(crate) const STALL: Duration = Duration::from_secs(5);
+/// The limit of memory growth during an attack.
+pub(crate) const MEMORY: u64 = 64 << 20;
+const ECHO: u16 = 7;
+
+pub(crate) fn secret(number: u8) -> StaticSecret {
+    StaticSecret::from([number; 32])
+}
+
+pub(crate) fn public(number: u8) -> PublicKey {
+    PublicKey::new(x25519_dalek::PublicKey::from(&secret(number)).to_bytes())
+}
+
+pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
+    let spec = PeerSpec {
+        endpoint,
+        allowed_ips: [format!("10.9.0.{number}/32").parse().expect("a range")].into(),
+        ..PeerSpec::default()
+    };
+    PeerChange::Add(public(number), spec)
+}
+
+/// The outer addresses of one family, and other parameters of a run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Outer {
+    /// The victim's three links: its own address and the other end's.
+    pub(crate) wires: [[IpAddr; 2]; 3],
+    /// The victim's address on the link to the stranger.
+    pub(crate) victim: IpAddr,
+    pub(crate) stranger: IpAddr,
+    prefix: u8,
+    /// Further addresses of the stranger: their network, and its n-th address.
+    pub(crate) range: &'static str,
+    pub(crate) nth: fn(u32) -> IpAddr,
+    /// Workers of each device.
+    workers: usize,
+}
+
+const fn v4(c: [u8; 3], d: u8) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::new(c[0], c[1], c[2], d))
+}
+
+const fn v6(net: u16, node: u16) -> IpAddr {
+    IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, net, 0, 0, 0, node))
+}
+
+pub(crate) static V4: Outer = Outer {
+    wires: [
+        [v4([192, 0, 2], 1), v4([192, 0, 2], 2)],
+        [v4([198, 51, 100], 1), v4([198, 51, 100], 3)],
+        [v4([203, 0, 113], 1), v4([203, 0, 113], 4)],
+    ],
+    victim: v4([198, 51, 100], 1),
+    stranger: v4([198, 51, 100], 3),
+    prefix: 24,
+    range: "198.18.0.0/15",
+    nth: |number| Ipv4Addr::from_bits(Ipv4Addr::new(198, 18, 0, 0).to_bits() + number).into(),
+    workers: 1,
+};
+
+pub(crate) static V6: Outer = Outer {
+    wires: [[v6(1, 1), v6(1, 2)], [v6(2, 1), v6(2, 3)], [v6(3, 1), v6(3, 4)]],
+    victim: v6(2, 1),
+    stranger: v6(2, 3),
+    prefix: 64,
+    range: "fd99::/32",
+    // One /64 each: a whole /64 counts as one source.
+    nth: |number| Ipv6Addr::from_bits((0xfd99 << 112) + (u128::from(number) << 64) + 1).into(),
+    workers: 2,
+};
+
+pub(crate) struct Testbed {
+    pub(crate) outer: &'static Outer,
+    pub(crate) victim: NetNs,
+    pub(crate) friend: NetNs,
+    pub(crate) stranger: NetNs,
+    pub(crate) device: Userspace,
+    pub(crate) interface: String,
+    _friends: Userspace,
+}
+
+impl Testbed {
+    pub(crate) fn new(outer: &'static Outer) -> Self {
+        let (victim, friend, stranger) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("stranger"));
+        outer.wire(0, &victim, &friend);
+        outer.wire(1, &victim, &stranger);
+        let [at, friend_at] = outer.wires[0].map(|address| SocketAddr::new(address, PORT));
+        let (interface, device) = open(
+            outer,
+            &victim,
+            VICTIM,
+            &[peer(FRIEND, Some(friend_at)), peer(STRANGER, None)],
+        );
+        let (_, friends) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(at))]);
+        wait_until("a ping from the friend", TIMEOUT, || friend.pings("10.9.0.1"));
+        Self {
+            outer,
+            victim,
+            friend,
+            stranger,
+            device,
+            interface,
+            _friends: friends,
+        }
+    }
+
+    /// The victim's listen address, as seen by the stranger.
+    pub(crate) fn victim_at(&self) -> SocketAddr {
+        SocketAddr::new(self.outer.victim, PORT)
+    }
+
+    /// The victim's drops so far, for these reasons.
+    pub(crate) fn dropped(&self, reasons: &[&str]) -> u64 {
+        let drops = self.device.observe().expect("observe").drops;
+        reasons.iter().map(|reason| drops[reason]).sum()
+    }
+
+    /// The endpoint of a peer, as the victim knows it.
+    pub(crate) fn endpoint(&self, number: u8) -> Option<SocketAddr> {
+        self.device.observe().expect("observe").peers[&public(number)]
+            .stats
+            .endpoint
+    }
+
+    /// A UDP socket on the victim's inner address.
+    pub(crate) fn inner_socket(&self, port: u16) -> UdpSocket {
+        let address = SocketAddr::from((Ipv4Addr::new(10, 9, 0, VICTIM), port));
+        let socket = self
+            .victim
+            .enter(|| UdpSocket::bind(address))
+            .expect("bind an inner socket");
+        socket
+            .set_read_timeout(Some(Duration::from_millis(200)))
+            .expect("a timeout");
+        socket
+    }
+}
+
+impl Outer {
+    /// Creates one of the victim's links: `eth<number>` there, `eth0` at the other end.
+    pub(crate) fn wire(&self, number: usize, victim: &NetNs, other: &NetNs) {
+        let [ours, theirs] = self.wires[number].map(|address| format!("{address}/{}", self.prefix));
+        veth(victim, &format!("eth{number}"), &[&ours], other, "eth0", &[&theirs]);
+    }
+}
+
+/// Opens the device of a node, with its inner address.
+pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) -> (String, Userspace) {
+    let configuration = Configuration {
+        private_key: secret(number),
+        listen_port: PORT,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    let interface = unique_name("wh");
+    let options = Options {
+        workers: outer.workers,
+        ..Options::default()
+    };
+    let mut device = ns
+        .enter(|| Userspace::open_with(&interface, &configuration, options))
+        .expect("open a device");
+    ns.ip(&format!("addr add 10.9.0.{number}/24 dev {interface}"));
+    device.apply(peers).expect("add peers");
+    (interface, device)
+}
+
+/// Continuous requests from the friend to the victim; the longest gap between replies is checked at the end.
+pub(crate) struct Conversation {
+    stop: Arc<AtomicBool>,
+    answers: Arc<AtomicU64>,
+    echo: JoinHandle<()>,
+    asking: JoinHandle<Duration>,
+}
+
+impl Conversation {
+    pub(crate) fn start(testbed: &Testbed) -> Self {
+        let echo = testbed.inner_socket(ECHO);
+        let asking = testbed.friend.enter(|| {
+            let socket = UdpSocket::bind("10.9.0.2:0").expect("bind");
+            socket.connect(("10.9.0.1", ECHO)).expect("connect");
+            socket
+        });
+        asking
+            .set_read_timeout(Some(Duration::from_millis(20)))
+            .expect("a timeout");
+        let stop = Arc::new(AtomicBool::new(false));
+        let answers = Arc::new(AtomicU64::new(0));
+        let (echoes, asks, counted) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
+        Self {
+            stop,
+            answers,
+            echo: std::thread::spawn(move || {
+                let mut buffer = [0; 64];
+                while !echoes.load(Ordering::Acquire) {
+                    if let Ok((length, from)) = echo.recv_from(&mut buffer) {
+                        let _ = echo.send_to(&buffer[..length], from);
+                    }
+                }
+            }),
+            asking: std::thread::spawn(move || {
+                let (mut longest, mut last) = (Duration::ZERO, Instant::now());
+                while !asks.load(Ordering::Acquire) {
+                    let _ = asking.send(b"are you there?");
+                    if asking.recv(&mut [0; 64]).is_ok() {
+                        counted.fetch_add(1, Ordering::Release);
+                        longest = longest.max(last.elapsed());
+                        last = Instant::now();
+                    }
+                }
+                longest.max(last.elapsed())
+            }),
+        }
+    }
+
+    /// Waits for further replies, during an attack.
+    pub(crate) fn wait_for_answers(&self) {
+        let before = self.answers.load(Ordering::Acquire);
+        wait_until("replies to the friend during the attack", TIMEOUT, || {
+            self.answers.load(Ordering::Acquire) > before + 20
+        });
+    }
+
+    /// Ends the conversation. Fails if there was a stall.
+    pub(crate) fn finish(self) {
+        self.wait_for_answers();
+        self.stop.store(true, Ordering::Release);
+        let longest = self.asking.join().expect("the requesting thread");
+        self.echo.join().expect("the echo thread");
+        let answers = self.answers.load(Ordering::Acquire);
+        println!("{answers} answers, at most {longest:?} apart");
+        assert!(longest < STALL, "{longest:?} without a reply");
+    }
+}
+
+/// Environment variable of a process that runs one test.
+const SINGLE_TEST: &str = "CLUSTERMESH_TEST_ALONE";
+
+/// Runs the test of this path in a process of its own. Otherwise memory that an earlier test has freed would hide
+/// growth.
+pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
+    if env::var_os(SINGLE_TEST).is_some() {
+        return test();
+    }
+    let (_, name) = path.split_once("::").expect("a path in this program");
+    let output = Command::new(env::current_exe().expect("this program"))
+        .args(["--exact", name, "--test-threads=1", "--nocapture"])
+        .env(SINGLE_TEST, "1")
+        .output()
+        .expect("start this program once more");
+    let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    print!("{out}");
+    eprint!("{err}");
+    assert!(output.status.success() && out.contains("\ntest result: ok. 1 passed;"));
+}
+
+/// Resident memory of this process, in bytes.
+pub(crate) fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("/proc/self/status");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")).expect("VmRSS");
+    kilobytes.parse::<u64>().expect("a number") * 1024
+}

@@ -1,0 +1,94 @@
+//! Sends packets that no normal kernel sends through the data path of a target node, whose administrator has allowed
+//! settings that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+
+use std::{
+    net::{IpAddr, UdpSocket},
+    time::Duration,
+};
+
+use clustermesh_agent_core::{
+    compile::Inputs,
+    policy::{Port, Protocol, Rule},
+};
+use clustermesh_tests::{
+    attacker::{
+        RawSender,
+        packets::{UDP, source_route, udp_body, v4},
+    },
+    netns::{self, wait_until},
+    path::{Mesh, V4, apply},
+};
+
+const PORT: u16 = 5000;
+
+/// The hub's node with one of its own UDP sockets open to the member.
+fn target(mesh: &Mesh) -> Inputs {
+    let mut inputs = mesh.hub_inputs.clone();
+    let port = Port {
+        protocol: Protocol::Udp,
+        port: PORT,
+    };
+    inputs.policies[0].allow = vec![Rule {
+        to: [V4.hub.parse::<IpAddr>().unwrap().into()].into(),
+        ports: [port].into(),
+    }];
+    inputs
+}
+
+/// A node that accepts source routes forwards such a packet after its filters, to an address that the filters have not
+/// seen. One open port of the node would open the same port of every other address. (`conf.all` is off by default;
+/// `conf.default` is on.)
+// threat: ip-source-route
+#[test]
+fn accepted_source_route_reaches_no_closed_address() {
+    let mesh = Mesh::new(&V4);
+    apply(&mesh.hub, &target(&mesh));
+    // Namespaces of pods inherit the node's settings.
+    for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
+        ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
+    }
+    let [from, node, pod, other_pod, gateway] = [V4.member_wireguard, V4.hub, V4.hub_pod, V4.hub2_pod, V4.hub_gateway]
+        .map(|text| text.parse::<IpAddr>().unwrap());
+    let listen = |ns: &netns::NetNs, at: IpAddr| {
+        let socket = ns.enter(|| UdpSocket::bind((at, PORT))).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        socket
+    };
+    let (open, others) = (
+        listen(&mesh.hub, node),
+        [
+            listen(&mesh.hub_pod, pod),
+            listen(&mesh.hub2_pod, other_pod),
+            listen(&mesh.hub, gateway),
+        ],
+    );
+    let raw = RawSender::open(&mesh.member, "kilo0");
+    let send = |options: &[u8], text: &[u8]| {
+        let mut body = udp_body(from, node, (9, PORT), text);
+        // No checksum: it would be computed over the last address of the route.
+        body[6..8].fill(0);
+        raw.send(node, &v4(from, node, UDP, options, 0, 0, &body))
+            .expect("send");
+    };
+    let received = |socket: &UdpSocket| {
+        let mut buffer = [0; 100];
+        let (length, from) = socket.recv_from(&mut buffer).ok()?;
+        Some((from.ip(), String::from_utf8_lossy(&buffer[..length]).into_owned()))
+    };
+    wait_until("a packet to the open socket", Duration::from_secs(10), || {
+        send(&[], b"honest");
+        received(&open).is_some()
+    });
+    for kind in [131, 137] {
+        for hop in [pod, other_pod, gateway] {
+            send(&source_route(kind, hop), b"by the way");
+        }
+    }
+    // Packets arrive in order: when the last one has arrived, earlier ones would have, too.
+    while received(&open).is_some() {}
+    send(&[], b"after it");
+    wait_until("the last packet", Duration::from_secs(10), || {
+        received(&open).is_some_and(|(_, text)| text == "after it")
+    });
+    assert_eq!(others.map(|socket| received(&socket)), [None, None, None]);
+}

@@ -1,0 +1,221 @@
+//! Runs flows of `flows` beside the rules that kube-proxy and CNIs write, loaded as they load them: with nft,
+//! iptables-nft and iptables-legacy. `rules/README.md` gives the source of the rules. Needs root, nft, iptables and
+//! ipset.
+
+use std::{net::IpAddr, time::Duration};
+
+use clustermesh_tests::{
+    netns::{NetNs, wait_for},
+    path::{self, Capture, Family, Mesh, V4, V6, ask, serve, source_of},
+};
+
+/// Runs a test in both families.
+macro_rules! both {
+    ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
+}
+
+both! {
+    flows_pass_kube_proxy_and_flannel_nftables_rules
+    flows_pass_kube_proxy_and_flannel_iptables_nft_rules
+    flows_pass_kube_proxy_and_flannel_iptables_legacy_rules
+    flows_pass_kube_proxy_and_calico_rules
+    flows_pass_kube_proxy_and_cilium_legacy_routing_rules
+}
+
+/// How rules are loaded.
+#[derive(Clone, Copy)]
+enum Loader {
+    Nft,
+    /// iptables-nft or iptables-legacy.
+    Iptables(&'static str),
+}
+
+/// One program's rules for one node.
+struct Rules<'a> {
+    f: &'a Family,
+    /// The pod networks of the node and of its cluster.
+    pods: &'a str,
+    net: &'a str,
+    /// A ClusterIP, its only endpoint, and the Service network.
+    service: &'a str,
+    endpoint: &'a str,
+    services: &'a str,
+}
+
+impl Rules<'_> {
+    fn load(&self, ns: &NetNs, loader: Loader, text: &str) {
+        let f = self.f;
+        let v6 = f.n == 6;
+        let n = f.n.to_string();
+        let text = [
+            ("{ip}", f.ip()),
+            ("{type}", if v6 { "ipv6_addr" } else { "ipv4_addr" }),
+            ("{family}", if v6 { "ipv6" } else { "ipv4" }),
+            ("{n}", &n),
+            ("{pods}", self.pods),
+            ("{net}", self.net),
+            ("{services}", self.services),
+            ("{service}", self.service),
+            ("{endpoint}", self.endpoint),
+            ("{socket}", &format!("{}:8080", f.url(self.endpoint))),
+            ("{multicast}", if v6 { "ff00::/8" } else { "224.0.0.0/4" }),
+        ]
+        .iter()
+        .fold(text.to_owned(), |text, (name, value)| text.replace(name, value));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let path = file.path().to_str().unwrap();
+        match loader {
+            Loader::Nft => ns.run("nft", &["-f", path]),
+            Loader::Iptables(kind) => {
+                let program = format!("{}tables-{kind}-restore", if v6 { "ip6" } else { "ip" });
+                ns.run(&program, &["--noflush", path])
+            }
+        };
+    }
+}
+
+/// Replaces the simple CNI rules of the other tests by real ones. `load` writes them on the member's node, where a
+/// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of a Service.
+fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
+    let mesh = Mesh::new(f);
+    let local = format!("{}/{}", f.local_service, f.host);
+    let member = Rules {
+        f,
+        pods: f.member_pods,
+        net: f.member_pod_net,
+        service: f.local_service,
+        endpoint: f.hub_pod,
+        services: &local,
+    };
+    let hub = Rules {
+        f,
+        pods: f.hub_pods,
+        net: f.hub_pod_net,
+        service: f.service,
+        endpoint: f.hub2_pod,
+        services: f.services,
+    };
+    for (ns, rules) in [(&mesh.member, &member), (&mesh.hub, &hub)] {
+        ns.sh(&format!("nft delete table {} cni", f.ip()));
+        load(ns, rules);
+    }
+    mesh
+}
+
+/// Checks the flows, and that without our rules the loaded ones would masquerade them.
+fn flows(f: &'static Family, mesh: &Mesh) {
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.hub2_pod, f.hub2_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    // Pods keep their addresses. The node's own connections use its WireGuard address.
+    assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
+    assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
+    assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
+    assert!(mesh.hub_pod.pings(f.member_pod));
+    // A Service of the member with a remote endpoint. kube-proxy marks the node's own connection for masquerading.
+    assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
+    assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
+    // A remote Service through its anchor, where kube-proxy masquerades sources outside its cluster.
+    assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
+    assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
+    // All packets are inside the tunnel.
+    let capture = Capture::start(
+        &mesh.member,
+        "eth0",
+        &format!("net {} or net {}", f.member_pods, f.hub_pod_net),
+    );
+    assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
+    assert_eq!(capture.finish(&mesh.member, f.member, f.switch), Vec::<String>::new());
+    // Connections that leave the mesh are still masqueraded.
+    serve(&mesh.hub2, f.hub2, 9090);
+    assert_eq!(source_of(&mesh.hub_pod, f.hub2, 9090), f.hub);
+
+    mesh.member
+        .sh("nft flush chain inet clustermesh nat; nft flush chain inet clustermesh into_tunnel");
+    let spoiled = ask(&mesh.member_pod, f.hub_pod, 8080).map_err(|error| error.to_string());
+    assert_ne!(
+        spoiled,
+        Ok(f.member_pod.to_owned()),
+        "the rules that were loaded masquerade nothing"
+    );
+}
+
+fn flows_pass_kube_proxy_and_flannel_nftables_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| {
+        rules.load(ns, Loader::Nft, include_str!("rules/kube-proxy.nft"));
+        rules.load(ns, Loader::Nft, include_str!("rules/flannel.nft"));
+    });
+    flows(f, &mesh);
+}
+
+fn flows_pass_kube_proxy_and_flannel_iptables_nft_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "nft"));
+    flows(f, &mesh);
+}
+
+fn flows_pass_kube_proxy_and_flannel_iptables_legacy_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "legacy"));
+    flows(f, &mesh);
+}
+
+fn load_flannel_iptables(ns: &NetNs, rules: &Rules<'_>, kind: &'static str) {
+    rules.load(ns, Loader::Iptables(kind), include_str!("rules/kube-proxy.iptables"));
+    rules.load(ns, Loader::Iptables(kind), include_str!("rules/flannel.iptables"));
+}
+
+fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| {
+        let family = if f.n == 6 { "inet6" } else { "inet" };
+        for set in ["masq", "all"] {
+            let name = format!("cali{}0{set}-ipam-pools", f.n);
+            ns.sh(&format!(
+                "ipset create {name} hash:net family {family}; ipset add {name} {}",
+                rules.net
+            ));
+        }
+        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
+        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/calico.iptables"));
+    });
+    flows(f, &mesh);
+}
+
+/// Cilium's programs put the pod's identity into the mark of its packets. Two of its bits are in our mask.
+fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
+    let mesh = mesh(f, |ns, rules| {
+        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
+        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
+    });
+    // Cilium marks packets of the host, also the outer packets of the tunnel, whose endpoint is inside the mesh.
+    let [ours, theirs] =
+        [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
+    wait_for("an outer packet", Duration::from_secs(5), || {
+        ours.send_to(b"outer", (f.hub.parse::<IpAddr>().unwrap(), 51820))
+            .expect("it may leave");
+        theirs.recv_from(&mut [0; 10]).ok()
+    });
+    serve(&mesh.hub2, f.hub2, 9090);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    // Identities whose bits mean, in our mask: underlay, tunnel, both, and neither.
+    for identity in ["0x12140f00", "0x12240f00", "0x12340f00", "0x12040f00"] {
+        for ns in [&mesh.member, &mesh.hub] {
+            ns.sh(&format!(
+                "nft 'table netdev cilium {{ }}; delete table netdev cilium; \
+                 table netdev cilium {{ chain lxc {{ type filter hook ingress device cni0 priority 0; meta mark set {identity}; }}; }}'"
+            ));
+        }
+        assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod, "{identity}");
+        assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod, "{identity}");
+        assert_eq!(
+            source_of(&mesh.hub_pod, f.hub2, 9090),
+            f.hub,
+            "{identity}: beyond the mesh"
+        );
+        assert_eq!(
+            source_of(&mesh.member_pod, f.local_service, 80),
+            f.member_pod,
+            "{identity}"
+        );
+    }
+}

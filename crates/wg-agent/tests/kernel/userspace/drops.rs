@@ -1,0 +1,93 @@
+//! Tests of dropped packets: counted, reported to local senders by ICMP, and without effect.
+
+use clustermesh_agent_core::device::PeerChange;
+use clustermesh_tests::netns::wait_until;
+
+use super::{Node, Options, TIMEOUT, counters, node_pair, public};
+
+// threat: deleted-peer
+pub(super) fn removed_peer_is_unreachable_and_its_packets_dropped(options: Options) {
+    let [mut a, b] = node_pair(options);
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
+    a.apply(&[PeerChange::Remove(public(2))]);
+    assert!(!b.reaches(1) && !a.reaches(2));
+    let observed = a.observe();
+    assert!(observed.peers.is_empty());
+    assert!(
+        observed.drops["unknown_peer"] > 0 && observed.drops["no_peer"] > 0,
+        "{:?}",
+        observed.drops
+    );
+}
+
+pub(super) fn packet_without_a_peer_gets_an_icmp_error(options: Options) {
+    let mut node = Node::new(1, options);
+    // A peer without endpoint, and an address without a peer.
+    node.add(2, None);
+    for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
+        let ping_reports = |address: &str, words: &str| {
+            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let output = String::from_utf8_lossy(&output.stdout);
+            assert!(output.contains(words), "{address}: {output}");
+        };
+        ping_reports(v4, "Destination Host Unreachable");
+        ping_reports(v6, "Address unreachable");
+    }
+    assert_eq!(node.observe().drops["no_endpoint"], 2);
+}
+
+// threat: forged-inner-source
+pub(super) fn inner_source_outside_allowed_ips_is_dropped(options: Options) {
+    let [a, b] = node_pair(options);
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
+    assert_eq!(a.observe().drops["foreign_source"], 0);
+    b.ns.ip("addr add 10.66.0.1/32 dev lo");
+    a.ns.sh(
+        "nft 'add table inet t { chain in { type filter hook prerouting priority -300; ip saddr 10.66.0.1 counter; \
+         ip saddr 10.9.0.2 counter; }; }'",
+    );
+    let output =
+        b.ns.output("ping", &["-n", "-c3", "-i0.2", "-W1", "-I", "10.66.0.1", "10.9.0.1"]);
+    assert!(!output.status.success());
+    assert_eq!(a.observe().drops["foreign_source"], 3);
+    assert!(b.reaches(1));
+    assert_eq!(
+        counters(&a.ns),
+        [0, 1],
+        "the kernel got only the packet from the allowed address"
+    );
+}
+
+// threat: garbage-datagram
+pub(super) fn garbage_datagrams_change_nothing(options: Options) {
+    let [a, b] = node_pair(options);
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
+    let before = a.stats(2);
+    let mut noise = 0x9e37_79b9_u32;
+    let mut next = move || {
+        noise ^= noise << 13;
+        noise ^= noise >> 17;
+        noise ^= noise << 5;
+        noise
+    };
+    b.ns.enter(|| {
+        let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
+        for round in 0..20_000_u32 {
+            // Datagrams of each message type: the right length, lengths next to it, and random ones.
+            let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
+            let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
+            for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {
+                *byte = value;
+            }
+            // Errors of a full queue are ignored.
+            let _ = socket.send_to(&datagram, "192.0.2.1:51820");
+        }
+    });
+    wait_until("the flood to be read", TIMEOUT, || {
+        let drops = a.observe().drops;
+        drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000
+    });
+    let after = a.stats(2);
+    assert_eq!((after.endpoint, after.rx_bytes), (before.endpoint, before.rx_bytes));
+    assert!(a.reaches(2) && b.reaches(1));
+}

@@ -1,0 +1,73 @@
+//! Tests of endpoints, listen port and fwmark after restarts and changes.
+
+use std::time::{Duration, Instant};
+
+use clustermesh_agent_core::device::{PeerChange, PeerUpdate};
+use clustermesh_tests::netns::{veth, wait_until};
+use wg_agent::device::Device;
+
+use super::{Node, Options, TIMEOUT, counters, node_pair, public};
+
+pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Options) {
+    let [mut a, b] = node_pair(options);
+    wait_until("the first ping", TIMEOUT, || b.reaches(1));
+    for round in 0..5 {
+        let device = a.device.take().expect("an open device");
+        a.ns.enter(|| device.close()).expect("close");
+        assert_eq!(
+            a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
+            Some(1),
+            "the interface is gone"
+        );
+        assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", a.interface)).exists());
+        a.open();
+        let began = Instant::now();
+        a.add(2, Some("192.0.2.2:51820"));
+        // From the side that still has the old session.
+        wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
+        println!("round {round}: {:?}", began.elapsed());
+    }
+}
+
+pub(super) fn changed_endpoint_of_a_silent_peer_is_tried_at_once(options: Options) {
+    let (mut a, mut b) = (Node::new(1, options), Node::new(2, options));
+    veth(&a.ns, "eth0", &["192.0.2.1/24"], &b.ns, "eth0", &["192.0.2.2/24"]);
+    b.add(1, None);
+    a.add(2, Some("192.0.2.99:51820"));
+    assert!(!a.reaches(2));
+    let elsewhere = PeerUpdate {
+        endpoint: Some("192.0.2.2:51820".parse().expect("an endpoint")),
+        ..PeerUpdate::default()
+    };
+    let began = Instant::now();
+    a.apply(&[PeerChange::Update(public(2), elsewhere)]);
+    wait_until("a handshake", TIMEOUT, || a.stats(2).handshake_age.is_some());
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(a.reaches(2) && b.reaches(1));
+}
+
+pub(super) fn outer_packets_carry_the_current_fwmark(options: Options) {
+    let [mut a, b] = node_pair(options);
+    a.ns.sh(
+        "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
+         udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
+    );
+    let mut configuration = a.configuration.clone();
+    configuration.fwmark = 0x0010_0000;
+    a.configure(&configuration);
+    let before = counters(&a.ns);
+    wait_until("a ping", TIMEOUT, || a.reaches(2));
+    let after = counters(&a.ns);
+    assert!(after[0] > before[0] && after[1] == before[1], "{before:?} {after:?}");
+    configuration.fwmark = 7;
+    configuration.listen_port = 51999;
+    a.configure(&configuration);
+    wait_until("a ping from the new port", TIMEOUT, || a.reaches(2));
+    let last = counters(&a.ns);
+    assert!(last[2] > 0 && last[1] == after[1], "{last:?}");
+    assert_eq!(
+        b.stats(1).endpoint,
+        Some("192.0.2.1:51999".parse().expect("an endpoint"))
+    );
+    assert_eq!(a.observe().listen_port, 51999);
+}

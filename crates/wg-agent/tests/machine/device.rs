@@ -1,0 +1,193 @@
+//! Runs the tests of `contract` with the kernel's WireGuard, and tests of that backend alone.
+
+use std::{
+    io::Read,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use clustermesh_agent_core::{device::PeerChange, prefixes::Family};
+use clustermesh_tests::{
+    contract::{self, Node, TIMEOUT, links, node_pair, public, spec},
+    netns::{transfer, wait_until},
+    path::real::{Star, pod, probe_sizes},
+};
+use wg_agent::device::{Backend, DeviceError, userspace};
+
+use crate::virtual_machine::in_the_machine;
+
+macro_rules! case {
+    ($($name:ident)*) => { $(
+        #[test]
+        fn $name() {
+            in_the_machine!();
+            contract::$name(Backend::Kernel);
+        }
+    )* };
+}
+clustermesh_tests::each_device_test!(case);
+
+#[test]
+fn process_restart_loses_no_packet_and_no_session() {
+    in_the_machine!();
+    let [mut a, b] = node_pair([Backend::Kernel, Backend::Kernel]);
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
+    let (handshake, before) = (a.handshake(), a.peer(2));
+    let words = ["-n", "-q", "-c", "200", "-i", "0.05", "-W", "2", "10.9.0.2"];
+    let mut ping =
+        a.ns.spawn_command(Command::new("ping").args(words).stdout(Stdio::piped()));
+    for _ in 0..20 {
+        drop(a.device.take());
+        a.open(Backend::Auto);
+        let peer = a.peer(2);
+        assert_eq!(
+            (&peer.configured, peer.stats.endpoint),
+            (&before.configured, before.stats.endpoint)
+        );
+        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "the counters continue");
+    }
+    ping.wait(Duration::from_secs(60));
+    let mut text = String::new();
+    let mut output = ping.child().stdout.take().expect("its output");
+    output.read_to_string(&mut text).expect("read");
+    assert!(text.contains("200 packets transmitted, 200 received"), "{text}");
+    assert_eq!(a.handshake(), handshake, "the session is the same");
+}
+
+#[test]
+fn backend_switch_leaves_nothing_of_the_old_device() {
+    in_the_machine!();
+    let [mut a, b] = node_pair([Backend::Kernel, Backend::Userspace]);
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
+    let socket = format!("/var/run/wireguard/{}.sock", a.interface);
+    for (backend, kind, has_socket) in [
+        (Backend::Userspace, "tun", true),
+        (Backend::Auto, "wireguard", false),
+        (Backend::Userspace, "tun", true),
+        (Backend::Kernel, "wireguard", false),
+    ] {
+        // A restart drops the old device without closing it.
+        drop(a.device.take());
+        a.open(backend);
+        a.address();
+        a.add(2, Some("192.0.2.2:51820"));
+        // After the switch to the kernel, the peer refuses this node's initiations for 27 s. The peer has nothing to
+        // send, so it starts no handshake itself.
+        let patience = Duration::from_secs(90);
+        wait_until("a ping after the switch", patience, || a.reaches(2) && b.reaches(1));
+        let link = a.ns.ip_json(&format!("-d link show {}", a.interface));
+        assert_eq!(link[0]["linkinfo"]["info_kind"], kind);
+        assert_eq!(std::path::Path::new(&socket).exists(), has_socket, "{backend:?}");
+        let mut want = ["eth0".to_owned(), "lo".to_owned(), a.interface.clone()];
+        want.sort();
+        assert_eq!(links(&a.ns), want);
+    }
+}
+
+#[test]
+fn foreign_wireguard_interface_of_our_name_is_left_alone() {
+    in_the_machine!();
+    let node = Node::new(1, Backend::Kernel);
+    let (ns, ours) = (&node.ns, node.interface.clone());
+    assert_eq!(
+        ns.ip_json(&format!("link show {ours}"))[0]["ifalias"],
+        "clustermesh wg-agent"
+    );
+    ns.ip("link add kilo0 type wireguard");
+    let configuration = wg_agent::device::Configuration {
+        private_key: [3; 32].into(),
+        listen_port: 51821,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    for backend in [Backend::Kernel, Backend::Auto, Backend::Userspace] {
+        let error = ns
+            .enter(|| wg_agent::device::open(backend, "kilo0", &configuration, Default::default()))
+            .map(drop);
+        assert!(matches!(error, Err(DeviceError::Exists(_))), "{backend:?}");
+    }
+    let removed = |name: &str| ns.enter(|| userspace::remove_interface(name)).expect("an answer");
+    assert_eq!(["kilo0", &ours, "nobody"].map(removed), [false, true, true]);
+    assert_eq!(links(ns), ["kilo0", "lo"]);
+}
+
+#[test]
+fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
+    in_the_machine!();
+    let [mut a, mut b] = node_pair([Backend::Kernel, Backend::Kernel]);
+    wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
+    // Wait until no earlier ping can still cause a handshake: by then both sides have acknowledged them.
+    let quiet = Duration::from_secs(25);
+    wait_until("the pings to be acknowledged", TIMEOUT * 2, || {
+        a.peer(2).stats.handshake_age > Some(quiet)
+    });
+    drop(a.device.take());
+    a.configuration.private_key = [11; 32].into();
+    b.apply(&[
+        PeerChange::Remove(public(1)),
+        PeerChange::Add(public(11), spec(1, None)),
+    ]);
+    a.open(Backend::Auto);
+    wait_until("a handshake", TIMEOUT, || b.peer(11).stats.handshake_age.is_some());
+}
+
+/// One node of each backend with routes and firewall, for every combination of inner and outer family.
+fn mixed(outer: Family, largest: u16) {
+    let backend = |number| {
+        if number == 1 {
+            Backend::Kernel
+        } else {
+            Backend::Userspace
+        }
+    };
+    let mut star = Star::of(&[1500, 1500], backend, |_, _| outer);
+    star.reconcile();
+    star.wait_until_connected();
+    let [kernel, userspace] = &star.sites[..] else {
+        panic!("two nodes")
+    };
+    assert_eq!(
+        [kernel, userspace].map(|site| site.device.backend()),
+        ["kernel", "userspace"]
+    );
+    for family in Family::BOTH {
+        let (here, there) = (pod(1, family), pod(2, family));
+        for (from, to, at, other) in [(kernel, userspace, there, here), (userspace, kernel, here, there)] {
+            transfer(
+                &from.pod,
+                &to.pod,
+                &std::net::SocketAddr::new(at, 9002).to_string(),
+                1 << 20,
+            );
+            let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
+            assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
+            // Pings in both directions: nothing translates the pods' addresses.
+            assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
+        }
+    }
+    for site in [kernel, userspace] {
+        let device = site.inputs.node.device.as_str();
+        let stats = site.ns.run("wg", &["show", device, "transfer"]);
+        let moved: Vec<u64> = stats
+            .split_whitespace()
+            .skip(1)
+            .filter_map(|n| n.parse().ok())
+            .collect();
+        assert!(
+            moved.len() == 2 && moved.iter().all(|bytes| *bytes > 2 << 20),
+            "{stats}"
+        );
+    }
+}
+
+#[test]
+fn kernel_and_userspace_carry_both_families_over_ipv4() {
+    in_the_machine!();
+    mixed(Family::V4, 1440);
+}
+
+#[test]
+fn kernel_and_userspace_carry_both_families_over_ipv6() {
+    in_the_machine!();
+    mixed(Family::V6, 1420);
+}

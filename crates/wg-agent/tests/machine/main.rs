@@ -1,0 +1,9 @@
+//! Tests the agent with the kernel's WireGuard. Everything runs in a virtual machine, so the kernel of this machine does
+//! not matter. Needs root.
+
+mod device;
+mod drift;
+mod gateway;
+mod restart;
+mod sizes;
+mod virtual_machine;

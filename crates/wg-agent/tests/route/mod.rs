@@ -1,4 +1,0 @@
-//! Tests of sysctls and of large routing tables.
-
-mod settings;
-mod size;

@@ -1,0 +1,3 @@
+//! Tests `cargo xtask vm` itself. Needs root and QEMU.
+
+mod lifetime;

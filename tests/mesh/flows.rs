@@ -1,0 +1,464 @@
+//! Tests every kind of flow between Routed members on two whole clusters: which server answers, which source address it
+//! sees, what is closed, and that only WireGuard packets pass between the clusters in every failure.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    time::Instant,
+};
+
+use clustermesh_lab::{Answer, Asker, Lab, LabPlan, NAMESPACE, Web, wait_until};
+use nix::sys::signal::Signal;
+
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, json, pod, url};
+
+#[tokio::test]
+async fn routed_members_exchange_every_flow_only_encrypted() {
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).with_policies(HUB);
+    let lab = Lab::start(plan).await.unwrap();
+    // Bring the hub's API server into the mesh, so that only the policy can keep it closed.
+    let api = format!("{}/32", lab.cluster(HUB).plan().api_address());
+    let mesh = Mesh::up(&lab, &[api]).await;
+
+    let capture = lab.capture("flows", "ip").await.unwrap();
+    pods_reach_remote_pods_with_own_address(&mesh).await;
+    mirrored_service_is_balanced_locally_and_keeps_source(&mesh).await;
+    node_port_of_mirrored_service_reaches_remote_pods(&mesh).await;
+    remote_cluster_ip_is_reached_through_anchor(&mesh).await;
+    hosts_send_from_their_wireguard_address(&mesh).await;
+    infrastructure_ports_are_open_only_in_own_cluster(&mesh).await;
+    packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
+    let captured = capture.stop().await.unwrap();
+    println!("{} packets of WireGuard passed", mesh.tunnelled(&captured).await);
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+
+    member_pods_get_no_metrics_of_controller(&mesh).await;
+    network_policy_admits_only_needs_of_controller(&mesh).await;
+    dead_agent_closes_tunnel_and_leaks_nothing(&mesh).await;
+    deletion_of_mesh_leaks_no_tunnelled_flow(&mesh).await;
+}
+
+async fn pods_reach_remote_pods_with_own_address(mesh: &Mesh<'_>) {
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in ours {
+            for to in theirs {
+                let answer = mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.expected_answer(to, from.ip));
+                let answered = mesh.lab.ping(&pod(from), to.ip).await.unwrap();
+                assert!(answered, "ping {from:?} -> {to:?}");
+            }
+        }
+    }
+}
+
+async fn mirrored_service_is_balanced_locally_and_keeps_source(mesh: &Mesh<'_>) {
+    let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
+    assert!(mesh.member.plan().service_cidr.contains(&as_v4(service)));
+    for from in &mesh.member_webs {
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, from.ip))
+            .collect();
+        mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
+    }
+}
+
+async fn node_port_of_mirrored_service_reaches_remote_pods(mesh: &Mesh<'_>) {
+    let node_port = r#"{"spec":{"type":"NodePort"}}"#;
+    let patch = ["patch", "service", "hub-web", "--type=merge", "-p", node_port];
+    mesh.member.kubectl(patch).await.unwrap();
+    let service = json(&mesh.member, &["get", "service", "hub-web"]).await;
+    let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
+    let outside = mesh
+        .lab
+        .add_host("outside", "172.30.9.9".parse().unwrap())
+        .await
+        .unwrap();
+    for node in mesh.member.nodes() {
+        let saw = mesh.wireguard[node.name()];
+        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.expected_answer(to, saw)).collect();
+        let url = url(node.address(), u16::try_from(port).unwrap());
+        mesh.assert_answers(&host(outside.name()), &url, &want).await;
+    }
+    let back = r#"{"spec":{"type":"ClusterIP"}}"#;
+    let patch = ["patch", "service", "hub-web", "--type=merge", "-p", back];
+    mesh.member.kubectl(patch).await.unwrap();
+}
+
+async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
+    for (importer, exporter, ours, theirs) in [
+        (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
+        (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
+    ] {
+        let anchor = mesh.anchor(exporter, importer).await;
+        // The anchor masquerades: a pod on the anchor sees the anchor's bridge address, a pod on another node the
+        // anchor's own address.
+        let want: Vec<Answer> = theirs
+            .iter()
+            .map(|to| {
+                mesh.expected_answer(
+                    to,
+                    if to.node == anchor {
+                        bridge(to)
+                    } else {
+                        mesh.lab.node(&anchor).address().into()
+                    },
+                )
+            })
+            .collect();
+        let service = exporter.cluster_ip("default", "web").await.unwrap();
+        for from in ours {
+            mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
+            mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
+        }
+    }
+}
+
+/// The address of the pod's node on the pods' bridge.
+fn bridge(web: &Web) -> IpAddr {
+    let [a, b, c, _] = as_v4(web.ip).octets();
+    IpAddr::from([a, b, c, 1])
+}
+
+fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
+    match address {
+        IpAddr::V4(address) => address,
+        IpAddr::V6(address) => panic!("{address} in an IPv4 lab"),
+    }
+}
+
+async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
+    let mirrored = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for node in ours.iter().map(|web| &web.node) {
+            for to in theirs {
+                let answer = mesh.wait_for_answer(&host(node), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.expected_answer(to, mesh.wireguard[node]));
+            }
+        }
+    }
+    for node in mesh.member_webs.iter().map(|web| &web.node) {
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, mesh.wireguard[node]))
+            .collect();
+        mesh.assert_answers(&host(node), &url(mirrored, 80), &want).await;
+    }
+    // A server in a node's host network is reachable at the node's own address if allowedNetworks contains it, but
+    // never at its WireGuard address. A client in a pod keeps its source address.
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for server in theirs.iter().map(|web| &web.node) {
+            let node = mesh.lab.node(server);
+            let name = format!("NODE={server}");
+            let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
+            let mut serving = node.spawn("host-service", words).unwrap();
+            serving.says("serving on", PATIENCE).await.unwrap();
+            let server_url = url(mesh.wireguard[server], 9090);
+            assert_eq!(mesh.status(&host(server), &server_url).await, "200", "at home");
+            for from in ours {
+                for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+                    if server.starts_with(HUB) {
+                        let to = IpAddr::from(node.address());
+                        let answer = mesh.wait_for_answer(&asker, &url(to, 9090)).await;
+                        let want = Answer {
+                            pod: server.clone(),
+                            node: server.clone(),
+                            saw,
+                        };
+                        assert_eq!(answer, want, "{asker} -> {to}");
+                    }
+                    let why = mesh.assert_closed(&asker, &server_url).await;
+                    println!("{asker} -> {server_url}: {why}");
+                }
+            }
+        }
+    }
+}
+
+// threat: denied-address
+async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
+    let plan = mesh.hub.plan();
+    let node = mesh.lab.node("mgmt-1");
+    let wireguard = mesh.wireguard["mgmt-1"];
+    // The lab's kubelet listens on the node's address only, so another server has to listen at the WireGuard address.
+    let server_url = format!("{wireguard}:10250");
+    let mut serving = node
+        .spawn("kubelet-port", [&mesh.probe(), "serve", &server_url])
+        .unwrap();
+    serving.says("serving on", PATIENCE).await.unwrap();
+    let targets = [
+        format!("https://{}:10250/pods", node.address()),
+        format!("http://{server_url}"),
+        format!("https://{}/version", plan.api_service_ip()),
+        format!("https://{}:6443/version", plan.api_address()),
+    ];
+    for target in &targets {
+        let at_home = pod(&mesh.hub_webs[0]);
+        assert_eq!(mesh.status(&at_home, target).await, "200", "{at_home} -> {target}");
+        for web in &mesh.member_webs {
+            for tenant in [pod(web), host(&web.node)] {
+                let why = mesh.assert_closed(&tenant, target).await;
+                println!("{tenant} -> {target}: {why}");
+            }
+        }
+    }
+}
+
+// threat: controller-port
+async fn member_pods_get_no_metrics_of_controller(mesh: &Mesh<'_>) {
+    let controller = mesh.product.controller_pod().await.unwrap();
+    let page = async |from: Asker, path: &str| {
+        let address = if from == pod(&controller) {
+            IpAddr::from([127, 0, 0, 1])
+        } else {
+            controller.ip
+        };
+        let url = format!("{}{path}", url(address, 8080));
+        let words = ["curl", "-sS", "-m", "5", "-w", "%{http_code}", &url];
+        mesh.lab.run_at(&from, &words).await.unwrap().stdout
+    };
+    // The port itself is open to the member's pods.
+    assert_eq!(page(pod(&mesh.member_webs[0]), "/readyz").await, "ok\n200");
+    for path in ["/metrics", "/debug/state"] {
+        let inside = page(pod(&controller), path).await;
+        assert!(inside.ends_with("200") && inside.contains(MEMBER), "{path}: {inside}");
+        for web in &mesh.member_webs {
+            let outside = page(pod(web), path).await;
+            let refused = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward";
+            assert!(
+                outside.starts_with(refused) && outside.ends_with("403"),
+                "{path}: {outside}"
+            );
+        }
+    }
+}
+
+/// Scans every open socket from the controller's own network namespace, before and after the policy is applied.
+async fn network_policy_admits_only_needs_of_controller(mesh: &Mesh<'_>) {
+    let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
+    let controller = mesh.product.controller_pod().await.unwrap();
+    let mut admitted: BTreeSet<SocketAddr> = [
+        (hub.api_address(), 6443),
+        (hub.api_service_ip(), 443),
+        (member.api_address(), 6443),
+        (hub.dns_ip(), 53),
+    ]
+    .map(SocketAddr::from)
+    .into();
+    let resolvers = mesh.hub.pods("kube-system", "k8s-app=kube-dns").await.unwrap();
+    admitted.extend(resolvers.iter().map(|pod| SocketAddr::new(pod.ip, 53)));
+    let mut all = mesh.hub.sockets().await.unwrap();
+    all.extend(mesh.member.sockets().await.unwrap());
+    all.retain(|socket, _| socket.ip() != controller.ip);
+    all.extend(admitted.iter().map(|socket| (*socket, String::new())));
+    let kubelets = mesh.hub.nodes().into_iter().map(|node| (node.address().into(), 10250));
+    let webs = mesh.hub_webs.iter().chain(&mesh.member_webs).map(|web| (web.ip, 8080));
+    let open: BTreeSet<SocketAddr> = kubelets
+        .chain(webs)
+        .map(SocketAddr::from)
+        .chain(admitted.clone())
+        .collect();
+    mesh.lab.until_open(&pod(&controller), &open).await.unwrap();
+    let port = BTreeSet::from([SocketAddr::new(controller.ip, 8080)]);
+    let neighbour = pod(&mesh.hub_webs[0]);
+    mesh.lab.until_open(&neighbour, &port).await.unwrap();
+
+    mesh.hub
+        .apply(&mesh.product.controller_policy().unwrap())
+        .await
+        .unwrap();
+    let others = open.difference(&admitted).copied().collect();
+    mesh.lab.until_closed(&pod(&controller), &others).await.unwrap();
+    mesh.lab.until_open(&pod(&controller), &admitted).await.unwrap();
+    let found = mesh.lab.scan(&pod(&controller), all.into_keys()).await.unwrap();
+    assert_eq!(found, admitted);
+    mesh.lab.until_closed(&neighbour, &port).await.unwrap();
+
+    // The policy limits the new process from its first packet: its probes pass, and it restores an object in the
+    // member.
+    let words = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
+    mesh.hub.kubectl(words).await.unwrap();
+    mesh.hub
+        .rollout(NAMESPACE, "deployment/clustermesh-controller")
+        .await
+        .unwrap();
+    let peers = json(&mesh.member, &["get", "peers"]).await;
+    let peer = peers["items"][0]["metadata"]["name"].as_str().unwrap().to_owned();
+    mesh.member.kubectl(["delete", "peer", &peer]).await.unwrap();
+    wait_until(format!("Peer {peer} to be written again"), PATIENCE, async || {
+        let found = mesh.member.try_kubectl(["get", "peer", &peer]).await;
+        let found = found.map_err(|error| error.to_string())?;
+        if found.status.success() {
+            Ok(())
+        } else {
+            Err(found.stderr)
+        }
+    })
+    .await
+    .unwrap();
+    for (from, to) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in from {
+            for to in to {
+                mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
+            }
+        }
+    }
+}
+
+async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
+    let pairs = [
+        (&mesh.member_webs[0], &mesh.hub_webs[0]),
+        (&mesh.member_webs[1], &mesh.hub_webs[0]),
+        (&mesh.hub_webs[0], &mesh.member_webs[0]),
+    ];
+    for (from, to) in pairs {
+        // The MTU is 1440 bytes, because WireGuard travels over IPv4. The headers of IP and ICMP take 28 of them.
+        for (size, fits) in [("1412", true), ("1413", false)] {
+            let to = to.ip.to_string();
+            let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
+            let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
+            let printed = format!("{}{}", output.stdout, output.stderr);
+            assert_eq!(
+                output.status.success(),
+                fits,
+                "{size} bytes {from:?} -> {to}: {printed}"
+            );
+            assert!(fits || printed.contains("1440"), "the error names the MTU: {printed}");
+        }
+    }
+    for (from, to) in [pairs[0], pairs[2]] {
+        // Delete the path MTU that the pings taught, so that only MSS clamping is left.
+        for web in [from, to] {
+            mesh.lab
+                .run_at(&pod(web), &["ip", "route", "flush", "cache"])
+                .await
+                .unwrap();
+        }
+        let node = mesh.lab.node(&to.node);
+        let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
+        let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
+        let words = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+        let _serving = node.pod_spawn("mib", to.ip, words).unwrap();
+        let fetch = format!(
+            "curl -sS -m 20 --retry 20 --retry-connrefused --retry-delay 1 {}/f | md5sum",
+            url(to.ip, 5202)
+        );
+        let start = Instant::now();
+        let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
+        assert_eq!(got.stdout, sum, "{}", got.stderr);
+        println!(
+            "1 MB {} -> {}: {:.2} s",
+            to.node,
+            from.node,
+            start.elapsed().as_secs_f64()
+        );
+    }
+}
+
+/// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
+// threat: unencrypted-packet
+async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
+    let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
+    let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
+    let node = mesh.lab.node(&dead.node);
+    // A stopped kubelet cannot restart the agent.
+    node.signal("kubelet", Signal::SIGSTOP).unwrap();
+    node.signal("wg-agent", Signal::SIGKILL).unwrap();
+    wait_until("kilo0 to lose its carrier", PATIENCE, async || {
+        let shown = node.exec(["ip", "link", "show", "kilo0"]).await.unwrap().stdout;
+        if shown.contains("NO-CARRIER") {
+            Ok(())
+        } else {
+            Err(shown)
+        }
+    })
+    .await
+    .unwrap();
+    let all_are_closed = async |when: &str| {
+        for (from, to) in [
+            (pod(dead), url(far.ip, 8080)),
+            (host(&dead.node), url(far.ip, 8080)),
+            (pod(far), url(dead.ip, 8080)),
+            (host(&far.node), url(dead.ip, 8080)),
+        ] {
+            let why = mesh.assert_closed(&from, &to).await;
+            println!("{when}: {from} -> {to}: {why}");
+        }
+    };
+    all_are_closed("agent dead").await;
+    // Then another program deletes our policy routing rules, so that only the firewall is left.
+    let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
+    let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
+    let ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
+    let ours: Vec<_> = rules.as_array().unwrap().iter().filter(ours).collect();
+    assert!(!ours.is_empty(), "the rules outlive the agent: {rules}");
+    for rule in ours {
+        let preference = rule["priority"].to_string();
+        node.exec(["ip", "rule", "del", "pref", &preference]).await.unwrap();
+    }
+    all_are_closed("rules deleted too").await;
+    node.signal("kubelet", Signal::SIGCONT).unwrap();
+    let continued = Instant::now();
+    let answer = mesh.wait_for_answer(&pod(far), &url(dead.ip, 8080)).await;
+    println!(
+        "back {:.1} s after the kubelet could start it again",
+        continued.elapsed().as_secs_f64()
+    );
+    assert_eq!(answer, mesh.expected_answer(dead, far.ip));
+    let answer = mesh.wait_for_answer(&pod(dead), &url(far.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(far, dead.ip));
+    let captured = capture.stop().await.unwrap();
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+}
+
+/// When a cluster deletes its PeerPolicy, the other's addresses are no longer reserved, and new connections use the
+/// node's ordinary routes. Connections that the tunnel carried before must not.
+// threat: unencrypted-packet
+async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
+    let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
+    let mut flows = vec![];
+    for (from, to) in [
+        (&mesh.member_webs[0], &mesh.hub_webs[0]),
+        (&mesh.hub_webs[1], &mesh.member_webs[1]),
+    ] {
+        let (node, server) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
+        let serve = [&mesh.probe(), "stream-serve", ":5201"];
+        let mut serving = server.pod_spawn("stream-serve", to.ip, serve).unwrap();
+        serving.says("streaming on", PATIENCE).await.unwrap();
+        flows.push((serving, "streaming on"));
+        let (ping, stream) = (to.ip.to_string(), format!("{}:5201", to.ip));
+        let ping = ["ping", "-n", "-i", "0.02", &ping];
+        flows.push((node.pod_spawn("pod-ping", from.ip, ping).unwrap(), "bytes from"));
+        let probe = mesh.probe();
+        let stream = [&probe, "stream-get", &stream, "60"];
+        flows.push((node.pod_spawn("pod-stream", from.ip, stream).unwrap(), "3 after"));
+        flows.push((node.spawn("host-stream", stream).unwrap(), "3 after"));
+    }
+    for (flow, going) in &mut flows {
+        flow.says(going, PATIENCE).await.unwrap();
+    }
+    let delete = [
+        "delete",
+        "clustermesh",
+        "-n",
+        NAMESPACE,
+        clustermesh_lab::MESH,
+        "--timeout=60s",
+    ];
+    let start = Instant::now();
+    mesh.hub.kubectl(delete).await.unwrap();
+    println!("deleted in {:.2} s", start.elapsed().as_secs_f64());
+    // A stream fails after two seconds without an answer; by then it has retransmitted several times.
+    for (flow, going) in &mut flows {
+        if *going == "3 after" {
+            let status = flow.ends(PATIENCE).await.unwrap();
+            assert!(!status.success(), "{}", flow.log());
+        }
+    }
+    drop(flows);
+    let captured = capture.stop().await.unwrap();
+    assert!(mesh.tunnelled(&captured).await > 0, "the tunnel carried it before");
+    assert_eq!(mesh.published_in_clear(&captured).await, Vec::<String>::new());
+}

@@ -1,0 +1,437 @@
+//! Changes what is open while packets flow: a quarantine and every change of a profile, with a sandbox's pod and node
+//! that send continuously. A sandbox reaches only granted ports at the gateways; a cluster-meshed member reaches every
+//! pod at its own address and nothing at the gateways. Each flow gets answers only between the change that opens it and
+//! the end of the change that closes it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
+
+use clustermesh_lab::{Asker, Echo, GATEWAYS, MESH, NAMESPACE, Web, wait_until};
+
+use super::{HUB, NEW, OLD, PATIENCE, SERVED, Side, TestEnv, addresses, grants, now, text};
+use crate::setup::{json, state::versions};
+
+/// A port that no Service has.
+const BEYOND: u16 = 9100;
+/// A port of a granted Service.
+const STREAM: u16 = 8200;
+/// A change closes everything within so many milliseconds of the kubectl call, also on a busy machine.
+const BOUND: u128 = 30_000;
+/// A flow without an answer for so many milliseconds counts as closed.
+const SILENCE: u128 = 2000;
+/// TCP connections through each gateway from the pod and from the node. With a single one, the change might keep its
+/// endpoint by chance.
+const STREAMS: usize = 3;
+
+/// A destination that is probed continuously over UDP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Path {
+    /// The mirrored Service: open in both profiles.
+    Named,
+    /// Granted ports at the gateways: open for a sandbox only.
+    Gateways,
+    /// The same port of the Service's pod: open for a cluster-meshed member only.
+    Pod,
+    /// A port of that pod that no Service has: open for a cluster-meshed member only.
+    Beyond,
+    /// The pod's ports at the gateways: never open.
+    Ungranted,
+}
+
+const SANDBOX: &[Path] = &[Path::Named, Path::Gateways];
+const MESHED: &[Path] = &[Path::Named, Path::Pod, Path::Beyond];
+
+/// Probes of one path, from the pod and from the node.
+struct Flow {
+    sockets: BTreeSet<SocketAddr>,
+    echoes: Vec<Echo>,
+    /// Flows that may, but need not, get answers while the path is open.
+    others: Vec<Echo>,
+    /// The periods in which answers are allowed, in milliseconds since 1970. The last one has no end while the path is
+    /// open.
+    windows: Vec<(u128, Option<u128>)>,
+}
+
+/// The state of the SandboxAccess in the hub.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Grants,
+    Nothing,
+    Absent,
+}
+
+struct Flows<'a> {
+    env: &'a TestEnv<'a>,
+    side: &'a Side<'a>,
+    store: Vec<Web>,
+    flows: BTreeMap<Path, Flow>,
+    /// TCP connections that a change has ended, each with the time from which it must not get answers.
+    ended: Vec<(Echo, u128)>,
+}
+
+// threat: profile-tightened, quarantine, closed-member-continues
+pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &TestEnv<'_>, side: &Side<'_>) {
+    let store = env.pods().await;
+    let probe = env.lab.prober().unwrap();
+    let serve = |how: &str, port: u16| {
+        let each = store.iter().map(|web| {
+            let words = [&*probe, how, &format!(":{port}")];
+            env.lab.node(&web.node).pod_spawn(how, web.ip, words).unwrap()
+        });
+        each.collect::<Vec<_>>()
+    };
+    let _servers = [serve("udp-echo", BEYOND), serve("stream-serve", STREAM)];
+    let mut flows = Flows {
+        env,
+        side,
+        store,
+        flows: BTreeMap::new(),
+        ended: Vec::new(),
+    };
+    let called = now();
+    let gateways: BTreeSet<SocketAddr> = env.gateway_sockets(side, "store", "echo").await.into_iter().collect();
+    let ungranted = gateways.iter().map(|socket| SocketAddr::new(socket.ip(), 9000));
+    flows.watch(Path::Ungranted, ungranted.collect());
+    flows.watch(Path::Gateways, gateways);
+    flows.watch(Path::Pod, [flows.store_at(9000)].into());
+    flows.watch(Path::Beyond, [flows.store_at(BEYOND)].into());
+    flows.watch_named().await;
+    let (sandbox, wide, standard) = (mesh(env, "sandbox"), mesh(env, "cluster-meshed"), mesh(env, "standard"));
+
+    flows
+        .wait_until_open("a sandbox", called, SANDBOX, Access::Grants)
+        .await;
+    let streams = flows.streams_through_gateways().await;
+    let objects = flows.objects().await;
+    let called = flows.apply(&quarantined(&sandbox)).await;
+    flows
+        .wait_until_open("quarantine of a sandbox", called, &[], Access::Nothing)
+        .await;
+    flows.mark_ended(streams);
+    assert_eq!(flows.objects().await, objects, "its objects are kept");
+    let called = flows.apply(&sandbox).await;
+    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
+
+    let streams = flows.streams_through_gateways().await;
+    let called = flows.annotate(&format!("kilo-clustermesh.io/quarantine={OLD}")).await;
+    flows
+        .wait_until_open("quarantine by annotation", called, &[], Access::Nothing)
+        .await;
+    flows.mark_ended(streams);
+    let called = flows.annotate("kilo-clustermesh.io/quarantine-").await;
+    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
+
+    let streams = flows.streams_through_gateways().await;
+    let called = flows.apply(&wide).await;
+    flows
+        .wait_until_open("sandbox to cluster-meshed", called, MESHED, Access::Absent)
+        .await;
+    flows.mark_ended(streams);
+    let straight = flows.stream(1, flows.store_at(STREAM)).await;
+    let called = flows.apply(&quarantined(&wide)).await;
+    flows
+        .wait_until_open("quarantine of a trusted member", called, &[], Access::Absent)
+        .await;
+    let called = flows.apply(&wide).await;
+    flows.wait_until_open("its end", called, MESHED, Access::Absent).await;
+    // Between nodes that trust each other a connection survives as long as both ends wait.
+    straight.answered_after(now()).await.unwrap();
+    flows.flows.get_mut(&Path::Pod).unwrap().others.push(straight);
+
+    let called = flows.apply(&sandbox).await;
+    flows
+        .wait_until_open("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
+        .await;
+    let streams = flows.streams_through_gateways().await;
+    let called = flows.apply(&standard).await;
+    flows
+        .wait_until_open("sandbox to standard", called, &[], Access::Absent)
+        .await;
+    flows.mark_ended(streams);
+    // The mirrored Service is deleted, and the next one may have another address.
+    flows.flows.remove(&Path::Named);
+    let called = flows.apply(&wide).await;
+    flows
+        .wait_until_open("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
+        .await;
+    flows.watch_named().await;
+    flows
+        .wait_until_open("its Service", called, MESHED, Access::Absent)
+        .await;
+    let straight = flows.flows[&Path::Pod].others.last().unwrap();
+    straight.answered_after(now()).await.unwrap();
+    let called = flows.apply(&standard).await;
+    flows
+        .wait_until_open("cluster-meshed to standard", called, &[], Access::Absent)
+        .await;
+    flows.flows.remove(&Path::Named);
+    let called = flows.apply(&sandbox).await;
+    flows
+        .wait_until_open("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
+        .await;
+    flows.watch_named().await;
+    flows
+        .wait_until_open("its Service", called, SANDBOX, Access::Grants)
+        .await;
+}
+
+/// The mesh with this profile for the sandbox `OLD`.
+fn mesh(env: &TestEnv<'_>, profile: &str) -> String {
+    let grants = grants(&SERVED);
+    let sandboxes: &[&str] = if profile == "cluster-meshed" {
+        &[NEW]
+    } else {
+        &[OLD, NEW]
+    };
+    let text = env.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
+    match profile {
+        // The entry of `OLD` is the first.
+        "standard" => text.replacen("isolationProfile: sandbox", "isolationProfile: standard", 1),
+        _ => text,
+    }
+}
+
+fn quarantined(mesh: &str) -> String {
+    let entry = format!("- name: {OLD}\n");
+    mesh.replacen(&entry, &format!("{entry}    quarantine: true\n"), 1)
+}
+
+impl Flow {
+    /// The time of the last answer.
+    fn last(&self) -> u128 {
+        let last = self.echoes.iter().filter_map(|echo| echo.answers().pop());
+        last.max().unwrap_or_default()
+    }
+
+    fn is_open(&self) -> bool {
+        self.windows.last().is_some_and(|(_, end)| end.is_none())
+    }
+
+    /// Answers that came while the path was closed.
+    fn strays(&self) -> Vec<u128> {
+        let answers = self.echoes.iter().chain(&self.others).flat_map(Echo::answers);
+        let inside = |at: &u128| {
+            let mut windows = self.windows.iter();
+            windows.any(|(from, to)| from <= at && to.is_none_or(|to| *at <= to))
+        };
+        answers.filter(|at| !inside(at)).collect()
+    }
+}
+
+impl Flows<'_> {
+    fn store_at(&self, port: u16) -> SocketAddr {
+        SocketAddr::new(self.side.of(addresses(&self.store[0])), port)
+    }
+
+    fn watch(&mut self, path: Path, sockets: BTreeSet<SocketAddr>) {
+        let lab = self.env.lab;
+        let askers = self.side.askers();
+        let each = sockets
+            .iter()
+            .flat_map(|socket| askers.iter().map(move |from| (from, *socket)));
+        let echoes = each
+            .map(|(from, socket)| lab.watch_udp(from, socket).unwrap())
+            .collect();
+        let flow = Flow {
+            sockets,
+            echoes,
+            others: Vec::new(),
+            windows: Vec::new(),
+        };
+        self.flows.insert(path, flow);
+    }
+
+    async fn watch_named(&mut self) {
+        let at = self.side.service("store", 9000).await;
+        self.watch(Path::Named, [at].into());
+    }
+
+    async fn stream(&self, asker: usize, at: SocketAddr) -> Echo {
+        let from = &self.side.askers()[asker];
+        let stream = self.env.lab.watch_stream(from, at).unwrap();
+        stream.answered_after(now()).await.unwrap();
+        stream
+    }
+
+    /// Opens TCP connections through both gateways to a granted port, from the pod and from the node.
+    async fn streams_through_gateways(&self) -> Vec<Echo> {
+        let mut all = Vec::new();
+        for at in self.env.gateway_sockets(self.side, "store-headless", "stream").await {
+            for asker in [0, 1] {
+                for _ in 0..STREAMS {
+                    all.push(self.stream(asker, at).await);
+                }
+            }
+        }
+        all
+    }
+
+    /// From now on, none of these connections may get an answer, even if the path opens again.
+    fn mark_ended(&mut self, streams: Vec<Echo>) {
+        let since = now();
+        self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
+    }
+
+    /// Applies a mesh, and returns when kubectl was called.
+    async fn apply(&self, mesh: &str) -> u128 {
+        let called = now();
+        self.env.hub.apply(mesh).await.unwrap();
+        called
+    }
+
+    async fn annotate(&self, change: &str) -> u128 {
+        let called = now();
+        let words = ["annotate", "--overwrite", "cmesh", MESH, "-n", NAMESPACE, change];
+        self.env.hub.kubectl(words).await.unwrap();
+        called
+    }
+
+    /// Names of the objects that the controller wrote for the sandbox, which a quarantine keeps.
+    async fn objects(&self) -> Vec<BTreeSet<String>> {
+        let mut all = Vec::new();
+        for kind in ["sandboxaccesses", "peers", "peerpolicies"] {
+            all.push(versions(&self.env.hub, kind).await.into_keys().collect());
+        }
+        for kind in ["peers", "peerpolicies", "services"] {
+            all.push(versions(&self.side.cluster, kind).await.into_keys().collect());
+        }
+        all
+    }
+
+    /// Waits until a change is in force that was made at `called`: the paths in `open` answer, and no other does. A
+    /// path that was closed before and stays closed must not answer in between, either.
+    async fn wait_until_open(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
+        let reported = self.wait_until_reported(access).await;
+        for path in open {
+            let flow = self.flows.get_mut(path).unwrap();
+            let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::Beyond);
+            if !flow.is_open() {
+                flow.windows.push((called, None));
+            }
+            flow.echoes[0].answered_after(reported).await.unwrap();
+            if first {
+                // The conntrack entry of a flow keeps the source from before there was a route into the tunnel. That is
+                // the node's own address, which no Peer has.
+                let at = *flow.sockets.first().unwrap();
+                let fresh = self.env.lab.watch_udp(&self.side.askers()[1], at).unwrap();
+                flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
+            }
+            for echo in &flow.echoes {
+                echo.answered_after(reported).await.unwrap();
+            }
+        }
+        let opened = now();
+        let closed_paths: Vec<Path> = self.flows.keys().copied().filter(|path| !open.contains(path)).collect();
+        let last = || {
+            closed_paths
+                .iter()
+                .map(|path| self.flows[path].last())
+                .max()
+                .unwrap_or_default()
+        };
+        let closed = wait_until(format!("{what}: silence"), PATIENCE, async || match last() {
+            last if last + SILENCE < now() => Ok(now()),
+            last => Err(format!("an answer at {last}")),
+        })
+        .await
+        .unwrap();
+        let took = last().saturating_sub(called);
+        assert!(took < BOUND, "{what}: last answer {took} ms after the change");
+        for path in &closed_paths {
+            if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
+                *end = Some(closed);
+            }
+        }
+        self.probe_with_new_flows(what, open).await;
+        for (path, flow) in &self.flows {
+            let (strays, windows) = (flow.strays(), &flow.windows);
+            assert!(
+                strays.is_empty(),
+                "{what}: {path:?} answered at {strays:?}, outside {windows:?}"
+            );
+        }
+        for (stream, since) in &self.ended {
+            let late: Vec<u128> = stream.answers().into_iter().filter(|at| at > since).collect();
+            assert!(
+                late.is_empty(),
+                "{what}: a connection that ended by {since} answered at {late:?}"
+            );
+        }
+        println!(
+            "{what}: the mesh and the gateways said so after {} ms, everything answered after {} ms, last answer of what is closed \
+             after {took} ms",
+            reported - called,
+            opened - called
+        );
+    }
+
+    /// Checks the same with new flows.
+    async fn probe_with_new_flows(&self, what: &str, open: &[Path]) {
+        let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
+        let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
+        let want: BTreeSet<SocketAddr> = want.collect();
+        let [pod, host] = self.side.askers().map(async |from: Asker| {
+            // kube-proxy takes up to a second to apply a Service.
+            wait_until(format!("{what}: {want:?} to answer {from}"), PATIENCE, async || {
+                let answers = self.env.lab.scan_udp(&from, sockets.iter().copied()).await;
+                let answers = answers.map_err(|error| error.to_string())?;
+                assert!(answers.is_subset(&want), "{what}: {answers:?} answers {from}");
+                if answers == want {
+                    Ok(())
+                } else {
+                    Err(format!("{answers:?}"))
+                }
+            })
+            .await
+            .unwrap();
+        });
+        tokio::join!(pod, host);
+    }
+
+    /// Waits until PolicyEnforced is True for the current generation of the mesh, and every gateway has applied the
+    /// current SandboxAccess. Returns that time.
+    async fn wait_until_reported(&self, access: Access) -> u128 {
+        let hub = &self.env.hub;
+        let name = format!("{MESH}--{}", self.side.name());
+        wait_until(format!("PolicyEnforced in {HUB}"), PATIENCE, async || {
+            let mesh = json(hub, &["get", "cmesh", MESH, "-n", NAMESPACE]).await;
+            let all = mesh["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            let enforced = all.into_iter().find(|condition| condition["type"] == "PolicyEnforced");
+            let enforced = enforced.unwrap_or_default();
+            let is = enforced["status"] == "True" && enforced["observedGeneration"] == mesh["metadata"]["generation"];
+            let list = json(hub, &["get", "sandboxaccesses"]).await;
+            let list = list["items"].as_array().cloned().unwrap_or_default();
+            let object_in_hub = list.into_iter().find(|object| object["metadata"]["name"] == *name);
+            let actual = object_in_hub.as_ref().map_or(Access::Absent, |object| {
+                let grants = object["spec"]["grants"].as_array();
+                if grants.is_none_or(Vec::is_empty) {
+                    Access::Nothing
+                } else {
+                    Access::Grants
+                }
+            });
+            let state = object_in_hub.map(|object| {
+                (
+                    text(&object["metadata"]["uid"]),
+                    object["metadata"]["generation"].as_i64(),
+                )
+            });
+            let gateways = json(hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
+            let applied = gateways["items"].as_array().unwrap().iter().map(|gateway| {
+                let all = gateway["status"]["applied"].as_array().cloned().unwrap_or_default();
+                let of = all.into_iter().find(|one| one["name"] == *name);
+                of.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
+            });
+            let applied: Vec<_> = applied.collect();
+            if is && actual == access && applied.iter().all(|one| *one == state) {
+                Ok(now())
+            } else {
+                Err(format!("{enforced}; {actual:?} {state:?}, applied {applied:?}"))
+            }
+        })
+        .await
+        .unwrap()
+    }
+}

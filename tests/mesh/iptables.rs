@@ -1,0 +1,93 @@
+//! Tests the flows with kube-proxy in iptables mode on whole clusters, and that they work again after another program
+//! has flushed a node's nftables ruleset. `flows` uses kube-proxy in nftables mode.
+
+use std::time::Instant;
+
+use clustermesh_lab::{Answer, Lab, LabPlan, Node, ProxyMode, wait_until};
+
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, pod, url};
+
+#[tokio::test]
+async fn kube_proxy_in_iptables_mode_keeps_sources_and_services() {
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)]).with_proxy(ProxyMode::Iptables);
+    let lab = Lab::start(plan).await.unwrap();
+    for cluster in [HUB, MEMBER] {
+        for node in lab.cluster(cluster).nodes() {
+            let rules = node.exec(["iptables-save", "-t", "nat"]).await.unwrap().stdout;
+            assert!(rules.contains(":KUBE-POSTROUTING"), "{}: {rules}", node.name());
+            let tables = node.exec(["nft", "list", "tables"]).await.unwrap().stdout;
+            assert!(!tables.contains("kube-proxy"), "{}: {tables}", node.name());
+        }
+    }
+    let mesh = Mesh::up(&lab, &[]).await;
+    let capture = lab.capture("iptables", "ip").await.unwrap();
+    flows(&mesh).await;
+    let captured = capture.stop().await.unwrap();
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+
+    flushed_ruleset_is_restored(&mesh).await;
+}
+
+async fn flows(mesh: &Mesh<'_>) {
+    let from = &mesh.member_webs[0];
+    for to in &mesh.hub_webs {
+        assert_eq!(
+            mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await,
+            mesh.expected_answer(to, from.ip)
+        );
+        assert_eq!(
+            mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await,
+            mesh.expected_answer(from, to.ip)
+        );
+        let node = &mesh.wireguard[&from.node];
+        assert_eq!(
+            mesh.wait_for_answer(&host(&from.node), &url(to.ip, 8080)).await,
+            mesh.expected_answer(to, *node)
+        );
+    }
+    // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
+    // itself.
+    let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
+    let all = |saw| {
+        mesh.hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, saw))
+            .collect::<Vec<Answer>>()
+    };
+    mesh.assert_answers(&pod(from), &url(service, 80), &all(from.ip)).await;
+    mesh.assert_answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
+        .await;
+    // A ClusterIP of the hub, reached through the anchor: the hub's kube-proxy chooses, for a source outside its
+    // cluster.
+    let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
+    let answer = mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
+    assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
+}
+
+async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
+    let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
+    let node: Node<'_> = mesh.lab.node(&from.node);
+    node.exec(["nft", "flush", "ruleset"]).await.unwrap();
+    let start = Instant::now();
+    wait_until("our table", PATIENCE, async || {
+        let words = ["nft", "list", "table", "inet", "clustermesh"];
+        match node.try_exec(words).await.map_err(|error| error.to_string())? {
+            output if output.status.success() => Ok(()),
+            output => Err(output.stderr),
+        }
+    })
+    .await
+    .unwrap();
+    println!(
+        "our table is back {:.2} s after the flush",
+        start.elapsed().as_secs_f64()
+    );
+    assert_eq!(
+        mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await,
+        mesh.expected_answer(to, from.ip)
+    );
+    assert_eq!(
+        mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await,
+        mesh.expected_answer(from, to.ip)
+    );
+}

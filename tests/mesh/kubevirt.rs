@@ -1,0 +1,451 @@
+//! Tests a member whose worker is a pod of the hub, as with KubeVirt. Its eth0 has an address of a hub pod, and its API
+//! server is a hub ClusterIP; both are inside the mesh's networks. Traffic that the underlay needs uses eth0, and
+//! clients that reach eth0 get replies there. All other traffic to the hub uses the tunnel or is dropped. As a sandbox
+//! it enters through gateways, and reaches the hub over the underlay, too, until NetworkPolicies leave only the
+//! gateways' WireGuard port open.
+
+mod boundary;
+
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use clustermesh_lab::{
+    AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Tunnel, Web, Workers,
+    wait_until,
+};
+use futures::future::join_all;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const HUB: &str = "mgmt";
+const MEMBER: &str = "kv";
+const WORKER: &str = "kv-1";
+/// The longest wait on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// Mirrors the hub's web servers in the member under the name `hub-web`.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// Ports at which the worker's host serves HTTP and echoes datagrams. The sockets are bound to no address, so the
+/// kernel chooses the source.
+const HTTP: u16 = 9090;
+const ECHO: u16 = 9091;
+
+#[tokio::test]
+async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
+    let start = Instant::now();
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)])
+        .with_workers_in_pods(MEMBER, HUB, 1)
+        .with_policies(HUB);
+    let lab = Lab::start(plan).await.unwrap();
+    println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
+    let hub = lab.cluster(HUB);
+    let mut product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
+    let mut env = TestEnv::new(&lab).await;
+    // The agent becomes ready before there is a mesh, because it needs nothing from the tunnel.
+    env.member.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await.unwrap();
+    env.api_server_answers("before the mesh").await;
+    env.hub_pods_get_replies_on_eth0("before the mesh").await;
+
+    let start = Instant::now();
+    product.mesh_up(&product.mesh(&[(MEMBER, EGRESS)])).await.unwrap();
+    println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
+    env.wireguard = env.wireguard_address().await;
+    env.wait_for_answer(&pod(&env.webs[0]), &url(env.hub_webs[0].ip, 8080))
+        .await;
+
+    let capture = env.worker.capture("tunnel-up", "ip").await.unwrap();
+    env.underlay_addresses_have_throw_routes().await;
+    env.pods_reach_pods_with_own_address().await;
+    env.worker_sends_from_its_wireguard_address().await;
+    env.hub_pods_get_replies_on_eth0("tunnel up").await;
+    env.node_port_on_eth0_reaches_hub_pods_through_tunnel().await;
+    env.api_server_answers("tunnel up").await;
+    env.kubelet_renews_its_lease().await;
+    let captured = capture.stop().await.unwrap();
+    assert_eq!(env.in_clear(&captured).await, Vec::<String>::new());
+    assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
+    let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
+    assert!(tcp > 0 && udp >= 6, "{tcp} of TCP and {udp} of UDP answered on eth0");
+
+    env.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
+    env.worker_recovers_from_power_cut_through_eth0(&product).await;
+    product.install_gateways(&["default"]).await.unwrap();
+    boundary::policies_close_underlay_between_sandbox_and_hub(&env, &product).await;
+}
+
+/// The clusters and servers of this test.
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    member: Cluster<'a>,
+    worker: Node<'a>,
+    hub_webs: Vec<Web>,
+    webs: Vec<Web>,
+    /// The hub's ClusterIP at which the member reaches its API server.
+    api: IpAddr,
+    /// The worker's WireGuard address; unset before the mesh.
+    wireguard: IpAddr,
+    servers: Vec<Running>,
+}
+
+impl<'a> TestEnv<'a> {
+    async fn new(lab: &'a Lab) -> Self {
+        let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
+        let worker = lab.node(WORKER);
+        let Workers::Pods { api, .. } = member.plan().workers else {
+            panic!("{:?}", member.plan().workers)
+        };
+        assert!(hub.plan().pod_cidr.contains(&worker.address()), "{worker:?}");
+        assert!(hub.plan().service_cidr.contains(&api), "{api}");
+        let endpoints = json(&member, &["get", "endpointslices", "kubernetes"]).await;
+        let endpoint = &endpoints["endpoints"][0]["addresses"][0];
+        assert_eq!(endpoint, &Value::from(api.to_string()), "{endpoints:#}");
+        let (hub_webs, webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
+        let mut env = Self {
+            lab,
+            member,
+            worker,
+            hub_webs,
+            webs,
+            api: api.into(),
+            wireguard: IpAddr::from([0, 0, 0, 0]),
+            servers: vec![],
+        };
+        env.serve().await;
+        env
+    }
+
+    /// Starts the servers on the worker's host.
+    async fn serve(&mut self) {
+        let probe = self.lab.directory().join("mesh-probe");
+        std::fs::copy(clustermesh_lab::our_program("lab-probe").unwrap(), &probe).unwrap();
+        let probe = probe.display().to_string();
+        let (http, echo, name) = (format!(":{HTTP}"), format!(":{ECHO}"), format!("NODE={WORKER}"));
+        let words = ["env", &name, &probe, "serve", &http];
+        let mut serving = self.worker.spawn("host-service", words).unwrap();
+        serving.says("serving on", PATIENCE).await.unwrap();
+        let mut echoing = self.worker.spawn("host-echo", [&probe, "udp-echo", &echo]).unwrap();
+        echoing.says("echoing on", PATIENCE).await.unwrap();
+        self.servers = vec![serving, echoing];
+    }
+
+    async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
+        self.lab.ask_until_answered(from, url).await.unwrap()
+    }
+
+    /// Sends one request that must not be answered.
+    async fn assert_closed(&self, from: &Asker, url: &str) {
+        let answer = self.lab.ask(from, url).await.unwrap();
+        println!("{from} -> {url}: {}", answer.expect_err("a closed path gets no answer"));
+    }
+
+    async fn wireguard_address(&self) -> IpAddr {
+        let node = json(&self.member, &["get", "node", WORKER]).await;
+        let address = &node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"];
+        address.as_str().unwrap().split_once('/').unwrap().0.parse().unwrap()
+    }
+
+    /// Requests the API server at the address that kubelet and kube-proxy use, and at the one that pods use.
+    async fn api_server_answers(&self, when: &str) {
+        let at_home = self.member.plan().api_service_ip();
+        for asker in [host(), pod(&self.webs[0])] {
+            for target in [
+                format!("https://{}:6443/readyz", self.api),
+                format!("https://{at_home}/readyz"),
+            ] {
+                let words = ["curl", "-sSk", "-m", "5", &target];
+                let output = self.lab.run_at(&asker, &words).await.unwrap();
+                assert_eq!(output.stdout, "ok", "{when}: {asker} -> {target}: {}", output.stderr);
+            }
+        }
+    }
+
+    /// Sends over TCP and UDP from pods of both hub nodes. The worker sees each pod's own address, and each pod gets
+    /// replies from eth0's.
+    async fn hub_pods_get_replies_on_eth0(&self, when: &str) {
+        self.connections_get_replies_on_eth0(when).await;
+        let eth0 = self.worker.address();
+        let probe = self.lab.directory().join("mesh-probe").display().to_string();
+        for from in &self.hub_webs {
+            let to = format!("{eth0}:{ECHO}");
+            let words = [&probe, "udp-send", &to, "datagram", "3"];
+            let output = self.lab.run_at(&pod(from), &words).await.unwrap();
+            let lines: Vec<&str> = output.stdout.lines().collect();
+            let source = |line: &&str| line.starts_with(&format!("{}:", from.ip)) && line.ends_with(" datagram");
+            assert!(
+                lines.len() == 3 && lines.iter().all(source),
+                "{when}: {from:?}: {output:?}"
+            );
+        }
+    }
+
+    async fn connections_get_replies_on_eth0(&self, when: &str) {
+        for from in &self.hub_webs {
+            let answer = self
+                .wait_for_answer(&pod(from), &url(self.worker.address(), HTTP))
+                .await;
+            assert_eq!(answer, expected_answer(WORKER, WORKER, from.ip), "{when}: {from:?}");
+        }
+    }
+
+    async fn underlay_addresses_have_throw_routes(&self) {
+        let words = ["ip", "-j", "route", "show", "table", "5182", "type", "throw"];
+        let routes: Value = serde_json::from_str(&self.worker.exec(words).await.unwrap().stdout).unwrap();
+        let thrown: Vec<&str> = routes
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|route| route["dst"].as_str().unwrap())
+            .collect();
+        println!("thrown: {thrown:?}");
+        let [a, b, c, _] = self.worker.address().octets();
+        let gateway = IpAddr::from([a, b, c, 1]);
+        for needed in [self.api, gateway] {
+            assert!(thrown.contains(&needed.to_string().as_str()), "{needed}: {routes:#}");
+        }
+    }
+
+    async fn pods_reach_pods_with_own_address(&self) {
+        for ours in &self.webs {
+            for theirs in &self.hub_webs {
+                for (from, to) in [(ours, theirs), (theirs, ours)] {
+                    let answer = self.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
+                    assert_eq!(answer, expected_answer(&to.name, &to.node, from.ip));
+                }
+            }
+        }
+    }
+
+    async fn worker_sends_from_its_wireguard_address(&self) {
+        for to in &self.hub_webs {
+            let answer = self.wait_for_answer(&host(), &url(to.ip, 8080)).await;
+            assert_eq!(answer, expected_answer(&to.name, &to.node, self.wireguard));
+        }
+    }
+
+    /// The connection arrives at eth0 and is translated (DNAT) to an address in the mesh.
+    async fn node_port_on_eth0_reaches_hub_pods_through_tunnel(&self) {
+        let patch = ["patch", "service", "hub-web", "--type=merge", "-p"];
+        let words = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
+        self.member.kubectl(words).await.unwrap();
+        let service = json(&self.member, &["get", "service", "hub-web"]).await;
+        let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
+        let url = url(self.worker.address(), u16::try_from(port).unwrap());
+        for from in &self.hub_webs {
+            let answer = self.wait_for_answer(&pod(from), &url).await;
+            let want = self
+                .hub_webs
+                .iter()
+                .map(|to| expected_answer(&to.name, &to.node, self.wireguard));
+            assert!(want.clone().any(|one| one == answer), "{from:?}: {answer:?}");
+        }
+        let words = [&patch[..], &[r#"{"spec":{"type":"ClusterIP"}}"#]].concat();
+        self.member.kubectl(words).await.unwrap();
+    }
+
+    /// Waits until the lease is renewed twice, and checks that the Node is Ready.
+    async fn kubelet_renews_its_lease(&self) {
+        let words = ["get", "lease", "-n", "kube-node-lease", WORKER];
+        let renewed = async || json(&self.member, &words).await["spec"]["renewTime"].to_string();
+        for _ in 0..2 {
+            let before = renewed().await;
+            wait_until("the kubelet to renew its lease", PATIENCE, async || {
+                let now = renewed().await;
+                if now > before { Ok(()) } else { Err(now) }
+            })
+            .await
+            .unwrap();
+        }
+        let node = json(&self.member, &["get", "node", WORKER]).await;
+        let conditions = node["status"]["conditions"].as_array().unwrap();
+        let ready = conditions
+            .iter()
+            .find(|condition| condition["type"] == "Ready")
+            .unwrap();
+        assert_eq!(ready["status"], "True", "{node:#}");
+    }
+
+    /// Captured packets that the worker sent through eth0 into the mesh's networks. Ignored are WireGuard's, those to
+    /// the API server and the next hop, replies of the host's servers, and ICMP errors for WireGuard's closed port.
+    async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+        let hub = self.lab.cluster(HUB);
+        let plan = hub.plan();
+        let nodes: String = hub
+            .nodes()
+            .iter()
+            .map(|node| format!(" or dst host {}", node.address()))
+            .collect();
+        let [a, b, c, _] = self.worker.address().octets();
+        let filter = format!(
+            "ether src {mac} and not udp port 51820 and (dst net {pods} or dst net {services} or dst net {wireguard}{nodes}) \
+             and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {a}.{b}.{c}.1 \
+             and not (src host {eth0} and (tcp src port {HTTP} or udp src port {ECHO} or tcp src portrange 30000-32767))",
+            mac = self.mac().await,
+            pods = plan.pod_cidr,
+            services = plan.service_cidr,
+            wireguard = plan.wireguard_cidr,
+            api = self.api,
+            eth0 = self.worker.address(),
+        );
+        captured.packets(&filter).await.unwrap()
+    }
+
+    /// Number of replies over TCP and over UDP that left through eth0 with its address.
+    async fn count_replies_on_eth0(&self, captured: &Captured) -> (usize, usize) {
+        let (mac, eth0) = (self.mac().await, self.worker.address());
+        let mut counts = [0; 2];
+        for (count, port) in counts
+            .iter_mut()
+            .zip([format!("tcp src port {HTTP}"), format!("udp src port {ECHO}")])
+        {
+            let filter = format!("ether src {mac} and src host {eth0} and {port}");
+            *count = captured.packets(&filter).await.unwrap().len();
+        }
+        (counts[0], counts[1])
+    }
+
+    async fn mac(&self) -> String {
+        let output = self.worker.exec(["cat", "/sys/class/net/eth0/address"]).await.unwrap();
+        output.stdout.trim().to_owned()
+    }
+
+    /// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
+    async fn dead_agent_keeps_underlay_open_and_mesh_closed(&self, hub: &Cluster<'_>) {
+        // A stopped kubelet cannot restart the agent.
+        self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
+        let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
+        self.worker.signal("wg-agent", Signal::SIGKILL).unwrap();
+        wait_until("the device to lose its process", PATIENCE, async || {
+            let shown = self.worker.try_exec(["ip", "link", "show", "kilo0"]).await.unwrap();
+            if shown.stdout.contains("NO-CARRIER") {
+                Ok(())
+            } else {
+                Err(shown.stdout)
+            }
+        })
+        .await
+        .unwrap();
+        self.mesh_is_closed(hub).await;
+        self.api_server_answers("agent dead").await;
+        // TCP only. With no process behind the device all routes of the mesh are unreachable, and for a datagram whose
+        // socket has no mark the kernel looks up the route before any hook.
+        self.connections_get_replies_on_eth0("agent dead").await;
+        // Then another program deletes our policy routing rules, so that only the firewall is left.
+        for preference in ["1000", "1001"] {
+            self.worker
+                .exec(["ip", "rule", "del", "pref", preference])
+                .await
+                .unwrap();
+        }
+        self.mesh_is_closed(hub).await;
+        self.worker.signal("kubelet", Signal::SIGCONT).unwrap();
+        let continued = Instant::now();
+        self.pods_reach_pods_with_own_address().await;
+        println!(
+            "back {:.1} s after the kubelet could start it again",
+            continued.elapsed().as_secs_f64()
+        );
+        let captured = capture.stop().await.unwrap();
+        assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
+        let (tcp, _) = self.count_replies_on_eth0(&captured).await;
+        assert_ne!(tcp, 0, "connections were answered on eth0");
+    }
+
+    async fn mesh_is_closed(&self, hub: &Cluster<'_>) {
+        let anchored = hub.cluster_ip("default", "web").await.unwrap();
+        let mut urls = Vec::new();
+        for from in [pod(&self.webs[0]), host()] {
+            for to in &self.hub_webs {
+                urls.push((from.clone(), url(to.ip, 8080)));
+                urls.push((from.clone(), url(self.lab.node(&to.node).address(), 8080)));
+            }
+            urls.push((from, url(anchored, 80)));
+        }
+        let of_the_hub = self.hub_webs.iter().map(pod);
+        urls.extend(of_the_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
+        // At the same time, because most requests wait for their timeout.
+        join_all(urls.iter().map(|(from, url)| self.assert_closed(from, url))).await;
+        let pings = self.hub_webs.iter().map(|to| to.ip);
+        let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
+        let answered = pings.map(async |(from, to)| {
+            let answered = self.lab.ping(&from, to).await.unwrap();
+            assert!(!answered, "ping {from} -> {to}");
+        });
+        join_all(answered).await;
+    }
+
+    /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without them.
+    async fn worker_recovers_from_power_cut_through_eth0(&mut self, product: &Product<'_>) {
+        self.servers.clear();
+        self.worker.power_cut().await.unwrap();
+        let on = Instant::now();
+        self.worker.power_on().await.unwrap();
+        println!("Ready again: {:.1} s", on.elapsed().as_secs_f64());
+        self.member.rollout("default", "deployment/web").await.unwrap();
+        product.ready().await.unwrap();
+        self.serve().await;
+        self.webs = wait_until("the web servers to run again", PATIENCE, async || {
+            let webs = self.member.webs().await.map_err(|error| error.to_string())?;
+            let asked = self.worker.pod_exec(webs.first().ok_or("none")?.ip, ["true"]).await;
+            match asked {
+                Ok(output) if output.status.success() => Ok(webs),
+                other => Err(format!("{webs:?}: {other:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        self.wireguard = self.wireguard_address().await;
+        // Until its agent has read the objects, a new machine sends through its default route, as before there was a
+        // mesh.
+        let (from, to) = (&self.webs[0], &self.hub_webs[0]);
+        wait_until(
+            "the new machine's agent to take the pods in",
+            PATIENCE,
+            async || match self
+                .lab
+                .ask(&pod(from), &url(to.ip, 8080))
+                .await
+                .map_err(|error| error.to_string())?
+            {
+                Ok(answer) if answer.saw == from.ip => Ok(()),
+                other => Err(format!("{other:?}")),
+            },
+        )
+        .await
+        .unwrap();
+        self.pods_reach_pods_with_own_address().await;
+        println!("meshed again: {:.1} s after power came", on.elapsed().as_secs_f64());
+        self.worker_sends_from_its_wireguard_address().await;
+        self.api_server_answers("after the power cut").await;
+        self.hub_pods_get_replies_on_eth0("after the power cut").await;
+    }
+}
+
+fn pod(web: &Web) -> Asker {
+    Asker::Pod(web.clone())
+}
+
+fn host() -> Asker {
+    Asker::Host(WORKER.to_owned())
+}
+
+fn url(address: impl std::fmt::Display, port: u16) -> String {
+    format!("http://{address}:{port}")
+}
+
+fn expected_answer(pod: &str, node: &str, saw: IpAddr) -> Answer {
+    Answer {
+        pod: pod.into(),
+        node: node.into(),
+        saw,
+    }
+}
+
+/// The output of `kubectl ... -o json`.
+async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
+    let words = [words, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+}

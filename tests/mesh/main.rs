@@ -1,0 +1,13 @@
+//! Tests the whole product on whole clusters, installed from `deploy/` as a user does. Needs root.
+
+mod dual;
+mod flows;
+mod grants;
+mod iptables;
+mod kubevirt;
+mod members;
+mod operations;
+mod sandbox;
+mod setup;
+mod shared;
+mod targets;

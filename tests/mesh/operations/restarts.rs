@@ -1,0 +1,159 @@
+//! Measures flows while agents restart, are upgraded and rotate their key, and for how long they get no reply.
+
+use super::*;
+
+pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
+    let (restarted, peer) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
+    let agent = mesh
+        .product
+        .agent_pod(crate::setup::MEMBER, &restarted.node)
+        .await
+        .unwrap();
+    let node = mesh.lab.node(&restarted.node);
+    let pid = node.pids_of("wg-agent").unwrap();
+    let delete = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--wait=true"];
+    mesh.member.kubectl(delete).await.unwrap();
+    let gone = Instant::now();
+    let answer = wait_until("the next agent to forward packets", PATIENCE, async || {
+        let now = node.pids_of("wg-agent").map_err(|error| error.to_string())?;
+        if now.is_empty() || now == pid {
+            return Err(format!("agent {now:?}"));
+        }
+        let asked = mesh.lab.ask(&pod(restarted), &url(peer.ip, 8080)).await;
+        asked.map_err(|error| error.to_string())?
+    })
+    .await
+    .unwrap();
+    assert_eq!(answer, mesh.expected_answer(peer, restarted.ip));
+    println!(
+        "packets again {:.2} s after the agent's pod was deleted",
+        gone.elapsed().as_secs_f64()
+    );
+    let answer = mesh.wait_for_answer(&pod(peer), &url(restarted.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(restarted, peer.ip));
+}
+
+/// The longest time without a reply in the output of `ping -D`, and the time of the last reply.
+fn longest_silence(log: &str) -> (f64, f64) {
+    let replies = log.lines().filter(|line| line.contains("bytes from"));
+    let times = replies.filter_map(|line| line.strip_prefix('[')?.split_once(']')?.0.parse::<f64>().ok());
+    let times: Vec<f64> = times.collect();
+    let longest = times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max);
+    (longest, times.last().copied().unwrap_or_default())
+}
+
+/// How many of the packets that `ping` sent up to the last reply got no reply, and how many it sent.
+fn unanswered(log: &str) -> (usize, usize) {
+    let replies = log.lines().filter(|line| line.contains("bytes from"));
+    let numbers = replies.filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
+    let numbers: BTreeSet<usize> = numbers.collect();
+    let sent = numbers.last().copied().unwrap_or_default();
+    (sent - numbers.len(), sent)
+}
+
+/// The WireGuard address that a node has published.
+pub(super) async fn wireguard_address(cluster: &Cluster<'_>, node: &str) -> String {
+    let node = json(cluster, &["get", "node", node]).await;
+    let address = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
+        .as_str()
+        .unwrap();
+    address.split_once('/').unwrap().0.to_owned()
+}
+
+/// The public key that the agent of a node has published.
+pub(super) async fn published_key(cluster: &Cluster<'_>, node: &str) -> String {
+    let node = json(cluster, &["get", "node", node]).await;
+    node["metadata"]["annotations"]["kilo.squat.ai/key"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned()
+}
+
+pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>) {
+    let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
+    let (node, remote) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
+    let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];
+    let flow = |name| node.pod_spawn(name, from.ip, ping);
+    let goes_on = async |flow: &clustermesh_lab::Running, what: &str| {
+        let before = longest_silence(&flow.log()).1;
+        wait_until("the flow to go on", PATIENCE, async || {
+            match longest_silence(&flow.log()) {
+                (_, last) if last > before => Ok(()),
+                (_, last) => Err(format!("last reply at {last}")),
+            }
+        })
+        .await
+        .unwrap();
+        println!(
+            "{what}: at most {:.2} s without a reply, of 20 a second",
+            longest_silence(&flow.log()).0
+        );
+    };
+
+    // A new pod on every node, one after another, as with a new image. While a node has no agent, no packet for the
+    // mesh leaves outside the tunnel.
+    let capture = mesh.lab.capture("upgrade", "ip").await.unwrap();
+    let mut pings = flow("ping-upgrade").unwrap();
+    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    let before = (
+        NodeState::of(&node).await,
+        published_key(&mesh.member, &from.node).await,
+    );
+    let old = node.pids_of("wg-agent").unwrap();
+    let restart = ["-n", AGENT_NAMESPACE, "rollout", "restart", "daemonset/wg-agent"];
+    mesh.member.kubectl(restart).await.unwrap();
+    mesh.member
+        .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .await
+        .unwrap();
+    goes_on(&pings, "an upgrade of the member's agents").await;
+    let (lost, sent) = unanswered(&pings.log());
+    println!("an upgrade of the member's agents: {lost} of {sent} packets without a reply");
+    let captured = capture.stop().await.unwrap();
+    assert!(
+        mesh.tunnelled(&captured).await > 0,
+        "the capture contains WireGuard packets"
+    );
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    let now = node.pids_of("wg-agent").unwrap();
+    assert!(now.len() == 1 && now != old, "{old:?} {now:?}");
+    let after = (
+        NodeState::of(&node).await,
+        published_key(&mesh.member, &from.node).await,
+    );
+    assert_eq!(
+        after, before,
+        "nothing is added and nothing is missing, and it is the same node"
+    );
+    drop(pings);
+
+    // Rotates the key as docs/operations/key-change.md describes.
+    let mut pings = flow("ping-key").unwrap();
+    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    let agent = mesh.product.agent_pod(crate::setup::MEMBER, &from.node).await.unwrap();
+    let rotate = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "rotate-key"];
+    mesh.member.kubectl(rotate).await.unwrap();
+    let new = wait_until("the new key on the other side", PATIENCE, async || {
+        let new = published_key(&mesh.member, &from.node).await;
+        let words = ["wg", "show", "kilo0", "latest-handshakes"];
+        let printed = remote.exec(words).await.map_err(|error| error.to_string())?.stdout;
+        let line = printed.lines().find(|line| line.starts_with(&new));
+        let waits = node
+            .try_exec(["test", "-e", "/var/lib/kilo/key.next"])
+            .await
+            .map_err(|error| error.to_string())?;
+        match line {
+            Some(line) if new != before.1 && !line.ends_with("\t0") && !waits.status.success() => Ok(new.clone()),
+            _ => Err(format!("{new}: {printed}")),
+        }
+    })
+    .await
+    .unwrap();
+    goes_on(&pings, "a new key").await;
+    drop(pings);
+    mesh.product.ready().await.unwrap();
+    assert_eq!(published_key(&mesh.member, &from.node).await, new);
+    assert_eq!(NodeState::of(&node).await, before.0);
+    let answer = mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(from, to.ip));
+}

@@ -1,0 +1,361 @@
+//! Tests a sandbox that enters the hub through gateway pods, on whole clusters. The pods come from deploy/gateway.yaml,
+//! with only what a kubelet and a container runtime add. The sandbox reaches the Service that is granted to it and
+//! nothing else, even if its administrator gives the gateways' Peers every address.
+
+mod gateways;
+mod race;
+mod upheavals;
+mod verified;
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    time::Instant,
+};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_lab::{
+    Asker, Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, gateway_ranges, wait_until,
+};
+use ipnet::IpNet;
+use upheavals::Scene;
+
+use crate::setup::{HUB, MEMBER, PATIENCE, host, json, pod, url, wireguard};
+
+const SANDBOX: &str = "notebooks";
+const GRANT: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    product: Product<'a>,
+    hub: Cluster<'a>,
+    member: Cluster<'a>,
+    sandbox: Cluster<'a>,
+    hub_webs: Vec<Web>,
+    member_webs: Vec<Web>,
+    sandbox_webs: Vec<Web>,
+}
+
+// threat: stolen-controller-token, gateway-ungranted
+#[tokio::test]
+async fn sandbox_reaches_only_grants_through_gateways() {
+    let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
+        .await
+        .unwrap();
+    let env = TestEnv::up(&lab).await;
+    granted_service_answers_and_sees_gateway_addresses(&env).await;
+    sandbox_contains_nothing_of_hub_except_grants(&env).await;
+    hub_and_member_cannot_connect_to_sandbox(&env).await;
+    sandbox_routes_only_gateways_into_tunnel(&env).await;
+    hub_nodes_know_nothing_of_sandbox(&env).await;
+    verified::verify_lists_grants_and_reports_other_open_sockets(&env).await;
+    let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
+    let scene = upheavals::disturbed_gateway_opens_nothing_more(&env, &attacker).await;
+    race::fast_changes_of_grants_open_nothing_more(&env, &scene).await;
+    revoked_grant_and_deleted_mesh_close_everything(&env, &scene).await;
+}
+
+impl<'a> TestEnv<'a> {
+    async fn up(lab: &'a Lab) -> Self {
+        let (hub, member, sandbox) = (lab.cluster(HUB), lab.cluster(MEMBER), lab.cluster(SANDBOX));
+        let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
+            .await
+            .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
+        // Apply both lists of the admission policy for objects, so that agents and controller have to work within them.
+        let admission =
+            std::fs::read_to_string(format!("{}/../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        let networks = |cluster: &Cluster<'_>| {
+            let plan = cluster.plan();
+            let mut networks = vec![plan.pod_cidr.into(), plan.service_cidr.into(), plan.wireguard_cidr];
+            networks.extend(
+                cluster
+                    .nodes()
+                    .iter()
+                    .map(|node| IpNet::from(IpAddr::from(node.address()))),
+            );
+            let mut networks: Vec<String> = networks.iter().map(IpNet::to_string).collect();
+            if plan.name == HUB {
+                networks.extend(gateway_ranges(plan));
+            }
+            networks.join(", ")
+        };
+        for (cluster, other) in [(&hub, &member), (&member, &hub)] {
+            let incoming = format!("{}, {}", networks(other), sandbox.plan().wireguard_cidr);
+            let lists = [
+                (
+                    "  # networks: 10.20.0.0/16, 172.16.2.0/24\n",
+                    format!("  networks: {incoming}\n"),
+                ),
+                (
+                    "  # reachable: 10.10.0.0/16, 172.16.1.0/24\n",
+                    format!("  reachable: {}\n", networks(cluster)),
+                ),
+            ];
+            let admission = lists.into_iter().fold(admission.clone(), |text, (example, list)| {
+                assert!(text.contains(example), "{example}");
+                text.replace(example, &list)
+            });
+            cluster.apply(&admission).await.unwrap();
+        }
+        let hub_webs = hub.run_web().await.unwrap();
+        // These clusters have one node each, so a second web server would stay pending.
+        let mut webs = Vec::new();
+        for cluster in [&member, &sandbox] {
+            cluster
+                .apply(&clustermesh_lab::WEB.replace("replicas: 2", "replicas: 1"))
+                .await
+                .unwrap();
+            cluster.rollout("default", "deployment/web").await.unwrap();
+            webs.push(cluster.webs().await.unwrap());
+        }
+        let applied = Instant::now();
+        product
+            .mesh_up(&product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]))
+            .await
+            .unwrap();
+        println!("Ready: {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
+        let [member_webs, sandbox_webs] = webs.try_into().unwrap();
+        Self {
+            lab,
+            product,
+            hub,
+            member,
+            sandbox,
+            hub_webs,
+            member_webs,
+            sandbox_webs,
+        }
+    }
+
+    /// The WireGuard address of the sandbox's node.
+    async fn wireguard(&self) -> IpAddr {
+        wireguard(&self.sandbox, &self.sandbox_webs[0].node).await
+    }
+
+    fn askers(&self) -> [Asker; 2] {
+        [pod(&self.sandbox_webs[0]), host(&self.sandbox_webs[0].node)]
+    }
+
+    /// The sockets that the sandbox's pod reaches, and those that its node reaches.
+    async fn scan_from_sandbox(
+        &self,
+        sockets: impl IntoIterator<Item = SocketAddr> + Clone,
+    ) -> [BTreeSet<SocketAddr>; 2] {
+        let [pod, host] = self.askers();
+        let (pod, host) = tokio::join!(self.lab.scan(&pod, sockets.clone()), self.lab.scan(&host, sockets));
+        [pod.unwrap(), host.unwrap()]
+    }
+}
+
+async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
+    let service = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+    let gateways: BTreeSet<IpAddr> = env.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
+    assert_eq!(gateways.len(), 2);
+    let webs: BTreeSet<&str> = env.hub_webs.iter().map(|web| &*web.name).collect();
+    for from in env.askers() {
+        let (mut answered, mut saw) = (BTreeSet::new(), BTreeSet::new());
+        let every = async || {
+            let answer = env.lab.ask_until_answered(&from, &url(service, 80)).await;
+            let answer = answer.map_err(|error| error.to_string())?;
+            assert!(
+                webs.contains(&*answer.pod) && gateways.contains(&answer.saw),
+                "{answer:?}"
+            );
+            answered.insert(answer.pod);
+            saw.insert(answer.saw);
+            if answered.len() == webs.len() && saw == gateways {
+                Ok(())
+            } else {
+                Err(format!("{answered:?} saw {saw:?}"))
+            }
+        };
+        let what = format!("every web server to answer {from} through every gateway");
+        wait_until(what, PATIENCE, every).await.unwrap();
+    }
+}
+
+// threat: sandbox-reads-target
+async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
+    let text = env.sandbox.everything().await.unwrap();
+    for gateway in env.gateways().await {
+        assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
+    }
+    for (cluster, gateways) in [(&env.hub, true), (&env.member, false)] {
+        for (socket, what) in cluster.sockets().await.unwrap() {
+            let ip = socket.ip().to_string();
+            // The sandbox knows the nodes at whose ports it dials the gateways. Every cluster has these two Services.
+            let known =
+                gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
+            assert!(
+                known || !text.contains(&format!("{ip}\"")) && !text.contains(&format!("{ip}/")),
+                "{ip} ({what}) is known there"
+            );
+        }
+    }
+    assert!(!text.contains(MEMBER), "the other member's name is known there");
+    for cluster in [&env.hub, &env.member] {
+        let theirs = names_and_credentials(cluster).await;
+        assert!(theirs.len() > 50, "{theirs:?}");
+        let known: Vec<&String> = theirs.iter().filter(|word| text.contains(&***word)).collect();
+        assert_eq!(known, Vec::<&String>::new(), "of {}", cluster.plan().name);
+    }
+}
+
+/// Words that only this cluster contains: names of pods, UIDs of objects, the certificate of its authority, and data of
+/// Secrets except for the sandbox's own kubeconfig. Pods of gateways are left out, because the Peers for them have
+/// their names.
+async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
+    let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
+    let objects = json(cluster, &["get", kinds, "-A"]).await;
+    let mut all = BTreeSet::new();
+    let words = |text: &str| {
+        let long = text
+            .split_whitespace()
+            .filter(|word| word.len() > 24 && !word.ends_with(':'));
+        long.map(str::to_owned).collect::<Vec<_>>()
+    };
+    for object in objects["items"].as_array().unwrap() {
+        let text = |at: &str| object.pointer(at).unwrap().as_str().unwrap();
+        let (kind, name) = (text("/kind"), text("/metadata/name"));
+        all.insert(text("/metadata/uid").to_owned());
+        let data = object["data"].as_object().into_iter().flatten();
+        let data = data.map(|(_, value)| value.as_str().unwrap());
+        match kind {
+            "Pod" if object["metadata"]["namespace"] != GATEWAYS => all.extend([name.to_owned()]),
+            "ConfigMap" if name == "kube-root-ca.crt" => all.extend(data.flat_map(words)),
+            "Secret" if name != format!("{SANDBOX}-kubeconfig") => {
+                for value in data {
+                    all.extend(words(value));
+                    all.extend(words(&String::from_utf8_lossy(&STANDARD.decode(value).unwrap())));
+                }
+            }
+            _ => {}
+        }
+    }
+    all
+}
+
+// threat: gateway-inbound
+async fn hub_and_member_cannot_connect_to_sandbox(env: &TestEnv<'_>) {
+    let wireguard = env.wireguard().await;
+    let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
+    let node = &env.sandbox_webs[0].node;
+    let probe = env.lab.prober().unwrap();
+    let words = [&*probe, "stream-serve", ":8080"];
+    let _listener = env.lab.node(node).spawn("listener", words).unwrap();
+    // The sandbox's node listens on all of these ports.
+    env.lab.until_open(&host(node), &targets.into()).await.unwrap();
+    let gateways = env.gateways().await;
+    let pods = gateways.iter().map(|gateway| &gateway.pod);
+    for web in pods.chain(&env.hub_webs).chain(&env.member_webs) {
+        for from in [pod(web), host(&web.node)] {
+            let open = env.lab.scan(&from, targets).await.unwrap();
+            assert_eq!(open, BTreeSet::new(), "{from} reached the sandbox");
+        }
+    }
+}
+
+async fn sandbox_routes_only_gateways_into_tunnel(env: &TestEnv<'_>) {
+    let gateways = env.gateways().await;
+    let expected = gateways.iter().map(|gateway| gateway.address.to_string()).collect();
+    let routed = env.lab.tunnel_routes(&env.sandbox_webs[0].node).await.unwrap();
+    assert_eq!(routed, expected);
+}
+
+async fn hub_nodes_know_nothing_of_sandbox(env: &TestEnv<'_>) {
+    let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
+    let objects = env.hub.kubectl(objects).await.unwrap().stdout;
+    let peer = env.wireguard().await.to_string();
+    assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
+    // Positive control: the member, which has Peers here, does appear in this output.
+    assert!(objects.contains(MEMBER));
+    let member = wireguard(&env.member, &env.member_webs[0].node).await.to_string();
+    let kernel: [&[&str]; 5] = [
+        &["ip", "address"],
+        &["ip", "rule"],
+        &["ip", "route", "show", "table", "all"],
+        &["nft", "list", "ruleset"],
+        &["ip", "neighbour"],
+    ];
+    for node in env.hub.nodes() {
+        let mut text = String::new();
+        for words in kernel {
+            text += &node.exec(words).await.unwrap().stdout;
+        }
+        assert!(text.contains(&member), "{text}");
+        for word in [SANDBOX, &peer] {
+            assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
+        }
+    }
+}
+
+// threat: gateway-ungranted
+async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestEnv<'a>) -> Attacker<'a> {
+    let granted = env.granted().await;
+    let all = env.all_sockets().await;
+    println!("{} sockets to scan", all.len());
+    // Without this attack the underlay decides what is open; only NetworkPolicies could close it.
+    for from in env.askers() {
+        let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
+        println!("from {from}, as its routes are: {open:?}");
+        assert!(open.is_superset(&granted));
+    }
+    let attacker = Attacker::new(env.lab, SANDBOX, &env.sandbox_webs[0].node)
+        .await
+        .unwrap();
+    assert_eq!(attacker.peers.len(), 2);
+    let addresses = all.keys().map(SocketAddr::ip).collect();
+    let mut found = BTreeSet::new();
+    for chosen in &attacker.peers {
+        let left = attacker.leads_through(chosen, &addresses).await.unwrap();
+        assert_eq!(left, BTreeSet::new());
+        let at = env.gateway_of(chosen).await.address;
+        let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
+        for from in env.askers() {
+            // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
+            // others.
+            env.lab.until_open(&from, &granted).await.unwrap();
+            let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
+            println!("from {from}, all of it through {chosen}: {open:?}");
+            assert_eq!(open, granted);
+        }
+        found.extend(granted);
+    }
+    assert_eq!(found, granted);
+    attacker
+}
+
+/// The attacker still routes everything through one gateway, and the scans still run.
+// threat: gateway-revoked-connection
+async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scene: &Scene<'_>) {
+    let granted = env.granted().await;
+    let closed = async |how: &str, called: Instant| {
+        for from in env.askers() {
+            env.lab.until_closed(&from, &granted).await.unwrap();
+        }
+        println!(
+            "{how}: closed {:.2} s after kubectl was called",
+            called.elapsed().as_secs_f64()
+        );
+        scene.assert_nothing_answers(how).await;
+        scene.scan_once_more().await;
+    };
+    let granting = |grants: &[(&str, &str)]| env.product.mesh_with(&[SANDBOX], grants);
+    let called = Instant::now();
+    env.hub.apply(&granting(&[])).await.unwrap();
+    closed("the grant taken back", called).await;
+    env.wait_for_no_access().await;
+
+    env.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
+    scene.wait_until_settled("after the grant was given again").await;
+    let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
+    let called = Instant::now();
+    env.hub.kubectl(delete).await.unwrap();
+    closed("the mesh deleted", called).await;
+    env.wait_for_no_access().await;
+    // Also after every object of the mesh is gone.
+    scene.assert_nothing_answers("no object of the mesh left").await;
+    scene.scan_once_more().await;
+}

@@ -1,0 +1,105 @@
+//! Reads the hub's gateways from their SandboxGateways, and the sockets that the sandbox may reach at them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE, MESH, Web, wait_until};
+use serde_json::Value;
+
+use super::{SANDBOX, TestEnv};
+use crate::setup::{PATIENCE, json};
+
+/// A gateway of the hub.
+#[derive(Debug)]
+pub(super) struct Gateway {
+    pub(super) pod: Web,
+    pub(super) key: String,
+    /// Its address in the tunnel.
+    pub(super) address: IpAddr,
+}
+
+/// Name of the sandbox's SandboxAccess.
+pub(super) fn access_name() -> String {
+    format!("{MESH}--{SANDBOX}")
+}
+
+impl TestEnv<'_> {
+    /// The gateways whose pods run.
+    pub(super) async fn gateways(&self) -> Vec<Gateway> {
+        let pods = self
+            .hub
+            .pods(GATEWAYS, "app.kubernetes.io/name=clustermesh-gateway")
+            .await
+            .unwrap();
+        let mut gateways = Vec::new();
+        for pod in pods {
+            let object = json(&self.hub, &["-n", GATEWAYS, "get", "sandboxgateway", &pod.name]).await;
+            let status = &object["status"];
+            gateways.push(Gateway {
+                key: status["publicKey"].as_str().unwrap().to_owned(),
+                address: status["wireguardIPs"][0].as_str().unwrap().parse().unwrap(),
+                pod,
+            });
+        }
+        gateways
+    }
+
+    /// The gateway that a Peer of the sandbox is about.
+    pub(super) async fn gateway_of(&self, peer: &str) -> Gateway {
+        let peer = json(&self.sandbox, &["get", "peer", peer]).await;
+        let gateways = self.gateways().await;
+        let described = |gateway: &Gateway| peer["spec"]["publicKey"] == *gateway.key;
+        gateways.into_iter().find(described).unwrap()
+    }
+
+    /// The sandbox's SandboxAccess.
+    pub(super) async fn access(&self) -> Value {
+        json(&self.hub, &["get", "sandboxaccess", &access_name()]).await
+    }
+
+    /// The port of the granted Service at each gateway.
+    pub(super) async fn granted(&self) -> BTreeSet<SocketAddr> {
+        let access = self.access().await;
+        let grants = access["spec"]["grants"].as_array().unwrap();
+        assert_eq!(grants.len(), 1, "{access:#}");
+        let port = u16::try_from(grants[0]["gatewayPort"].as_u64().unwrap()).unwrap();
+        let gateways = self.gateways().await;
+        gateways
+            .iter()
+            .map(|gateway| SocketAddr::new(gateway.address, port))
+            .collect()
+    }
+
+    /// Every socket of the hub and the member, with its owner. Gateways also have their tunnel addresses, with every
+    /// port that is open anywhere.
+    pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
+        let granted = self.granted().await;
+        let clusters = [&self.hub, &self.member];
+        let mut all = self.sandbox.sockets_beyond(&clusters, &granted).await.unwrap();
+        let ports: BTreeSet<u16> = all
+            .keys()
+            .chain(&granted)
+            .map(SocketAddr::port)
+            .chain(INFRASTRUCTURE)
+            .chain([51820])
+            .collect();
+        for gateway in self.gateways().await {
+            let sockets = ports.iter().map(|port| SocketAddr::new(gateway.address, *port));
+            all.extend(sockets.map(|socket| (socket, format!("gateway {}", gateway.pod.name))));
+        }
+        all
+    }
+
+    /// Waits until the SandboxAccess is deleted.
+    pub(super) async fn wait_for_no_access(&self) {
+        wait_until("the SandboxAccess to go", PATIENCE, async || {
+            let left = self.hub.kubectl(["get", "sandboxaccesses", "-o", "name"]).await;
+            let left = left.map_err(|error| error.to_string())?.stdout;
+            if left.is_empty() { Ok(()) } else { Err(left) }
+        })
+        .await
+        .unwrap();
+    }
+}

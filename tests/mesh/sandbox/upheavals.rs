@@ -1,0 +1,289 @@
+//! Disturbs the cluster that serves a sandbox, while every socket is scanned continuously through one gateway. What is
+//! closed must stay closed while the gateway's container, table, pod, SandboxAccess and node are deleted and come back.
+
+use std::{collections::BTreeSet, net::SocketAddr};
+
+use clustermesh_lab::{Attacker, GATEWAYS, NAMESPACE, Node, Watch, wait_until};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use super::{
+    TestEnv,
+    gateways::{Gateway, access_name},
+};
+use crate::setup::{PATIENCE, json as get};
+
+/// Number of times that a table is deleted.
+const TIMES: usize = 15;
+/// Gateway ports of the grants that are added by hand.
+const WIDENED: [u16; 2] = [20_443, 20_053];
+
+/// The disturbed gateway, and the running scans.
+pub(super) struct Scene<'a> {
+    env: &'a TestEnv<'a>,
+    gateway: Gateway,
+    node: Node<'a>,
+    /// Its granted sockets.
+    pub(super) granted: BTreeSet<SocketAddr>,
+    all: BTreeSet<SocketAddr>,
+    watches: Vec<Watch>,
+}
+
+/// Returns the scene after the last step.
+// threat: gateway-ungranted
+pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
+    env: &'a TestEnv<'a>,
+    attacker: &Attacker<'_>,
+) -> Scene<'a> {
+    let peer = attacker.peers.last().unwrap();
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+    scene.wait_until_settled("at the start").await;
+
+    scene.kill_container().await;
+    scene.wait_until_settled("after SIGKILL of the gateway").await;
+    let nft = ["nft", "flush", "table", "inet", "clustermesh"];
+    let flushed = scene.node.pod_exec(scene.gateway.pod.ip, nft).await.unwrap();
+    assert!(flushed.status.success(), "{flushed:?}");
+    scene.wait_until_settled("after nft flush table").await;
+    drop(scene);
+    deleted_table_opens_nothing(Scene::new(env, env.gateway_of(peer).await).await).await;
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+
+    let delete = ["-n", GATEWAYS, "delete", "pod", &scene.gateway.pod.name];
+    env.hub.kubectl(delete).await.unwrap();
+    scene.update_key(attacker, peer).await;
+    scene.wait_until_settled("after the gateway's pod was deleted").await;
+
+    widened_access_opens_nothing_without_controller(&scene, attacker).await;
+
+    env.hub.kill_api().unwrap();
+    scene.kill_container().await;
+    scene.scan_once_more().await;
+    env.hub.start_api().await.unwrap();
+    scene
+        .wait_until_settled("after a start of the gateway while its API server was down")
+        .await;
+
+    scene.node.power_cut().await.unwrap();
+    scene.node.power_on().await.unwrap();
+    env.hub.rollout("default", "deployment/web").await.unwrap();
+    scene.update_key(attacker, peer).await;
+    scene.assert_only_granted_opened();
+    // Pods of that node have new addresses.
+    let addresses = env.all_sockets().await.keys().map(SocketAddr::ip).collect();
+    let left = attacker.leads_through(peer, &addresses).await.unwrap();
+    assert_eq!(left, BTreeSet::new());
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+    scene.wait_until_settled("after the node was started anew").await;
+    scene
+}
+
+// threat: gateway-port
+async fn deleted_table_opens_nothing(scene: Scene<'_>) {
+    let delete = async || {
+        let words = ["nft", "delete", "table", "inet", "clustermesh"];
+        scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
+    };
+    // The table is missing only for a moment and a scan probes each socket once a second, so repeat it.
+    for _ in 0..TIMES {
+        wait_until("the table", PATIENCE, async || {
+            let deleted = delete().await;
+            if deleted.status.success() {
+                Ok(())
+            } else {
+                Err(deleted.stderr)
+            }
+        })
+        .await
+        .unwrap();
+    }
+    scene
+        .wait_until_settled(&format!("after nft delete table, {TIMES} times over"))
+        .await;
+
+    // A stopped gateway cannot restore its table, so packets meet the state without it.
+    scene.signal(Signal::SIGSTOP);
+    let deleted = delete().await;
+    assert!(deleted.status.success(), "{deleted:?}");
+    scene.scan_once_more().await;
+    scene.signal(Signal::SIGCONT);
+    scene
+        .wait_until_settled("after nft delete table while the gateway was stopped")
+        .await;
+}
+
+async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
+    let hub = &scene.env.hub;
+    let scale =
+        |replicas: &str| ["-n", NAMESPACE, "scale", "deployment/clustermesh-controller", replicas].map(str::to_owned);
+    hub.kubectl(scale("--replicas=0")).await.unwrap();
+    let gone = [
+        "-n",
+        NAMESPACE,
+        "wait",
+        "--for=delete",
+        "pod",
+        "-l",
+        "app.kubernetes.io/name=clustermesh-controller",
+        "--timeout=60s",
+    ];
+    hub.kubectl(gone).await.unwrap();
+    // Add grants for the API server, and for a Service in a namespace that gateways may not read.
+    let access = scene.env.access().await;
+    let mut grants = access["spec"]["grants"].as_array().unwrap().clone();
+    let services = [
+        ("default", "kubernetes", "https"),
+        ("kube-system", "kube-dns", "dns-tcp"),
+    ];
+    grants.extend(services.into_iter().zip(WIDENED).map(|((namespace, name, port), at)| {
+        json!({"service": {"namespace": namespace, "name": name}, "port": port, "gatewayPort": at})
+    }));
+    let wide = json!({"spec": {"grants": grants}}).to_string();
+    let name = access_name();
+    let widen = ["patch", "sandboxaccess", &name, "--type=merge", "-p", &wide];
+    let refused = hub.try_kubectl(widen).await.unwrap();
+    assert!(refused.stderr.contains("ValidatingAdmissionPolicy"), "{refused:?}");
+    // Without the binding, the cluster is as if deploy/admission.yaml were not applied.
+    let admission = ["delete", "validatingadmissionpolicybinding", "clustermesh-objects"];
+    hub.kubectl(admission).await.unwrap();
+    wait_until("the SandboxAccess to be widened by hand", PATIENCE, async || {
+        let widened = hub.try_kubectl(widen).await.map_err(|error| error.to_string())?;
+        if widened.status.success() {
+            Ok(())
+        } else {
+            Err(widened.stderr)
+        }
+    })
+    .await
+    .unwrap();
+    let generation = scene.env.access().await["metadata"]["generation"].clone();
+    wait_until("the gateway to refuse the other Services", PATIENCE, async || {
+        let gateway = get(hub, &["-n", GATEWAYS, "get", "sandboxgateway", &scene.gateway.pod.name]).await;
+        let status = &gateway["status"];
+        let refused = status["refused"].as_array().map_or(0, Vec::len);
+        if status["applied"][0]["generation"] == generation && refused == WIDENED.len() {
+            Ok(())
+        } else {
+            Err(status.to_string())
+        }
+    })
+    .await
+    .unwrap();
+    scene.scan_once_more().await;
+    hub.kubectl(["delete", "sandboxaccess", &name]).await.unwrap();
+    for from in scene.env.askers() {
+        scene.env.lab.until_closed(&from, &scene.granted).await.unwrap();
+    }
+    scene.scan_once_more().await;
+    // The next controller reads at once. The steps that follow revoke all grants and restore them.
+    attacker.grant_read_access().await.unwrap();
+    hub.kubectl(scale("--replicas=1")).await.unwrap();
+    hub.rollout(NAMESPACE, "deployment/clustermesh-controller")
+        .await
+        .unwrap();
+    scene
+        .wait_until_settled("after a SandboxAccess that was widened and deleted by hand, without a controller")
+        .await;
+}
+
+impl<'a> Scene<'a> {
+    /// Scans from the sandbox's pod and from its node.
+    async fn new(env: &'a TestEnv<'a>, gateway: Gateway) -> Self {
+        let mut all = env.all_sockets().await;
+        all.extend(WIDENED.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
+        println!("{} sockets, without a pause", all.len());
+        let watch = |from| env.lab.scan_on(&from, all.keys().copied()).unwrap();
+        let granted = env.granted().await.into_iter();
+        Self {
+            env,
+            node: env.lab.node(&gateway.pod.node),
+            granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
+            all: all.keys().copied().collect(),
+            watches: env.askers().map(watch).into(),
+            gateway,
+        }
+    }
+
+    /// Pids of the gateway. The agent of the node has the same process name.
+    fn pids(&self) -> Vec<i32> {
+        let gateway = |pid: &i32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            words.contains(&&b"--mode=gateway"[..]) && !words.contains(&&b"prepare"[..])
+        };
+        let pids = self.node.pids_of("wg-agent").unwrap().into_iter();
+        pids.filter(gateway).collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pids = self.pids();
+        assert_eq!(pids.len(), 1, "{pids:?}");
+        kill(Pid::from_raw(pids[0]), signal).unwrap();
+    }
+
+    /// Kills the container, and returns when the kubelet has started it again.
+    async fn kill_container(&self) {
+        let old = self.pids();
+        self.signal(Signal::SIGKILL);
+        wait_until("the next process", PATIENCE, async || match self.pids() {
+            now if now.is_empty() || now == old => Err(format!("{now:?}, was {old:?}")),
+            _ => Ok(()),
+        })
+        .await
+        .unwrap();
+    }
+
+    /// Writes the key of a new gateway pod into the sandbox's Peer, as its administrator would: the controller may not
+    /// write there.
+    async fn update_key(&self, attacker: &Attacker<'_>, peer: &str) {
+        let name = &self.gateway.pod.name;
+        let old = get(&self.env.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
+        let key = wait_until("the gateway's new key", PATIENCE, async || {
+            let object = get(&self.env.hub, &["-n", GATEWAYS, "get", "sandboxgateway", name]).await;
+            match object["status"]["publicKey"].as_str() {
+                Some(key) if old != key => Ok(key.to_owned()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        attacker.set_public_key(peer, &key).await.unwrap();
+    }
+
+    /// Waits until every socket has been scanned once more.
+    pub(super) async fn scan_once_more(&self) {
+        for watch in &self.watches {
+            watch.another_round().await.unwrap();
+        }
+        self.assert_only_granted_opened();
+    }
+
+    fn assert_only_granted_opened(&self) {
+        for watch in &self.watches {
+            let opened = watch.opened();
+            let more: BTreeSet<_> = opened.difference(&self.granted).collect();
+            assert_eq!(more, BTreeSet::new(), "granted {:?}", self.granted);
+        }
+    }
+
+    /// Checks with new scans that no socket at all is open, not even one that was granted before. The running scans may
+    /// have seen it open while it was granted.
+    pub(super) async fn assert_nothing_answers(&self, when: &str) {
+        let found = self.env.scan_from_sandbox(self.all.iter().copied()).await;
+        assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
+        println!("{when}: none of {} sockets answers", self.all.len());
+    }
+
+    /// Waits until everything granted answers again, and checks that nothing else has answered meanwhile.
+    pub(super) async fn wait_until_settled(&self, when: &str) {
+        for from in self.env.askers() {
+            let open = self.env.lab.until_open(&from, &self.granted).await;
+            open.unwrap_or_else(|error| panic!("{when}: {error}"));
+        }
+        self.scan_once_more().await;
+        println!("{when}: {:?} and nothing else answered", self.watches[0].opened());
+    }
+}

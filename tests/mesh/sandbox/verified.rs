@@ -1,0 +1,186 @@
+//! Tests `clustermeshctl verify` on these clusters. First the underlay is closed and all is as planned. Then it reports
+//! a revoked grant that is still open, and the underlay, which is open without NetworkPolicies.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    process::ExitCode,
+    time::Instant,
+};
+
+use clustermesh_lab::Cluster;
+use kube::config::Kubeconfig;
+use serde_json::Value;
+
+use super::{GRANT, SANDBOX, TestEnv};
+use crate::setup::HUB;
+
+/// The nftables table that takes the place of NetworkPolicies here.
+const POLICIES: &str = "inet networkpolicies";
+
+// threat: open-underlay
+pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &TestEnv<'_>) {
+    let started = Instant::now();
+    let kubeconfig = kubeconfig(env);
+    close_the_underlay(env).await;
+    let report = verify(&kubeconfig, &[]).await;
+    println!("verify, all of it: {:.1} s", started.elapsed().as_secs_f64());
+    assert_eq!(report["exitCode"], 0, "{report:#}");
+    let open = env.granted().await;
+    let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
+    let mirror = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+    let named: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
+    for kind in ["node", "pod"] {
+        assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), named, "from a {kind}");
+        assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
+    }
+
+    explain_names_unreachable_member_and_continues(env, &kubeconfig).await;
+
+    // A paused mesh writes nothing, so the revoked grant stays open.
+    let taken_back = env.product.mesh_with(&[SANDBOX], &[]);
+    let paused = taken_back.replacen("spec:\n", "spec:\n  paused: true\n", 1);
+    env.hub.apply(&paused).await.unwrap();
+    node(env)
+        .exec(["nft", "delete", "table", "inet", "networkpolicies"])
+        .await
+        .unwrap();
+    let report = verify(&kubeconfig, &[SANDBOX]).await;
+    assert_eq!(report["exitCode"], 1, "{report:#}");
+    let api = SocketAddr::new(IpAddr::V4(env.hub.plan().api_address()), 6443).to_string();
+    for kind in ["node", "pod"] {
+        assert_eq!(
+            sockets(&report, kind, HUB, "violations", "tunnel"),
+            granted,
+            "from a {kind}"
+        );
+        let on_underlay = sockets(&report, kind, HUB, "violations", "underlay");
+        assert!(
+            on_underlay.contains(&api),
+            "from a {kind}: {api} is not in {on_underlay:?}"
+        );
+    }
+
+    for cluster in [&env.hub, &env.member, &env.sandbox] {
+        let left = [
+            "get",
+            "jobs,pods",
+            "-A",
+            "-l",
+            "app.kubernetes.io/name=clustermesh-verify",
+            "-o",
+            "name",
+        ];
+        assert_eq!(
+            cluster.kubectl(left).await.unwrap().stdout,
+            "",
+            "what verify made is left"
+        );
+    }
+    let as_before = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+    let unpaused = as_before.replacen("spec:\n", "spec:\n  paused: false\n", 1);
+    env.product.mesh_up(&unpaused).await.unwrap();
+    // If a grant was written after all, its change needs a new handshake.
+    for from in env.askers() {
+        env.lab.until_open(&from, &open).await.unwrap();
+    }
+    println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
+}
+
+/// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
+/// of the surrounding cluster do. Replies pass, because its own API server connects to the kubelet from an address that
+/// other clusters' API servers have, too.
+async fn close_the_underlay(env: &TestEnv<'_>) {
+    let mut others = BTreeSet::new();
+    for cluster in [&env.hub, &env.member] {
+        let sockets = cluster.sockets().await.unwrap();
+        others.extend(sockets.keys().map(|socket| socket.ip().to_string()));
+    }
+    let others: Vec<String> = others.into_iter().collect();
+    // At postrouting, because before it a translated packet still has the device of its first route.
+    let table = format!(
+        "table {POLICIES} {{\n chain out {{\n type filter hook postrouting priority 10\n \
+         oifname \"eth0\" tcp flags & (syn | ack) == syn ip daddr {{ {} }} drop\n }}\n}}\n",
+        others.join(", ")
+    );
+    node(env).feed(["nft", "-f", "-"], &table).await.unwrap();
+}
+
+fn node<'a>(env: &TestEnv<'a>) -> clustermesh_lab::Node<'a> {
+    env.lab.node(&env.sandbox_webs[0].node)
+}
+
+/// A kubeconfig with one context for each cluster, named as in the mesh.
+fn kubeconfig(env: &TestEnv<'_>) -> std::path::PathBuf {
+    let mut all = Kubeconfig::default();
+    let own = |cluster: &Cluster<'_>| {
+        let name = cluster.plan().name.clone();
+        let mut own = Kubeconfig::from_yaml(&cluster.kubeconfig().unwrap()).unwrap();
+        own.clusters[0].name.clone_from(&name);
+        own.auth_infos[0].name.clone_from(&name);
+        own.contexts[0].name.clone_from(&name);
+        let context = own.contexts[0].context.as_mut().unwrap();
+        context.cluster.clone_from(&name);
+        context.user = Some(name);
+        own
+    };
+    for cluster in [&env.hub, &env.member, &env.sandbox] {
+        all = all.merge(own(cluster)).unwrap();
+    }
+    let file = env.lab.directory().join("operator.kubeconfig");
+    std::fs::write(&file, serde_json::to_string(&all).unwrap()).unwrap();
+    file
+}
+
+async fn explain_names_unreachable_member_and_continues(env: &TestEnv<'_>, kubeconfig: &std::path::Path) {
+    let from = format!("{SANDBOX}/{}", env.sandbox_webs[0].node);
+    let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
+    words.push(env.granted().await.first().unwrap().to_string());
+    words.push(format!("--kubeconfig={}", kubeconfig.display()));
+    let flags = [
+        "--context=mgmt",
+        "--member-context=notebooks=notebooks",
+        "--member-context=tenant-a=nowhere",
+    ];
+    words.extend(flags.map(str::to_owned));
+    let (code, out, err) = clustermeshctl(words).await;
+    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::SUCCESS), "{out}{err}");
+    let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) cannot be read: context \"nowhere\"";
+    assert!(err.contains(named), "{err}");
+}
+
+/// Exit code, standard output and standard error.
+async fn clustermeshctl(words: Vec<String>) -> (ExitCode, String, String) {
+    let run = move || {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let code = clustermeshctl::run(words, &mut std::io::empty(), &mut out, &mut err);
+        (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
+    };
+    tokio::task::spawn_blocking(run).await.unwrap()
+}
+
+/// Runs verify from these clusters, or from all, and returns its report.
+async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
+    let mut words = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
+        .map(str::to_owned)
+        .to_vec();
+    words.push(format!("--kubeconfig={}", kubeconfig.display()));
+    words.extend([SANDBOX, super::MEMBER].map(|name| format!("--member-context={name}={name}")));
+    words.extend(from.iter().map(|name| format!("--from={name}")));
+    let (code, out, err) = clustermeshctl(words).await;
+    println!("{err}");
+    let report: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
+    let reported = u8::try_from(report["exitCode"].as_u64().unwrap()).unwrap();
+    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(reported)));
+    report
+}
+
+/// From one list of the report: the sockets that a node or a pod of the sandbox found on one path.
+fn sockets(report: &Value, kind: &str, to: &str, list: &str, path: &str) -> BTreeSet<String> {
+    let probes = report["probes"].as_array().unwrap().iter();
+    let from =
+        |probe: &&Value| probe["from"]["cluster"] == SANDBOX && probe["from"]["kind"] == kind && probe["to"] == to;
+    let items = probes.filter(from).flat_map(|probe| probe[list].as_array().unwrap());
+    let items = items.filter(|item| item["path"] == path);
+    items.map(|item| item["socket"].as_str().unwrap().to_owned()).collect()
+}

@@ -1,0 +1,293 @@
+//! Sets up a mesh of two whole clusters for the tests of this program, and contains their common requests and checks. The
+//! product is installed from `deploy/` as a user does; the lab's `product.rs` lists the differences.
+
+pub(crate) mod state;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Tunnel, Web, wait_until};
+use serde_json::Value;
+
+/// The hub's name.
+pub(crate) const HUB: &str = "mgmt";
+/// The member's name.
+pub(crate) const MEMBER: &str = "tenant-a";
+/// The longest wait on a loaded machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// Mirrors the hub's web servers in the member under the name `hub-web`.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+/// Starts two clusters of two nodes each.
+pub(crate) async fn two_clusters() -> Lab {
+    let start = Instant::now();
+    let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)])).await.unwrap();
+    println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
+    lab
+}
+
+/// A Ready mesh of two clusters, with a web server on each node.
+pub(crate) struct Mesh<'a> {
+    pub(crate) lab: &'a Lab,
+    pub(crate) product: Product<'a>,
+    pub(crate) hub: Cluster<'a>,
+    pub(crate) member: Cluster<'a>,
+    pub(crate) hub_webs: Vec<Web>,
+    pub(crate) member_webs: Vec<Web>,
+    /// The WireGuard address of every node.
+    pub(crate) wireguard: BTreeMap<String, IpAddr>,
+}
+
+impl<'a> Mesh<'a> {
+    /// Installs the product, applies the mesh and waits until it is Ready. `also` = further allowedNetworks of the hub.
+    pub(crate) async fn up(lab: &'a Lab, also: &[String]) -> Self {
+        let start = Instant::now();
+        let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
+        let product = Product::install(lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+            .await
+            .unwrap();
+        let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
+        println!("installed: {:.1} s", start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        let own = hub.plan().service_cidr.to_string();
+        let more = format!("{own}{}", also.iter().map(|net| format!(", {net}")).collect::<String>());
+        let mesh = product.mesh(&[(MEMBER, EGRESS)]).replacen(&own, &more, 1);
+        product.mesh_up(&mesh).await.unwrap();
+        println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
+        let mut wireguard = BTreeMap::new();
+        for cluster in [&hub, &member] {
+            for node in cluster.nodes() {
+                wireguard.insert(node.name().to_owned(), self::wireguard(cluster, node.name()).await);
+            }
+        }
+        let mesh = Self {
+            lab,
+            product,
+            hub,
+            member,
+            hub_webs,
+            member_webs,
+            wireguard,
+        };
+        let start = Instant::now();
+        let url = url(mesh.hub_webs[0].ip, 8080);
+        mesh.wait_for_answer(&pod(&mesh.member_webs[0]), &url).await;
+        println!("first reply: {:.2} s after Ready", start.elapsed().as_secs_f64());
+        mesh
+    }
+
+    /// Repeats a request until it is answered.
+    pub(crate) async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
+        self.lab.ask_until_answered(from, url).await.unwrap()
+    }
+
+    /// See [`assert_answers`].
+    pub(crate) async fn assert_answers(&self, from: &Asker, url: &str, want: &[Answer]) {
+        assert_answers(self.lab, from, url, want).await;
+    }
+
+    /// Sends one request that must fail without any HTTP answer. Returns the error of curl.
+    pub(crate) async fn assert_closed(&self, from: &Asker, url: &str) -> String {
+        let output = self.lab.run_at(from, &["curl", "-sSk", "-m", "3", url]).await.unwrap();
+        assert!(
+            !output.status.success() && output.stdout.is_empty(),
+            "{from} reached {url}: {}",
+            output.stdout
+        );
+        output.stderr.trim().to_owned()
+    }
+
+    /// The HTTP status of an HTTPS request, without verification of the certificate.
+    pub(crate) async fn status(&self, from: &Asker, url: &str) -> String {
+        let words = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
+        self.lab.run_at(from, &words).await.unwrap().stdout
+    }
+
+    /// See [`expected_answer`].
+    pub(crate) fn expected_answer(&self, by: &Web, saw: IpAddr) -> Answer {
+        expected_answer(by, saw)
+    }
+
+    /// The node that is the anchor of a cluster's Service network in the Peers of `observer`.
+    pub(crate) async fn anchor(&self, of: &Cluster<'_>, observer: &Cluster<'_>) -> String {
+        self.anchor_of(&of.plan().service_cidr.to_string(), observer).await
+    }
+
+    /// The node that is the anchor of one network in the Peers of `observer`.
+    pub(crate) async fn anchor_of(&self, network: &str, observer: &Cluster<'_>) -> String {
+        let peers = json(observer, &["get", "peers"]).await;
+        let has_network = |peer: &&Value| {
+            let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
+            ranges.iter().any(|range| range == network)
+        };
+        let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(has_network).collect();
+        assert_eq!(anchors.len(), 1, "{network} has one anchor: {peers:#}");
+        let name = anchors[0]["metadata"]["name"].as_str().unwrap();
+        name.rsplit_once("--").unwrap().1.to_owned()
+    }
+
+    /// Path of the lab's server program, at which every node finds it.
+    pub(crate) fn probe(&self) -> String {
+        let path: PathBuf = self.lab.directory().join("mesh-probe");
+        if !path.exists() {
+            std::fs::copy(clustermesh_lab::our_program("lab-probe").unwrap(), &path).unwrap();
+        }
+        path.display().to_string()
+    }
+
+    /// Captured packets between the clusters that are not WireGuard's UDP. Ignored are ICMP errors of closed UDP ports,
+    /// and connections to the member's API server, which the controller makes over the underlay.
+    pub(crate) async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+        let api = self.member.plan().api_address();
+        let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";
+        let filter = format!(
+            "not udp port 51820 and not {refused} and not (host {api} and net {underlay}) \
+             and ({between} or net {hub} or net {member})",
+            underlay = self.hub.plan().underlay,
+            between = between(self.hub.plan(), self.member.plan()),
+            hub = self.hub.plan().wireguard_cidr,
+            member = self.member.plan().wireguard_cidr,
+        );
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    /// Captured IPv6 packets between two dual-stack clusters. There must be none outside the tunnel, whose outer
+    /// packets are IPv4.
+    pub(crate) async fn in_clear_v6(&self, captured: &Captured) -> Vec<String> {
+        first(captured.packets(&self.between_v6()).await.unwrap())
+    }
+
+    /// Captured IPv6 packets other than WireGuard's UDP, for a tunnel whose outer packets are IPv6.
+    pub(crate) async fn in_clear_v6_except_wireguard(&self, captured: &Captured) -> Vec<String> {
+        let filter = format!("not udp port 51820 and {}", self.between_v6());
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    fn between_v6(&self) -> String {
+        let nets = |direction: &str, plan: &ClusterPlan| {
+            let v6 = plan.v6.as_ref().expect("a dual-stack cluster");
+            let nets = [v6.pod_cidr, v6.service_cidr, v6.underlay];
+            format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
+        };
+        let (hub, member) = (self.hub.plan(), self.member.plan());
+        format!(
+            "(({} and {}) or ({} and {}))",
+            nets("src", hub),
+            nets("dst", member),
+            nets("src", member),
+            nets("dst", hub)
+        )
+    }
+
+    /// Captured packets from a pod's or a WireGuard address to the other cluster that are not WireGuard's UDP.
+    pub(crate) async fn published_in_clear(&self, captured: &Captured) -> Vec<String> {
+        let (hub, member) = (self.hub.plan(), self.member.plan());
+        let published =
+            [hub, member].map(|plan| format!("src net {} or src net {}", plan.pod_cidr, plan.wireguard_cidr));
+        let filter = format!(
+            "not udp port 51820 and ({}) and {}",
+            published.join(" or "),
+            between(hub, member)
+        );
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    /// Number of captured WireGuard packets between the clusters.
+    pub(crate) async fn tunnelled(&self, captured: &Captured) -> usize {
+        let between = between(self.hub.plan(), self.member.plan());
+        let filter = format!("udp port 51820 and {between}");
+        captured.packets(&filter).await.unwrap().len()
+    }
+}
+
+/// A filter of tcpdump for packets from any network of one cluster to any network of the other.
+fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
+    let nets = |direction: &str, plan: &ClusterPlan| {
+        let nets = [
+            plan.pod_cidr.into(),
+            plan.service_cidr.into(),
+            plan.wireguard_cidr,
+            plan.underlay.into(),
+        ];
+        format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
+    };
+    format!(
+        "(({} and {}) or ({} and {}))",
+        nets("src", one),
+        nets("dst", other),
+        nets("src", other),
+        nets("dst", one)
+    )
+}
+
+/// The first packets, as many as a person reads in a failure message.
+fn first(mut packets: Vec<String>) -> Vec<String> {
+    packets.truncate(20);
+    packets
+}
+
+/// A pod as a client.
+pub(crate) fn pod(web: &Web) -> Asker {
+    Asker::Pod(web.clone())
+}
+
+/// A node as a client.
+pub(crate) fn host(node: &str) -> Asker {
+    Asker::Host(node.to_owned())
+}
+
+/// `http://ADDRESS:PORT`.
+pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
+    format!("http://{address}:{port}")
+}
+
+/// The output of `kubectl ... -o json`.
+pub(crate) async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
+    let words = [words, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+}
+
+/// The WireGuard address of a node.
+pub(crate) async fn wireguard(cluster: &Cluster<'_>, node: &str) -> IpAddr {
+    let node = json(cluster, &["get", "node", node]).await;
+    let address = &node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"];
+    let (address, _) = address.as_str().unwrap().split_once('/').unwrap();
+    address.parse().unwrap()
+}
+
+/// The answer of this pod to a client with this source address.
+pub(crate) fn expected_answer(by: &Web, saw: IpAddr) -> Answer {
+    Answer {
+        pod: by.name.clone(),
+        node: by.node.clone(),
+        saw,
+    }
+}
+
+/// Repeats a request until each of these answers came. Any other answer fails the test.
+pub(crate) async fn assert_answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
+    let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
+    wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
+        let answer = lab
+            .ask_until_answered(from, url)
+            .await
+            .map_err(|error| error.to_string())?;
+        assert!(
+            want.contains(&answer),
+            "{from} -> {url}: {answer:?} is none of {want:#?}"
+        );
+        missing.remove(&format!("{answer:?}"));
+        if missing.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("without {missing:?}"))
+        }
+    })
+    .await
+    .unwrap();
+}

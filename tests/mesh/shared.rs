@@ -1,0 +1,115 @@
+//! Tests a hub with a shared pod network (kube-ovn, Calico or Cilium pools), where Node.podCIDRs mean nothing. An
+//! exported pod is reached on the node that runs it, every other pod through the anchor. Pods of the hub are
+//! masqueraded.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use clustermesh_lab::{Asker, Lab, Product, Tunnel, wait_until};
+
+use crate::setup::{HUB, MEMBER, PATIENCE, json, pod, two_clusters, url};
+
+const SHARED: &str = "local: true
+    podNetwork: Shared
+    exports: [{namespace: default, podSelector: {matchLabels: {app: web}}}]
+";
+
+#[tokio::test]
+async fn exported_pods_use_own_node_and_others_the_anchor() {
+    let lab = two_clusters().await;
+    let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
+    let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
+    let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
+    let manifest = product.mesh(&[]).replacen("local: true\n", SHARED, 1);
+    product.mesh_up(&manifest).await.unwrap();
+
+    // The Peer of each node has its exported pods as `/32` allowed IPs, and one of the Peers has the whole pod range.
+    let exported: BTreeMap<String, BTreeSet<String>> = hub_webs
+        .iter()
+        .map(|web| (format!("demo--{HUB}--{}", web.node), [format!("{}/32", web.ip)].into()))
+        .collect();
+    let pods = hub.plan().pod_cidr;
+    let inside = |range: &str| {
+        range
+            .parse::<ipnet::Ipv4Net>()
+            .is_ok_and(|net| net != pods && pods.contains(&net))
+    };
+    wait_until("exported pods in the member's Peers", PATIENCE, async || {
+        let peers = json(&member, &["get", "peers"]).await;
+        let mut exported_by_peer = BTreeMap::new();
+        let mut anchors = 0;
+        for peer in peers["items"].as_array().unwrap() {
+            let ranges = peer["spec"]["allowedIPs"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|r| r.as_str().unwrap());
+            let (whole, parts): (Vec<&str>, Vec<&str>) = ranges.partition(|range| *range == pods.to_string());
+            anchors += whole.len();
+            let parts: BTreeSet<String> = parts.into_iter().filter(|r| inside(r)).map(str::to_owned).collect();
+            exported_by_peer.insert(peer["metadata"]["name"].as_str().unwrap().to_owned(), parts);
+        }
+        if exported_by_peer == exported && anchors == 1 {
+            Ok(())
+        } else {
+            Err(format!("{anchors} anchors, {exported_by_peer:?}"))
+        }
+    })
+    .await
+    .unwrap();
+
+    for from in &member_webs {
+        for to in &hub_webs {
+            let answer = lab.ask_until_answered(&pod(from), &url(to.ip, 8080)).await.unwrap();
+            assert_eq!((answer.pod, answer.node), (to.name.clone(), to.node.clone()));
+        }
+        let other = not_exported(&lab).await;
+        let reached = lab
+            .run_at(
+                &pod(from),
+                &["curl", "-sS", "-m", "5", &format!("http://{other}:8181/ready")],
+            )
+            .await;
+        assert_eq!(reached.unwrap().stdout, "OK", "{from:?} -> {other}");
+    }
+    let wireguard = wireguard_addresses(&lab).await;
+    for from in &hub_webs {
+        for to in &member_webs {
+            let answer = lab
+                .ask_until_answered(&Asker::Pod(from.clone()), &url(to.ip, 8080))
+                .await
+                .unwrap();
+            assert_eq!((answer.pod, answer.saw), (to.name.clone(), wireguard[&from.node]));
+        }
+    }
+}
+
+/// The address of a pod of the cluster DNS, which no export selects.
+async fn not_exported(lab: &Lab) -> IpAddr {
+    let pods = json(
+        &lab.cluster(HUB),
+        &["get", "pods", "-n", "kube-system", "-l", "k8s-app=kube-dns"],
+    )
+    .await;
+    let pods = match pods["items"].as_array().unwrap().as_slice() {
+        [] => json(&lab.cluster(HUB), &["get", "pods", "-n", "kube-system"]).await,
+        _ => pods,
+    };
+    pods["items"][0]["status"]["podIP"].as_str().unwrap().parse().unwrap()
+}
+
+async fn wireguard_addresses(lab: &Lab) -> BTreeMap<String, IpAddr> {
+    let nodes = json(&lab.cluster(HUB), &["get", "nodes"]).await;
+    let address = |node: &serde_json::Value| {
+        let claim = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
+            .as_str()
+            .unwrap();
+        let address = claim.split_once('/').unwrap().0.parse().unwrap();
+        (node["metadata"]["name"].as_str().unwrap().to_owned(), address)
+    };
+    nodes["items"].as_array().unwrap().iter().map(address).collect()
+}

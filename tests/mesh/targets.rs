@@ -1,0 +1,420 @@
+//! Tests a sandbox that enters a cluster without agents, on whole clusters. The hub's nodes run no agent, and later kg
+//! (simulated by its annotations). Its pod network is Shared, packets between its nodes bypass netfilter, and sandboxes
+//! dial the gateways at NodePorts. The sandbox reaches what is granted to it and nothing else.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_api::names;
+use clustermesh_lab::{
+    Asker, Attacker, Cluster, GATEWAYS, Gateway, Granted, Lab, LabPlan, MESH, NAMESPACE, Node, Product, Tunnel, WEB,
+    Web, wait_until,
+};
+use k8s_openapi::api::core::v1 as core;
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use crate::setup::{HUB, PATIENCE, host, json, pod, url, wireguard};
+
+const SANDBOX: &str = "notebooks";
+const GRANT: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// The NodePorts in docs/operations/sandboxes.md.
+const NODE_PORTS: [(&str, u16); 2] = [("clustermesh-gateway-0", 31820), ("clustermesh-gateway-1", 31821)];
+/// The netfilter hooks that a forwarded packet passes.
+const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
+
+// threat: target-does-not-enforce
+#[tokio::test]
+async fn sandbox_enters_cluster_without_agents() {
+    let start = Instant::now();
+    let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (SANDBOX, 1)])).await.unwrap();
+    let after = |step: &str| println!("{:.1} s: {step}", start.elapsed().as_secs_f64());
+    after("two clusters");
+    let env = TestEnv::up(&lab).await;
+    after("the mesh is Ready");
+    env.granted_service_answers_and_sees_gateways().await;
+    after("every server answered through every gateway");
+    env.mesh_conditions_are_good("nodes that nothing serves").await;
+    let _kg = env.simulate_kg_on_nodes().await;
+    env.packets_bypass_netfilter_on_nodes().await;
+    after("packets bypass netfilter");
+    env.replaced_gateway_is_dialled_at_same_node_port().await;
+    after("the next gateway serves");
+    env.mesh_conditions_are_good("nodes that kg serves").await;
+    env.scan_through_each_gateway_finds_only_grants().await;
+    after("everything scanned");
+    env.hub_knows_nothing_of_sandbox().await;
+    after("the end");
+}
+
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    product: Product<'a>,
+    hub: Cluster<'a>,
+    sandbox: Cluster<'a>,
+    hub_webs: Vec<Web>,
+    sandbox_web: Web,
+}
+
+impl<'a> TestEnv<'a> {
+    async fn up(lab: &'a Lab) -> Self {
+        let (hub, sandbox) = (lab.cluster(HUB), lab.cluster(SANDBOX));
+        let clusters = [HUB, SANDBOX];
+        let mut product = Product::install_with_agents_in(lab, &clusters, &[SANDBOX], Tunnel::Userspace, &|_| {})
+            .await
+            .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
+        hub.apply(&node_ports()).await.unwrap();
+        let hub_webs = hub.run_web().await.unwrap();
+        // The sandbox has one node, so a second server would stay pending.
+        sandbox.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
+        sandbox.rollout("default", "deployment/web").await.unwrap();
+        let sandbox_web = sandbox.webs().await.unwrap().remove(0);
+        let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+        let shared = mesh.replacen("local: true\n", "local: true\n    podNetwork: Shared\n", 1);
+        assert_ne!(mesh, shared);
+        product.mesh_up(&shared).await.unwrap();
+        Self {
+            lab,
+            product,
+            hub,
+            sandbox,
+            hub_webs,
+            sandbox_web,
+        }
+    }
+
+    fn askers(&self) -> [Asker; 2] {
+        [pod(&self.sandbox_web), host(&self.sandbox_web.node)]
+    }
+
+    /// The current grants, as soon as the sandbox dials every gateway at its NodePort.
+    async fn granted(&self) -> Granted {
+        wait_until("Peers with the NodePorts of all gateways", PATIENCE, async || {
+            let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
+            let mut expected = Vec::new();
+            for gateway in &granted.gateways {
+                let (_, port) = NODE_PORTS.into_iter().find(|(name, _)| gateway.name == *name).unwrap();
+                expected.push(SocketAddr::new(self.node_of(gateway).await?.address().into(), port));
+            }
+            let dialled: Vec<SocketAddr> = granted.gateways.iter().map(|gateway| gateway.endpoint).collect();
+            if dialled == expected && dialled.len() == NODE_PORTS.len() {
+                Ok(granted)
+            } else {
+                Err(format!("{dialled:?}, expected {expected:?}"))
+            }
+        })
+        .await
+        .unwrap()
+    }
+
+    /// The node that runs a gateway's pod.
+    async fn node_of(&self, gateway: &Gateway) -> Result<Node<'a>, String> {
+        let pods = self
+            .hub
+            .pods(GATEWAYS, "app.kubernetes.io/name=clustermesh-gateway")
+            .await;
+        let pods = pods.map_err(|error| error.to_string())?;
+        let runs = pods
+            .iter()
+            .find(|pod| pod.name == gateway.name && pod.ip == gateway.pod);
+        let runs = runs.ok_or_else(|| format!("no pod of {gateway:?} in {pods:?}"))?;
+        Ok(self.lab.node(&runs.node))
+    }
+
+    /// Requests the mirrored Service from pod and node, until every server has answered through every gateway.
+    async fn granted_service_answers_and_sees_gateways(&self) {
+        let service = self.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+        let gateways: BTreeSet<IpAddr> = self
+            .granted()
+            .await
+            .gateways
+            .iter()
+            .map(|gateway| gateway.pod)
+            .collect();
+        let every = self
+            .hub_webs
+            .iter()
+            .flat_map(|web| gateways.iter().map(|saw| (web.name.clone(), *saw)));
+        let every: BTreeSet<(String, IpAddr)> = every.collect();
+        for from in self.askers() {
+            let mut missing = every.clone();
+            let what = format!("every web server to answer {from} through every gateway");
+            wait_until(what, PATIENCE, async || {
+                let answer = self.lab.ask_until_answered(&from, &url(service, 80)).await;
+                let answer = answer.map_err(|error| error.to_string())?;
+                let answer = (answer.pod, answer.saw);
+                assert!(every.contains(&answer), "{answer:?} is none of {every:?}");
+                missing.remove(&answer);
+                if missing.is_empty() {
+                    Ok(())
+                } else {
+                    Err(format!("without {missing:?}"))
+                }
+            })
+            .await
+            .unwrap();
+        }
+    }
+
+    /// Gives the hub the Peer CRD of Kilo, and its nodes the annotations of kg, which are renewed until the result is
+    /// dropped.
+    async fn simulate_kg_on_nodes(&self) -> JoinSet<()> {
+        let crd = format!("{}/../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
+        self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
+        let nodes: Api<core::Node> = Api::all(self.hub.client().await.unwrap());
+        let mut checking_in = JoinSet::new();
+        for (number, node) in (1..).zip(self.hub.nodes()) {
+            let name = node.name().to_owned();
+            annotate(&nodes, &name, &kg_annotations(&self.hub, &node, number))
+                .await
+                .unwrap();
+            let nodes = nodes.clone();
+            checking_in.spawn(async move {
+                loop {
+                    // kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
+                    tokio::time::sleep(Duration::from_secs(5)).await;
+                    let annotated = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
+                    annotated.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
+                }
+            });
+        }
+        checking_in
+    }
+
+    /// Sends from a gateway's pod to a server on the other node. At first netfilter sees the packets on both nodes;
+    /// with the program that redirects them it sees none. The connection works in both cases.
+    async fn packets_bypass_netfilter_on_nodes(&self) {
+        let granted = self.granted().await;
+        let gateway = &granted.gateways[0];
+        let near = self.node_of(gateway).await.unwrap();
+        let server = self.hub_webs.iter().find(|web| web.node != near.name()).unwrap();
+        let nodes = [near, self.lab.node(&server.node)];
+        let port = granted.tcp.first().unwrap();
+        let ask = async || {
+            let url = url(gateway.wireguard, *port);
+            wait_until(format!("an answer of {server:?}"), PATIENCE, async || {
+                let answer = self.lab.ask_until_answered(&pod(&self.sandbox_web), &url).await;
+                match answer.map_err(|error| error.to_string())? {
+                    answer if answer.pod == server.name => Ok(answer.saw),
+                    answer => Err(format!("{answer:?}")),
+                }
+            })
+            .await
+            .unwrap()
+        };
+        for node in &nodes {
+            node.feed(["nft", "-f", "-"], &count_table(gateway.pod, server.ip))
+                .await
+                .unwrap();
+        }
+        assert_eq!(ask().await, gateway.pod);
+        for node in &nodes {
+            let seen = take_counts(node).await;
+            println!("{} without the program: {seen:?}", node.name());
+            assert!(seen.values().all(|packets| *packets > 0), "{}: {seen:?}", node.name());
+        }
+        self.hub.bypass_netfilter().await.unwrap();
+        for node in &nodes {
+            take_counts(node).await;
+        }
+        assert_eq!(ask().await, gateway.pod);
+        for node in &nodes {
+            let seen = take_counts(node).await;
+            println!("{} with the program: {seen:?}", node.name());
+            assert!(seen.values().all(|packets| *packets == 0), "{}: {seen:?}", node.name());
+        }
+    }
+
+    /// The sandbox's node always sends from one UDP port to one NodePort, so the conntrack entry for the old pod would
+    /// never expire by itself.
+    async fn replaced_gateway_is_dialled_at_same_node_port(&self) {
+        let before = self.granted().await.gateways.remove(0);
+        let node = self.node_of(&before).await.unwrap();
+        self.dialled_at(&node, &before).await;
+        self.hub
+            .kubectl(["-n", GATEWAYS, "delete", "pod", &before.name])
+            .await
+            .unwrap();
+        let after = wait_until("the gateway's next pod in its Peer", PATIENCE, async || {
+            let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
+            let gateway = granted.gateways.iter().find(|gateway| gateway.name == before.name);
+            match gateway.filter(|gateway| gateway.pod != before.pod) {
+                Some(gateway) => Ok(granted.through(gateway)),
+                None => Err(format!("{granted:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        let gateway = &after.gateways[0];
+        let dialled = self.granted().await.gateways;
+        assert!(dialled.contains(gateway), "{gateway:?} is none of {dialled:?}");
+        for from in self.askers() {
+            self.lab.until_open(&from, &after.tcp()).await.unwrap();
+        }
+        self.dialled_at(&self.node_of(gateway).await.unwrap(), gateway).await;
+        // The new pod has a new link without the program.
+        self.hub.bypass_netfilter().await.unwrap();
+    }
+
+    /// Checks that every conntrack entry of the NodePort leads to the gateway's pod.
+    async fn dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
+        let port = gateway.endpoint.port().to_string();
+        let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
+        let entries = node.exec(list).await.unwrap().stdout;
+        let to = format!("src={} ", gateway.pod);
+        let leads_to_pod = |line: &str| line.contains(&to) && !line.contains("[UNREPLIED]");
+        assert!(
+            !entries.is_empty() && entries.lines().all(leads_to_pod),
+            "{gateway:?}: {entries}"
+        );
+    }
+
+    /// Checks that the hub has no object of the mesh except the SandboxAccess, and no tunnel address of the sandbox.
+    async fn hub_knows_nothing_of_sandbox(&self) {
+        let peers = json(&self.hub, &["get", "peers"]).await;
+        assert_eq!(peers["items"], json!([]));
+        let kinds = ["api-resources", "-o", "name"];
+        let kinds = self.hub.kubectl(kinds).await.unwrap().stdout;
+        assert!(
+            kinds.contains("sandboxaccesses") && !kinds.contains("peerpolicies"),
+            "{kinds}"
+        );
+        let inside = wireguard(&self.sandbox, &self.sandbox_web.node).await.to_string();
+        let kernel: [&[&str]; 6] = [
+            &["ip", "address"],
+            &["ip", "rule"],
+            &["ip", "route", "show", "table", "all"],
+            &["ip", "neighbour"],
+            &["nft", "list", "ruleset"],
+            &["conntrack", "-L"],
+        ];
+        for gateway in self.granted().await.gateways {
+            let node = self.node_of(&gateway).await.unwrap();
+            let mut text = String::new();
+            for words in kernel {
+                text += &node.exec(words).await.unwrap().stdout;
+            }
+            // A node knows only the address from which the sandbox's node dials.
+            let outside = self.lab.node(&self.sandbox_web.node).address().to_string();
+            assert!(
+                text.contains(&gateway.pod.to_string()) && text.contains(&outside),
+                "{text}"
+            );
+            for word in [SANDBOX, &inside] {
+                assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
+            }
+        }
+    }
+
+    /// Scans while the sandbox's administrator routes every address of the hub into the tunnel.
+    async fn scan_through_each_gateway_finds_only_grants(&self) {
+        let granted = self.granted().await;
+        let mut all = self.sandbox.sockets_beyond(&[&self.hub], &granted.tcp()).await.unwrap();
+        granted.add_to(&mut all);
+        let attacker = Attacker::new(self.lab, SANDBOX, &self.sandbox_web.node).await.unwrap();
+        let addresses = all.keys().map(SocketAddr::ip).collect();
+        for (gateway, from) in granted.gateways.iter().zip(self.askers()) {
+            let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
+            assert_eq!(left, BTreeSet::new());
+            let granted = granted.through(gateway).tcp();
+            // Establish the session first: until then, WireGuard drops some of a scan's packets.
+            self.lab.until_open(&from, &granted).await.unwrap();
+            let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
+            println!("{} sockets from {from} through {}: {open:?}", all.len(), gateway.name);
+            assert_eq!(open, granted);
+        }
+    }
+
+    /// Waits until the conditions of the ClusterMesh are good, for a hub with these nodes.
+    async fn mesh_conditions_are_good(&self, with: &str) {
+        let expected = [("Ready", "True"), ("EgressResolved", "True")];
+        let what = format!("nothing to be wrong with {with}");
+        wait_until(what, PATIENCE, async || {
+            let mesh = ["-n", NAMESPACE, "get", "clustermesh", MESH, "-o", "json"];
+            let mesh = self.hub.kubectl(mesh).await.map_err(|error| error.to_string())?.stdout;
+            let mesh: Value = serde_json::from_str(&mesh).map_err(|error| error.to_string())?;
+            let conditions = &mesh["status"]["conditions"];
+            let is = |(kind, status): &(&str, &str)| {
+                let conditions = conditions.as_array().into_iter().flatten();
+                let mut of_kind = conditions.filter(|condition| condition["type"] == *kind);
+                of_kind.any(|condition| condition["status"] == *status)
+            };
+            if expected.iter().all(is) {
+                Ok(())
+            } else {
+                Err(format!("{conditions:#}"))
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+/// The manifest in docs/operations/sandboxes.md, unchanged.
+fn node_ports() -> String {
+    let path = format!("{}/../docs/operations/sandboxes.md", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(path).unwrap();
+    let (_, text) = text.split_once("\n## Gateways at a NodePort\n").unwrap();
+    let (_, text) = text.split_once("\n```yaml\n").unwrap();
+    text.split_once("\n```\n").unwrap().0.to_owned()
+}
+
+fn kg_annotations(cluster: &Cluster<'_>, node: &Node<'_>, number: u8) -> Value {
+    let wireguard = cluster.plan().wireguard_cidr;
+    let inside = wireguard.hosts().nth(number.into()).unwrap();
+    json!({
+        names::KILO_DISCOVERED_ENDPOINTS: "{}",
+        names::KILO_ENDPOINT: format!("{}:51820", node.address()),
+        names::KILO_GRANULARITY: "full",
+        names::KILO_INTERNAL_IP: format!("{}/24", node.address()),
+        names::KILO_KEY: STANDARD.encode([number; 32]),
+        names::KILO_LAST_SEEN: now(),
+        names::KILO_WIREGUARD_IP: format!("{inside}/{}", wireguard.prefix_len()),
+    })
+}
+
+async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: &Value) -> kube::Result<()> {
+    let patch = Patch::Merge(json!({"metadata": {"annotations": annotations}}));
+    nodes.patch(node, &PatchParams::default(), &patch).await.map(drop)
+}
+
+/// Seconds since 1970.
+fn now() -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    now.as_secs().to_string()
+}
+
+/// An nftables table that counts the packets between two addresses at each hook, before all other chains.
+fn count_table(one: IpAddr, other: IpAddr) -> String {
+    let counts = HOOKS.map(|hook| {
+        format!(
+            "counter {hook} {{\n}}\nchain {hook} {{\ntype filter hook {hook} priority -500;\n\
+             ip saddr {{ {one}, {other} }} ip daddr {{ {one}, {other} }} counter name {hook}\n}}\n"
+        )
+    });
+    format!("table ip witness {{\n{}}}\n", counts.concat())
+}
+
+/// The packets that were counted since the last call, by hook.
+async fn take_counts(node: &Node<'_>) -> BTreeMap<String, u64> {
+    let words = ["nft", "-j", "reset", "counters", "table", "ip", "witness"];
+    let printed = node.exec(words).await.unwrap().stdout;
+    let printed: Value = serde_json::from_str(&printed).unwrap();
+    let counters = printed["nftables"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|object| &object["counter"]);
+    let counters =
+        counters.filter_map(|counter| Some((counter["name"].as_str()?.to_owned(), counter["packets"].as_u64()?)));
+    let counted: BTreeMap<String, u64> = counters.collect();
+    assert_eq!(counted.len(), HOOKS.len(), "{printed}");
+    counted
+}

@@ -1,0 +1,166 @@
+//! Checks what a gateway keeps and reports when its table, its process or the API server goes away.
+
+use std::time::Duration;
+
+use clustermesh_agent_core::numbers::NFT_TABLE;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::traffic::TcpConnection;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use super::testbed::{GATEWAY, Gateway, SQL, TIMEOUT, Testbed, at, backend, hostile};
+
+/// Deletes the table again as soon as it is restored, also before the gateway has verified its own write.
+pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    // The periodic renewal of the table would restore it as well, but rarely.
+    let repairs = || {
+        let metrics = testbed.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
+        let mut lines = metrics
+            .lines()
+            .filter(|line| line.contains("repairs_total{part=\"firewall\"}"));
+        lines.next().and_then(|line| line.rsplit_once(' ')?.1.parse().ok())
+    };
+    assert_eq!(repairs(), None::<u32>);
+    let mut deleted = 0;
+    wait_until("the table to be restored each time", TIMEOUT, async || {
+        while deleted < 5 {
+            let output = testbed.pod.output("nft", &["delete", "table", "inet", NFT_TABLE]);
+            if !output.status.success() {
+                return Err(format!("gone after {deleted} deletions"));
+            }
+            deleted += 1;
+        }
+        Ok(())
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    assert!(repairs() >= Some(1), "{:?}", repairs());
+}
+
+pub(super) async fn restarted_container_is_the_same_gateway(
+    testbed: &Testbed,
+    gateway: &mut Gateway,
+    arguments: &[&str],
+) {
+    let [a, _] = &testbed.sandboxes;
+    let before = testbed.status().await;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
+    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
+    gateway.running.wait(TIMEOUT);
+    // Without a process the userspace device drops packets; the kernel's tunnel continues.
+    let kernel = backend() == "kernel";
+    assert_eq!(a.call(at(GATEWAY[0], SQL)).is_some(), kernel);
+    // The sandbox's node starts no handshake, because its session is still valid. The new process must start one.
+    a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
+    *gateway = testbed.gateway(arguments);
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    a.ns.nft("delete table inet mute");
+    testbed.wait_until_ready().await;
+    assert!(call.ask().is_some(), "a connection from before");
+    let same = |status: &Value| {
+        [
+            status["publicKey"].clone(),
+            status["wireguardIPs"].clone(),
+            status["endpoints"].clone(),
+        ]
+    };
+    assert_eq!(same(&testbed.status().await), same(&before));
+}
+
+// threat: gateway-api-away
+pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let stream = hostile::ForgedEntry::of_the_grant(testbed, 0, 7100, 50100);
+    testbed.cluster().kill_api().expect("kill the API server");
+    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "grants do not expire at once");
+    let closed = Duration::from_secs(60);
+    wait_until("the grants to expire", closed, async || {
+        match a.call(at(GATEWAY[0], SQL)) {
+            None => Ok(()),
+            answer => {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Err(format!("{answer:?}"))
+            }
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let (asked, answered) = stream.counters(testbed);
+    stream.ask(testbed);
+    stream.answer(testbed);
+    testbed.cluster().start_api().await.expect("start the API server");
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    // The replies to `call` prove that the earlier packets of the connection were processed.
+    assert_eq!((asked.packets(), answered.packets()), (0, 0));
+    wait_until("packets of both directions", TIMEOUT, async || {
+        stream.ask(testbed);
+        stream.answer(testbed);
+        match (asked.packets(), answered.packets()) {
+            (1.., 1..) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+pub(super) async fn terminating_gateway_reports_it_first(testbed: &Testbed, gateway: &mut Gateway) {
+    let [a, _] = &testbed.sandboxes;
+    testbed.wait_until_ready().await;
+    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
+    wait_until(
+        "the gateway to report that it terminates",
+        TIMEOUT,
+        async || match testbed.readyz() {
+            (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),
+            other => Err(format!("{other:?}")),
+        },
+    )
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert!(
+        a.call(at(GATEWAY[0], SQL)).is_some(),
+        "a terminating gateway still serves"
+    );
+    assert!(gateway.running.wait(TIMEOUT).success());
+}
+
+/// A new pod has a key that no sandbox knows yet.
+pub(super) async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, arguments: &[&str]) {
+    std::fs::remove_file(testbed.file("key")).expect("remove the key");
+    let before = testbed.status().await["publicKey"].clone();
+    let _gateway = testbed.gateway(arguments);
+    let status = testbed.wait_for_status("the new gateway to publish its key", |status| {
+        status["publicKey"] != before
+    });
+    let key = status.await["publicKey"]
+        .as_str()
+        .and_then(|key| key.parse().ok())
+        .expect("a key");
+    let waits_for = async |names: &str| {
+        let line = format!("no node of {names} has connected to this new gateway");
+        wait_until(
+            format!("the gateway to wait for {names}"),
+            TIMEOUT,
+            async || match testbed.readyz() {
+                (code, text) if code == "503" && text.contains(&line) => Ok(()),
+                other => Err(format!("{other:?}")),
+            },
+        )
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    };
+    let [a, b] = &testbed.sandboxes;
+    waits_for("m--a, m--b").await;
+    a.tunnel.set_peer(key, at("172.30.1.11", 31820));
+    waits_for("m--b").await;
+    b.tunnel.set_peer(key, at("172.30.1.11", 31820));
+    testbed.wait_until_ready().await;
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+}

@@ -1,0 +1,374 @@
+//! Sets up the testbed of the gateway's tests: one cluster with a real API server, a node with the gateway's pod and two
+//! other pods, and the nodes of two sandboxes with WireGuard devices of the test. The test takes the place of the
+//! controller and the kubelet.
+
+pub(crate) mod hostile;
+pub(crate) mod limits;
+mod objects;
+mod process;
+pub(crate) mod refusals;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+use clustermesh_lab::{Cluster, Lab, LabPlan, wait_until};
+use clustermesh_tests::{
+    agent::agent_program,
+    traffic::{TCP, TcpConnection, UdpFlow, count_datagrams, serve_name},
+};
+use kube::{
+    Api, Client,
+    api::PostParams,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+pub(crate) use process::Gateway;
+use serde_json::{Value, json};
+use x25519_dalek::StaticSecret;
+
+use clustermesh_tests::{
+    attacker::{Tunnel, public},
+    netns::{NetNs, unique_name},
+};
+
+/// A longer wait means a failure.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The backend to test: the kernel's in the virtual machine, else the userspace one, since this kernel may have no
+/// WireGuard.
+pub(crate) fn backend() -> &'static str {
+    let inside = std::env::var_os("CLUSTERMESH_TEST_MACHINE").is_some();
+    if inside { "kernel" } else { "userspace" }
+}
+
+const NODE: &str = "172.30.1.11";
+/// The gateway's pod addresses, and its addresses inside the tunnel.
+pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
+pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
+pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
+pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+/// The node's addresses on the links to its pods.
+const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
+/// No socket is bound to this one.
+const SHUT: u16 = 5003;
+/// A port of the pods that equals a port of the gateway.
+const SAME: u16 = 20001;
+const HOST_PORT: u16 = 31820;
+/// Ports of the gateway, for a TCP and a UDP grant.
+pub(crate) const SQL: u16 = 20001;
+pub(crate) const LOG: u16 = 20002;
+/// The gateway's limits: connections of one grant to one endpoint, and of one sandbox.
+pub(crate) const ENDPOINT_CONNECTIONS: usize = 50;
+pub(crate) const SANDBOX_CONNECTIONS: usize = 120;
+
+pub(crate) const NAME: &str = "clustermesh-gateway-0";
+pub(crate) const NAMESPACE: &str = "clustermesh-gateway";
+
+pub(crate) fn ip(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+pub(crate) fn at(address: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(ip(address), port)
+}
+
+/// The node of a sandbox.
+pub(crate) struct Sandbox {
+    pub(crate) name: &'static str,
+    pub(crate) ns: NetNs,
+    pub(crate) tunnel: Tunnel,
+    pub(crate) key: StaticSecret,
+    pub(crate) addresses: [&'static str; 2],
+    pub(crate) networks: [&'static str; 2],
+}
+
+/// The testbed.
+pub(crate) struct Testbed {
+    pub(crate) lab: Lab,
+    pub(crate) client: Client,
+    pub(crate) node: NetNs,
+    pub(crate) pod: NetNs,
+    pub(crate) pods: [NetNs; 2],
+    pub(crate) sandboxes: [Sandbox; 2],
+    /// Datagrams that the pod `db` has received on [`MUTE`].
+    pub(crate) unanswered_datagrams: Arc<AtomicU64>,
+    interface: String,
+    pod_uid: String,
+    files: tempfile::TempDir,
+}
+
+impl Drop for Testbed {
+    /// A killed gateway leaves its lock and its control socket in a directory that all network namespaces share.
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
+        if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
+            for suffix in ["lock", "status"] {
+                let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.{suffix}", namespace.ino()));
+            }
+        }
+    }
+}
+
+fn repository(path: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
+    path.display().to_string()
+}
+
+impl Sandbox {
+    pub(crate) fn call(&self, to: SocketAddr) -> Option<String> {
+        TcpConnection::open(&self.ns, to)?.ask()
+    }
+
+    pub(crate) fn datagram(&self, to: SocketAddr) -> Option<String> {
+        UdpFlow::open(&self.ns, to).ask()
+    }
+
+    /// Waits for an answer from the pod `who`: the first packets make the session.
+    pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, who: &str) {
+        wait_until(
+            format!("{} to be answered by {who} at {to}", self.name),
+            TIMEOUT,
+            async || match self.call(to) {
+                Some(answer) if answer.starts_with(who) => Ok(()),
+                other => Err(format!("{other:?}")),
+            },
+        )
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Waits until many new connections in a row are all answered by the pod `who`.
+    pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, who: &str) {
+        wait_until(format!("only {who} to answer at {to}"), TIMEOUT, async || {
+            match (0..24)
+                .map(|_| self.call(to))
+                .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(who)))
+            {
+                None => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// The spec of its SandboxAccess, with these grants.
+    pub(crate) fn access(&self, grants: &[Value]) -> Value {
+        json!({
+            "sandbox": self.name,
+            "networks": self.networks,
+            "nodes": [{"name": format!("{}-1", self.name), "publicKey": public(&self.key).to_string(), "wireguardIPs": self.addresses}],
+            "grants": grants,
+        })
+    }
+}
+
+/// A grant of a port of a Service in the namespace `team`.
+pub(crate) fn grant(service: &str, port: &str, protocol: &str, gateway_port: u16) -> Value {
+    json!({"service": {"namespace": "team", "name": service}, "port": port, "protocol": protocol, "gatewayPort": gateway_port})
+}
+
+impl Testbed {
+    pub(crate) async fn start() -> Self {
+        let lab = Lab::start(LabPlan::control_planes(&["mgmt"]))
+            .await
+            .expect("start the lab");
+        let host = async |name: &str, address: &str| {
+            let host = lab
+                .add_host(name, address.parse().expect("an address"))
+                .await
+                .expect("add a host");
+            NetNs::open(name, &host.netns())
+        };
+        let node = host("mgmt-1", NODE).await;
+        let [pod, db, other] = ["the gateway", "db", "other"].map(NetNs::new);
+        node.sh(
+            "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+                 for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done",
+        );
+        for (number, (ns, [v4, v6])) in [(&pod, POD), (&db, DB), (&other, OTHER)].into_iter().enumerate() {
+            let (link, [router, router6]) = (format!("cni{number}"), ROUTER);
+            ns.set_sysctl("net/ipv6/conf/all/accept_dad", "0");
+            ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
+            node.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
+            node.sh(&format!(
+                "ip link set {link} mtu 1400 up; ip addr add {router}/32 dev {link}; ip addr add {router6}/128 dev {link} nodad"
+            ));
+            ns.sh(&format!(
+                "ip link set eth0 mtu 1400 up; ip addr add {v4}/32 dev eth0; ip addr add {v6}/128 dev eth0 nodad
+                 ip route add {router} dev eth0; ip route add default via {router}
+                 ip -6 route add {router6} dev eth0; ip -6 route add default via {router6}"
+            ));
+            node.sh(&format!(
+                "ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
+            ));
+        }
+        // Pods have a route to sandboxes through the gateway, so that only its firewall stops their packets.
+        node.sh(&format!(
+            "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
+            POD[0], POD[1]
+        ));
+        // Rules of the portmap plugin and the CNI: a hostPort, and masquerading of pods that leave the cluster.
+        node.nft(&format!(
+            "table ip cni {{
+                chain pre {{
+                    type nat hook prerouting priority dstnat; policy accept;
+                    ip daddr {NODE} udp dport {HOST_PORT} dnat to {}:51820
+                }}
+                chain post {{
+                    type nat hook postrouting priority srcnat; policy accept;
+                    ip saddr 10.10.1.0/24 oifname eth0 masquerade
+                }}
+            }}\n",
+            POD[0]
+        ));
+        for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER)] {
+            for address in addresses {
+                [TCP, SAME]
+                    .into_iter()
+                    .for_each(|port| serve_name(ns, name, ip(address), port));
+            }
+        }
+        let unanswered_datagrams = count_datagrams(&db, ip(DB[0]));
+        pod.run(agent_program(), &["prepare", "--mode=gateway"]);
+
+        let a = (
+            host("sandbox-a-1", "172.30.2.11").await,
+            "a",
+            ["100.80.0.7", "fd80:a::7"],
+            ["100.80.0.0/20", "fd80:a::/64"],
+        );
+        let b = (
+            host("sandbox-b-1", "172.30.3.11").await,
+            "b",
+            ["100.80.16.7", "fd80:b::7"],
+            ["100.80.16.0/20", "fd80:b::/64"],
+        );
+        let sandbox = |number: u8, (ns, name, addresses, networks): (NetNs, _, [&'static str; 2], _)| {
+            let key = StaticSecret::from([number; 32]);
+            for which in ["all", "default"] {
+                ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+            }
+            // Root of a sandbox can route any network into the tunnel.
+            let routes = ["100.66.255.0/28", "10.0.0.0/8", "::/0"];
+            let tunnel = Tunnel::open(&ns, &unique_name("ks"), key.clone(), &addresses.map(ip), &routes);
+            Sandbox {
+                name,
+                ns,
+                tunnel,
+                key,
+                addresses,
+                networks,
+            }
+        };
+        let sandboxes = [sandbox(71, a), sandbox(72, b)];
+        let client = lab.cluster("mgmt").client().await.expect("a client");
+        let mut testbed = Self {
+            lab,
+            client,
+            node,
+            pod,
+            pods: [db, other],
+            sandboxes,
+            unanswered_datagrams,
+            interface: unique_name("kg"),
+            pod_uid: String::new(),
+            files: tempfile::tempdir().expect("a directory"),
+        };
+        testbed.install().await;
+        testbed
+    }
+
+    pub(crate) fn cluster(&self) -> Cluster<'_> {
+        self.lab.cluster("mgmt")
+    }
+
+    /// Installs the CRDs, the manifest of the gateway and the Pod object that a kubelet would run.
+    async fn install(&mut self) {
+        let cluster = self.lab.cluster("mgmt");
+        let crds = repository("crds");
+        cluster
+            .kubectl(["apply", "--server-side", "-f", &crds])
+            .await
+            .expect("apply the CRDs");
+        let crds = [
+            "wait",
+            "--for=condition=Established",
+            "crd/sandboxaccesses.kilo.squat.ai",
+            "crd/sandboxgateways.kilo.squat.ai",
+        ];
+        cluster.kubectl(crds).await.expect("the CRDs are served");
+        let manifest = std::fs::read_to_string(repository("deploy/gateway.yaml")).expect("deploy/gateway.yaml");
+        cluster.apply(&manifest).await.expect("apply deploy/gateway.yaml");
+        let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(self.client.clone(), NAMESPACE);
+        let pod = json!({
+            "metadata": {"name": NAME}, "spec": {
+                "serviceAccountName": "clustermesh-gateway", "nodeName": "mgmt-1",
+                "containers": [{"name": "gateway", "image": "none"}],
+            },
+        });
+        let pod = serde_json::from_value(pod).expect("a Pod");
+        let pod = pods.create(&PostParams::default(), &pod).await.expect("create the Pod");
+        self.pod_uid = pod.metadata.uid.unwrap_or_default();
+        self.client
+            .clone()
+            .send(
+                http::Request::post("/api/v1/namespaces")
+                    .header("content-type", "application/json")
+                    .body(kube::client::Body::from(
+                        json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
+                            .to_string()
+                            .into_bytes(),
+                    ))
+                    .expect("a request"),
+            )
+            .await
+            .expect("make the namespace");
+        let token = [
+            "create",
+            "token",
+            "clustermesh-gateway",
+            "-n",
+            NAMESPACE,
+            "--duration=2h",
+            "--bound-object-kind=Pod",
+            "--bound-object-name",
+            NAME,
+        ];
+        let token = cluster.kubectl(token).await.expect("a token of the pod").stdout;
+        let mut config = Kubeconfig::from_yaml(&cluster.inside_kubeconfig().expect("a kubeconfig")).expect("read it");
+        for user in &mut config.auth_infos {
+            user.auth_info = Some(kube::config::AuthInfo {
+                token: Some(token.trim().to_owned().into()),
+                ..Default::default()
+            });
+        }
+        let text = serde_json::to_string(&config).expect("write a kubeconfig");
+        std::fs::write(self.file("kubeconfig"), text).expect("write a kubeconfig");
+        self.write_endpoints("db", &[DB]).await;
+        self.write_endpoints("web", &[OTHER]).await;
+        for service in ["db", "web"] {
+            self.write_service(service, json!({"selector": {"app": service}})).await;
+        }
+    }
+
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    /// A client with the gateway's service account.
+    pub(crate) async fn gateway_client(&self) -> Client {
+        let mut config = Kubeconfig::read_from(self.file("kubeconfig")).expect("read a kubeconfig");
+        let outside = Kubeconfig::from_yaml(&self.cluster().kubeconfig().expect("a kubeconfig")).expect("read it");
+        config.clusters = outside.clusters;
+        let options = KubeConfigOptions::default();
+        let config = kube::Config::from_custom_kubeconfig(config, &options)
+            .await
+            .expect("a configuration");
+        Client::try_from(config).expect("a client")
+    }
+}

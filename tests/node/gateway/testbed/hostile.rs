@@ -1,0 +1,262 @@
+//! Sends hand-made packets to a gateway: fragments, options, and packets of connections that it should no longer serve.
+//! The conntrack entries of such connections are forged, as if they had been left over, so that each rule is tested on
+//! its own.
+
+use clustermesh_lab::wait_until;
+use clustermesh_tests::{
+    attacker::{
+        RawSender,
+        packets::{self, MORE},
+    },
+    netns::NetNs,
+    traffic::{Counter, TcpConnection, UDP},
+};
+
+use super::{DB, GATEWAY, LOG, OTHER, POD, SQL, Sandbox, TIMEOUT, Testbed, at, grant, ip};
+
+/// IPv6 next headers: a fragment, and destination options.
+const FRAGMENT: u8 = 44;
+const DESTINATION: u8 = 60;
+
+/// The pod tells the packets apart by their UDP length.
+// threat: gateway-ungranted
+pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let db = &testbed.pods[0];
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
+    let odd = Counter::new(db, "udp dport 5000 udp length 701-799");
+    for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
+        let plain = Counter::new(db, "udp dport 5000 udp length 700");
+        let body = |length: usize| packets::udp_body(from, to, (6000, LOG), &vec![0; length - 8]);
+        let (cut, whole) = (body(701), body(702));
+        let all = if from.is_ipv4() {
+            vec![
+                packets::v4(from, to, packets::UDP, &[], 7, MORE, &cut[..400]),
+                packets::v4(from, to, packets::UDP, &[], 7, 400 / 8, &cut[400..]),
+                // Four "no operation" options.
+                packets::v4(from, to, packets::UDP, &[1; 4], 8, 0, &whole),
+            ]
+        } else {
+            let piece = |offset: usize, more, part: &[u8]| {
+                let header = packets::fragment(packets::UDP, 7, (offset / 8) as u16, more);
+                packets::v6(from, to, FRAGMENT, &[header, part.to_vec()].concat())
+            };
+            // A destination options header with four bytes of padding.
+            let padding = vec![packets::UDP, 0, 1, 4, 0, 0, 0, 0];
+            vec![
+                piece(0, true, &cut[..400]),
+                piece(400, false, &cut[400..]),
+                packets::v6(from, to, DESTINATION, &[padding, whole].concat()),
+            ]
+        };
+        let last = packets::ip(from, to, packets::UDP, &body(700));
+        wait_until("the pod to get the plain packet", TIMEOUT, async || {
+            for packet in all.iter().chain([&last]) {
+                raw.send(to, packet).map_err(|error| error.to_string())?;
+            }
+            match plain.packets() {
+                0 => Err("none".to_owned()),
+                _ => Ok(()),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(odd.packets(), 0, "from {from}");
+    }
+}
+
+/// A forged entry of the gateway's conntrack table, from the first sandbox to an endpoint.
+pub(crate) struct ForgedEntry {
+    family: usize,
+    /// Index of the endpoint's pod.
+    pod: usize,
+    /// The source port of the sandbox, and that of the gateway towards the endpoint.
+    port: u16,
+    masqueraded: u16,
+}
+
+impl ForgedEntry {
+    /// An entry of the grant at [`LOG`].
+    pub(crate) fn of_the_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
+        let mark = mark(testbed, &testbed.sandboxes[0]);
+        Self::new(testbed, &mark, family, 0, (port, masqueraded))
+    }
+
+    fn new(testbed: &Testbed, mark: &str, family: usize, pod: usize, (port, masqueraded): (u16, u16)) -> Self {
+        let forged = Self {
+            family,
+            pod,
+            port,
+            masqueraded,
+        };
+        let gateway = (GATEWAY[family], LOG);
+        let source = Some((POD[family], masqueraded));
+        forge(
+            testbed,
+            mark,
+            forged.sandbox(testbed),
+            gateway,
+            forged.endpoint(),
+            source,
+        );
+        forged
+    }
+
+    fn sandbox(&self, testbed: &Testbed) -> (&'static str, u16) {
+        (testbed.sandboxes[0].addresses[self.family], self.port)
+    }
+
+    fn endpoint(&self) -> (&'static str, u16) {
+        ([DB, OTHER][self.pod][self.family], UDP)
+    }
+
+    /// Counters of its packets at the endpoint, and of replies at the sandbox.
+    pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
+        (
+            Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
+            Counter::new(&testbed.sandboxes[0].ns, &format!("udp dport {}", self.port)),
+        )
+    }
+
+    /// Sends a datagram from the sandbox.
+    pub(crate) fn ask(&self, testbed: &Testbed) {
+        let a = &testbed.sandboxes[0];
+        let gateway = (GATEWAY[self.family], LOG);
+        send(&a.ns, &a.tunnel.interface, self.sandbox(testbed), gateway);
+    }
+
+    /// Sends a reply from the endpoint.
+    pub(crate) fn answer(&self, testbed: &Testbed) {
+        let back = (POD[self.family], self.masqueraded);
+        send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
+    }
+}
+
+/// Anyone on the underlay can send such packets from forged sources and would fill the conntrack table.
+// threat: gateway-forged-underlay
+pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
+    let db = &testbed.pods[0];
+    for (from, to) in DB.into_iter().zip(POD) {
+        assert!(db.pings(to), "{to}");
+        assert!(TcpConnection::open(db, at(to, 9587)).is_some(), "{to}");
+        send_from_pod(db, (from, 6001), (to, 51820));
+        let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
+        let found = testbed
+            .pod
+            .run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
+        assert_eq!(found, "", "{from}");
+    }
+}
+
+/// The conntrack mark of a sandbox's connections to [`LOG`].
+fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
+    let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
+    assert!(sandbox.datagram(at(to, LOG)).is_some(), "{}", sandbox.name);
+    let port = LOG.to_string();
+    let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
+    let text = testbed.pod.run("conntrack", &list);
+    let mut words = text.split_whitespace();
+    let mark = words.find_map(|word| word.strip_prefix("mark="));
+    mark.expect("a connection with a mark").to_owned()
+}
+
+fn forge(
+    testbed: &Testbed,
+    mark: &str,
+    from: (&str, u16),
+    to: (&str, u16),
+    destination: (&str, u16),
+    source: Option<(&str, u16)>,
+) {
+    let translated = |(address, port)| at(address, port).to_string();
+    let (sport, dport, destination) = (from.1.to_string(), to.1.to_string(), translated(destination));
+    let source = source.map(translated);
+    let mut words = vec!["-I", "-p", "udp", "--timeout", "600", "--mark", mark];
+    words.extend(["-s", from.0, "--sport", &sport, "-d", to.0, "--dport", &dport]);
+    words.extend(["--dst-nat", &destination]);
+    words.extend(source.iter().flat_map(|source| ["--src-nat", source]));
+    testbed.pod.run("conntrack", &words);
+}
+
+fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
+    let (source, destination) = (ip(from.0), ip(to.0));
+    let packet = packets::udp(source, destination, (from.1, to.1));
+    let sent = RawSender::open(ns, interface).send(destination, &packet);
+    sent.expect("send a packet");
+}
+
+/// Returns when the gateway has processed the packet: it has answered a later ping.
+fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
+    send(ns, "eth0", from, to);
+    let gateway = POD[usize::from(ip(from.0).is_ipv6())];
+    assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
+}
+
+// threat: gateway-revoked-connection
+pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    let sql = grant("web", "sql", "TCP", SQL);
+    let both = [sql.clone(), grant("web", "log", "UDP", LOG)];
+    testbed.apply_access("m--b", b.access(&both)).await;
+    let [own, others] = [a, b].map(|sandbox| mark(testbed, sandbox));
+    for (family, gateway) in GATEWAY.into_iter().enumerate() {
+        let forged =
+            |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
+        // A valid entry is served, so the gateway relies on these entries.
+        let stream = forged(&own, 0, 0);
+        let (asked, answered) = stream.counters(testbed);
+        wait_until("packets of both directions", TIMEOUT, async || {
+            stream.ask(testbed);
+            stream.answer(testbed);
+            match (asked.packets(), answered.packets()) {
+                (1.., 1..) => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        // Stale entries: an endpoint that the grant no longer has, and the grant of another sandbox with either
+        // endpoint.
+        for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
+            let stream = forged(mark, pod, number);
+            let (asked, answered) = stream.counters(testbed);
+            stream.ask(testbed);
+            // This reply comes after the gateway has processed the packet before.
+            assert!(a.datagram(at(gateway, LOG)).is_some());
+            assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
+            if *mark == own {
+                stream.answer(testbed);
+                assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
+            }
+        }
+        pods_cannot_open_connections(testbed, &own, family);
+    }
+    testbed.apply_access("m--b", b.access(&[sql])).await;
+}
+
+/// Forges entries from a pod to a sandbox, through the gateway to another pod, and for a reply past the address
+/// translation.
+// threat: gateway-inbound
+fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
+    let [db, other] = &testbed.pods;
+    let a = &testbed.sandboxes[0];
+    let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
+    forge(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
+    let called = Counter::new(&a.ns, "udp dport 7010");
+    send_from_pod(db, endpoint, (pod, 50010));
+    assert_eq!(called.packets(), 0, "family {family}: a sandbox is called");
+    let stranger = (OTHER[family], 40000);
+    forge(testbed, mark, stranger, (pod, 50011), endpoint, None);
+    let called = Counter::new(db, "udp sport 40000");
+    send_from_pod(other, stranger, (pod, 50011));
+    assert_eq!(called.packets(), 0, "family {family}: a pod is called");
+    forge(testbed, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
+    let called = Counter::new(&a.ns, "udp dport 7012");
+    let before = testbed.dropped("first", "not addressed to this pod");
+    send_from_pod(db, endpoint, (sandbox, 7012));
+    assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
+    assert!(
+        testbed.dropped("first", "not addressed to this pod") > before,
+        "family {family}"
+    );
+}

@@ -1,0 +1,291 @@
+//! Checks the gateway's limits on connections, grants and nodes, and that ICMP errors reach a sandbox.
+
+use std::{
+    io::ErrorKind,
+    net::{IpAddr, SocketAddr},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::Instant,
+};
+
+use clustermesh_agent_core::numbers::NFT_TABLE;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::{
+    attacker::{BackgroundThread, RawSender, packets, public},
+    traffic::{Counter, MUTE, TcpConnection, UdpFlow},
+};
+use serde_json::json;
+use x25519_dalek::StaticSecret;
+
+use super::{
+    ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, SANDBOX_CONNECTIONS, SQL, Sandbox, TIMEOUT, Testbed, at, grant, ip,
+};
+
+/// Writes the grants of three other sandboxes at once. A single transaction would need more memory than nft gets.
+pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let other = |number: u8, count: u16| {
+        let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
+        let key = StaticSecret::from([100 + number; 32]);
+        let third = 32 + 16 * number;
+        json!({
+            "sandbox": format!("c{number}"), "networks": [format!("100.80.{third}.0/20")], "grants": grants,
+            "nodes": [{"name": "c-1", "publicKey": public(&key).to_string(), "wireguardIPs": [format!("100.80.{third}.7")]}],
+        })
+    };
+    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&grants)).await;
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    for count in [2000, 0] {
+        for number in 0..3 {
+            testbed
+                .write_access(&format!("m--c{number}"), other(number, count))
+                .await;
+        }
+        for number in 0..3 {
+            testbed
+                .apply_access(&format!("m--c{number}"), other(number, count))
+                .await;
+        }
+        let table = testbed.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
+        let elements = table.matches(" . tcp . ").count();
+        assert!(
+            (3 * usize::from(count)..3 * usize::from(count) + 10).contains(&elements),
+            "{elements}"
+        );
+        assert!(call.ask().is_some(), "a connection from before");
+    }
+    let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--c0", "m--c1", "m--c2"];
+    testbed
+        .cluster()
+        .kubectl(delete)
+        .await
+        .expect("delete the SandboxAccesses");
+}
+
+// threat: gateway-connection-flood
+pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
+    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "mute", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&grants)).await;
+    let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE}"));
+    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
+    wait_until("the pod to get a datagram", TIMEOUT, async || {
+        stream.send();
+        match got.packets() {
+            0 => Err("none".to_owned()),
+            _ => Ok(()),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
+    let mut slow = a.access(&grants);
+    slow["newConnectionsPerSecond"] = json!(1);
+    testbed.apply_access("m--a", slow).await;
+    // Far more new connections than the limit and its burst. The reply over `call` comes after the last of them.
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
+    let before = got.packets();
+    for port in 30000..30200 {
+        let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
+        sent.expect("send a packet");
+    }
+    assert!(call.ask().is_some());
+    let new = got.packets() - before;
+    assert!((1..20).contains(&new), "{new} of 200 new connections in a moment");
+    // Packets of an existing connection are not limited, even if it was never answered. At one packet a second this
+    // would take a minute.
+    let before = got.packets();
+    wait_until("the pod to get a whole stream", TIMEOUT, async || {
+        (0..10).for_each(|_| stream.send());
+        match got.packets() - before {
+            60.. => Ok(()),
+            some => Err(format!("{some} datagrams")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&grants)).await;
+}
+
+// threat: gateway-connection-flood
+pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    for gateway in GATEWAY {
+        let to = at(gateway, SQL);
+        a.wait_for_answer_from(to, "db").await;
+        let mut calls: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
+            .map_while(|_| TcpConnection::open(&a.ns, to))
+            .collect();
+        // Connections that have just closed may still count.
+        assert!(
+            (ENDPOINT_CONNECTIONS / 2..=ENDPOINT_CONNECTIONS).contains(&calls.len()),
+            "{} connections to {to}",
+            calls.len()
+        );
+        assert!(calls.iter_mut().all(|call| call.ask().is_some()));
+        // The limit of another grant is separate.
+        b.wait_for_answer_from(to, "other").await;
+        calls.truncate(calls.len() / 2);
+        a.wait_for_answer_from(to, "db").await;
+    }
+}
+
+pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
+    let [a, _] = &testbed.sandboxes;
+    let sql = grant("db", "sql", "TCP", SQL);
+    let shut = [sql.clone(), grant("db", "shut", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&shut)).await;
+    for gateway in GATEWAY {
+        let stream = UdpFlow::open(&a.ns, at(gateway, LOG));
+        wait_until("the port to be unreachable", TIMEOUT, async || match stream.error() {
+            Some(ErrorKind::ConnectionRefused) => Ok(()),
+            other => Err(format!("{other:?}")),
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+    let log = [sql, grant("db", "log", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&log)).await;
+}
+
+/// Counts over all grants and endpoints of a sandbox. The limit of another sandbox is separate.
+// threat: gateway-connection-flood
+pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    let mut calls: Vec<TcpConnection> = Vec::new();
+    for gateway in GATEWAY {
+        let to = at(gateway, SQL);
+        a.wait_for_answer_from(to, "db").await;
+        calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
+    }
+    assert!(calls.len() > ENDPOINT_CONNECTIONS, "{} connections", calls.len());
+    // The limit of this endpoint would admit more.
+    let got = Counter::new(&testbed.pods[0], "udp dport 5000");
+    let raw = RawSender::open(&a.ns, &a.tunnel.interface);
+    let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
+    for port in 31000..31000 + ENDPOINT_CONNECTIONS as u16 {
+        let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
+        sent.expect("send a packet");
+    }
+    // These replies come after the last of the packets.
+    assert!(calls.iter_mut().all(|call| call.ask().is_some()));
+    let left = SANDBOX_CONNECTIONS - calls.len();
+    assert!(
+        (1..=left as u64).contains(&got.packets()),
+        "{} of {left}",
+        got.packets()
+    );
+    assert!(testbed.dropped("count", "too many connections of a sandbox") > 0);
+    b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
+    drop(calls);
+    testbed
+        .pod
+        .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
+    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+}
+
+/// Packets of the flood in [`flood_of_a_sandbox_leaves_another_its_connections`]; most open a new connection.
+const FLOOD: u64 = 100_000;
+/// Connections of the other sandbox during the flood.
+const CALLS: usize = 100;
+
+/// Root on the node of one sandbox sends as fast as it can: datagrams and SYNs to granted ports, each from another
+/// source port.
+// threat: gateway-connection-flood
+pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &Testbed) {
+    let [a, b] = &testbed.sandboxes;
+    let to = at(GATEWAY[0], SQL);
+    b.wait_for_answer_from(to, "other").await;
+    println!("connections beside an idle sandbox: {}", calls(b, to));
+    let sent = std::sync::Arc::<AtomicU64>::default();
+    let (counted, raw) = (sent.clone(), RawSender::open(&a.ns, &a.tunnel.interface));
+    let [from, gateway] = [a.addresses[0], GATEWAY[0]].map(ip);
+    let flood = BackgroundThread::start(&a.ns, move |stop| flood(&raw, from, gateway, &counted, stop));
+    wait_until("the flood", TIMEOUT, async || match sent.load(Ordering::Acquire) {
+        1000.. => Ok(()),
+        sent => Err(format!("{sent} packets")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let began = (Instant::now(), sent.load(Ordering::Acquire));
+    let during_flood = calls(b, to);
+    let rate = (sent.load(Ordering::Acquire) - began.1) as f64 / began.0.elapsed().as_secs_f64();
+    println!("connections beside a sandbox that sends {rate:.0} packets a second: {during_flood}");
+    assert!(rate > 0.0, "the flood has ended");
+    drop(flood);
+    assert!(testbed.dropped("enter", "too many new connections") > 0);
+    testbed.pod.run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
+}
+
+fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop: &AtomicBool) {
+    for number in 0..FLOOD {
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        let port = 1024 + u16::try_from(number % 60_000).expect("a port");
+        let packet = if number % 2 == 0 {
+            packets::udp(from, gateway, (port, LOG))
+        } else {
+            packets::syn(from, gateway, (port, SQL))
+        };
+        // The queue of its own interface may be full.
+        let _ = raw.send(gateway, &packet);
+        sent.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Opens connections one after the other, which must all be answered. Returns how long they took.
+fn calls(from: &Sandbox, to: SocketAddr) -> String {
+    let mut times: Vec<_> = (0..CALLS)
+        .map(|number| {
+            let began = Instant::now();
+            let mut call =
+                TcpConnection::open_patiently(&from.ns, to).unwrap_or_else(|| panic!("connection {number} of {CALLS}"));
+            assert!(call.ask().is_some(), "answer {number} of {CALLS}");
+            began.elapsed()
+        })
+        .collect();
+    times.sort();
+    format!("p50 {:.1?}, longest {:.1?}", times[CALLS / 2], times[CALLS - 1])
+}
+
+/// A SandboxAccess with the maximum number of nodes, as a sandbox's API server could invent them. Gateways have 256
+/// MiB.
+// threat: oversized-access
+pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway: &Gateway) {
+    let [a, b] = &testbed.sandboxes;
+    let node = |number: u32| {
+        let mut key = [7; 32];
+        key[..4].copy_from_slice(&number.to_be_bytes());
+        let address = format!("100.81.{}.{}", number / 250, 1 + number % 250);
+        json!({"name": format!("n{number}"), "publicKey": public(&StaticSecret::from(key)).to_string(), "wireguardIPs": [address]})
+    };
+    let mut spec = json!({
+        "sandbox": "large", "networks": ["100.81.0.0/19"],
+        "grants": [grant("db", "sql", "TCP", SQL)], "nodes": [],
+    });
+    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    for count in [5000, 0] {
+        spec["nodes"] = (0..count).map(node).collect();
+        let began = Instant::now();
+        testbed.apply_access("m--large", spec.clone()).await;
+        let memory = gateway.resident_kilobytes();
+        println!(
+            "{count} nodes in force after {:.1?}, VmRSS {} kB",
+            began.elapsed(),
+            memory
+        );
+        assert!(memory < 256 << 10, "{memory} kB");
+        assert!(call.ask().is_some(), "a connection from before");
+        b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
+    }
+    let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--large"];
+    testbed
+        .cluster()
+        .kubectl(delete)
+        .await
+        .expect("delete the SandboxAccess");
+}

@@ -1,0 +1,131 @@
+//! Runs the gateway's process with what its pod gives it and no more.
+
+use std::{
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+};
+
+use clustermesh_agent_core::numbers::NFT_TABLE;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::{
+    agent::{CONFINED, agent_program},
+    netns::Running,
+    traffic::packets,
+};
+
+use super::{NAME, NAMESPACE, NODE, POD, TIMEOUT, Testbed};
+
+impl Testbed {
+    /// Starts the gateway, with `more` as further arguments.
+    pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let log = self.file(&format!("log-{number}"));
+        let file = std::fs::File::create(&log).expect("a log");
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "sh",
+            "-ec",
+            CONFINED,
+            "sh",
+            agent_program(),
+            "--mode=gateway",
+        ]);
+        command.arg(format!("--backend={}", super::backend()));
+        command.arg(format!("--interface={}", self.interface));
+        command.arg(format!("--kubeconfig={}", self.file("kubeconfig").display()));
+        command.arg(format!("--key-file={}", self.file("key").display()));
+        command.args([
+            "--gateway-cidr=100.66.255.0/28,fd00:66:255::/64",
+            "--endpoint-network=10.10.0.0/16,fd00:10::/32",
+        ]);
+        command.args(more);
+        command.env("PATH", self.path());
+        let variables = [
+            ("POD_NAME", NAME.to_owned()),
+            ("POD_NAMESPACE", NAMESPACE.to_owned()),
+            ("POD_UID", self.pod_uid.clone()),
+            ("POD_IPS", POD.join(",")),
+            ("NODE_IPS", NODE.to_owned()),
+        ];
+        command.envs(variables);
+        command
+            .stdin(Stdio::null())
+            .stderr(file.try_clone().expect("a log"))
+            .stdout(file);
+        Gateway {
+            running: self.pod.spawn_command(&mut command),
+            log,
+        }
+    }
+
+    /// A PATH with a wrapper around nft. It delays the writing of the first table, as on a loaded node, and limits nft
+    /// to half of the memory that the container leaves for it.
+    fn path(&self) -> String {
+        let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
+        let program = format!(
+            "#!/bin/sh\nPATH={path}\nulimit -v 100000\nif [ \"$1\" = -f ] && ! nft list table inet {NFT_TABLE} >/dev/null 2>&1; then sleep 1; fi\n\
+             exec nft \"$@\"\n"
+        );
+        std::fs::create_dir_all(&directory).expect("make a directory");
+        std::fs::write(directory.join("nft"), program).expect("write a program");
+        let executable = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(directory.join("nft"), executable).expect("make it executable");
+        format!("{}:{path}", directory.display())
+    }
+
+    /// Packets that a rule of the gateway's table has dropped; `comment` is the start of its comment.
+    pub(crate) fn dropped(&self, chain: &str, comment: &str) -> u64 {
+        let text = self.pod.run("nft", &["list", "chain", "inet", NFT_TABLE, chain]);
+        let comment = format!("comment \"{comment}");
+        let rule = text.lines().find(|rule| rule.contains(&comment));
+        let rule = rule.unwrap_or_else(|| panic!("no rule with {comment}: {text}"));
+        packets(rule)
+    }
+
+    pub(crate) async fn wait_until_ready(&self) {
+        wait_until("the gateway to be ready", TIMEOUT, async || match self.readyz() {
+            (code, _) if code == "200" => Ok(()),
+            other => Err(format!("{other:?}")),
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// The status code and text of `/readyz`.
+    pub(crate) fn readyz(&self) -> (String, String) {
+        let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
+        let output = self.pod.output("curl", &words);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let (text, code) = text.rsplit_once('\n').unwrap_or(("", ""));
+        (code.to_owned(), text.to_owned())
+    }
+}
+
+/// A running gateway. In a failing test its log is printed.
+pub(crate) struct Gateway {
+    pub(crate) running: Running,
+    pub(crate) log: PathBuf,
+}
+
+impl Gateway {
+    /// VmRSS of the process, in kB.
+    pub(crate) fn resident_kilobytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("its status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        number.expect("a number")
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            println!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! Sets up the testbed of the hostile member's tests: a target node with a real agent and pods, the node of a cluster-meshed
+//! member whose root is the attacker, and witnesses that count the packets at each place.
+
+mod attack;
+mod node_setup;
+mod objects;
+mod surroundings;
+mod traffic;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use clustermesh_api::{
+    names::{KILO_KEY, KILO_WIREGUARD_IP},
+    policy::PeerPolicy,
+};
+use clustermesh_lab::{Running, wait_until};
+use clustermesh_tests::{
+    attacker::{
+        Flood, PATIENCE, Prober, Tunnel, echo,
+        witness::{CountingPoint, Counts, Witness},
+    },
+    netns::{NetNs, unique_name},
+};
+use kube::api::PostParams;
+use x25519_dalek::StaticSecret;
+
+use self::{
+    node_setup::{set_up_node, tables},
+    objects::{make_dual_stack, peer, policy},
+    traffic::ObservedTraffic,
+};
+use crate::two_clusters::{MGMT, Site, TIMEOUT, TwoClusters};
+
+/// Two pods of the target in both families. The member may talk to the second only.
+pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
+pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+/// The addresses of the target node on its pod links.
+pub(crate) const GATEWAY: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
+/// The IPv6 address of the target node on the underlay.
+pub(crate) const NODE6: &str = "fd00:30::1:11";
+/// A Service of the target whose endpoint is the first pod.
+pub(crate) const VIP: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
+/// The WireGuard addresses of the member's node, and its underlay address.
+pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
+pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
+/// The WireGuard addresses of a third member's node, which is also a peer of the target.
+pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
+/// The ports on which every pod and every machine of [`surroundings`] listens.
+pub(crate) const UDP_PORT: u16 = 5000;
+pub(crate) const TCP_PORT: u16 = 8080;
+/// Source port of the legitimate requests.
+pub(crate) const MEMBER_PORT: u16 = 9010;
+/// Source ports of the flood to the allowed pod: datagrams and connections.
+pub(crate) const FLOOD_PORTS: [u16; 2] = [9021, 9022];
+
+pub(crate) fn ip(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+/// The testbed.
+pub(crate) struct Testbed {
+    pub(crate) clusters: TwoClusters,
+    pub(crate) node: NetNs,
+    pub(crate) agent: Running,
+    pub(crate) flood: Flood,
+    prober: Prober,
+    pods: Vec<Witness>,
+    passed: Witness,
+    members: Witness,
+    starts: u32,
+    _pods: [NetNs; 2],
+    _surroundings: surroundings::Surroundings,
+    _member: Arc<Tunnel>,
+}
+
+impl Testbed {
+    /// Kills the API server of the target cluster.
+    pub(crate) fn kill_api(&self) {
+        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
+        cluster.kill_api().expect("kill the API server");
+    }
+
+    /// Starts that API server again.
+    pub(crate) async fn start_api(&self) {
+        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
+        cluster.start_api().await.expect("start the API server");
+    }
+
+    pub(crate) async fn start() -> Self {
+        let clusters = TwoClusters::start().await;
+        let mgmt = clusters.site(MGMT);
+        let node = NetNs::open("the target's node", &clusters.host(mgmt).netns());
+        let host = clusters
+            .lab
+            .add_host("tenant-b-1", MEMBER_UNDERLAY.parse().expect("an address"))
+            .await;
+        let members = NetNs::open("the member's node", &host.expect("add a host").netns());
+        let pods = ["a pod", "another pod"].map(NetNs::new);
+        set_up_node(&node, &pods);
+        let surroundings = surroundings::Surroundings::new(&node);
+        for address in GATEWAY {
+            echo(&node, ip(address), UDP_PORT, TCP_PORT);
+        }
+        node.nft(&tables(&mgmt.interface));
+        make_dual_stack(&clusters, mgmt).await;
+
+        // Without a route the kernel sends no IPv6 packet, not even by a raw socket.
+        let routes = ["10.10.0.0/16", "::/0"];
+        let (interface, key) = (unique_name("km"), StaticSecret::from([78; 32]));
+        let member = Arc::new(Tunnel::open(&members, &interface, key, &MEMBER.map(ip), &routes));
+
+        let agent = clusters.agent(mgmt, "agent");
+        let annotations = clusters.wait_for_published(mgmt).await;
+        let key = annotations[KILO_KEY].parse().expect("a key");
+        member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
+        let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
+        let wireguard = ip(wireguard);
+        let flood = Flood::start(&members, &member.interface, attack::all(wireguard), (&node, 51820));
+        let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
+        let prober = Prober::udp(&members, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
+        let [first, second] = &pods;
+        let witness = |name, ns: &NetNs, interface: &str| {
+            Witness::new(
+                name,
+                NetNs::open(name, ns.path().as_ref()),
+                CountingPoint::Arrival,
+                interface,
+            )
+        };
+        let testbed = Self {
+            pods: vec![
+                witness("a pod", first, "eth0"),
+                witness("another pod", second, "eth0"),
+                witness("the node's neighbour", &surroundings.neighbour, "eth0"),
+                witness("a container of the node's", &surroundings.container, "eth0"),
+            ],
+            members: witness("the member", &members, &member.interface),
+            passed: Witness::new(
+                "the target's node",
+                NetNs::open("the target's node", node.path().as_ref()),
+                CountingPoint::AfterFilters,
+                &mgmt.interface,
+            ),
+            node,
+            agent,
+            flood,
+            prober,
+            starts: 0,
+            _pods: pods,
+            _surroundings: surroundings,
+            _member: member,
+            clusters,
+        };
+        testbed.write_objects().await;
+        testbed
+    }
+
+    async fn write_objects(&self) {
+        let mgmt = self.mgmt();
+        let create = PostParams::default();
+        let policies = self.clusters.policies(mgmt).await;
+        for (source, nodes) in [("tenant-b", MEMBER), ("tenant-c", THIRD)] {
+            let policy = PeerPolicy::new(&format!("mesh--{source}"), policy(source, nodes));
+            policies.create(&create, &policy).await.expect("create a PeerPolicy");
+        }
+        let peers = self.clusters.peers(mgmt).await;
+        let member = StaticSecret::from([78; 32]);
+        for peer in [
+            peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_UNDERLAY)),
+            peer("mesh--tenant-c--tenant-c-1", &StaticSecret::from([76; 32]), THIRD, None),
+        ] {
+            peers.create(&create, &peer).await.expect("create a Peer");
+        }
+    }
+
+    pub(crate) fn mgmt(&self) -> &Site {
+        self.clusters.site(MGMT)
+    }
+
+    /// Packets that the attacker's own kernel refused to send.
+    pub(crate) fn unsent(&self) -> BTreeMap<String, u64> {
+        self.flood.unsent()
+    }
+
+    /// Starts an agent.
+    pub(crate) fn start_agent(&mut self) {
+        self.starts += 1;
+        self.agent = self
+            .clusters
+            .agent_as(self.mgmt(), &format!("agent-{}", self.starts), &[], &[]);
+    }
+
+    pub(crate) async fn kill_agent(&mut self) {
+        self.agent.signal(nix::sys::signal::Signal::SIGKILL).expect("kill");
+        self.agent.ends(TIMEOUT).await.expect("dead");
+    }
+
+    pub(crate) async fn stop_agent(&mut self) {
+        self.agent.terminate(TIMEOUT).await.expect("it ends");
+    }
+
+    /// Flushes the whole ruleset. The tables that are not the agent's are restored in the same transaction.
+    pub(crate) fn flush_ruleset(&self) {
+        self.node
+            .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
+    }
+
+    /// Waits for new replies to the legitimate requests.
+    pub(crate) async fn wait_for_answers(&self, why: &str) {
+        let before = self.prober.answers();
+        wait_until(format!("answers: {why}"), PATIENCE, async || {
+            if self.prober.answers() > before + 1 {
+                Ok(())
+            } else {
+                Err(format!("none of {}\n{}", self.prober.name, self.agent.log()))
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// The traffic since the last call: in the pods, accepted or forwarded by the node, and back at the member.
+    fn new_traffic(&mut self) -> ObservedTraffic {
+        let sources = |counts: &Counts| {
+            let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
+            counts.keys().map(source).collect()
+        };
+        let mut arrived = Counts::new();
+        for pod in &mut self.pods {
+            arrived.extend(pod.new_counts());
+        }
+        // A pod's own node sends it ICMP errors about replies that it cannot route. So do neighbours that the member
+        // reached while there was no table.
+        arrived.retain(|key, _| {
+            ![GATEWAY, surroundings::NODE_ON_LAN, surroundings::BRIDGE]
+                .iter()
+                .flatten()
+                .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
+        });
+        ObservedTraffic {
+            passed: self.passed.new_counts(),
+            members: sources(&self.members.new_counts()),
+            arrived,
+        }
+    }
+
+    /// Ignores the traffic so far.
+    pub(crate) fn discard_traffic(&mut self) {
+        self.new_traffic();
+    }
+
+    /// Waits until all allowed traffic has been seen since the last call, and fails if there was any other.
+    pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
+        let allowed = ObservedTraffic::allowed();
+        // The kernel rate-limits these ICMP errors, so they are allowed but not required.
+        let mut want = allowed.clone();
+        let is_required = |key: &String| !key.contains("destination-unreachable");
+        want.arrived.retain(|key, _| is_required(key));
+        want.passed.retain(|key, _| is_required(key));
+        want.members.retain(|key| !key.contains("parameter-problem"));
+        let mut traffic = self.new_traffic();
+        for _ in 0..200 {
+            if want.not_in(&traffic).is_empty() {
+                break;
+            }
+            self.flood.more(25).await;
+            traffic.add(self.new_traffic());
+        }
+        traffic.print(what, &allowed, &self.flood);
+        let (beyond, missing, nothing) = (traffic.not_in(&allowed), want.not_in(&traffic), BTreeSet::new());
+        for (key, count) in traffic.arrived.iter().chain(&traffic.passed) {
+            if beyond.contains(key) {
+                println!("not allowed: {count} of {key}");
+            }
+        }
+        assert_eq!(
+            (beyond, missing),
+            (nothing.clone(), nothing),
+            "{what}\n{}",
+            self.agent.log()
+        );
+    }
+}

@@ -1,0 +1,151 @@
+//! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: all packets that are
+//! allowed, and many that are not.
+
+use std::net::IpAddr;
+
+use clustermesh_tests::attacker::{
+    FloodPacket,
+    packets::{self, UDP, icmp, routing, source_route, syn, udp, udp_body, v4, v6},
+};
+
+use super::{
+    DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, OTHER, TCP_PORT, THIRD, UDP_PORT, ip,
+    objects::infrastructure,
+    surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
+};
+
+/// Each kind of packet that is not allowed has a source port of its own, above this one.
+const FIRST_CLOSED_PORT: u16 = 14_000;
+
+/// All packets of the flood. `wireguard` is the target node's WireGuard address.
+pub(crate) fn all(wireguard: IpAddr) -> Vec<FloodPacket> {
+    let mut next = FIRST_CLOSED_PORT;
+    let mut port = || {
+        next += 1;
+        next
+    };
+    let mut packets = Vec::new();
+    for family in [0, 1] {
+        let from = ip(MEMBER[family]);
+        let [udp_port, tcp_port] = FLOOD_PORTS;
+        let to = ip(OTHER[family]);
+        packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (udp_port, UDP_PORT))]));
+        packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (tcp_port, TCP_PORT))]));
+        // Pods reach their node at this address; a member may only ping it.
+        let gateway = ip(GATEWAY[family]);
+        packets.push(FloodPacket::Repeated(
+            gateway,
+            vec![udp(from, gateway, (port(), UDP_PORT))],
+        ));
+        for (to, number) in closed_sockets(family, wireguard) {
+            packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (port(), number))]));
+        }
+        for to in closed_addresses(family) {
+            packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (port(), UDP_PORT))]));
+            for protocol in [4, 41, 47] {
+                let body = udp_body(from, to, (port(), UDP_PORT), b"inside");
+                packets.push(FloodPacket::Repeated(to, vec![packets::ip(from, to, protocol, &body)]));
+            }
+            packets.push(FloodPacket::Repeated(
+                to,
+                vec![icmp(from, to, [8, 0], [128, 0], [0, 1, 0, 1], b"ping")],
+            ));
+        }
+        let db = ip(DB[family]);
+        for forged in forged_sources(family, wireguard) {
+            packets.push(FloodPacket::Repeated(db, vec![udp(forged, db, (port(), UDP_PORT))]));
+            packets.push(FloodPacket::Repeated(db, vec![syn(forged, db, (port(), TCP_PORT))]));
+        }
+        packets.extend(source_routed(family, &mut port));
+        // Errors about a flow between a pod and another member.
+        packets.extend(icmp_errors(from, db, &udp(db, ip(THIRD[family]), (UDP_PORT, UDP_PORT))));
+    }
+    packets
+}
+
+/// Addresses that are not pods of the target: surrounding machines, members, multicast and unrelated addresses.
+fn closed_addresses(family: usize) -> Vec<IpAddr> {
+    let mut all: Vec<IpAddr> = [NEIGHBOUR, METADATA, CONTAINER, THIRD]
+        .map(|pair| ip(pair[family]))
+        .into();
+    let more: &[&str] = match family {
+        0 => &["169.254.169.253", "127.0.0.2", "172.30.1.1", "224.0.0.251", "192.0.2.9"],
+        _ => &["fe80::1", "ff02::fb", "2001:db8::9"],
+    };
+    all.extend(more.iter().map(|text| ip(text)));
+    all
+}
+
+/// TCP sockets that are closed to the member.
+fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
+    let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
+    all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
+    all.push((ip(EXTERNAL_SERVICE[family]), 80));
+    // The node's own addresses. Outside the mesh, all ports are closed; inside, the infrastructure ports.
+    let own: &[&str] = match family {
+        0 => &["172.30.1.11", "127.0.0.1"],
+        _ => &[NODE6, "::1"],
+    };
+    let own = own
+        .iter()
+        .copied()
+        .chain([GATEWAY, BRIDGE, NODE_ON_LAN].map(|pair| pair[family]));
+    let own: Vec<IpAddr> = own.map(ip).collect();
+    all.extend(own.iter().map(|to| (*to, TCP_PORT)));
+    let mut local = own;
+    if family == 0 {
+        local.extend([ip("10.10.1.5"), wireguard]);
+    }
+    for to in local {
+        all.extend(infrastructure().map(|port| (to, port)));
+    }
+    if family == 0 {
+        all.push((ip("172.30.1.1"), 6443));
+    }
+    all
+}
+
+/// ICMP errors about `flow`: host unreachable, packet too big, time exceeded, and redirect.
+fn icmp_errors(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<FloodPacket> {
+    let kinds = [
+        ([3, 1], [1, 0], [0; 4]),
+        ([3, 4], [2, 0], [0, 0, 5, 0]),
+        ([11, 0], [3, 0], [0; 4]),
+        ([5, 1], [137, 0], [100, 66, 3, 3]),
+    ];
+    let packet = |(v4, v6, rest)| FloodPacket::Repeated(to, vec![icmp(from, to, v4, v6, rest, flow)]);
+    kinds.map(packet).into()
+}
+
+/// Inner source addresses that do not belong to the member.
+fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
+    let mut all: Vec<IpAddr> = [THIRD, OTHER, GATEWAY, NEIGHBOUR].map(|pair| ip(pair[family])).into();
+    match family {
+        0 => all.extend([wireguard, ip("127.0.0.1"), ip(METADATA[0])]),
+        _ => all.extend([ip("::1"), ip("fe80::1")]),
+    }
+    all
+}
+
+/// Packets to the allowed pod or to the node, with a source route on to another address.
+fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPacket> {
+    let from = ip(MEMBER[family]);
+    let mut all = Vec::new();
+    for to in [OTHER, GATEWAY].map(|pair| ip(pair[family])) {
+        for hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
+            for kind in [[131, 137], [0, 2]][family] {
+                let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
+                let packet = match family {
+                    0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &body(port())),
+                    // The first hop is allowed, so the packet has the source port of allowed ones.
+                    _ if to == ip(OTHER[1]) => {
+                        v6(from, to, 43, &[routing(UDP, kind, hop), body(FLOOD_PORTS[0])].concat())
+                    }
+                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), body(port())].concat()),
+                };
+                all.push(FloodPacket::Repeated(to, vec![packet]));
+            }
+        }
+    }
+    all
+}

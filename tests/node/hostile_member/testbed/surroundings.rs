@@ -1,0 +1,82 @@
+//! Sets up machines around the target node that belong to no mesh: neighbours on a local network, the metadata address
+//! of a cloud, and a container on the bridge of another runtime.
+
+use clustermesh_tests::{attacker::echo, netns::NetNs};
+
+use super::{TCP_PORT, UDP_PORT, ip};
+
+/// A neighbour on the node's local network, and the node's address there.
+pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
+pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
+/// The metadata address at which clouds serve credentials of the node. The IPv4 one is link-local, the IPv6 one (of one
+/// cloud) is not.
+pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
+/// A container on another bridge of the node, and the node's address there.
+pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
+pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
+/// A Service of the target with a manual endpoint outside the cluster: the neighbour.
+pub(super) const EXTERNAL_SERVICE: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
+
+/// The machines.
+pub(crate) struct Surroundings {
+    /// Also has the metadata address.
+    pub(crate) neighbour: NetNs,
+    pub(crate) container: NetNs,
+}
+
+impl Surroundings {
+    /// Each machine answers every request and routes its replies through the node.
+    pub(super) fn new(node: &NetNs) -> Self {
+        let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
+        node.ip("link add docker0 type bridge mcast_snooping 0");
+        for (link, inner, at, gateways) in [
+            ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_ON_LAN),
+            ("docker1", &container, &[CONTAINER], BRIDGE),
+        ] {
+            for which in ["all", "default"] {
+                inner.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+            }
+            node.ip(&format!(
+                "link add {link} type veth peer name eth0 netns {}",
+                inner.path()
+            ));
+            let on = if link == "docker1" { "docker0" } else { link };
+            if on != link {
+                node.ip(&format!("link set {link} master {on}"));
+            }
+            let [v4, v6] = gateways;
+            node.ip(&format!("link set {on} up"));
+            node.ip(&format!("link set {link} up"));
+            node.ip(&format!("addr add {v4}/24 dev {on}"));
+            node.ip(&format!("addr add {v6}/64 dev {on} nodad"));
+            inner.ip("link set eth0 up");
+            for [v4, v6] in at {
+                inner.ip(&format!("addr add {v4}/24 dev eth0"));
+                inner.ip(&format!("addr add {v6}/64 dev eth0 nodad"));
+            }
+            inner.ip(&format!("route add default via {v4}"));
+            inner.ip(&format!("-6 route add default via {v6}"));
+            for address in at.iter().flatten() {
+                echo(inner, ip(address), UDP_PORT, TCP_PORT);
+            }
+        }
+        let [v4, v6] = METADATA;
+        node.ip(&format!("route add {v4} dev lan0"));
+        node.ip(&format!("-6 route add {v6} dev lan0"));
+        // kube-proxy in iptables mode sets this. So the firewall, not the kernel default, must protect the loopback
+        // addresses.
+        node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
+        // A SYN that arrives while there is no table is answered at once, and not repeated for a minute.
+        node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
+        Self { neighbour, container }
+    }
+}
+
+/// The DNAT rules that kube-proxy writes for [`EXTERNAL_SERVICE`].
+pub(super) fn services() -> String {
+    let ([vip, vip6], [to, to6]) = (EXTERNAL_SERVICE, NEIGHBOUR);
+    format!(
+        "ip daddr {vip} tcp dport 80 dnat ip to {to}:{TCP_PORT}
+         ip6 daddr {vip6} tcp dport 80 dnat ip6 to [{to6}]:{TCP_PORT}"
+    )
+}

@@ -1,0 +1,78 @@
+//! The traffic that witnesses count, and which of it is allowed.
+
+use std::collections::BTreeSet;
+
+use clustermesh_tests::attacker::{
+    Flood,
+    witness::{Counts, keys},
+};
+
+use super::{FLOOD_PORTS, MEMBER, MEMBER_PORT, OTHER, TCP_PORT, UDP_PORT};
+
+/// Traffic at the three places of witnesses.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ObservedTraffic {
+    /// In the pods and surrounding machines.
+    pub(super) arrived: Counts,
+    /// Packets from the tunnel that the node accepted or forwarded.
+    pub(super) passed: Counts,
+    /// Sources and source ports of the replies to the member.
+    pub(super) members: BTreeSet<String>,
+}
+
+impl ObservedTraffic {
+    /// All traffic that is allowed.
+    pub(super) fn allowed() -> Self {
+        let mut out = Self::default();
+        let ([from, _], [to, _]) = (MEMBER, OTHER);
+        let member = format!("{from} udp {MEMBER_PORT} -> {to}:{UDP_PORT}");
+        out.arrived.insert(member, 0);
+        out.members.insert(format!("{to} udp {UDP_PORT}"));
+        for (from, to) in MEMBER.iter().zip(OTHER) {
+            let [udp, tcp] = FLOOD_PORTS;
+            out.arrived.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
+            out.arrived.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
+            out.arrived.insert(format!("{from} destination-unreachable -> {to}"), 0);
+            out.members
+                .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
+        }
+        out.passed = out.arrived.clone();
+        // A pod that gets an IPv6 routing header answers with this error.
+        out.members.insert(format!("{} parameter-problem no-route", OTHER[1]));
+        out
+    }
+
+    fn only_keys(&self) -> [BTreeSet<String>; 3] {
+        let Self {
+            arrived,
+            passed,
+            members,
+        } = self;
+        [keys(arrived), keys(passed), members.clone()]
+    }
+
+    pub(super) fn not_in(&self, other: &Self) -> BTreeSet<String> {
+        let (mine, others) = (self.only_keys(), other.only_keys());
+        let more = mine.iter().zip(&others).flat_map(|(mine, others)| mine - others);
+        more.collect()
+    }
+
+    pub(super) fn add(&mut self, more: Self) {
+        for (all, more) in [(&mut self.arrived, more.arrived), (&mut self.passed, more.passed)] {
+            for (key, count) in more {
+                *all.entry(key).or_default() += count;
+            }
+        }
+        self.members.extend(more.members);
+    }
+
+    pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
+        let sum = |counts: &Counts| counts.values().sum::<u64>();
+        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
+        let (rounds, kinds) = (flood.rounds(), flood.packets_per_round());
+        println!(
+            "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} keys that are not allowed; {rounds} rounds of {kinds}",
+            flood.began().elapsed().as_secs_f64()
+        );
+    }
+}

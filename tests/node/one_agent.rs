@@ -1,0 +1,401 @@
+//! Runs one real agent against its cluster's API server: what it publishes, what it waits for, and what it reports.
+
+use clustermesh_api::names::{
+    KILO_CLUSTERMESH_ENDPOINT, KILO_ENDPOINT, KILO_FORCE_ENDPOINT, KILO_KEY, KILO_LAST_SEEN, KILO_WIREGUARD_IP,
+    NODE_AGENT,
+};
+use clustermesh_lab::wait_until;
+use clustermesh_tests::agent::agent_program;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::PostParams;
+
+use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
+
+async fn wait_for_annotation(clusters: &TwoClusters, site: &Site, key: &str, want: &str) {
+    wait_until(format!("{key} = {want}"), TIMEOUT, async || {
+        let all = clusters.annotations(site).await;
+        if all.get(key).is_some_and(|value| value == want) {
+            Ok(())
+        } else {
+            Err(format!("{:?}", all.get(key)))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn agent_publishes_its_identity_and_restores_it() {
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(MGMT);
+    let mut agent = clusters.agent(site, "agent");
+    let first = clusters.wait_for_published(site).await;
+    clusters.wait_until_ready(site).await;
+    assert_eq!(first[KILO_ENDPOINT], "172.30.1.11:51820");
+    let status: serde_json::Value = serde_json::from_str(&first[NODE_AGENT]).expect("JSON");
+    assert_eq!(
+        [&status["backend"], &status["mode"], &status["mtu"]],
+        [
+            &serde_json::json!("userspace"),
+            &serde_json::json!("full"),
+            &serde_json::json!(1420)
+        ]
+    );
+
+    // Foreign changes of our annotations are reverted. The annotations of an administrator are followed and never
+    // written.
+    clusters.annotate(site, KILO_KEY, "nonsense").await;
+    wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
+    clusters.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
+    clusters
+        .annotate(site, KILO_FORCE_ENDPOINT, "node.example.org:4711")
+        .await;
+    wait_for_annotation(&clusters, site, KILO_ENDPOINT, "node.example.org:4711").await;
+    let all = clusters.annotations(site).await;
+    assert_eq!(
+        (
+            all[KILO_CLUSTERMESH_ENDPOINT].as_str(),
+            all[KILO_FORCE_ENDPOINT].as_str()
+        ),
+        ("192.0.2.1:1", "node.example.org:4711")
+    );
+
+    // The WireGuard address survives a restart and the claim of a younger Node.
+    assert!(
+        agent.terminate(TIMEOUT).await.expect("it ends").success(),
+        "{}",
+        agent.log()
+    );
+    let again = clusters.agent(site, "agent-2");
+    clusters.wait_until_ready(site).await;
+    assert_eq!(
+        clusters.annotations(site).await[KILO_WIREGUARD_IP],
+        first[KILO_WIREGUARD_IP]
+    );
+    let rival: Node = serde_json::from_value(serde_json::json!({
+        // With the same creation second the name decides, and this one loses.
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
+    }))
+    .expect("a Node");
+    let nodes = clusters.nodes(site).await;
+    nodes
+        .create(&PostParams::default(), &rival)
+        .await
+        .expect("create a Node");
+    // Watch events keep the order of writes. An agent that has restored the key has seen the rival Node before, and
+    // publishes its address with the key.
+    clusters.annotate(site, KILO_KEY, "nonsense").await;
+    wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
+    assert_eq!(
+        clusters.annotations(site).await[KILO_WIREGUARD_IP],
+        first[KILO_WIREGUARD_IP],
+        "{}",
+        again.log()
+    );
+}
+
+#[tokio::test]
+async fn younger_node_with_a_duplicate_address_takes_another() {
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(MGMT);
+    let _agent = clusters.agent(site, "agent");
+    let first = clusters.wait_for_published(site).await;
+    // The other Node must be older, so ours is recreated with its annotations.
+    let rival: Node = serde_json::from_value(serde_json::json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
+    }))
+    .expect("a Node");
+    let nodes = clusters.nodes(site).await;
+    nodes
+        .create(&PostParams::default(), &rival)
+        .await
+        .expect("create a Node");
+    let mut own = nodes.get(site.node).await.expect("our Node");
+    own.metadata.resource_version = None;
+    own.metadata.uid = None;
+    nodes
+        .delete(site.node, &Default::default())
+        .await
+        .expect("delete our Node");
+    nodes
+        .create(&PostParams::default(), &own)
+        .await
+        .expect("create our Node anew");
+    wait_until("another address", TIMEOUT, async || {
+        let now = clusters
+            .annotations(site)
+            .await
+            .get(KILO_WIREGUARD_IP)
+            .cloned()
+            .unwrap_or_default();
+        if !now.is_empty() && now != first[KILO_WIREGUARD_IP] {
+            Ok(())
+        } else {
+            Err(now)
+        }
+    })
+    .await
+    .expect("the agent takes another address");
+    let now = clusters.annotations(site).await[KILO_WIREGUARD_IP].clone();
+    let host = now.split('/').next().expect("a host").to_owned();
+    let shown = clusters
+        .host(site)
+        .exec(["ip", "-br", "addr", "show", "dev", &site.interface])
+        .await
+        .expect("ip")
+        .stdout;
+    assert!(shown.contains(&format!("{host}/32")), "{now}: {shown}");
+}
+
+#[tokio::test]
+async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(TENANT);
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("a clock")
+        .as_secs();
+    clusters.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
+    let waits = async |why: &str| {
+        wait_until(
+            format!("the agent to report why it waits: {why}"),
+            TIMEOUT,
+            async || match clusters.page(site, "/readyz").await {
+                (503, text) if text.contains(why) => Ok(()),
+                (code, text) => Err(format!("{code}: {text}")),
+            },
+        )
+        .await
+        .expect("readyz");
+    };
+    let our_state = async || {
+        let all = "ip -br link; ip rule show; ip route show table all; nft list tables";
+        let all = clusters
+            .host(site)
+            .exec(["sh", "-ec", all])
+            .await
+            .expect("ask the node")
+            .stdout;
+        let ours = |line: &&str| {
+            [site.interface.as_str(), "5182", "5183", "clustermesh"]
+                .iter()
+                .any(|part| line.contains(part))
+        };
+        all.lines().filter(ours).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let nothing = Vec::<String>::new();
+    let mut agent = clusters.agent(site, "agent");
+    waits("take kg off it").await;
+    assert_eq!(our_state().await, nothing);
+    // kg removes its annotation when it ends.
+    let patch = serde_json::json!({"metadata": {"annotations": {KILO_LAST_SEEN: null}}});
+    let nodes = clusters.nodes(site).await;
+    nodes
+        .patch(site.node, &Default::default(), &kube::api::Patch::Merge(&patch))
+        .await
+        .expect("patch");
+    waits("may be back in a moment").await;
+    assert_eq!(our_state().await, nothing);
+
+    // An agent that has not seen kg takes over the node, until kg is back with annotations of its own.
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    agent = clusters.agent(site, "agent-alone");
+    clusters.wait_until_ready(site).await;
+    clusters.wait_for_published(site).await;
+    assert_ne!(our_state().await, nothing);
+    let kgs = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
+    clusters.annotate(site, KILO_KEY, kgs).await;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now = now.expect("a clock").as_secs().to_string();
+    clusters.annotate(site, KILO_LAST_SEEN, &now).await;
+    waits("take kg off it").await;
+    assert_eq!(our_state().await, nothing);
+    wait_until("the agent's annotation to be removed", TIMEOUT, async || {
+        let all = clusters.annotations(site).await;
+        if all.contains_key(NODE_AGENT) {
+            Err(format!("{all:?}"))
+        } else {
+            Ok(())
+        }
+    })
+    .await
+    .expect("removed");
+
+    // `cleanup` removes nothing of kg.
+    clusters.annotate(site, KILO_KEY, kgs).await;
+    let before = clusters.annotations(site).await;
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    let cleanup = clusters.command(site, &["cleanup"]);
+    clusters.host(site).exec(cleanup).await.expect("cleanup");
+    assert_eq!(clusters.annotations(site).await, before);
+}
+
+#[tokio::test]
+async fn foreign_interface_of_the_name_stops_all_writes() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let host = clusters.host(tenant);
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+    // A foreign interface has the device's name.
+    host.exec(["ip", "link", "add", &tenant.interface, "type", "bridge"])
+        .await
+        .expect("make a bridge");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_peer(tenant, mgmt).await;
+    wait_until(
+        "the agent to report the foreign interface",
+        TIMEOUT,
+        async || match clusters.page(tenant, "/readyz").await {
+            (503, text) if text.contains("exists already") => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        },
+    )
+    .await
+    .expect("readyz");
+    // The interface may be another program's tunnel, which our rules and routes would cut off.
+    let written = "ip rule show; ip route show table all; nft list tables";
+    let written = host.exec(["sh", "-ec", written]).await.expect("ask the node").stdout;
+    assert!(
+        !written.contains("5182") && !written.contains("5183") && !written.contains("clustermesh"),
+        "{written}"
+    );
+    host.exec(["ip", "link", "del", &tenant.interface])
+        .await
+        .expect("take the bridge away");
+    clusters.wait_until_ready(tenant).await;
+    clusters.write_peer(mgmt, tenant).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+}
+
+#[tokio::test]
+async fn crds_installed_later_are_noticed() {
+    let clusters = TwoClusters::without_crds().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.wait_until_ready(mgmt).await;
+    assert!(
+        first.log().contains("the CRD of Peer is not installed"),
+        "{}",
+        first.log()
+    );
+    clusters.install_crds(mgmt).await;
+    clusters.install_crds(tenant).await;
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    assert!(first.log().contains("resolved"), "{}", first.log());
+}
+
+/// Waits until the agent's annotation gives `why` as the reason of the bypassed datapath.
+async fn wait_for_bypass(clusters: &TwoClusters, site: &Site, why: &str) {
+    let nodes: kube::Api<Node> = kube::Api::all(clusters.client(site).await);
+    wait_until("the annotation of the bypassed datapath", TIMEOUT, async || {
+        let list = nodes
+            .list(&Default::default())
+            .await
+            .map_err(|error| error.to_string())?;
+        let published = list.items.iter().find_map(|node| {
+            let text = node.metadata.annotations.as_ref()?.get("kilo-clustermesh.io/agent")?;
+            serde_json::from_str::<serde_json::Value>(text).ok()
+        });
+        let reason = published.as_ref().and_then(|agent| agent["datapathBypassed"].as_str());
+        if reason == Some(why) {
+            Ok(())
+        } else {
+            Err(format!("{published:?}"))
+        }
+    })
+    .await
+    .expect("it is published");
+}
+
+// threat: datapath-bypassed
+#[tokio::test]
+async fn bypassed_datapath_is_reported_with_its_remedy() {
+    let clusters = TwoClusters::start().await;
+    let site = clusters.site(TENANT);
+    let host = clusters.host(site);
+    // State that Cilium leaves on a node and in its cluster.
+    let link = [
+        "ip",
+        "link",
+        "add",
+        "cilium_host",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "cilium_net",
+    ];
+    host.exec(link).await.expect("add the interface");
+    let config: k8s_openapi::api::core::v1::ConfigMap = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "cilium-config"},
+        "data": {"kube-proxy-replacement": "true", "enable-bpf-masquerade": "true"},
+    }))
+    .expect("a ConfigMap");
+    let maps = kube::Api::namespaced(clusters.client(site).await, "kube-system");
+    maps.create(&Default::default(), &config).await.expect("create it");
+    let agent = clusters.agent(site, "agent");
+    clusters.wait_until_ready(site).await;
+    wait_until("the metric and the log", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(site, "/metrics").await;
+        let log = agent.log();
+        if metrics.contains("wg_agent_datapath_bypassed 1") && log.contains("DatapathBypassed: Cilium leads packets") {
+            Ok(())
+        } else {
+            Err(log)
+        }
+    })
+    .await
+    .expect("it is reported");
+    assert_eq!(clusters.page(site, "/readyz").await.0, 200);
+    let why = "kube-proxy-replacement and masquerading in BPF imply host routing in BPF";
+    wait_for_bypass(&clusters, site, why).await;
+    let program = agent_program();
+    let kubeconfig = clusters.kubeconfig(site).display().to_string();
+    let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
+    let is_reported = async |why: &str, remedy: &str| {
+        let status = host.try_exec([program, "status"]).await.expect("run it");
+        assert_eq!(status.status.code(), Some(1), "{status:?}");
+        assert!(
+            status.stdout.contains(&format!("Datapath   bypassed ({why})")) && status.stdout.contains(remedy),
+            "{status:?}"
+        );
+        let preflight = host.try_exec(preflight).await.expect("run it");
+        assert!(preflight.stderr.contains(remedy), "{preflight:?}");
+    };
+    is_reported(why, "bpf.hostLegacyRouting=true").await;
+
+    // kube-proxy changes to IPVS and back while the agent runs.
+    let link = [
+        "ip",
+        "link",
+        "add",
+        "kube-ipvs0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "beside",
+    ];
+    host.exec(link).await.expect("add the interface");
+    let gone = async |link: &str| {
+        host.exec(["ip", "link", "delete", link])
+            .await
+            .expect("remove the interface");
+    };
+    gone("cilium_host").await;
+    let why = "kube-proxy in mode ipvs translates after the policies looked";
+    wait_for_bypass(&clusters, site, why).await;
+    is_reported(why, "`ip link delete kube-ipvs0`").await;
+    assert_eq!(clusters.page(site, "/readyz").await.0, 200);
+    gone("kube-ipvs0").await;
+    wait_until("the metric to be 0", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(site, "/metrics").await;
+        let over = metrics.contains("wg_agent_datapath_bypassed 0");
+        over.then_some(()).ok_or(metrics)
+    })
+    .await
+    .expect("the datapath is no longer bypassed");
+}

@@ -1,0 +1,477 @@
+//! Restarts real agents: what they restore from their cache, how they rotate their key, and that they never reveal it.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use clustermesh_api::names::KILO_KEY;
+use clustermesh_lab::{Running, wait_until};
+use kube::{
+    api::PostParams,
+    config::{AuthInfo, Kubeconfig},
+};
+use nix::sys::signal::Signal;
+
+use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
+
+/// A file in the directory of the agent's key.
+fn state_file(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
+    clusters.key_file(site).with_file_name(name)
+}
+
+/// A column of `wg show INTERFACE WHAT`, by public key.
+async fn wg_show(clusters: &TwoClusters, site: &Site, what: &str) -> BTreeMap<String, String> {
+    let words = ["wg", "show", &site.interface, what];
+    let output = clusters.host(site).exec(words).await.expect("wg show").stdout;
+    let lines = output.lines().filter_map(|line| line.split_once('\t'));
+    lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
+}
+
+async fn kill(agent: &mut Running) {
+    agent.signal(Signal::SIGKILL).expect("kill");
+    agent.ends(TIMEOUT).await.expect("dead");
+}
+
+async fn wait_for_page(clusters: &TwoClusters, site: &Site, path: &str, want: &str) {
+    wait_until(
+        format!("{path} to contain {want:?}"),
+        TIMEOUT,
+        async || match clusters.page(site, path).await {
+            (_, text) if text.contains(want) => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        },
+    )
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+async fn wait_for_cache(file: &Path, want: &str) {
+    wait_until(
+        format!("{} to contain {want}", file.display()),
+        TIMEOUT,
+        async || match fs::read_to_string(file) {
+            Ok(text) if text.contains(want) => Ok(()),
+            other => Err(format!("{other:?}")),
+        },
+    )
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn agent_without_api_server_restores_the_cached_state() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+    let mut second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+
+    // A Peer that is deleted while no agent runs.
+    let real = peer(mgmt, &clusters.wait_for_published(mgmt).await);
+    let copy = |name: &str, n: u8| {
+        let mut peer = real.clone();
+        peer.metadata.name = Some(name.into());
+        peer.spec.public_key = clustermesh_core::key::PublicKey::new([n; 32]).to_string();
+        peer.spec.allowed_ips = vec![format!("10.10.{n}.0/24")];
+        peer
+    };
+    let gone = copy("gone", 41);
+    let peers = clusters.peers(tenant).await;
+    peers
+        .create(&PostParams::default(), &gone)
+        .await
+        .expect("create a Peer");
+    let cache = state_file(&clusters, tenant, "wg-agent.cache");
+    wait_for_cache(&cache, &gone.spec.public_key).await;
+    let text = fs::read_to_string(&cache).expect("the cache");
+    assert!(text.contains(&real.spec.public_key), "{text}");
+    let mode = |path: &Path| fs::metadata(path).expect("it is there").permissions().mode() & 0o7777;
+    assert_eq!(
+        (mode(&cache), mode(cache.parent().expect("a directory"))),
+        (0o600, 0o700)
+    );
+
+    // The agent is killed, a Peer deleted, the API server killed, and the agent started.
+    kill(&mut second).await;
+    clusters.delete_peer(tenant, "gone").await;
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let mut second = clusters.agent(tenant, "agent-tenant-2");
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    wait_for_page(
+        &clusters,
+        tenant,
+        "/readyz",
+        "ok\nbut: cache: the API server has not listed since",
+    )
+    .await;
+    wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
+    let on_device = wg_show(&clusters, tenant, "allowed-ips").await;
+    let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
+    assert_eq!(
+        on_device.keys().cloned().collect::<Vec<_>>(),
+        sorted(expected),
+        "the cached peers are on the device"
+    );
+    let before = wg_show(&clusters, tenant, "latest-handshakes").await;
+
+    // Once the API server is back, the deleted Peer is removed, and the other keeps its session.
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
+    wait_until("the deleted Peer to be removed", TIMEOUT, async || {
+        let now = wg_show(&clusters, tenant, "latest-handshakes").await;
+        let keys: Vec<&String> = now.keys().collect();
+        if keys == [&real.spec.public_key] {
+            Ok(())
+        } else {
+            Err(format!("{keys:?}"))
+        }
+    })
+    .await
+    .expect("removed");
+    assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
+    clusters.pings(tenant, mgmt).await.expect("the session is kept");
+    let after = wg_show(&clusters, tenant, "latest-handshakes").await;
+    assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
+
+    // An API server that answers but refuses is not unavailable: the tunnels are kept, and the node is not ready.
+    kill(&mut second).await;
+    let kubeconfig = clusters.kubeconfig(tenant);
+    let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
+    let mut spoilt = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
+    for user in &mut spoilt.auth_infos {
+        user.auth_info = Some(AuthInfo {
+            token: Some("invalid".to_owned().into()),
+            ..AuthInfo::default()
+        });
+    }
+    fs::write(&kubeconfig, serde_json::to_string(&spoilt).expect("it is written")).expect("write it");
+    let mut second = clusters.agent(tenant, "agent-tenant-refused");
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    wait_for_page(
+        &clusters,
+        tenant,
+        "/readyz",
+        "cache: the API server answers but refuses to list: Peer (",
+    )
+    .await;
+    let (code, page) = clusters.page(tenant, "/readyz").await;
+    assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
+    fs::write(&kubeconfig, good).expect("write it");
+
+    // A cache above its maximum age is reported and not used, and the agent waits as without a cache.
+    kill(&mut second).await;
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let saved = fs::read(&cache).expect("the cache");
+    let mut second = clusters.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
+    wait_for_page(
+        &clusters,
+        tenant,
+        "/readyz",
+        "which is longer ago than --cache-max-age (0s)",
+    )
+    .await;
+    wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
+    fs::write(&cache, saved).expect("put it back");
+    fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("root's alone");
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+
+    // The same for a damaged cache, which is set aside.
+    kill(&mut second).await;
+    let text = fs::read_to_string(&cache).expect("the cache");
+    fs::write(&cache, &text[..text.len() - 9]).expect("damage it");
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let second = clusters.agent(tenant, "agent-tenant-3");
+    wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
+    let aside = state_file(&clusters, tenant, "wg-agent.cache.damaged");
+    assert_eq!(fs::read(&aside).expect("set aside"), text.as_bytes()[..text.len() - 9]);
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    wait_for_page(
+        &clusters,
+        tenant,
+        "/readyz",
+        &format!("but: cache: the cache {} is not used", cache.display()),
+    )
+    .await;
+    let log = second.log();
+    assert!(log.contains(&format!("set aside as {}", aside.display())), "{log}");
+}
+
+fn sorted<const N: usize>(mut all: [String; N]) -> Vec<String> {
+    all.sort();
+    all.into()
+}
+
+#[tokio::test]
+async fn peer_without_endpoint_is_contacted_after_a_restart() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let mut first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    let peers = clusters.peers(mgmt).await;
+    let mut passive = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
+    passive.spec.endpoint = None;
+    peers
+        .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
+        .await
+        .expect("replace it");
+    // After the next restart the only known endpoint is the observed one. Only this side sends.
+    wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
+    assert!(
+        first.terminate(TIMEOUT).await.expect("it ends").success(),
+        "{}",
+        first.log()
+    );
+    let _first = clusters.agent(mgmt, "agent-mgmt-2");
+    clusters.wait_until_reaches(mgmt, tenant).await;
+}
+
+/// The ways in which a 32-byte secret may be printed.
+fn spellings(key: &str) -> Vec<String> {
+    use base64::{Engine, engine::general_purpose as alphabets};
+    let bytes = alphabets::STANDARD.decode(key.trim()).expect("base64");
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let list = format!("{bytes:?}");
+    // Half of a key is as bad, and a line may be cut.
+    let half = |text: &str| text[..text.len() / 2].to_owned();
+    vec![
+        half(&alphabets::STANDARD.encode(&bytes)),
+        half(&alphabets::URL_SAFE_NO_PAD.encode(&bytes)),
+        half(&hex),
+        half(&hex.to_uppercase()),
+        half(&list),
+    ]
+}
+
+// threat: key-in-output
+#[tokio::test]
+async fn agent_output_never_contains_the_private_key() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    // The first start creates the key, the second reads it.
+    let mut made = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
+    clusters.wait_for_published(mgmt).await;
+    assert!(made.terminate(TIMEOUT).await.expect("it ends").success());
+    let mut agent = clusters.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_ready(mgmt).await;
+    let cache = state_file(&clusters, mgmt, "wg-agent.cache");
+    let public = clusters.annotations(mgmt).await[KILO_KEY].clone();
+    let other = clusters.annotations(tenant).await[KILO_KEY].clone();
+    wait_for_cache(&cache, &other).await;
+
+    let mut outputs: BTreeMap<String, String> = BTreeMap::new();
+    for path in ["/metrics", "/debug/state", "/readyz", "/healthz"] {
+        outputs.insert(path.into(), clusters.page(mgmt, path).await.1);
+    }
+    outputs.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
+    // The control socket must hide the key: wireguard-tools print it.
+    let dump = ["wg", "show", &mgmt.interface, "dump"];
+    outputs.insert(
+        "wg show dump".into(),
+        clusters.host(mgmt).exec(dump).await.expect("wg show").stdout,
+    );
+    let pid = agent.pid().expect("it runs");
+    for file in ["cmdline", "environ", "comm"] {
+        let text = fs::read(format!("/proc/{pid}/{file}")).expect("of our own process");
+        outputs.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
+    }
+    assert!(agent.terminate(TIMEOUT).await.expect("it ends").success());
+    outputs.insert("log of the first start".into(), made.log());
+    outputs.insert("log".into(), agent.log());
+    outputs.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
+    // An invalid key is not quoted either.
+    let file = clusters.key_file(mgmt);
+    let private = fs::read_to_string(&file).expect("the key");
+    fs::write(&file, format!("{private}{private}")).expect("spoil it");
+    let mut spoilt = clusters.agent(mgmt, "agent-spoilt");
+    assert!(!spoilt.ends(TIMEOUT).await.expect("it ends").success());
+    outputs.insert("refusal".into(), spoilt.log());
+
+    // Proves that the outputs are complete: each contains what it should.
+    for (what, holds) in [
+        ("log of the first start", "made this node's key"),
+        ("log", "TRACE"),
+        ("log", public.as_str()),
+        ("/metrics", "wg_agent_peers"),
+        ("/debug/state", &public),
+        ("annotations", &public),
+        ("wg show dump", &other),
+        ("cache", &other),
+        ("refusal", "does not hold a WireGuard private key"),
+        ("cmdline", "--key-file"),
+    ] {
+        assert!(
+            outputs[what].contains(holds),
+            "{what} has no {holds}: {}",
+            outputs[what]
+        );
+    }
+    for (what, text) in &outputs {
+        for secret in spellings(&private) {
+            assert!(!text.contains(&secret), "{what} holds the private key");
+        }
+    }
+}
+
+#[tokio::test]
+async fn key_rotation_costs_one_handshake_over_ipv4() {
+    rotate_key(&TwoClusters::start().await, "172.30.").await;
+}
+
+#[tokio::test]
+async fn key_rotation_costs_one_handshake_over_ipv6() {
+    let clusters = TwoClusters::start().await;
+    clusters.over_ipv6().await;
+    rotate_key(&clusters, "[fd77::").await;
+}
+
+/// `outer` is the prefix of both endpoints.
+async fn rotate_key(clusters: &TwoClusters, outer: &str) {
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let agent = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
+    let old = clusters.annotations(mgmt).await[KILO_KEY].clone();
+    let before = nft_tables(clusters, mgmt).await;
+    let private = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
+
+    let rotate = || clusters.command(mgmt, &["rotate-key"]);
+    let stderr = clusters.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
+    let next = wait_until("another key on the Node", TIMEOUT, async || {
+        let now = clusters.annotations(mgmt).await[KILO_KEY].clone();
+        if now == old { Err(now) } else { Ok(now) }
+    })
+    .await
+    .expect("it is published");
+    assert!(stderr.contains(&next), "{stderr}");
+    let again = clusters.host(mgmt).try_exec(rotate()).await.expect("run");
+    assert!(
+        !again.status.success() && again.stderr.contains("already waiting"),
+        "{}",
+        again.stderr
+    );
+
+    // Until the peer has the new key, the old one is used, and the node reports what it waits for.
+    wait_for_page(
+        clusters,
+        mgmt,
+        "/readyz",
+        &format!("\nbut: key: the new key {next} is published"),
+    )
+    .await;
+    for _ in 0..5 {
+        clusters.pings(mgmt, tenant).await.expect("the old key serves");
+        clusters.pings(tenant, mgmt).await.expect("the old key serves");
+    }
+
+    // The peer gets the new key while packets flow both ways.
+    let flow = |from: &Site, to: &Site| {
+        let words = ["ping", "-n", "-D", "-i", "0.05", "-w", "5", "-I", from.pod, to.pod];
+        clusters
+            .host(from)
+            .spawn(&format!("flow-{}", from.node), words)
+            .expect("ping")
+    };
+    let mut flows = [flow(mgmt, tenant), flow(tenant, mgmt)];
+    for flow in &mut flows {
+        flow.says("icmp_seq=10 ", TIMEOUT).await.expect("ten replies");
+    }
+    let peers = clusters.peers(tenant).await;
+    let mut learnt = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
+    learnt.spec.public_key.clone_from(&next);
+    peers
+        .replace("mesh--mgmt--mgmt-1", &PostParams::default(), &learnt)
+        .await
+        .expect("replace it");
+    for flow in &mut flows {
+        flow.ends(TIMEOUT).await.expect("it ends");
+        let log = flow.log();
+        let numbers = log
+            .lines()
+            .filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
+        let numbers: Vec<u32> = numbers.collect();
+        let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
+        println!("packets lost in a row, of 20 a second: {gap}");
+        // WireGuard's own retry would cost 5 s.
+        assert!(
+            gap < 40 && numbers.last().is_some_and(|last| *last > 60),
+            "{gap}: {log}\n{}",
+            agent.log()
+        );
+    }
+    for site in [mgmt, tenant] {
+        let endpoints = wg_show(clusters, site, "endpoints").await;
+        assert!(endpoints.values().all(|at| at.starts_with(outer)), "{endpoints:?}");
+    }
+    let handshakes = wg_show(clusters, tenant, "latest-handshakes").await;
+    assert!(
+        handshakes.keys().eq([&next]) && handshakes[&next] != "0",
+        "{handshakes:?}"
+    );
+    let now = fs::read_to_string(clusters.key_file(mgmt)).expect("the key");
+    let mode = fs::metadata(clusters.key_file(mgmt))
+        .expect("the key")
+        .permissions()
+        .mode()
+        & 0o7777;
+    assert!(now != private && mode == 0o600, "{mode:o}");
+    assert!(!state_file(clusters, mgmt, "key.next").exists());
+    assert_eq!(clusters.readiness(mgmt).await, (200, "ok\n".to_owned()));
+    assert_eq!(
+        nft_tables(clusters, mgmt).await,
+        before,
+        "the table of the rotation is removed"
+    );
+    for secret in spellings(&private).into_iter().chain(spellings(&now)) {
+        assert!(!agent.log().contains(&secret) && !stderr.contains(&secret));
+    }
+}
+
+/// The nftables tables of a node.
+async fn nft_tables(clusters: &TwoClusters, site: &Site) -> String {
+    clusters
+        .host(site)
+        .exec(["nft", "list", "tables"])
+        .await
+        .expect("nft")
+        .stdout
+}

@@ -1,0 +1,299 @@
+//! Checks how a real agent reports its peers and its admission policy: `wg-agent status`, metrics, and annotations of
+//! the Node, until the problem is solved.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use clustermesh_api::{
+    annotations::{Agent, Link},
+    names::{LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, NODE_AGENT},
+    peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
+};
+use clustermesh_lab::wait_until;
+use clustermesh_tests::agent::agent_program;
+use kube::api::PostParams;
+
+use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters};
+
+/// A peer is down 15 s after the first handshake attempt, and the change is published within another 10 s.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The Peer of a node that does not exist.
+fn phantom() -> Peer {
+    let mut peer = Peer::new(
+        "prod--gone--gone-1",
+        PeerSpec {
+            allowed_ips: vec!["10.77.1.0/24".into()],
+            endpoint: Some(PeerEndpoint {
+                dns_or_ip: DnsOrIp {
+                    ip: Some("172.30.1.77".into()),
+                    dns: None,
+                },
+                port: 51820,
+            }),
+            persistent_keepalive: None,
+            preshared_key: None,
+            public_key: "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=".into(),
+        },
+    );
+    let labels = [
+        (LABEL_MESH_NAMESPACE, "ns"),
+        (LABEL_MESH, "prod"),
+        (LABEL_SOURCE_CLUSTER, "gone"),
+    ];
+    peer.metadata.labels = Some(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
+    peer
+}
+
+/// Runs `wg-agent status` on a node: exit code, standard output and standard error.
+async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, String, String) {
+    let site = clusters.site(site);
+    let output = clusters.host(site).try_exec(words).await.expect("run it");
+    (output.status.code().unwrap_or(-1), output.stdout, output.stderr)
+}
+
+async fn wait_for_links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
+    wait_until(format!("links {want:?} on the Node"), REPORT_TIMEOUT, async || {
+        let all = clusters.annotations(clusters.site(TENANT)).await;
+        let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
+        if agent.links == want {
+            Ok(())
+        } else {
+            Err(format!("{agent:?}"))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
+    let (code, _, stderr) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
+    assert!(
+        code == 2 && stderr.contains("no wg-agent runs in this network namespace"),
+        "{code}: {stderr}"
+    );
+
+    let _mgmt = clusters.agent(clusters.site(MGMT), "agent-mgmt");
+    let words = clusters.command(tenant, &["--metrics-per-peer", "--listen=127.0.0.1:9587"]);
+    let mut agent = clusters
+        .host(tenant)
+        .spawn("agent-tenant", words)
+        .expect("start the agent");
+    clusters.wait_for_published(tenant).await;
+    let peers = clusters.peers(tenant).await;
+    peers
+        .create(&PostParams::default(), &phantom())
+        .await
+        .expect("create the Peer");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(tenant, clusters.site(MGMT)).await;
+
+    // The other cluster is up, and the phantom goes down; every report shows both.
+    let gone = [(
+        "ns/prod/gone".to_owned(),
+        Link {
+            up: 0,
+            down: 1,
+            total: 1,
+        },
+    )]
+    .into();
+    wait_for_links(&clusters, gone).await;
+    let (code, page, stderr) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
+    assert_eq!((code, stderr.as_str()), (1, ""), "{page}");
+    let row = |name: &str| {
+        let line = page
+            .lines()
+            .find(|line| line.contains(name))
+            .unwrap_or_else(|| panic!("no {name} in {page}"));
+        line.split_whitespace().take(4).map(String::from).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        row("gone-1"),
+        ["gone", "prod--gone--gone-1", "down", "172.30.1.77:51820"]
+    );
+    assert_eq!(row("mgmt-1"), ["mgmt", "mesh--mgmt--mgmt-1", "up", "172.30.1.11:51820"]);
+    assert!(
+        page.contains("Peers      1 up, 1 down, 0 unknown") && page.contains("\n1 down: most likely UDP"),
+        "{page}"
+    );
+    let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status", "--cluster=mgmt"]).await;
+    assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
+    let (code, json, _) = status(&clusters, TENANT, &[agent_program(), "status", "-o", "json"]).await;
+    let state: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(
+        (code, &state["peers"]["prod--gone--gone-1"]["state"]),
+        (1, &"down".into()),
+        "{json}"
+    );
+    assert_eq!(
+        state["inputs"]["peers"]["prod--gone--gone-1"]["endpoint"],
+        "172.30.1.77:51820"
+    );
+    assert_eq!(state["device"]["backend"], state["agent"]["backend"]);
+    assert_eq!(
+        (&state["troubles"], &state["refused"]),
+        (&serde_json::json!([]), &serde_json::json!([]))
+    );
+    let key = std::fs::read_to_string(clusters.key_file(tenant)).expect("the key");
+    assert!(!json.contains(key.trim()), "the private key is not shown");
+    let unprivileged = ["setpriv", "--reuid=65534", "--clear-groups", agent_program(), "status"];
+    let (code, page, stderr) = status(&clusters, TENANT, &unprivileged).await;
+    assert!(
+        code == 2 && page.is_empty() && stderr.contains("it answers only root"),
+        "{code}: {page}{stderr}"
+    );
+    let (_, metrics) = clusters.page(tenant, "/metrics").await;
+    for line in [
+        "wg_agent_peers{cluster=\"gone\",state=\"down\"} 1",
+        "wg_agent_peer_state{cluster=\"gone\",peer=\"prod--gone--gone-1\",state=\"down\"} 1",
+        "wg_agent_peer_state{cluster=\"mgmt\",peer=\"mesh--mgmt--mgmt-1\",state=\"up\"} 1",
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line} is not in {metrics}");
+    }
+
+    clusters.delete_peer(tenant, "prod--gone--gone-1").await;
+    wait_for_links(&clusters, BTreeMap::new()).await;
+    let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
+    assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
+    assert!(
+        agent.terminate(TIMEOUT).await.expect("it ends").success(),
+        "{}",
+        agent.log()
+    );
+    let (code, _, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
+    assert_eq!(code, 2);
+}
+
+/// Replaces the policy of deploy/agent.yaml, which applies to a service account that this test does not use.
+const ADMISSION: &str = r#"
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {name: agents}
+spec:
+  failurePolicy: Fail
+  matchConstraints:
+    resourceRules:
+    - {apiGroups: [""], apiVersions: [v1], operations: [UPDATE], resources: [nodes]}
+  validations:
+  - expression: "object.metadata.?labels == oldObject.metadata.?labels"
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {name: agents}
+spec: {policyName: agents, validationActions: [Deny]}
+"#;
+
+#[tokio::test]
+async fn agent_without_admission_policy_is_ready_and_reports_it() {
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
+    let mut agent = clusters.agent(tenant, "agent-open");
+    clusters.wait_until_ready(tenant).await;
+    let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
+    assert!(
+        code == 0 && page.contains("Admission  no admission policy holds"),
+        "{code}: {page}"
+    );
+    let (code, text) = clusters.page(tenant, "/readyz").await;
+    assert!(
+        code == 200 && text.contains("but: admission: no admission policy holds"),
+        "{code}: {text}"
+    );
+    assert!(agent.log().contains("no admission policy holds"), "{}", agent.log());
+    let labels = clusters
+        .nodes(tenant)
+        .await
+        .get(tenant.node)
+        .await
+        .expect("the Node")
+        .metadata
+        .labels;
+    assert!(!format!("{labels:?}").contains("admission-probe"), "{labels:?}");
+
+    agent.terminate(TIMEOUT).await.expect("it ends");
+    let file = clusters.kubeconfig(tenant).with_extension("admission.yaml");
+    std::fs::write(&file, ADMISSION).expect("write a manifest");
+    let cluster = clusters.lab.cluster(tenant.cluster);
+    let file = file.display().to_string();
+    cluster.kubectl(["apply", "-f", &file]).await.expect("apply the policy");
+    wait_until("the policy to be in force", TIMEOUT, async || {
+        let label = ["label", "node", tenant.node, "probe=1", "--dry-run=server"];
+        match cluster.kubectl(label).await {
+            Ok(_) => Err("accepted".to_owned()),
+            Err(_) => Ok(()),
+        }
+    })
+    .await
+    .expect("in force");
+    let agent = clusters.agent(tenant, "agent-held");
+    clusters.wait_until_ready(tenant).await;
+    wait_until("the agent to notice the policy", TIMEOUT, async || {
+        let (_, state) = clusters.page(tenant, "/debug/state").await;
+        let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
+        if state["admission"] == "held" {
+            Ok(())
+        } else {
+            Err(state["admission"].to_string())
+        }
+    })
+    .await
+    .expect("held");
+    assert_eq!(clusters.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
+}
+
+// threat: admin-port-flood
+#[tokio::test]
+async fn policy_is_enforced_during_two_thousand_idle_connections() {
+    let clusters = TwoClusters::start().await;
+    let tenant = clusters.site(TENANT);
+    // The lowest file descriptor limit that container runtimes set.
+    let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
+    words.extend(clusters.command(tenant, &[]));
+    let _agent = clusters.host(tenant).spawn("agent", words).expect("start the agent");
+    clusters.wait_until_ready(tenant).await;
+    let host = clusters.host(tenant).netns();
+    let idle = std::thread::spawn(move || {
+        let limit = nix::sys::resource::Resource::RLIMIT_NOFILE;
+        let (_, hard) = nix::sys::resource::getrlimit(limit).expect("a limit");
+        nix::sys::resource::setrlimit(limit, hard, hard).expect("raise the limit");
+        let host = std::fs::File::open(host).expect("open a network namespace");
+        nix::sched::setns(&host, nix::sched::CloneFlags::CLONE_NEWNET).expect("enter it");
+        let one = || std::net::TcpStream::connect_timeout(&([127, 0, 0, 1], 9587).into(), TIMEOUT);
+        (0..2000).map(|_| one()).collect::<Result<Vec<_>, _>>()
+    });
+    let idle = idle.join().expect("no panic").expect("2,000 connections");
+    let mgmt = clusters.site(MGMT);
+    let policy = clustermesh_api::policy::PeerPolicySpec {
+        source: mgmt.cluster.into(),
+        sources: vec![mgmt.pods.into()],
+        networks: vec![mgmt.pods.into()],
+        ..Default::default()
+    };
+    let policies = clusters.policies(tenant).await;
+    let policy = clustermesh_api::policy::PeerPolicy::new("mesh", policy);
+    policies
+        .create(&PostParams::default(), &policy)
+        .await
+        .expect("create the PeerPolicy");
+    wait_until("the table to hold the policy", TIMEOUT, async || {
+        let list = ["nft", "list", "set", "inet", "clustermesh", "mesh4"];
+        let list = clusters
+            .host(tenant)
+            .try_exec(list)
+            .await
+            .map_err(|error| error.to_string())?;
+        if list.stdout.contains(mgmt.pods) {
+            Ok(())
+        } else {
+            Err(format!("{}{}", list.stdout, list.stderr))
+        }
+    })
+    .await
+    .expect("enforced");
+    assert_eq!(clusters.page(tenant, "/healthz").await, (200, "ok\n".to_owned()));
+    drop(idle);
+}

@@ -1,0 +1,434 @@
+//! Runs two real agents in two clusters, each with a real API server: connectivity, failures of the API server, invalid
+//! Peers, and repairs.
+
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::wait_until;
+use clustermesh_tests::netns::NetNs;
+use kube::api::PostParams;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
+
+/// All kernel state of the agent, as `ip` and `nft` show it.
+async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
+    let site = clusters.site(index);
+    let mut out = Vec::new();
+    for words in [
+        vec!["ip", "-j", "-d", "rule", "show"],
+        vec!["ip", "-j", "-6", "-d", "rule", "show"],
+        vec!["ip", "-j", "-d", "route", "show", "table", "all", "proto", "117"],
+        vec!["ip", "-j", "-6", "-d", "route", "show", "table", "all", "proto", "117"],
+        vec!["ip", "-j", "link", "show"],
+        vec!["nft", "-j", "list", "tables"],
+    ] {
+        let text = clusters.host(site).exec(words).await.expect("ask the kernel").stdout;
+        let list: Value = serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("JSON");
+        let list = list.get("nftables").cloned().unwrap_or(list);
+        let ours = list.as_array().into_iter().flatten().filter(|one| {
+            let text = one.to_string();
+            one.get("protocol").is_some_and(|p| p == "117" || p == 117)
+                || text.contains("clustermesh")
+                || text.contains(&site.interface)
+        });
+        out.extend(ours.map(ToString::to_string));
+    }
+    out
+}
+
+#[tokio::test]
+async fn pods_reach_each_other_and_a_killed_agent_recovers() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+    let mut second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_ready(mgmt).await;
+    clusters.wait_until_ready(tenant).await;
+    // The capture starts only now: before both PeerPolicies exist, a ping follows the default route.
+    let capture = clusters
+        .lab
+        .capture("mesh", "ip or ip6")
+        .await
+        .expect("start a capture");
+
+    // Sends enough TCP data for full-size segments to a pod; the node itself has no port open to members.
+    let (pod, server) = (NetNs::new("tenant-pod"), "10.20.1.6");
+    let script = format!(
+        "echo 1 > /proc/sys/net/ipv4/ip_forward
+        ip link add cni0 type veth peer name eth0 netns {}
+        ip addr add 10.20.1.1/32 dev cni0
+        ip link set cni0 up
+        ip route add {server} dev cni0",
+        pod.path()
+    );
+    clusters
+        .host(tenant)
+        .exec(["sh", "-ec", &script])
+        .await
+        .expect("set up the node");
+    pod.ip(&format!("addr add {server}/24 dev eth0"));
+    pod.ip("link set eth0 up");
+    pod.ip("route add default via 10.20.1.1");
+    let net = format!("--net={}", pod.path());
+    let _server = clusters
+        .host(tenant)
+        .spawn("iperf3", ["nsenter", &net, "iperf3", "-s", "-B", server])
+        .expect("start iperf3");
+    wait_until("a TCP stream", TIMEOUT, async || {
+        let words = ["iperf3", "-c", server, "-B", mgmt.pod, "-n", "4M", "-J"];
+        let output = clusters.host(mgmt).try_exec(words).await.map_err(|e| e.to_string())?;
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(output.stdout)
+        }
+    })
+    .await
+    .expect("4 MB are transferred");
+
+    // Metrics and debug state show the peer.
+    wait_until("the peer to count as up", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
+        let up = "wg_agent_peers{cluster=\"tenant-a\",state=\"up\"} 1";
+        if metrics.lines().any(|line| line == up) {
+            Ok(())
+        } else {
+            Err(metrics)
+        }
+    })
+    .await
+    .expect("metrics");
+    let (_, state) = clusters.page(mgmt, "/debug/state").await;
+    let key = std::fs::read_to_string(key_file(&clusters, MGMT)).expect("the key");
+    assert!(state.contains("mesh--tenant-a--tenant-a-1"), "{state}");
+    assert!(!state.contains(key.trim()), "the private key is not shown");
+
+    // A second agent reports the process of the first.
+    let pid = second.pid().expect("it runs");
+    let mut third = clusters
+        .host(tenant)
+        .spawn("third", clusters.command(tenant, &["--listen=127.0.0.1:0"]))
+        .expect("start");
+    let status = third.ends(TIMEOUT).await.expect("it ends");
+    let log = third.log();
+    assert!(
+        !status.success() && log.contains("another wg-agent") && log.contains(&format!("process {pid}")),
+        "{log}"
+    );
+    clusters
+        .pings(mgmt, tenant)
+        .await
+        .expect("the first agent is not disturbed");
+
+    // After SIGKILL packets get an error instead of leaving unencrypted; after a restart the tunnel works again.
+    second.signal(Signal::SIGKILL).expect("kill");
+    second.ends(TIMEOUT).await.expect("dead");
+    clusters
+        .pings(tenant, mgmt)
+        .await
+        .expect_err("no agent carries packets");
+    let route = clusters
+        .host(tenant)
+        .try_exec(["ip", "route", "get", mgmt.pod])
+        .await
+        .expect("ask the kernel");
+    // The interface outlives its process but has no carrier, so the `unreachable` routes apply instead of its own.
+    assert!(
+        route.stderr.contains("No route to host"),
+        "{}{}",
+        route.stdout,
+        route.stderr
+    );
+    let started = Instant::now();
+    let _second = clusters.agent(tenant, "agent-tenant-2");
+    clusters.wait_until_reaches(tenant, mgmt).await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    let took = started.elapsed();
+    eprintln!("back {took:?} after the start");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+
+    // The link between the nodes carried WireGuard and no inner packets.
+    let seen = capture.stop().await.expect("the capture ends");
+    let clear = seen
+        .packets("net 10.0.0.0/8 or net 100.64.0.0/10")
+        .await
+        .expect("read it");
+    assert_eq!(clear, Vec::<String>::new());
+    let outer = seen
+        .packets("udp port 51820 and host 172.30.1.11 and host 172.30.2.11")
+        .await
+        .expect("read it");
+    // The number is not checked: a veth carries up to 64 kB of packets as one frame.
+    assert!(!outer.is_empty());
+}
+
+fn key_file(clusters: &TwoClusters, index: usize) -> String {
+    let words = clusters.command(clusters.site(index), &[]);
+    let at = words.iter().position(|word| word == "--key-file").expect("the flag");
+    words[at + 1].clone()
+}
+
+#[tokio::test]
+async fn unavailable_api_server_changes_no_working_tunnel() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let _first = clusters.agent(mgmt, "agent-mgmt");
+
+    // Without an API server at the start the agent waits, reports it, and writes nothing.
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    wait_until(
+        "the agent to report what it waits for",
+        TIMEOUT,
+        async || match clusters.page(tenant, "/readyz").await {
+            (503, text) if text.contains("waiting for the first list of") => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        },
+    )
+    .await
+    .expect("readyz");
+    assert_eq!(our_kernel_state(&clusters, TENANT).await, Vec::<String>::new());
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    clusters.wait_until_reaches(tenant, mgmt).await;
+
+    // Later failures: one API server is killed, the other frozen.
+    let before = our_kernel_state(&clusters, TENANT).await;
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    clusters
+        .lab
+        .cluster(mgmt.cluster)
+        .freeze_api()
+        .expect("freeze the API server");
+    for _ in 0..8 {
+        clusters
+            .pings(mgmt, tenant)
+            .await
+            .expect("the tunnel works without API servers");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert_eq!(our_kernel_state(&clusters, TENANT).await, before);
+    assert_eq!(clusters.page(tenant, "/readyz").await.0, 200);
+    clusters.lab.cluster(mgmt.cluster).thaw_api().expect("thaw");
+    clusters
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+
+    // The agent follows changes again.
+    clusters.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
+    wait_until("the Peer's routes to be gone", TIMEOUT, async || {
+        match clusters.pings(tenant, mgmt).await {
+            Ok(()) => Err("still answered".to_owned()),
+            Err(_) => Ok(()),
+        }
+    })
+    .await
+    .expect("the Peer is gone");
+}
+
+// threat: peer-claims-node
+#[tokio::test]
+async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let before = our_kernel_state(&clusters, MGMT).await;
+    assert_eq!(before, Vec::<String>::new());
+    let mut first = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+
+    let good = peer(tenant, &clusters.wait_for_published(tenant).await);
+    let peers = clusters.peers(mgmt).await;
+    let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
+    let invalid = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
+        let mut peer = good.clone();
+        peer.metadata.name = Some(format!("wrong-{index}"));
+        peer.spec.public_key.clone_from(&keys[index]);
+        peer.spec.allowed_ips = vec![format!("10.20.{}.0/24", 100 + index)];
+        change(&mut peer.spec);
+        peer
+    };
+    let many: Vec<String> = (0..10_000)
+        .map(|n| format!("10.20.{}.{}/32", n / 250 + 120, n % 250))
+        .collect();
+    let all = [
+        (invalid(0, &|spec| spec.public_key = "not a key".into()), "Unreadable"),
+        (
+            invalid(1, &|spec| spec.allowed_ips = vec!["10.20.9.0/33".into()]),
+            "Unreadable",
+        ),
+        (
+            invalid(2, &|spec| {
+                spec.endpoint.as_mut().unwrap().dns_or_ip.ip = Some("0.0.0.0".into())
+            }),
+            "EndpointInvalid",
+        ),
+        (
+            invalid(3, &|spec| spec.allowed_ips.clone_from(&many)),
+            "TooManyAllowedIPs",
+        ),
+        (
+            invalid(4, &|spec| spec.allowed_ips = vec!["172.30.1.0/28".into()]),
+            "OwnNodeAddress",
+        ),
+        (
+            invalid(5, &|spec| spec.allowed_ips = vec!["172.30.1.1/32".into()]),
+            "ApiServerAddress",
+        ),
+    ];
+    for (peer, _) in &all {
+        peers
+            .create(&PostParams::default(), peer)
+            .await
+            .expect("the CRD takes it");
+    }
+    wait_until("each to be counted", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
+        let line = |reason: &str, count: usize| format!("wg_agent_peers_refused{{reason=\"{reason}\"}} {count}");
+        let missing: Vec<String> = [
+            ("Unreadable", 2),
+            ("EndpointInvalid", 1),
+            ("TooManyAllowedIPs", 1),
+            ("OwnNodeAddress", 1),
+            ("ApiServerAddress", 1),
+        ]
+        .iter()
+        .map(|(reason, count)| line(reason, *count))
+        .filter(|line| !metrics.lines().any(|l| l == line))
+        .collect();
+        if missing.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{missing:?}\n{}\n{metrics}", first.log()))
+        }
+    })
+    .await
+    .expect("metrics");
+    let log = first.log();
+    for (peer, reason) in &all {
+        let name = peer.metadata.name.as_deref().unwrap_or_default();
+        let lines = log
+            .lines()
+            .filter(|line| line.contains(&format!("left out: Peer {name}: {reason}: ")))
+            .count();
+        assert_eq!(lines, 1, "{name} is logged once:\n{log}");
+    }
+    clusters.pings(mgmt, tenant).await.expect("the valid Peer still works");
+    clusters.pings(tenant, mgmt).await.expect("the valid Peer still works");
+    clusters.wait_until_ready(mgmt).await;
+    // The agent still reaches its API server: it notices the deletions.
+    for (peer, _) in &all {
+        clusters
+            .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
+            .await;
+    }
+    wait_until("no Peer to be left out", TIMEOUT, async || {
+        let (_, metrics) = clusters.page(mgmt, "/metrics").await;
+        if metrics.contains("wg_agent_peers_refused{") {
+            Err(metrics)
+        } else {
+            Ok(())
+        }
+    })
+    .await
+    .expect("metrics");
+
+    // Cleanup is refused while an agent runs. After it, nothing is left.
+    let cleanup = || clusters.command(mgmt, &["cleanup"]);
+    let refused = clusters.host(mgmt).try_exec(cleanup()).await.expect("run");
+    assert!(
+        !refused.status.success() && refused.stderr.contains("another wg-agent"),
+        "{}",
+        refused.stderr
+    );
+    assert!(!our_kernel_state(&clusters, MGMT).await.is_empty());
+    let status = first.terminate(TIMEOUT).await.expect("it ends");
+    assert!(status.success(), "{}", first.log());
+    assert!(
+        !our_kernel_state(&clusters, MGMT).await.is_empty(),
+        "after a stop the node stays closed"
+    );
+    let done = clusters.host(mgmt).exec(cleanup()).await.expect("cleanup");
+    assert_eq!(our_kernel_state(&clusters, MGMT).await, before, "{}", done.stderr);
+    assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", mgmt.interface)).exists());
+    let annotations = clusters.annotations(mgmt).await;
+    assert!(annotations.keys().all(|key| !key.contains("kilo")), "{annotations:?}");
+    assert!(
+        std::path::Path::new(&key_file(&clusters, MGMT)).exists(),
+        "the identity stays"
+    );
+}
+
+/// A key that no node has: any 32 bytes that are no point of low order.
+fn base64_key(n: u8) -> String {
+    clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
+}
+
+// threat: foreign-change
+#[tokio::test]
+async fn deleted_kernel_state_is_restored() {
+    let clusters = TwoClusters::start().await;
+    let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
+    let agent = clusters.agent(mgmt, "agent-mgmt");
+    let _second = clusters.agent(tenant, "agent-tenant");
+    clusters.write_all_peers().await;
+    clusters.wait_until_reaches(mgmt, tenant).await;
+    let table = ["nft", "list", "table", "inet", "clustermesh"];
+    for (what, taking) in [
+        ("the firewall table", "nft delete table inet clustermesh".to_owned()),
+        ("the whole ruleset", "nft flush ruleset".to_owned()),
+        ("the rules", "ip rule del pref 1000; ip rule del pref 1001".to_owned()),
+        (
+            "the routes",
+            "ip route flush table 5182; ip route flush table 5183".to_owned(),
+        ),
+        ("an address", format!("ip addr flush dev {}", mgmt.interface)),
+        ("the device", format!("ip link del {}", mgmt.interface)),
+    ] {
+        let before = our_kernel_state(&clusters, MGMT).await;
+        let started = Instant::now();
+        clusters
+            .host(mgmt)
+            .exec(["sh", "-ec", &taking])
+            .await
+            .expect("take it away");
+        wait_until(format!("{what} to be back"), TIMEOUT, async || {
+            let now = our_kernel_state(&clusters, MGMT).await;
+            // A new device has a new index, so only the number of items is compared.
+            if now.len() != before.len() {
+                return Err(format!("{now:#?}\n{}", agent.log()));
+            }
+            let table = clusters.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
+            if !table.status.success() {
+                return Err(table.stderr);
+            }
+            clusters.pings(mgmt, tenant).await?;
+            clusters.pings(tenant, mgmt).await
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        eprintln!("{what}: back after {:?}", started.elapsed());
+    }
+}

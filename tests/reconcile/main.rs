@@ -1,0 +1,18 @@
+//! Tests the real controller on real API servers: what it writes into members, when, and what it leaves unchanged.
+//! Needs root.
+
+mod closing;
+mod flood;
+mod gateways;
+mod hostile;
+mod kilo;
+mod members;
+mod meshes;
+mod nodes;
+mod profiles;
+mod removed;
+mod restart;
+mod sandbox;
+mod services;
+mod status;
+mod writes;

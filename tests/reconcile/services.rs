@@ -1,0 +1,105 @@
+//! Tests mirrored Services: written with their grant, followed, and removed with it.
+
+use clustermesh_api::names;
+use clustermesh_lab::wait_until;
+use clustermesh_tests::test_env::{SOON, TestEnv};
+use serde_json::json;
+
+/// A Service of a member, and its EndpointSlice.
+pub(crate) const DB: &str = r#"
+apiVersion: v1
+kind: Service
+metadata: {name: db, namespace: default}
+spec: {selector: {app: db}, ports: [{port: 5432, targetPort: 15432}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: db-1, namespace: default, labels: {kubernetes.io/service-name: db}}
+addressType: IPv4
+ports: [{name: "", port: 15432, protocol: TCP}]
+endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, terminating: false}}]
+"#;
+
+// threat: foreign-object
+#[tokio::test]
+async fn granted_service_is_mirrored_until_grant_is_removed() {
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    let tenant = env.lab.cluster("tenant-a");
+    tenant.apply(DB).await.unwrap();
+    let hub = env.hub();
+    // A foreign Service with the name that a grant asks for.
+    hub.kubectl(["create", "service", "clusterip", "taken", "--tcp=80"])
+        .await
+        .unwrap();
+    let service = |name| json!({"cluster": "tenant-a", "namespace": "default", "name": name});
+    let mut mesh = env.mesh();
+    mesh["spec"]["clusters"][0]["egress"] = json!([
+        {"service": service("db"), "as": {"name": "remote-db"}},
+        {"service": service("db"), "as": {"name": "taken"}},
+    ]);
+    let _controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
+
+    let slices = [
+        "get",
+        "endpointslices",
+        "-l",
+        "kubernetes.io/service-name=remote-db",
+        "-o",
+        "jsonpath={.items[*].endpoints[*].addresses[*]} {.items[*].ports[*].port}",
+    ];
+    let mirrored = async |want: &str| {
+        wait_until(format!("the mirrored endpoints to be {want:?}"), SOON, async || {
+            let seen = hub.kubectl(slices).await.unwrap().stdout;
+            if seen == want { Ok(()) } else { Err(seen) }
+        })
+        .await
+        .unwrap();
+    };
+    mirrored("10.2.1.7 15432").await;
+    let spec = hub
+        .kubectl([
+            "get",
+            "service",
+            "remote-db",
+            "-o",
+            "jsonpath={.spec.ports[0].port} {.spec.selector} {.metadata.labels}",
+        ])
+        .await;
+    let spec = spec.unwrap().stdout;
+    assert!(
+        spec.starts_with("5432  {") && spec.contains(names::LABEL_MANAGED_BY),
+        "{spec}"
+    );
+    let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    assert!(
+        message.contains("default/taken") && message.contains("not ours"),
+        "{message}"
+    );
+
+    let moved = DB.replace("10.2.1.7", "10.2.1.8");
+    tenant.apply(&moved).await.unwrap();
+    mirrored("10.2.1.8 15432").await;
+
+    mesh["spec"]["clusters"][0]["egress"] = json!([]);
+    env.apply_mesh(&mesh).await;
+    mirrored(" ").await;
+    wait_until("the mirrored Service to go", SOON, async || {
+        let left = hub
+            .kubectl(["get", "services", "-o", "jsonpath={.items[*].metadata.name}"])
+            .await
+            .unwrap()
+            .stdout;
+        if left.contains("remote-db") { Err(left) } else { Ok(()) }
+    })
+    .await
+    .unwrap();
+    let taken = hub
+        .kubectl(["get", "service", "taken", "-o", "jsonpath={.spec.ports[0].port}"])
+        .await
+        .unwrap()
+        .stdout;
+    assert_eq!(taken, "80");
+}

@@ -1,0 +1,119 @@
+//! Starts a real API server with the CRDs of this repository for the program `schema`, and sends it requests.
+
+use clustermesh_lab::{Lab, LabPlan};
+use serde_json::Value;
+
+/// One API server. It is taken down when dropped.
+pub(crate) struct ApiServer {
+    lab: Lab,
+    client: kube::Client,
+}
+
+impl ApiServer {
+    /// Starts the server and installs `crds/` with kubectl, as a user does.
+    pub(crate) async fn start() -> Self {
+        let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
+        let crds = concat!(env!("CARGO_MANIFEST_DIR"), "/../crds");
+        let cluster = lab.cluster("mgmt");
+        cluster.kubectl(["apply", "--server-side", "-f", crds]).await.unwrap();
+        let established = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"];
+        cluster.kubectl(established).await.unwrap();
+        let client = cluster.client().await.unwrap();
+        Self { lab, client }
+    }
+
+    /// Runs kubectl and returns its output.
+    pub(crate) async fn kubectl(&self, words: &[&str]) -> String {
+        self.lab.cluster("mgmt").kubectl(words).await.unwrap().stdout
+    }
+
+    /// Runs `kubectl apply` with a manifest and returns its output.
+    pub(crate) async fn apply(&self, yaml: &str) -> String {
+        self.lab.cluster("mgmt").apply(yaml).await.unwrap().stdout
+    }
+
+    /// The object that would be stored, or the refusal: status code and message.
+    pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Answer {
+        self.post(&format!("{path}?dryRun=All&fieldValidation=Strict"), object)
+            .await
+    }
+
+    /// Sends a POST.
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
+        self.acting("", &[]).post(path, object).await
+    }
+
+    /// Sends a merge patch.
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
+        self.acting("", &[]).patch(path, change).await
+    }
+
+    /// A client that impersonates a user (`""` = the administrator itself), with these extra attributes of the user's
+    /// token.
+    pub(crate) fn acting(&self, user: &str, extra: &[(&str, &str)]) -> Acting {
+        let mut headers = Vec::new();
+        if !user.is_empty() {
+            headers.push(("Impersonate-User".to_owned(), user.to_owned()));
+        }
+        // The name of a header contains no slash.
+        headers.extend(extra.iter().map(|(key, value)| {
+            (
+                format!("Impersonate-Extra-{}", key.replace('/', "%2F")),
+                (*value).to_owned(),
+            )
+        }));
+        Acting {
+            client: self.client.clone(),
+            headers,
+        }
+    }
+}
+
+/// The stored object, or the refusal: status code and message.
+pub(crate) type Answer = Result<Value, (u16, String)>;
+
+/// A client of the API server.
+pub(crate) struct Acting {
+    client: kube::Client,
+    headers: Vec<(String, String)>,
+}
+
+impl Acting {
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
+        self.ask("POST", path, "application/json", object).await
+    }
+
+    /// Replaces the stored object, whatever its resourceVersion.
+    pub(crate) async fn put(&self, path: &str, object: &Value) -> Answer {
+        let stored = path.split('?').next().unwrap();
+        let stored = self.ask("GET", stored, "application/json", &Value::Null).await?;
+        let mut object = object.clone();
+        object["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"].clone();
+        self.ask("PUT", path, "application/json", &object).await
+    }
+
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
+        self.ask("PATCH", path, "application/merge-patch+json", change).await
+    }
+
+    pub(crate) async fn delete(&self, path: &str) -> Answer {
+        self.ask("DELETE", path, "application/json", &serde_json::json!({}))
+            .await
+    }
+
+    async fn ask(&self, method: &str, path: &str, kind: &str, body: &Value) -> Answer {
+        let mut request = http::Request::builder()
+            .method(method)
+            .uri(path)
+            .header("content-type", kind);
+        for (name, value) in &self.headers {
+            request = request.header(name, value);
+        }
+        let request = request.body(serde_json::to_vec(body).unwrap()).unwrap();
+        match self.client.request::<Value>(request).await {
+            Ok(stored) => Ok(stored),
+            Err(kube::Error::Api(status)) => Err((status.code, status.message)),
+            Err(error) => panic!("no answer from the API server: {error}"),
+        }
+    }
+}

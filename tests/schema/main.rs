@@ -1,0 +1,8 @@
+//! Tests the CRDs and admission policies on a real API server: what it accepts, stores and answers. Needs root.
+
+mod admission;
+mod api_server;
+mod clustermesh;
+mod peer;
+mod peerpolicy;
+mod sandbox;

@@ -1,0 +1,14 @@
+//! The real agent: its program, and the rights with which it runs.
+
+use std::sync::LazyLock;
+
+/// The path of the agent's program.
+pub fn agent_program() -> &'static str {
+    static AGENT: LazyLock<String> = LazyLock::new(|| crate::program("wg-agent"));
+    &AGENT
+}
+
+/// A shell script that runs its arguments with what the DaemonSet gives and no more: NET_ADMIN, and a read-only
+/// `/proc/sys`.
+pub const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+                            exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";

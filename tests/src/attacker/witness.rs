@@ -1,0 +1,171 @@
+//! Counts the packets that arrive in a network namespace with an nftables table, by source, protocol, ports and
+//! destination.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::netns::NetNs;
+
+/// Source ports from here on are ephemeral.
+const EPHEMERAL: u64 = 32_768;
+/// Source ports of [`FloodPacket::NewConnection`](super::FloodPacket).
+pub const NEW: std::ops::Range<u16> = 20_000..20_256;
+
+/// The hook at which packets are counted.
+#[derive(Debug, Clone, Copy)]
+pub enum CountingPoint {
+    /// In prerouting, before any other chain of this namespace.
+    Arrival,
+    /// In input and forward after all filters: what the node accepts or forwards from this interface.
+    AfterFilters,
+}
+
+/// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT`.
+pub type Counts = BTreeMap<String, u64>;
+
+/// The table of a witness, for `nft -f`. An existing table keeps its counts.
+pub fn rules(at: CountingPoint, interface: &str) -> String {
+    let mut out = String::from("table inet witness {\n");
+    for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {
+        out += &format!(
+            "set seen{n} {{ type {family} . {family} . inet_proto . inet_service . inet_service; size 65535; flags dynamic; }}
+             set other{n} {{ type {family} . {family} . inet_proto; size 65535; flags dynamic; }}\n"
+        );
+    }
+    out += "set errors4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
+            set errors6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
+    // Not counted: neighbour discovery, and later fragments, of which only the first has ports. After conntrack,
+    // packets are reassembled.
+    let arriving = match at {
+        CountingPoint::Arrival => {
+            "icmpv6 type { 130, 131, 132, 133, 134, 135, 136, 143 } ip6 saddr fe80::/10 accept
+             icmpv6 type { 135, 136 } ip6 hoplimit 255 accept
+             ip frag-off & 0x1fff != 0 accept
+             frag frag-off != 0 accept"
+        }
+        CountingPoint::AfterFilters => "",
+    };
+    let body = format!(
+        "iifname != \"{interface}\" accept
+         {arriving}
+         meta l4proto {{ tcp, udp }} add @seen4 {{ ip saddr . ip daddr . meta l4proto . th sport . th dport counter }}
+         meta l4proto {{ tcp, udp }} add @seen6 {{ ip6 saddr . ip6 daddr . meta l4proto . th sport . th dport counter }}
+         icmp type 0-255 add @errors4 {{ ip saddr . ip daddr . icmp type . icmp code counter }} accept
+         icmpv6 type 0-255 add @errors6 {{ ip6 saddr . ip6 daddr . icmpv6 type . icmpv6 code counter }} accept
+         meta l4proto != {{ tcp, udp }} add @other4 {{ ip saddr . ip daddr . meta l4proto counter }}
+         meta l4proto != {{ tcp, udp }} add @other6 {{ ip6 saddr . ip6 daddr . meta l4proto counter }}
+        "
+    );
+    let hooks: &[_] = match at {
+        CountingPoint::Arrival => &[("prerouting", "raw")],
+        CountingPoint::AfterFilters => &[("input", "filter + 10"), ("forward", "filter + 10")],
+    };
+    for (hook, priority) in hooks {
+        out += &format!("chain {hook} {{ type filter hook {hook} priority {priority}; policy accept;\n{body}\n}}\n");
+    }
+    out + "}\n"
+}
+
+/// A namespace whose packets are counted.
+pub struct Witness {
+    pub name: &'static str,
+    ns: NetNs,
+    before: Counts,
+    /// The table's handle: a recreated table counts from zero.
+    table: u64,
+}
+
+impl Witness {
+    /// Starts to count packets of `interface`.
+    pub fn new(name: &'static str, ns: NetNs, at: CountingPoint, interface: &str) -> Self {
+        ns.nft(&rules(at, interface));
+        Self {
+            name,
+            ns,
+            before: Counts::new(),
+            table: 0,
+        }
+    }
+
+    /// The counts since the last call.
+    pub fn new_counts(&mut self) -> Counts {
+        let (table, now) = self.all();
+        if table != self.table {
+            self.before.clear();
+            self.table = table;
+        }
+        let before = |key: &String| self.before.get(key).copied().unwrap_or(0);
+        let increased = now.iter().filter(|(key, count)| **count > before(key));
+        let new_counts = increased
+            .map(|(key, count)| (key.clone(), count - before(key)))
+            .collect();
+        // A listing may miss elements while a set grows, so old counts are kept.
+        self.before.extend(now);
+        new_counts
+    }
+
+    /// All counts of the table, and its handle.
+    ///
+    /// The kernel lists a set in parts and continues each time at a position in its hash table. If packets add an
+    /// element before that position meanwhile, the last element is listed twice.
+    fn all(&self) -> (u64, Counts) {
+        let mut elements = BTreeMap::<(String, String), u64>::new();
+        let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);
+        let json: Value = serde_json::from_str(&text).expect("nft -j prints JSON");
+        let objects = || json["nftables"].as_array().expect("a list").iter();
+        let table = objects().find_map(|object| object["table"]["handle"].as_u64());
+        for set in objects().filter_map(|object| object.get("set")) {
+            let name = set["name"].as_str().expect("a name");
+            for element in set["elem"].as_array().into_iter().flatten() {
+                let parts = &element["elem"]["val"]["concat"];
+                let count = element["elem"]["counter"]["packets"].as_u64().expect("a counter");
+                let counted = elements.entry((name.to_owned(), parts.to_string())).or_default();
+                *counted = count.max(*counted);
+            }
+        }
+        let mut out = Counts::new();
+        for ((set, parts), count) in elements {
+            let parts: Vec<Value> = serde_json::from_str(&parts).expect("a key");
+            let key = if set.starts_with("errors") {
+                error(&parts)
+            } else {
+                key(&parts)
+            };
+            *out.entry(key).or_default() += count;
+        }
+        (table.expect("a table"), out)
+    }
+}
+
+fn text(part: &Value) -> String {
+    part.as_str().map_or_else(|| part.to_string(), str::to_owned)
+}
+
+/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable.
+fn error(parts: &[Value]) -> String {
+    let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
+    match kind.as_str() {
+        "destination-unreachable" => format!("{from} {kind} -> {to}"),
+        _ => format!("{from} {kind} {code} -> {to}"),
+    }
+}
+
+fn key(parts: &[Value]) -> String {
+    let [from, to, protocol] = [0, 1, 2].map(|at| text(&parts[at]));
+    let [Some(port), Some(to_port)] = [3, 4].map(|at| parts.get(at)) else {
+        return format!("{from} {protocol} -> {to}");
+    };
+    let to_port = text(to_port);
+    let port = match port.as_u64() {
+        Some(port) if port >= EPHEMERAL => "client".to_owned(),
+        Some(port) if u64::from(NEW.start) <= port && port < u64::from(NEW.end) => "new".to_owned(),
+        _ => text(port),
+    };
+    format!("{from} {protocol} {port} -> {to}:{to_port}")
+}
+
+/// The keys of the counts.
+pub fn keys(counts: &Counts) -> BTreeSet<String> {
+    counts.keys().cloned().collect()
+}

@@ -1,0 +1,297 @@
+//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, without any
+//! validation. It serves agents where no real API server can run, such as on an emulated processor. Tests of what an
+//! API server does with objects need a real one.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use crate::netns::NetNs;
+
+pub const NODES: &str = "/api/v1/nodes";
+pub const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
+pub const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
+pub const KUBERNETES_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+/// EndpointSlices of granted Services. The stub ignores label selectors, so they need another namespace than those of
+/// the API server.
+pub const GRANTED_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
+/// Collections that a gateway reads: grants, its own SandboxGateway, and granted Services.
+pub const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
+pub const GATEWAYS: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/clustermesh-gateway/sandboxgateways";
+pub const SERVICES: &str = "/api/v1/namespaces/team/services";
+/// Collections that kube-proxy watches.
+pub const ALL_SERVICES: &str = "/api/v1/services";
+pub const ALL_SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
+const KINDS: [&str; 11] = [
+    NODES,
+    PEERS,
+    POLICIES,
+    KUBERNETES_SLICES,
+    GRANTED_SLICES,
+    ACCESSES,
+    GATEWAYS,
+    SERVICES,
+    ALL_SERVICES,
+    ALL_SLICES,
+    SERVICE_CIDRS,
+];
+/// How long a watch lasts; clients then start another.
+const WATCH: Duration = Duration::from_secs(60);
+
+/// The server. Its threads run until the test process ends.
+#[derive(Clone)]
+pub struct Api {
+    shared: Arc<Shared>,
+    port: u16,
+}
+
+struct Shared {
+    state: Mutex<Store>,
+    changed: Condvar,
+    /// While set, requests are closed without an answer.
+    stalled: AtomicBool,
+}
+
+struct Store {
+    revision: u64,
+    /// Objects by path of the collection, then by name.
+    objects: BTreeMap<String, BTreeMap<String, Value>>,
+    /// Collection and watch event. The resourceVersion of an event is its position, counted from 1.
+    events: Vec<(String, Value)>,
+}
+
+impl Api {
+    /// Starts the server on the namespace's loopback.
+    pub fn start(ns: &NetNs) -> Self {
+        let listener = ns.enter(|| TcpListener::bind("127.0.0.1:0")).expect("listen");
+        let port = listener.local_addr().expect("an address").port();
+        let state = Store {
+            revision: 0,
+            objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
+            events: Vec::new(),
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            stalled: AtomicBool::new(false),
+        });
+        let served = shared.clone();
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let served = served.clone();
+                // An error means that the client has closed the connection.
+                thread::spawn(move || answer(&served, &stream));
+            }
+        });
+        Self { shared, port }
+    }
+
+    /// A kubeconfig for this server.
+    pub fn kubeconfig(&self) -> String {
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": format!("http://127.0.0.1:{}", self.port)}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        });
+        config.to_string()
+    }
+
+    /// Stops or resumes answering requests. Open watches continue.
+    pub fn set_stalled(&self, stalled: bool) {
+        self.shared.stalled.store(stalled, Ordering::Release);
+    }
+
+    /// Writes a whole object under its `metadata.name`.
+    pub fn put(&self, kind: &str, object: Value) {
+        self.shared.put(kind, object);
+    }
+
+    pub fn delete(&self, kind: &str, name: &str) {
+        let mut state = self.shared.state();
+        let gone = state.objects.get_mut(kind).and_then(|all| all.remove(name));
+        state.event(kind, "DELETED", gone.expect("an object of this name"));
+        self.shared.changed.notify_all();
+    }
+
+    pub fn get(&self, kind: &str, name: &str) -> Value {
+        self.shared.state().objects[kind][name].clone()
+    }
+}
+
+impl Store {
+    fn event(&mut self, kind: &str, what: &str, mut object: Value) {
+        self.revision += 1;
+        object["metadata"]["resourceVersion"] = self.revision.to_string().into();
+        if what != "DELETED" {
+            let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
+            let all = self.objects.get_mut(kind).expect("a kind that is served");
+            all.insert(name, object.clone());
+        }
+        self.events
+            .push((kind.to_owned(), json!({"type": what, "object": object})));
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, Store> {
+        self.state.lock().expect("the state")
+    }
+
+    fn put(&self, kind: &str, object: Value) {
+        let mut state = self.state();
+        let name = object["metadata"]["name"].as_str().expect("a name");
+        let known = state.objects[kind].contains_key(name);
+        state.event(kind, if known { "MODIFIED" } else { "ADDED" }, object);
+        self.changed.notify_all();
+    }
+}
+
+/// Answers one request and closes the connection.
+fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.read_line(&mut line).ok()?;
+    let mut words = line.split_whitespace();
+    let (method, target) = (words.next()?.to_owned(), words.next()?.to_owned());
+    let mut length = 0;
+    loop {
+        let mut header = String::new();
+        reader.read_line(&mut header).ok()?;
+        if header.trim().is_empty() {
+            break;
+        }
+        let (name, value) = header.split_once(':')?;
+        if name.eq_ignore_ascii_case("content-length") {
+            length = value.trim().parse().ok()?;
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    if shared.stalled.load(Ordering::Acquire) {
+        return None;
+    }
+    let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+    let parameter = |key: &str| {
+        query
+            .split('&')
+            .find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='))
+    };
+    if parameter("watch").is_some() {
+        let from = parameter("resourceVersion").and_then(|at| at.parse().ok()).unwrap_or(0);
+        return watch(shared, stream, path, from);
+    }
+    let (code, body) = match method.as_str() {
+        "GET" => shared.read(path),
+        "PATCH" => shared.merge(path, &serde_json::from_slice(&body).ok()?),
+        _ => None,
+    }
+    .map_or_else(
+        || {
+            let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound",
+                                "message": format!("{method} {path} is not served"), "code": 404});
+            ("404 Not Found", status)
+        },
+        |found| ("200 OK", found),
+    );
+    let text = body.to_string();
+    write!(
+        &mut &*stream,
+        "HTTP/1.1 {code}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{text}",
+        text.len()
+    )
+    .ok()
+}
+
+impl Shared {
+    fn read(&self, path: &str) -> Option<Value> {
+        let state = self.state();
+        if let Some(all) = state.objects.get(path) {
+            let items: Vec<&Value> = all.values().collect();
+            let (api_version, kind) = list_type(path);
+            return Some(json!({"apiVersion": api_version, "kind": kind, "items": items,
+                               "metadata": {"resourceVersion": state.revision.to_string()}}));
+        }
+        let (kind, name) = path.rsplit_once('/')?;
+        state.objects.get(kind)?.get(name).cloned()
+    }
+
+    /// A merge patch (RFC 7386), limited to annotations and to a whole status.
+    fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
+        if let Some(path) = path.strip_suffix("/status") {
+            let mut object = self.read(path)?;
+            let mut status = patch["status"].as_object()?.clone();
+            status.retain(|_, value| !value.is_null());
+            object["status"] = status.into();
+            self.put(path.rsplit_once('/')?.0, object);
+            return self.read(path);
+        }
+        let (kind, name) = path.rsplit_once('/')?;
+        let mut object = self.read(path)?;
+        for (key, value) in patch["metadata"]["annotations"].as_object()? {
+            if !object["metadata"]["annotations"].is_object() {
+                object["metadata"]["annotations"] = json!({});
+            }
+            let annotations = object["metadata"]["annotations"].as_object_mut()?;
+            if value.is_null() {
+                annotations.remove(key);
+            } else {
+                annotations.insert(key.clone(), value.clone());
+            }
+        }
+        self.put(kind, object);
+        self.read(&format!("{kind}/{name}"))
+    }
+}
+
+/// `apiVersion` and `kind` of a list. Go clients compare them with the kind they requested.
+fn list_type(path: &str) -> (String, &'static str) {
+    let words: Vec<&str> = path.split('/').collect();
+    let api_version = match words[..] {
+        ["", "api", version, ..] => version.to_owned(),
+        ["", "apis", group, version, ..] => format!("{group}/{version}"),
+        _ => panic!("{path} is no collection"),
+    };
+    let kind = match words.last().copied() {
+        Some("nodes") => "NodeList",
+        Some("services") => "ServiceList",
+        Some("endpointslices") => "EndpointSliceList",
+        Some("servicecidrs") => "ServiceCIDRList",
+        _ => "List",
+    };
+    (api_version, kind)
+}
+
+/// Streams the events after `from`, one line each, in chunks.
+fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -> Option<()> {
+    let head =
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
+    stream.write_all(head.as_bytes()).ok()?;
+    let until = std::time::Instant::now() + WATCH;
+    while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
+        let state = shared.state();
+        let (state, _) = shared
+            .changed
+            .wait_timeout_while(state, left, |state| state.events.len() <= from)
+            .expect("the state");
+        let new_events = state.events[from..].iter().filter(|(of, _)| of == kind);
+        let text: String = new_events.map(|(_, event)| format!("{event}\n")).collect();
+        from = state.events.len();
+        drop(state);
+        if !text.is_empty() {
+            write!(stream, "{:x}\r\n{text}\r\n", text.len()).ok()?;
+        }
+    }
+    stream.write_all(b"0\r\n\r\n").ok()
+}

@@ -1,0 +1,359 @@
+//! Sets up two clusters from plain namespaces: the hub with two nodes, a member with one, and a pod on each node.
+//! Routes, rules and firewall are those that the agents would apply.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use clustermesh_agent_core::{
+    compile::{Inputs, Node, Peer, compile},
+    device::diff,
+    numbers::MARK_UNDERLAY,
+    policy::{Policy, Port, Protocol, Rule},
+};
+use clustermesh_core::key::PublicKey;
+use ipnet::IpNet;
+use wg_agent::{
+    device::{Configuration, Device, userspace::Userspace},
+    firewall::{FirewallManager, Nft},
+    route::{self, Netlink},
+};
+
+mod capture;
+mod family;
+pub mod real;
+mod traffic;
+mod worker;
+
+pub use capture::Capture;
+pub use family::{Family, V4, V4_OVER_V6, V6, V6_OVER_V4};
+pub use traffic::{ask, connect, outer_socket, serve, source_of};
+pub use worker::Worker;
+
+use crate::netns::{NetNs, veth, wait_for};
+
+/// The mesh, with the desired state of both agents applied.
+pub struct Mesh {
+    pub f: &'static Family,
+    _switch: NetNs,
+    pub hub: NetNs,
+    pub hub2: NetNs,
+    pub member: NetNs,
+    pub hub_pod: NetNs,
+    pub hub2_pod: NetNs,
+    pub member_pod: NetNs,
+    pub hub_inputs: Inputs,
+    pub member_inputs: Inputs,
+    _devices: Vec<Userspace>,
+}
+
+fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+/// A node with one pod: underlay on `switch`, and a CNI that masquerades packets that leave its cluster's pod network.
+fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
+    let [address, gateway, pod, pods, net] = addresses;
+    let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
+    disable_dad(&ns);
+    disable_dad(&inner);
+    for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
+        ns.set_sysctl(key, "1");
+    }
+    veth(&ns, "eth0", &[&format!("{address}/{}", f.length)], switch, name, &[]);
+    switch.ip(&format!("link set {name} master br0"));
+    veth(
+        &ns,
+        "cni0",
+        &[&format!("{gateway}/{}", f.length)],
+        &inner,
+        "eth0",
+        &[&format!("{pod}/{}", f.length)],
+    );
+    for (ns, via) in [(&ns, f.switch), (&inner, gateway)] {
+        ns.ip(&format!("-{} route add default via {via}", f.n));
+    }
+    masquerade(f, &ns, pods, net);
+    (ns, inner)
+}
+
+/// A real device whose outer packets use the other address family.
+fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
+    let length = if end.contains(':') { "64" } else { "24" };
+    let nodad = if end.contains(':') { " nodad" } else { "" };
+    ns.ip(&format!("addr add {end}/{length} dev eth0{nodad}"));
+    let configuration = Configuration {
+        private_key: [key; 32].into(),
+        listen_port: 51820,
+        fwmark: MARK_UNDERLAY,
+        mtu,
+    };
+    ns.enter(|| Userspace::open("kilo0", &configuration))
+        .expect("open a device")
+}
+
+/// The public key of the private key that consists of 32 bytes `key`.
+fn public(key: u8) -> PublicKey {
+    PublicKey::new(x25519_dalek::PublicKey::from(&x25519_dalek::StaticSecret::from([key; 32])).to_bytes())
+}
+
+/// Disables duplicate address detection, which makes IPv6 addresses unusable for one or two seconds.
+fn disable_dad(ns: &NetNs) {
+    for which in ["all", "default"] {
+        ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+    }
+}
+
+fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
+    let hub = key == 1;
+    let [wireguard, address, pods] = if hub {
+        [f.hub_wireguard, f.hub, f.hub_pods]
+    } else {
+        [f.member_wireguard, f.member, f.member_pods]
+    };
+    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services, f.hub, f.hub2];
+    let member_networks = [f.member_pod_net, f.member_wireguards];
+    let (theirs, ours) = if hub {
+        (&member_networks[..], &hub_networks[..])
+    } else {
+        (&hub_networks[..], &member_networks[..])
+    };
+    // The hub's other node has no Peer: the first node is the anchor for it and its pods.
+    let allowed = match hub {
+        true => vec![f.member_pods, f.member_wireguards],
+        false => vec![
+            f.hub_pods,
+            f.hub_wireguards,
+            f.services,
+            f.hub2_pods,
+            f.denied,
+            f.hub,
+            f.hub2,
+        ],
+    };
+    let deny = Rule {
+        to: prefixes(&[f.denied]).into_iter().collect(),
+        ports: BTreeSet::new(),
+    };
+    Inputs {
+        node: Node {
+            name: name.to_owned(),
+            public_key: public(key),
+            wireguard_ips: all(&[wireguard]),
+            device: "kilo0".parse().unwrap(),
+            listen_port: 51820,
+            mtu: if hub { 1420 } else { 1380 },
+            underlay: "eth0".parse().unwrap(),
+            underlay_addresses: all(&[address]),
+            addresses: all(&[address]),
+            pod_cidrs: all(&[pods]),
+        },
+        throw: BTreeSet::new(),
+        api_servers: if hub {
+            [SocketAddr::new(f.hub2_pod.parse().unwrap(), 6443)].into()
+        } else {
+            BTreeSet::new()
+        },
+        nodes: if hub {
+            all(&[f.hub, f.hub2, f.hub_wireguard])
+        } else {
+            all(&[f.member, f.member_wireguard])
+        },
+        pods_elsewhere: if hub { all(&[f.hub2_pods]) } else { BTreeSet::new() },
+        peers: vec![Peer {
+            name: "other".to_owned(),
+            revision: 1,
+            public_key: public(3 - key),
+            preshared_key: None,
+            endpoint: Some(SocketAddr::new(
+                match f.outer {
+                    None => [f.hub, f.member],
+                    Some(ends) => ends,
+                }[usize::from(hub)]
+                .parse()
+                .unwrap(),
+                51820,
+            )),
+            candidates: vec![],
+            keepalive: None,
+            allowed_ips: prefixes(&allowed),
+        }],
+        policies: vec![Policy {
+            name: "other".to_owned(),
+            sources: prefixes(theirs).into_iter().collect(),
+            networks: prefixes(theirs).into_iter().collect(),
+            allow: vec![Rule {
+                to: prefixes(ours).into_iter().collect(),
+                ports: BTreeSet::new(),
+            }],
+            deny: vec![deny],
+            infrastructure_ports: [Port {
+                protocol: Protocol::Tcp,
+                port: 10250,
+            }]
+            .into(),
+            ..Policy::default()
+        }],
+        narrow: BTreeMap::new(),
+    }
+}
+
+impl Mesh {
+    pub fn new(f: &'static Family) -> Self {
+        let switch = NetNs::new("switch");
+        disable_dad(&switch);
+        switch.ip("link add br0 type bridge");
+        switch.ip(&format!("addr add {}/{} dev br0{}", f.switch, f.length, f.nodad));
+        switch.ip("link set br0 up");
+        let (hub, hub_pod) = node(
+            f,
+            &switch,
+            "hub",
+            [f.hub, f.hub_gateway, f.hub_pod, f.hub_pods, f.hub_pod_net],
+        );
+        let (hub2, hub2_pod) = node(
+            f,
+            &switch,
+            "hub2",
+            [f.hub2, f.hub2_gateway, f.hub2_pod, f.hub2_pods, f.hub_pod_net],
+        );
+        let (member, member_pod) = node(
+            f,
+            &switch,
+            "member",
+            [
+                f.member,
+                f.member_gateway,
+                f.member_pod,
+                f.member_pods,
+                f.member_pod_net,
+            ],
+        );
+        hub.ip(&format!("route add {} via {}", f.hub2_pods, f.hub2));
+        hub2.ip(&format!("route add {} via {}", f.hub_pods, f.hub));
+        let (hub_inputs, member_inputs) = (inputs(f, "hub", 1), inputs(f, "member", 2));
+        let mut devices = Vec::new();
+        match f.outer {
+            None => tunnel(&hub, 1420, &member, 1380),
+            Some([hub_end, member_end]) => {
+                devices.push(device(&hub, hub_end, 1, hub_inputs.node.mtu));
+                devices.push(device(&member, member_end, 2, member_inputs.node.mtu));
+            }
+        }
+        for ns in [&hub, &hub2, &member, &hub_pod, &hub2_pod, &member_pod] {
+            println!("{}", ns.enter_hint());
+        }
+        apply(&hub, &hub_inputs);
+        apply(&member, &member_inputs);
+        for (device, inputs) in devices.iter_mut().zip([&hub_inputs, &member_inputs]) {
+            let peers = diff(&device.observe().unwrap().peers, &compile(inputs).peers);
+            device.apply(&peers.unwrap_or_default()).unwrap();
+        }
+        if f.outer.is_some() {
+            // Replies to pings pass without a policy and are enough for a handshake.
+            wait_for("the tunnel", Duration::from_secs(15), || {
+                member_pod.pings(f.hub_pod).then_some(())
+            });
+        }
+        Self {
+            f,
+            _switch: switch,
+            hub,
+            hub2,
+            member,
+            hub_pod,
+            hub2_pod,
+            member_pod,
+            hub_inputs,
+            member_inputs,
+            _devices: devices,
+        }
+    }
+
+    /// Writes the DNAT rule of kube-proxy for a Service with one endpoint, on port 8080.
+    pub fn service(&self, ns: &NetNs, address: &str, endpoint: &str) {
+        self.service_on(ns, address, endpoint, 8080);
+    }
+
+    /// Like [`Self::service`], for an endpoint on another port.
+    pub fn service_on(&self, ns: &NetNs, address: &str, endpoint: &str, port: u16) {
+        let (ip, endpoint) = (self.f.ip(), self.f.url(endpoint));
+        let rule = format!("{ip} daddr {address} tcp dport 80 dnat to {endpoint}:{port}");
+        ns.sh(&format!(
+            "nft 'table {ip} proxy {{ chain pre {{ type nat hook prerouting priority -100; {rule}; }}; chain out {{ type nat hook output priority -100; {rule}; }}; }}'"
+        ));
+    }
+}
+
+/// Parses prefixes; a plain address is a host prefix.
+fn prefixes(texts: &[&str]) -> Vec<IpNet> {
+    texts
+        .iter()
+        .map(|t| t.parse().unwrap_or_else(|_| IpNet::from(t.parse::<IpAddr>().unwrap())))
+        .collect()
+}
+
+/// Writes the masquerading rule of a CNI, for packets that leave the pod network.
+fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
+    let ip = f.ip();
+    ns.sh(&format!(
+        "nft 'table {ip} cni {{ chain post {{ type nat hook postrouting priority 100; {ip} saddr {pods} {ip} daddr != {net} counter masquerade; }}; }}'"
+    ));
+}
+
+/// A veth pair that behaves like a tunnel: without neighbour discovery, the other end takes packets to every routed
+/// address.
+pub fn tunnel(a: &NetNs, a_mtu: u16, b: &NetNs, b_mtu: u16) {
+    veth(a, "kilo0", &[], b, "kilo0", &[]);
+    for (ns, mtu) in [(a, a_mtu), (b, b_mtu)] {
+        // Without ARP a frame goes to the sender's own hardware address, so both ends have the same one.
+        ns.ip("link set kilo0 down");
+        ns.ip("link set kilo0 address 02:00:00:00:00:01 arp off");
+        ns.ip(&format!("link set kilo0 mtu {mtu} up"));
+    }
+}
+
+/// Applies the desired state of `inputs` to a node's kernel.
+pub fn apply(ns: &NetNs, inputs: &Inputs) {
+    let failed = converge(ns, inputs);
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
+/// Like [`apply`], on a node without its device: only routes and sysctls of the device fail.
+pub fn apply_without_device(ns: &NetNs, inputs: &Inputs) {
+    let failed = converge(ns, inputs);
+    assert!(
+        !failed.is_empty()
+            && failed
+                .iter()
+                .all(|e| e.contains("no interface kilo0") || e.contains("conf.kilo0")),
+        "{failed:?}"
+    );
+}
+
+fn converge(ns: &NetNs, inputs: &Inputs) -> Vec<String> {
+    let compiled = compile(inputs);
+    assert_eq!(compiled.refused, []);
+    ns.enter(|| {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+            .block_on(async {
+                FirewallManager::new(Nft::default())
+                    .converge(&compiled.firewall)
+                    .await
+                    .unwrap();
+                let mut routing = Netlink::open(inputs.node.device.clone()).unwrap();
+                let pass = route::converge(&mut routing, &compiled.routes).await.unwrap();
+                let missing = route::sysctl::ensure(&compiled.sysctls).await;
+                pass.failed
+                    .iter()
+                    .map(ToString::to_string)
+                    .chain(missing.iter().map(ToString::to_string))
+                    .collect()
+            })
+    })
+}

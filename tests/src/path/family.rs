@@ -1,0 +1,153 @@
+//! The addresses of the two clusters in each IP version, so that both run the same tests.
+
+/// The addresses of one family.
+pub struct Family {
+    pub n: u8,
+    pub host: u8,
+    /// IP and TCP headers.
+    pub headers: u16,
+    pub nodad: &'static str,
+    pub length: u8,
+    pub hub: &'static str,
+    pub hub2: &'static str,
+    pub member: &'static str,
+    pub switch: &'static str,
+    pub hub_gateway: &'static str,
+    pub hub_pod: &'static str,
+    pub hub2_gateway: &'static str,
+    pub hub2_pod: &'static str,
+    pub member_gateway: &'static str,
+    pub member_pod: &'static str,
+    pub hub_wireguard: &'static str,
+    pub member_wireguard: &'static str,
+    pub hub_pods: &'static str,
+    pub hub2_pods: &'static str,
+    pub hub_pod_net: &'static str,
+    pub member_pods: &'static str,
+    pub member_pod_net: &'static str,
+    pub hub_wireguards: &'static str,
+    pub member_wireguards: &'static str,
+    pub services: &'static str,
+    pub service: &'static str,
+    pub local_service: &'static str,
+    /// An address of the member that is not published.
+    pub stray: &'static str,
+    /// An address of the hub's pod network that its policies deny.
+    pub denied: &'static str,
+    /// An address of a third member.
+    pub elsewhere: &'static str,
+    /// A node of another member that is a virtual machine among the hub's pods.
+    pub worker: &'static str,
+    pub worker_wireguard: &'static str,
+    pub worker_pod: &'static str,
+    pub worker_gateway: &'static str,
+    pub worker_pods: &'static str,
+    /// Endpoints of the hub and the member in the other family, for real devices; with `None` a veth pair replaces the
+    /// tunnel.
+    pub outer: Option<[&'static str; 2]>,
+}
+
+pub static V4: Family = Family {
+    n: 4,
+    host: 32,
+    headers: 40,
+    nodad: "",
+    length: 24,
+    hub: "172.29.0.111",
+    hub2: "172.29.0.112",
+    member: "172.29.0.121",
+    switch: "172.29.0.1",
+    hub_gateway: "10.101.0.1",
+    hub_pod: "10.101.0.2",
+    hub2_gateway: "10.101.1.1",
+    hub2_pod: "10.101.1.2",
+    member_gateway: "10.243.0.1",
+    member_pod: "10.243.0.2",
+    hub_wireguard: "100.66.1.1",
+    member_wireguard: "100.66.2.1",
+    hub_pods: "10.101.0.0/24",
+    hub2_pods: "10.101.1.0/24",
+    hub_pod_net: "10.101.0.0/16",
+    member_pods: "10.243.0.0/24",
+    member_pod_net: "10.243.0.0/16",
+    hub_wireguards: "100.66.1.0/24",
+    member_wireguards: "100.66.2.0/24",
+    services: "10.111.0.0/16",
+    service: "10.111.0.10",
+    local_service: "10.95.0.10",
+    stray: "192.0.2.7",
+    denied: "10.101.9.9",
+    elsewhere: "100.66.7.7",
+    worker: "10.101.0.200",
+    worker_wireguard: "100.66.9.1",
+    worker_pod: "10.77.0.2",
+    worker_gateway: "10.77.0.1",
+    worker_pods: "10.77.0.0/24",
+    outer: None,
+};
+
+pub static V6: Family = Family {
+    n: 6,
+    host: 128,
+    headers: 60,
+    nodad: " nodad",
+    length: 64,
+    hub: "fd00:29::111",
+    hub2: "fd00:29::112",
+    member: "fd00:29::121",
+    switch: "fd00:29::1",
+    hub_gateway: "fd00:101::1",
+    hub_pod: "fd00:101::2",
+    hub2_gateway: "fd00:101:0:1::1",
+    hub2_pod: "fd00:101:0:1::2",
+    member_gateway: "fd00:243::1",
+    member_pod: "fd00:243::2",
+    hub_wireguard: "fd00:66:1::1",
+    member_wireguard: "fd00:66:2::1",
+    hub_pods: "fd00:101::/64",
+    hub2_pods: "fd00:101:0:1::/64",
+    hub_pod_net: "fd00:101::/48",
+    member_pods: "fd00:243::/64",
+    member_pod_net: "fd00:243::/48",
+    hub_wireguards: "fd00:66:1::/64",
+    member_wireguards: "fd00:66:2::/64",
+    services: "fd00:111::/48",
+    service: "fd00:111::10",
+    local_service: "fd00:95::10",
+    stray: "fd00:5::7",
+    denied: "fd00:101:0:9::9",
+    elsewhere: "fd00:66:7::7",
+    worker: "fd00:101::200",
+    worker_wireguard: "fd00:66:9::1",
+    worker_pod: "fd00:77::2",
+    worker_gateway: "fd00:77::1",
+    worker_pods: "fd00:77::/64",
+    outer: None,
+};
+
+/// IPv4 inside, IPv6 outside.
+pub static V4_OVER_V6: Family = Family {
+    outer: Some(["fd00:39::111", "fd00:39::121"]),
+    ..V4
+};
+
+/// IPv6 inside, IPv4 outside.
+pub static V6_OVER_V4: Family = Family {
+    outer: Some(["172.39.0.111", "172.39.0.121"]),
+    ..V6
+};
+
+impl Family {
+    /// The address as in a URL.
+    pub fn url(&self, address: &str) -> String {
+        if self.n == 4 {
+            address.to_owned()
+        } else {
+            format!("[{address}]")
+        }
+    }
+
+    pub const fn ip(&self) -> &'static str {
+        if self.n == 4 { "ip" } else { "ip6" }
+    }
+}

@@ -1,0 +1,76 @@
+//! TCP servers and clients that show which source address a server sees, and sockets like the device's.
+
+use std::{
+    io::{self, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    thread,
+    time::Duration,
+};
+
+use clustermesh_agent_core::numbers::MARK_UNDERLAY;
+use nix::sys::socket::{setsockopt, sockopt};
+
+use crate::netns::NetNs;
+
+/// Serves HTTP until the test ends. The response is the client's address, as the server sees it.
+pub fn serve(ns: &NetNs, address: &str, port: u16) {
+    let at = SocketAddr::new(address.parse().unwrap(), port);
+    let listener = ns
+        .enter(|| TcpListener::bind(at))
+        .unwrap_or_else(|e| panic!("listen on {at} in {}: {e}", ns.name));
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let _ = answer(stream);
+        }
+    });
+}
+
+fn answer(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    let from = stream.peer_addr()?.ip().to_string();
+    let _ = stream.read(&mut [0; 4096])?;
+    write!(
+        stream,
+        "HTTP/1.0 200 OK\r\nContent-Length: {}\r\n\r\n{from}",
+        from.len()
+    )
+}
+
+/// A socket like that of the device for outer packets: its mark keeps them out of the tunnel.
+pub fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
+    let socket = ns
+        .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), port)))
+        .unwrap();
+    setsockopt(&socket, sockopt::Mark, &MARK_UNDERLAY).unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    socket
+}
+
+/// Opens a connection from inside a namespace.
+pub fn connect(ns: &NetNs, to: &str, port: u16) -> io::Result<TcpStream> {
+    let to = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
+    ns.enter(|| TcpStream::connect_timeout(&to, Duration::from_secs(1)))
+}
+
+/// Asks a server started with [`serve`] for the address it sees.
+pub fn ask(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
+    let mut stream = connect(ns, to, port)?;
+    stream.set_read_timeout(Some(Duration::from_secs(3)))?;
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
+}
+
+/// Like [`ask`], where the response must come. The first packets after a start may be lost to address resolution.
+pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
+    let mut last = String::new();
+    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    while std::time::Instant::now() < deadline {
+        match ask(ns, to, port) {
+            Ok(source) => return source,
+            Err(error) => last = error.to_string(),
+        }
+    }
+    panic!("{} -> {to}:{port}: {last}", ns.name)
+}

@@ -1,0 +1,426 @@
+//! Sets up tests of the real controller binary: API servers only, the shipped accounts with exactly their rights, and
+//! Nodes as an agent publishes them. It contains no checks of the product.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
+use clustermesh_lab::{Cluster, Lab, LabPlan, NAMESPACE, Node as Machine, Running, wait_until};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
+
+/// Deadline for what the controller does at once, on a loaded machine.
+pub const SOON: Duration = Duration::from_secs(30);
+/// Deadline for what waits for a backoff.
+pub const LATER: Duration = Duration::from_secs(90);
+
+/// The arguments of kubectl that list the Events of the hub's namespace.
+pub const EVENTS: [&str; 6] = [
+    "get",
+    "events",
+    "-n",
+    NAMESPACE,
+    "--no-headers",
+    "-o=custom-columns=R:.reason,S:.series.count,M:.message",
+];
+
+/// API servers, the first of which is the hub's, and a host for the controller.
+pub struct TestEnv {
+    pub lab: Lab,
+    names: Vec<String>,
+}
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+impl TestEnv {
+    /// Starts API servers with CRDs and accounts. The hub has a kubeconfig Secret for each other cluster.
+    pub async fn start(names: &[&str]) -> Self {
+        Self::start_plan(LabPlan::control_planes(names)).await
+    }
+
+    /// As [`Self::start`], for clusters that may have nodes. The controller runs on a host of its own.
+    pub async fn start_plan(plan: LabPlan) -> Self {
+        let names: Vec<String> = plan.clusters.iter().map(|cluster| cluster.name.clone()).collect();
+        let lab = Lab::start(plan).await.unwrap();
+        lab.add_host("controller", "172.30.1.200".parse().unwrap())
+            .await
+            .unwrap();
+        let env = Self {
+            lab,
+            names: names.clone(),
+        };
+        for (index, name) in names.iter().enumerate() {
+            env.install_peer_crds(name).await;
+            env.account(name, index == 0).await;
+        }
+        env.hub().apply(&crd("clustermeshes")).await.unwrap();
+        env.established(env.hub_name(), &["clustermeshes"]).await;
+        for name in &names[1..] {
+            env.give_secret(name, &env.kubeconfig(name).await).await;
+        }
+        env
+    }
+
+    /// Starts clusters with one node each, a controller, and a mesh of all of them, and waits until it is Ready.
+    pub async fn meshed(names: &[&str]) -> (Self, Running) {
+        let env = Self::start(names).await;
+        for (m, name) in (1..).zip(names) {
+            env.node(name, m, 1).await;
+        }
+        let controller = env.controller().await;
+        env.apply_mesh(&env.mesh()).await;
+        env.until_condition("Ready", "True/Meshed", SOON).await;
+        (env, controller)
+    }
+
+    /// Waits until a newly started controller has read this number of members.
+    pub async fn until_read(&self, members: usize) {
+        wait_until("the members to be read", LATER, async || {
+            let state = self.ask("/debug/state").await;
+            let fresh = state.matches("\"observation\": \"Fresh\"").count();
+            if fresh == members { Ok(()) } else { Err(state) }
+        })
+        .await
+        .unwrap();
+    }
+
+    pub fn hub_name(&self) -> &str {
+        &self.names[0]
+    }
+
+    pub fn hub(&self) -> Cluster<'_> {
+        self.lab.cluster(self.hub_name())
+    }
+
+    pub async fn install_peer_crds(&self, name: &str) {
+        let cluster = self.lab.cluster(name);
+        cluster.apply(&crd("peers")).await.unwrap();
+        cluster.apply(&crd("peerpolicies")).await.unwrap();
+        self.established(name, &["peers", "peerpolicies"]).await;
+    }
+
+    pub async fn established(&self, name: &str, kinds: &[&str]) {
+        for kind in kinds {
+            let object = format!("crd/{kind}.kilo.squat.ai");
+            // `kubectl wait` fails on a CRD that is so new that it has no status.
+            let condition = "jsonpath={.status.conditions[?(@.type==\"Established\")].status}";
+            wait_until(format!("{object} of {name}"), SOON, async || {
+                let words = ["get", &object, "-o", condition];
+                match self.lab.cluster(name).kubectl(words).await {
+                    Ok(output) if output.stdout == "True" => {}
+                    other => return Err(format!("{other:?}")),
+                }
+                // The condition becomes True a moment before the resource is served.
+                let words = ["get", &format!("{kind}.kilo.squat.ai"), "-A"];
+                let served = self.lab.cluster(name).kubectl(words).await;
+                served.map(drop).map_err(|error| error.to_string())
+            })
+            .await
+            .unwrap();
+        }
+    }
+
+    /// Creates the shipped account of the controller, with exactly the rights in `deploy/`.
+    async fn account(&self, name: &str, hub: bool) {
+        let manifest = if hub {
+            "deploy/controller.yaml"
+        } else {
+            "deploy/member-account.yaml"
+        };
+        self.lab
+            .cluster(name)
+            .apply(&std::fs::read_to_string(repository().join(manifest)).unwrap())
+            .await
+            .unwrap();
+    }
+
+    /// A kubeconfig of that account with a new token, for use on the underlay.
+    pub async fn kubeconfig(&self, name: &str) -> String {
+        let cluster = self.lab.cluster(name);
+        let words = [
+            "-n",
+            NAMESPACE,
+            "create",
+            "token",
+            "clustermesh-controller",
+            "--duration=24h",
+        ];
+        let token = cluster.kubectl(words).await.unwrap().stdout.trim().to_owned();
+        let inside = cluster.inside_kubeconfig().unwrap();
+        let ca = inside
+            .lines()
+            .find(|line| line.contains("certificate-authority-data"))
+            .unwrap()
+            .trim();
+        let server = cluster.plan().api_address();
+        format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
+             clusters:\n- name: k\n  cluster:\n    server: https://{server}:6443\n    {}\nusers:\n- name: u\n  user:\n    \
+             token: {token}\n",
+            ca.trim_start_matches("- ").trim_start_matches("cluster: ")
+        )
+    }
+
+    /// Creates or replaces the kubeconfig Secret of a member.
+    pub async fn give_secret(&self, name: &str, kubeconfig: &str) {
+        self.give_secret_as(&format!("{name}-kubeconfig"), kubeconfig).await;
+    }
+
+    /// Creates or replaces a kubeconfig Secret of any name.
+    pub async fn give_secret_as(&self, secret: &str, kubeconfig: &str) {
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret",
+            "metadata": {"name": secret, "namespace": NAMESPACE},
+            "data": {"value": STANDARD.encode(kubeconfig)},
+        });
+        self.hub().apply(&secret.to_string()).await.unwrap();
+    }
+
+    pub fn host(&self) -> Machine<'_> {
+        self.lab.node("controller")
+    }
+
+    /// Starts the controller with the hub's account, and waits until it is ready.
+    pub async fn controller(&self) -> Running {
+        self.controller_for(NAMESPACE, &[]).await
+    }
+
+    /// As [`Self::controller`], with another value of `--hub-namespace` and further flags.
+    pub async fn controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
+        self.controller_as(&[], hub_namespace, more).await
+    }
+
+    /// As [`Self::controller`], started by a command line that execs its arguments.
+    pub async fn controller_within(&self, prefix: &[&str]) -> Running {
+        self.controller_as(prefix, NAMESPACE, &[]).await
+    }
+
+    async fn controller_as(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
+        let file = self.lab.directory().join("controller.kubeconfig");
+        std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
+        let file = file.display().to_string();
+        let filter = "RUST_LOG=info,clustermesh_controller=debug";
+        let words = [
+            "env",
+            filter,
+            &crate::program("clustermesh-controller"),
+            "--kubeconfig",
+            &file,
+            "--hub-namespace",
+            hub_namespace,
+            "--listen",
+            "0.0.0.0:8081",
+        ];
+        let running = self
+            .host()
+            .spawn("controller", [prefix, &words[..], more].concat())
+            .unwrap();
+        wait_until("the controller to be ready", LATER, async || {
+            match self.ask("/readyz").await {
+                answer if answer == "ok\n" => Ok(()),
+                answer => Err(format!(
+                    "{answer:?}; {}",
+                    running.log().lines().last().unwrap_or_default()
+                )),
+            }
+        })
+        .await
+        .unwrap();
+        running
+    }
+
+    /// The answer of the admin endpoint on the controller's own host (`/debug/state` is for loopback clients only);
+    /// empty if there is none.
+    pub async fn ask(&self, path: &str) -> String {
+        let url = format!("http://127.0.0.1:8081{path}");
+        self.host()
+            .try_exec(["curl", "-s", "-m", "5", &url])
+            .await
+            .unwrap()
+            .stdout
+    }
+
+    /// The value of a counter without labels.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let metrics = self.ask("/metrics").await;
+        let line = metrics.lines().find(|line| line.starts_with(&format!("{name} ")));
+        line.and_then(|line| line.rsplit(' ').next()?.parse().ok())
+            .unwrap_or_else(|| panic!("no {name} in {metrics}"))
+    }
+
+    /// The default id of the hub.
+    pub async fn hub_id(&self) -> String {
+        let namespaces: Api<k8s_openapi::api::core::v1::Namespace> = Api::all(self.client(self.hub_name()).await);
+        namespaces.get("kube-system").await.unwrap().uid().unwrap()
+    }
+
+    pub async fn client(&self, name: &str) -> Client {
+        self.lab.cluster(name).client().await.unwrap()
+    }
+
+    /// Creates a Ready Node as wg-agent publishes it. Number `n` of member `m` has 10.M.N.0/24 and 100.64.M.N.
+    pub async fn node(&self, cluster: &str, m: u8, n: u8) -> Node {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        let node: Node = serde_json::from_value(json!({
+            "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
+                names::KILO_KEY: key(m, n),
+                names::KILO_WIREGUARD_IP: format!("100.64.{m}.{n}/24"),
+                names::KILO_ENDPOINT: format!("198.51.{m}.{n}:51820"),
+                names::KILO_INTERNAL_IP: format!("198.51.{m}.{n}/32"),
+                names::KILO_GRANULARITY: "full",
+                names::NODE_AGENT: json!({
+                    "version": env!("CARGO_PKG_VERSION"), "backend": "userspace", "mode": "full", "mtu": 1420,
+                }).to_string(),
+            }},
+            "spec": {"podCIDR": format!("10.{m}.{n}.0/24"), "podCIDRs": [format!("10.{m}.{n}.0/24")]},
+        }))
+        .unwrap();
+        nodes.create(&PostParams::default(), &node).await.unwrap();
+        let status = json!({"status": {
+            "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        }});
+        nodes
+            .patch_status(&node.name_any(), &PatchParams::default(), &Patch::Merge(&status))
+            .await
+            .unwrap()
+    }
+
+    pub async fn annotate(&self, cluster: &str, node: &str, annotation: &str, value: Option<&str>) {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        let patch = json!({"metadata": {"annotations": {annotation: value}}});
+        nodes
+            .patch(node, &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .unwrap();
+    }
+
+    pub async fn remove_node(&self, cluster: &str, node: &str) {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        nodes.delete(node, &DeleteParams::default()).await.unwrap();
+    }
+
+    /// A mesh `prod` of all clusters; member number i (from 1) has 10.I.0.0/16 and 100.64.I.0/24.
+    pub fn mesh(&self) -> Value {
+        let entries: Vec<Value> = self
+            .names
+            .iter()
+            .enumerate()
+            .map(|(index, name)| self.entry(name, index + 1))
+            .collect();
+        json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+            "metadata": {"name": "prod", "namespace": NAMESPACE}, "spec": {"clusters": entries},
+        })
+    }
+
+    fn entry(&self, name: &str, m: usize) -> Value {
+        let networks = [
+            format!("10.{m}.0.0/16"),
+            format!("100.64.{m}.0/24"),
+            format!("198.51.{m}.0/24"),
+        ];
+        if name == self.hub_name() {
+            json!({"name": name, "local": true, "allowedNetworks": networks})
+        } else {
+            let secret = format!("{name}-kubeconfig");
+            json!({"name": name, "kubeconfigSecretRef": {"name": secret}, "allowedNetworks": networks})
+        }
+    }
+
+    pub async fn apply_mesh(&self, mesh: &Value) {
+        self.hub().apply(&mesh.to_string()).await.unwrap();
+    }
+
+    pub async fn get_mesh(&self) -> Option<ClusterMesh> {
+        Api::<ClusterMesh>::namespaced(self.client(self.hub_name()).await, NAMESPACE)
+            .get_opt("prod")
+            .await
+            .unwrap()
+    }
+
+    /// A condition of the mesh: `status/reason`, and its message.
+    pub async fn condition(&self, kind: &str) -> Option<(String, String)> {
+        let mesh = self.get_mesh().await?;
+        let condition = mesh
+            .status?
+            .conditions
+            .into_iter()
+            .find(|condition| condition.type_ == kind)?;
+        Some((format!("{}/{}", condition.status, condition.reason), condition.message))
+    }
+
+    /// Waits until the condition has this `status/reason`. Returns its message.
+    pub async fn until_condition(&self, kind: &str, want: &str, deadline: Duration) -> String {
+        let what = format!("condition {kind} to be {want}");
+        wait_until(what, deadline, async || match self.condition(kind).await {
+            Some((state, message)) if state == want => Ok(message),
+            other => Err(format!("{other:?}")),
+        })
+        .await
+        .unwrap()
+    }
+
+    /// The Peers of a cluster by name.
+    pub async fn peers(&self, cluster: &str) -> BTreeMap<String, Peer> {
+        let peers: Api<Peer> = Api::all(self.client(cluster).await);
+        let peers = peers.list(&ListParams::default()).await.unwrap();
+        peers.items.into_iter().map(|peer| (peer.name_any(), peer)).collect()
+    }
+
+    /// Waits until a cluster has the Peers with exactly these names.
+    pub async fn until_peers(&self, cluster: &str, want: &[&str], deadline: Duration) -> BTreeMap<String, Peer> {
+        let what = format!("the Peers of {cluster} to be {want:?}");
+        wait_until(what, deadline, async || {
+            let peers = self.peers(cluster).await;
+            let names: Vec<&String> = peers.keys().collect();
+            if names == want {
+                Ok(peers)
+            } else {
+                Err(format!("{names:?}"))
+            }
+        })
+        .await
+        .unwrap()
+    }
+
+    /// The resourceVersion of every object that the controller writes, in every cluster.
+    pub async fn versions(&self) -> BTreeMap<String, String> {
+        let mut versions = BTreeMap::new();
+        for name in &self.names {
+            let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai,services,endpointslices";
+            let columns =
+                "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
+            let cluster = self.lab.cluster(name);
+            let mut listed = cluster.kubectl(["get", kinds, "-A", columns]).await.unwrap().stdout;
+            // This kind exists only where gateways are installed.
+            let accesses = cluster.try_kubectl(["get", "sandboxaccesses", columns]).await.unwrap();
+            listed.push_str(&accesses.stdout);
+            for line in listed.lines() {
+                let (object, version) = line.split_once(' ').unwrap();
+                versions.insert(format!("{name} {object}"), version.to_owned());
+            }
+        }
+        if let Some(mesh) = self.get_mesh().await {
+            versions.insert("mesh".to_owned(), mesh.metadata.resource_version.unwrap());
+        }
+        versions
+    }
+}
+
+/// The public key of node `n` of member `m`.
+pub fn key(m: u8, n: u8) -> String {
+    let mut bytes = [7; 32];
+    (bytes[0], bytes[1]) = (m, n);
+    STANDARD.encode(bytes)
+}
+
+pub fn crd(plural: &str) -> String {
+    std::fs::read_to_string(repository().join(format!("crds/{plural}.kilo.squat.ai.yaml"))).unwrap()
+}
