@@ -18,6 +18,9 @@ use super::{ONE_BY_ONE, count::Counts};
 /// Programs whose modules take minutes. They start first, in this order, so that no long job is left at the end.
 const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "lab", "node", "kernel"];
 
+/// Programs that run as one job: this one boots a virtual machine for all its tests.
+const WHOLE: [&str; 1] = ["machine"];
+
 /// A test program.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Program {
@@ -46,11 +49,12 @@ pub(super) struct JobResult {
     pub(super) time: Duration,
 }
 
-/// Makes the jobs of all programs, those of [`LONGEST`] first. A program of integration tests has a job for each top-level module.
+/// Makes the jobs of all programs, those of [`LONGEST`] first. A program of integration tests has a job for each
+/// top-level module, unless it is one of [`WHOLE`].
 pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
-        if !program.is_integration {
+        if !program.is_integration || WHOLE.contains(&&*program.name) {
             jobs.push(Job {
                 name: program.name.clone(),
                 program,
