@@ -8,10 +8,10 @@ use xtask::{
     tools,
 };
 
-/// Our device alone (crates/wg-agent/examples/device.rs), with the release profile.
+/// Our device alone (crates/wg-userspace/examples/device.rs), with the release profile.
 pub(crate) fn ours() -> anyhow::Result<PathBuf> {
     let mut build = cargo();
-    build.args(["build", "--release", "--package", "wg-agent", "--example", "device"]);
+    build.args(["build", "--release", "--package", "wg-userspace", "--example", "device"]);
     show(&mut build)?;
     Ok(target()?.join("release/examples/device"))
 }

@@ -4,11 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use clustermesh_agent_core::{
-    offload::{Coalescer, HEADER, Header, Segments, complete},
-    unreachable,
-};
-use wg_agent::device::userspace::fuzzing;
+use wg_userspace::fuzzing::{self, Coalescer, HEADER, Header, Segments, complete};
 
 /// Splits and joins a packet as a TUN device passes it, after its virtio-net header.
 pub fn superpacket(bytes: &[u8]) -> bool {
@@ -104,7 +100,7 @@ fn comparable(packet: &[u8]) -> Vec<u8> {
 
 /// Answers an unroutable packet with an ICMP error that is well-formed, short, quotes the packet, and causes no further error.
 pub fn unreachable(bytes: &[u8]) -> bool {
-    let Some(error) = unreachable::unreachable(bytes) else {
+    let Some(error) = fuzzing::unreachable(bytes) else {
         return false;
     };
     let v4 = bytes[0] >> 4 == 4;
@@ -136,7 +132,7 @@ pub fn unreachable(bytes: &[u8]) -> bool {
     }
     summed.extend(&error[header..]);
     assert_eq!(sum(&summed), 0xffff);
-    assert_eq!(unreachable::unreachable(&error), None);
+    assert_eq!(fuzzing::unreachable(&error), None);
     true
 }
 

@@ -96,7 +96,7 @@ impl Node {
         let opened = self
             .ns
             .enter(|| device::open(backend, &self.interface, &self.configuration, Default::default()));
-        self.device = Some(opened.expect("open a device").0);
+        self.device = Some(opened.expect("open a device").device);
     }
 
     pub fn address(&self) {

@@ -12,11 +12,9 @@ pub mod interface;
 pub mod key;
 pub mod mtu;
 pub mod numbers;
-pub mod offload;
 pub mod policy;
 pub mod prefixes;
 pub mod routes;
 pub mod sysctl;
-pub mod unreachable;
 
 pub use compile::{Compiled, Inputs, compile};

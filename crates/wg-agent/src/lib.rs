@@ -3,7 +3,7 @@
 //!
 //! One loop: sources -> compile -> diff -> apply -> publish. The pure part (compile, diff) is `clustermesh_agent_core`.
 //! This crate talks to the API server, the kernel and the disk.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod admission;
 pub mod args;

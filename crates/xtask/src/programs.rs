@@ -43,7 +43,7 @@ pub fn show(command: &mut Command) -> anyhow::Result<()> {
 }
 
 /// The workspace crates of the programs that run in a cluster.
-const DELIVERED: [&str; 7] = [
+const DELIVERED: [&str; 8] = [
     "clustermesh-access",
     "clustermesh-agent-core",
     "clustermesh-api",
@@ -51,6 +51,7 @@ const DELIVERED: [&str; 7] = [
     "clustermesh-core",
     "clustermesh-daemon",
     "wg-agent",
+    "wg-userspace",
 ];
 
 /// Builds the programs and returns their directory.

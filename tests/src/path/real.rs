@@ -197,9 +197,10 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
         fwmark: MARK_UNDERLAY,
         mtu: mtu::MINIMUM,
     };
-    let (device, _) = ns
+    let device = ns
         .enter(|| device::open(backend, &interface, &configuration, Default::default()))
-        .expect("open a device");
+        .expect("open a device")
+        .device;
     for ns in [&ns, &inside] {
         println!("{}", ns.enter_hint());
     }

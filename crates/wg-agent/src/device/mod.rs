@@ -167,8 +167,13 @@ impl FromStr for Backend {
     }
 }
 
-/// A device, and for the log why it has this backend.
-pub type Opened = (Box<dyn Device>, &'static str);
+/// An open device.
+pub struct Opened {
+    /// The device.
+    pub device: Box<dyn Device>,
+    /// Why it has this backend, for log and status.
+    pub reason: &'static str,
+}
 
 /// Opens the device. A kernel device keeps the peers that an earlier process left; a userspace device starts with none.
 /// An interface that the other backend left is removed first. `options` are for the userspace backend.
@@ -184,20 +189,23 @@ pub fn open(
     if interface.parse::<InterfaceName>().is_err() {
         return Err(DeviceError::Name(interface.to_owned()));
     }
-    let why = match backend {
+    let reason = match backend {
         Backend::Kernel => "--backend=kernel asks for it",
         Backend::Userspace => "--backend=userspace asks for it",
         Backend::Auto => "--backend=auto: this node's kernel has WireGuard",
     };
-    let why = match backend {
-        Backend::Userspace => why,
+    let reason = match backend {
+        Backend::Userspace => reason,
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
                 // If the control socket of the userspace device were left, `wg show` would ask that device, which is gone.
                 if let Err(error) = userspace::remove_leftovers(interface) {
                     tracing::warn!(%error, "cannot remove what the userspace backend left");
                 }
-                return Ok((Box::new(device), why));
+                return Ok(Opened {
+                    device: Box::new(device),
+                    reason,
+                });
             }
             Err(DeviceError::NoKernelWireguard) if backend == Backend::Auto => {
                 "--backend=auto: this node's kernel has no WireGuard (EOPNOTSUPP)"
@@ -206,7 +214,10 @@ pub fn open(
         },
     };
     let device = userspace::Userspace::open_with(interface, configuration, options)?;
-    Ok((Box::new(device), why))
+    Ok(Opened {
+        device: Box::new(device),
+        reason,
+    })
 }
 
 /// Why a device could not be opened, changed or observed, with the likely cause.

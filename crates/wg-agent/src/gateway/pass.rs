@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     args::GatewayConfig,
-    device::{self, Configuration, Device, userspace::Options},
+    device::{self, Configuration, Device, Opened, userspace::Options},
     identity::key::NodeKey,
     metrics::Metrics,
     route::{self, Netlink},
@@ -264,9 +264,15 @@ impl Gateway {
             }
         }
         let name = self.config.interface.as_str();
-        let (device, why) =
-            device::open(self.config.backend, name, &configuration, Options::default()).map_err(trouble)?;
-        tracing::info!(interface = name, backend = device.backend(), why, mtu, "device opened");
+        let opened = device::open(self.config.backend, name, &configuration, Options::default());
+        let Opened { device, reason } = opened.map_err(trouble)?;
+        tracing::info!(
+            interface = name,
+            backend = device.backend(),
+            why = reason,
+            mtu,
+            "device opened"
+        );
         self.device = Some(device);
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use super::Reconciler;
 use crate::{
-    device::{Altered, Configuration, Device, DeviceError},
+    device::{Altered, Configuration, Device, DeviceError, Opened},
     firewall::Backend,
     route::Routing,
     status::Trouble,
@@ -54,10 +54,16 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             None => {
                 let opened = (self.deps.open)(&configuration);
                 self.is_occupied = matches!(&opened, Err(DeviceError::Exists(_) | DeviceError::Listen { .. }));
-                let (device, why) = opened.map_err(trouble)?;
+                let Opened { device, reason } = opened.map_err(trouble)?;
                 let backend = device.backend();
-                tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
-                self.backend_reason = why.to_string();
+                tracing::info!(
+                    interface = device.interface(),
+                    backend,
+                    why = reason,
+                    mtu,
+                    "device opened"
+                );
+                self.backend_reason = reason.to_owned();
                 self.tracker.reset();
                 self.drift.reset_device();
                 let standing = device.observe().map_err(trouble)?;

@@ -28,7 +28,7 @@ fn auto_backend_follows_what_the_kernel_supports() {
     };
     let name = netns::unique_name("wa");
     let open = |backend| ns.enter(|| device::open(backend, &name, &configuration, Default::default()));
-    let (opened, why) = open(Backend::Auto).expect("one of the two");
+    let opened = open(Backend::Auto).expect("one of the two");
     let want = if has {
         ("kernel", "--backend=auto: this node's kernel has WireGuard")
     } else {
@@ -37,8 +37,8 @@ fn auto_backend_follows_what_the_kernel_supports() {
             "--backend=auto: this node's kernel has no WireGuard (EOPNOTSUPP)",
         )
     };
-    assert_eq!((opened.backend(), why), want);
-    opened.close().expect("close");
+    assert_eq!((opened.device.backend(), opened.reason), want);
+    opened.device.close().expect("close");
     if !has {
         let error = open(Backend::Kernel).map(drop).expect_err("there is none");
         assert!(matches!(error, DeviceError::NoKernelWireguard), "{error}");

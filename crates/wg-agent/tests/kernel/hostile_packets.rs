@@ -18,7 +18,7 @@ use testbed::{
 };
 
 const SOURCES: u32 = 10_000;
-/// How many packets of one peer can be staged (`userspace/staged.rs`).
+/// How many packets of one peer can be staged (`wg-userspace/src/staged.rs`).
 const STAGED_PACKETS: u64 = 128;
 
 macro_rules! both {

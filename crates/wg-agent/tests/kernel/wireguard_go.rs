@@ -1,5 +1,5 @@
 //! Tests our userspace device against a current wireguard-go, whose two handshake workers make crossed handshakes
-//! dangerous (see `device/userspace/tunnel.rs`). Needs root and Go.
+//! dangerous (see `wg-userspace/src/tunnel.rs`). Needs root and Go.
 
 use std::{
     fs::File,

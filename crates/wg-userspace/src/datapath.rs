@@ -1,0 +1,181 @@
+//! Defines the state that the threads of a device share, and runs the timer thread.
+//!
+//! A thread uses one immutable table of peers for each batch of packets.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+    time::Instant,
+};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::{
+    clock::Clock,
+    drops::{DropReason, Drops},
+    handshakes::Handshakes,
+    peer::Peers,
+    peers::{Identity, Peer, PeerState, PeerTable},
+    sockets::{Endpoint, Sockets},
+    tun::Tun,
+    tunnel::Output,
+};
+
+/// Packets of a batch: after these a thread sees changes of peers, sockets and MTU.
+pub(crate) const BATCH: usize = 64;
+/// The most packets for which a peer stays locked, while its other direction waits.
+pub(crate) const BURST: usize = 8;
+/// The largest datagram, and room for what the protocol adds to the largest inner packet.
+pub(crate) const BUFFER: usize = 65_536 + 64;
+
+/// The state that the threads share.
+pub(crate) struct Shared {
+    pub(crate) tun: Tun,
+    pub(crate) mtu: AtomicUsize,
+    pub(crate) table: RwLock<Arc<PeerTable>>,
+    pub(crate) sockets: RwLock<Arc<Sockets>>,
+    pub(crate) identity: RwLock<Arc<Identity>>,
+    /// The desired peers, from which the table is built.
+    pub(crate) configured: RwLock<Arc<Peers>>,
+    pub(crate) fwmark: AtomicU32,
+    pub(crate) clock: Clock,
+    pub(crate) handshakes: Handshakes,
+    pub(crate) drops: Drops,
+    /// Another program deleted the interface.
+    pub(crate) gone: AtomicBool,
+    pub(crate) stopping: AtomicBool,
+    /// An eventfd that is readable once `stopping` is set, to wake every thread; never read.
+    pub(crate) stop: OwnedFd,
+    /// One eventfd for each worker, readable after the sockets were replaced.
+    pub(crate) rebound: Vec<OwnedFd>,
+}
+
+/// The current value; the lock is not held after the call.
+pub(crate) fn current<T>(slot: &RwLock<Arc<T>>) -> Arc<T> {
+    Arc::clone(&slot.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Replaces the value; returns the old one.
+pub(crate) fn replace<T>(slot: &RwLock<Arc<T>>, new: T) -> Arc<T> {
+    std::mem::replace(&mut slot.write().unwrap_or_else(PoisonError::into_inner), Arc::new(new))
+}
+
+/// Sends one tunnel's output to an endpoint, while its peer is locked.
+pub(crate) struct Wire<'a> {
+    view: &'a View<'a>,
+    pub(crate) endpoint: Option<Endpoint>,
+    pub(crate) sent: u64,
+}
+
+impl Output for Wire<'_> {
+    fn network(&mut self, datagram: &[u8]) {
+        let View { shared, sockets, .. } = self.view;
+        match self.endpoint {
+            None => shared.drops.count(DropReason::NoEndpoint),
+            Some(endpoint) if sockets.send(self.view.worker, datagram, endpoint).is_ok() => {
+                self.sent += datagram.len() as u64;
+            }
+            Some(_) => shared.drops.count(DropReason::Network),
+        }
+    }
+}
+
+/// The values that one batch uses: later changes apply from the next batch on.
+pub(crate) struct View<'a> {
+    pub(crate) shared: &'a Shared,
+    /// The number of the worker.
+    pub(crate) worker: usize,
+    pub(crate) sockets: Arc<Sockets>,
+    pub(crate) table: Arc<PeerTable>,
+}
+
+impl<'a> View<'a> {
+    pub(crate) fn new(shared: &'a Shared, worker: usize) -> Self {
+        Self {
+            shared,
+            worker,
+            sockets: current(&shared.sockets),
+            table: current(&shared.table),
+        }
+    }
+
+    pub(crate) fn wire(&self, endpoint: Option<Endpoint>) -> Wire<'_> {
+        Wire {
+            view: self,
+            endpoint,
+            sent: 0,
+        }
+    }
+
+    pub(crate) fn schedule(&self, peer: &Arc<Peer>, state: &mut PeerState, now: Instant) {
+        if state.endpoint.is_some()
+            && let Some(at) = state.tunnel.reschedule(now)
+        {
+            self.shared.clock.add(at, peer);
+        }
+    }
+}
+
+/// Sends retries, keepalives and held responses when they are due, until the device stops.
+pub(crate) fn run_clock(shared: &Shared) {
+    let mut scratch = vec![0; BUFFER];
+    while let Some((peer, at)) = shared.clock.next() {
+        let (view, now) = (View::new(shared, 0), Instant::now());
+        let mut state = peer.state();
+        if !state.tunnel.expects_tick(at) {
+            continue;
+        }
+        if state.endpoint.is_some() {
+            if state.tunnel.has_unanswered_initiation(now)
+                && let Some(endpoint) = &mut state.endpoint
+            {
+                // Perhaps our source address has no route to the peer now. So the kernel chooses another one.
+                endpoint.local = None;
+            }
+            let mut wire = view.wire(state.endpoint);
+            state.tunnel.tick(now, &mut scratch, &mut wire);
+            state.tx_bytes += wire.sent;
+            view.schedule(&peer, &mut state, now);
+        } else {
+            state.tunnel.skip_tick();
+        }
+    }
+}
+
+/// Waits until some of the files are readable, and returns which; `None` when the device stops.
+pub(crate) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<'_>>; N]) -> Option<[bool; N]> {
+    let (stop, mut ready) = (shared.stop.as_fd(), [false; N]);
+    let all = sources.into_iter().chain([Some(stop)]);
+    let mut files: Vec<PollFd<'_>> = all
+        .map(|source| PollFd::from_borrowed_fd(source.unwrap_or(stop), PollFlags::IN))
+        .collect();
+    // On an error (EINTR, ENOMEM) the caller finds nothing to read and waits again.
+    let _ = poll(&mut files, None);
+    // Any event counts: a socket's pending error is cleared by a read.
+    for (ready, file) in ready.iter_mut().zip(&files) {
+        *ready = !file.revents().is_empty();
+    }
+    (!shared.stopping.load(Ordering::Acquire)).then_some(ready)
+}
+
+/// Detects packets that arrive one at a time, as in request and response. The first packet of such a batch is forwarded at once, before the
+/// thread looks for a second one; otherwise the packets of a batch are forwarded together.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    single: bool,
+}
+
+impl Pace {
+    /// Whether to forward the first packet of a batch at once.
+    pub(crate) const fn is_single(&self) -> bool {
+        self.single
+    }
+
+    /// Records the size of the last batch.
+    pub(crate) const fn record(&mut self, packets: usize) {
+        self.single = packets <= 1;
+    }
+}

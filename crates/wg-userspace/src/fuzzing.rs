@@ -1,0 +1,93 @@
+//! Gives fuzz targets what they test: segmentation and coalescing, ICMP errors, and two tunnels in memory that a script drives. No part of
+//! the API.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use x25519_dalek::StaticSecret;
+
+use crate::tunnel::{Inner, Local, Output, Tunnel};
+pub use crate::{
+    offload::{Coalescer, HEADER, Header, Malformed, Segments, complete},
+    unreachable::unreachable,
+};
+
+/// Room for the largest packet of a script and the overhead of its message.
+const BUFFER: usize = 4096;
+
+impl Output for Vec<Vec<u8>> {
+    fn network(&mut self, datagram: &[u8]) {
+        self.push(datagram.to_vec());
+    }
+}
+
+/// Runs a script. Each step is a letter, a length in units of 4 bytes, and as many bytes. The peer follows the protocol; the script decides
+/// what the network does to the peer's messages. Returns the packets that the peer sent, and those that our tunnel decrypted.
+#[must_use]
+pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
+    let mut now = Instant::now();
+    let [ours, theirs] = [1, 2].map(|number| Arc::new(Local::new(StaticSecret::from([number; 32]))));
+    let mut us = Tunnel::new(Arc::clone(&ours), theirs.public, None, 1, None, now);
+    let mut peer = Tunnel::new(theirs, ours.public, None, 2, None, now);
+    let mut scratch = vec![0; BUFFER];
+    let (mut sent, mut delivered) = (Vec::new(), Vec::new());
+    // Messages of the peer that have not arrived.
+    let mut wire: Vec<Vec<u8>> = Vec::new();
+    let mut rest = script;
+    while let [step, length, after @ ..] = rest {
+        let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
+        rest = following;
+        let (mut replies, mut peer_messages) = (Vec::new(), Vec::new());
+        let mut deliver = |us: &mut Tunnel, message: Vec<u8>, replies: &mut Vec<Vec<u8>>| {
+            let mut plain = vec![0; BUFFER];
+            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, replies)
+                && let Inner::Packet(length, _) = received.inner
+            {
+                delivered.push(plain[..length].to_vec());
+            }
+        };
+        match step {
+            // The peer sends a packet.
+            b's' => {
+                peer.send(bytes, now, &mut scratch, &mut peer_messages);
+                sent.push(bytes.to_vec());
+            }
+            // We send one.
+            b'o' => us.send(bytes, now, &mut scratch, &mut replies),
+            // The oldest message arrives unchanged.
+            b'a' if !wire.is_empty() => {
+                let message = wire.remove(0);
+                deliver(&mut us, message, &mut replies);
+            }
+            // The newest message arrives changed, truncated, or as it is; it stays on the wire.
+            b'c' => {
+                if let Some(mut message) = wire.last().cloned() {
+                    for (at, change) in bytes.iter().enumerate() {
+                        let at = at * 7 % message.len().max(1);
+                        message[at] ^= change;
+                    }
+                    message.truncate(message.len() - bytes.len() % message.len().max(1));
+                    deliver(&mut us, message, &mut replies);
+                }
+            }
+            // Arbitrary bytes arrive.
+            b'r' => deliver(&mut us, bytes.to_vec(), &mut replies),
+            // Time passes.
+            b't' => {
+                now += Duration::from_millis(50 * u64::from(bytes.first().copied().unwrap_or(1)));
+                us.tick(now, &mut scratch, &mut replies);
+                peer.tick(now, &mut scratch, &mut peer_messages);
+            }
+            _ => {}
+        }
+        // The network delivers every message to the peer.
+        let mut plain = vec![0; BUFFER];
+        for message in replies {
+            let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut peer_messages);
+        }
+        wire.append(&mut peer_messages);
+    }
+    (sent, delivered)
+}

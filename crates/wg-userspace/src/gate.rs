@@ -1,0 +1,59 @@
+//! Checks mac1 and, under load, the cookie of a handshake message, before any Diffie-Hellman.
+//!
+//! mac1 proves that the sender knows the device's public key; the cookie proves that it receives packets at its source address (whitepaper
+//! §5.3). boringtun does the checks. Its cookies are bound to an address without the port.
+
+use std::net::IpAddr;
+
+use boringtun::noise::{Packet, TunnResult, rate_limiter::RateLimiter};
+use x25519_dalek::PublicKey;
+
+/// Initiations a second beyond which senders need a cookie.
+pub(crate) const INITIATIONS_PER_SECOND: u64 = 1000;
+/// Length of a cookie reply (§5.4.7).
+pub(crate) const COOKIE_REPLY: usize = 64;
+
+pub(crate) struct Gate {
+    initiations: RateLimiter,
+    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. A response
+    /// that answers no initiation is recognized by its receiver index.
+    others: RateLimiter,
+}
+
+/// What to do with a datagram that is not a data message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Initiation,
+    /// A response, with its receiver index.
+    Response(u32),
+    /// A cookie reply, with its receiver index.
+    Cookie(u32),
+    /// Send the cookie reply in the buffer to the sender.
+    Reply,
+    Invalid,
+}
+
+impl Gate {
+    pub(crate) fn new(own: &PublicKey) -> Self {
+        Self {
+            initiations: RateLimiter::new(own, INITIATIONS_PER_SECOND),
+            others: RateLimiter::new(own, u64::MAX),
+        }
+    }
+
+    pub(crate) fn check(&self, datagram: &[u8], source: IpAddr, reply: &mut [u8; COOKIE_REPLY]) -> Verdict {
+        let limiter = if datagram.first() == Some(&1) {
+            self.initiations.reset_count();
+            &self.initiations
+        } else {
+            &self.others
+        };
+        match limiter.verify_packet(Some(source), datagram, reply) {
+            Ok(Packet::HandshakeInit(_)) => Verdict::Initiation,
+            Ok(Packet::HandshakeResponse(response)) => Verdict::Response(response.receiver_idx),
+            Ok(Packet::PacketCookieReply(cookie)) => Verdict::Cookie(cookie.receiver_idx),
+            Err(TunnResult::WriteToNetwork(_)) => Verdict::Reply,
+            Ok(Packet::PacketData(_)) | Err(_) => Verdict::Invalid,
+        }
+    }
+}

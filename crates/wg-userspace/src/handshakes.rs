@@ -1,0 +1,110 @@
+//! Answers initiations on a thread of their own, with a short queue. Anyone can send an initiation, and it needs expensive Diffie-Hellman
+//! operations; so a flood of initiations delays no data.
+
+use std::{
+    collections::VecDeque,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use crate::{
+    datapath::{BUFFER, Shared, View, current},
+    drops::{DropReason, Drops},
+    inbound::{accept, refused},
+    key::PublicKey,
+    sockets::Endpoint,
+    tunnel::INITIATION,
+};
+
+/// When more initiations are queued, the oldest is dropped. One core answers about 5,000 a second, so an answer comes well before its
+/// initiator's retry.
+const MAX_QUEUED: usize = 1024;
+
+#[derive(Default)]
+pub(crate) struct Handshakes {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    queue: VecDeque<QueuedInitiation>,
+    stopped: bool,
+}
+
+struct QueuedInitiation {
+    datagram: [u8; INITIATION],
+    source: Endpoint,
+    worker: usize,
+}
+
+impl Handshakes {
+    /// Queues an initiation whose mac1 is valid.
+    pub(crate) fn add(&self, datagram: [u8; INITIATION], source: Endpoint, worker: usize, drops: &Drops) {
+        let mut state = self.state();
+        if state.queue.len() >= MAX_QUEUED {
+            state.queue.pop_front();
+            drops.count(DropReason::UnderLoad);
+        }
+        state.queue.push_back(QueuedInitiation {
+            datagram,
+            source,
+            worker,
+        });
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.state().stopped = true;
+        self.changed.notify_all();
+    }
+
+    fn next(&self) -> Option<QueuedInitiation> {
+        let mut state = self.state();
+        loop {
+            if state.stopped {
+                return None;
+            }
+            if let Some(queued) = state.queue.pop_front() {
+                return Some(queued);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Answers initiations until the device stops.
+pub(crate) fn run(shared: &Shared) {
+    let (mut plain, mut scratch) = ([0; INITIATION], vec![0; BUFFER]);
+    while let Some(queued) = shared.handshakes.next() {
+        if let Err(reason) = answer(shared, &queued, &mut plain, &mut scratch) {
+            shared.drops.count(reason);
+        }
+    }
+}
+
+fn answer(shared: &Shared, queued: &QueuedInitiation, plain: &mut [u8], scratch: &mut [u8]) -> Result<(), DropReason> {
+    let QueuedInitiation {
+        datagram,
+        source,
+        worker,
+    } = queued;
+    let view = View::new(shared, *worker);
+    let now = Instant::now();
+    // No peer is locked for this Diffie-Hellman, because the sender is not authenticated yet.
+    let claimed = current(&shared.identity)
+        .local
+        .claimed_peer(datagram)
+        .map_err(refused)?;
+    let peer = view.table.by_key.get(&PublicKey::new(claimed.to_bytes()));
+    let peer = peer.ok_or(DropReason::UnknownPeer)?;
+    let mut state = peer.state();
+    let result = accept(&view, &mut state, datagram, *source, now, plain, scratch);
+    view.schedule(peer, &mut state, now);
+    result.map(drop)
+}

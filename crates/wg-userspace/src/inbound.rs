@@ -1,0 +1,303 @@
+//! Forwards packets from network to interface: receives datagrams in runs, decrypts them, joins segments of a flow (as GRO does) where the
+//! TUN device accepts that, and writes the packets.
+//!
+//! Initiations go to the queue of `handshakes`. A batch ends when the sockets are empty; it never waits for more datagrams.
+
+use std::{
+    fs::File,
+    net::{IpAddr, UdpSocket},
+    ops::Range,
+    os::fd::AsFd,
+    sync::Arc,
+    time::Instant,
+};
+
+use crate::{
+    datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, current, wait},
+    drops::DropReason,
+    gate::{COOKIE_REPLY, Verdict},
+    offload::Coalescer,
+    peers::{Identity, Peer, PeerState},
+    sockets::{self, Endpoint, control_buffer},
+    tun,
+    tunnel::{Inner, Refused},
+};
+
+/// Bytes of datagrams in a batch: after these its packets are written. Small enough for the CPU's cache.
+const ARENA: usize = 128 << 10;
+
+/// Forwards packets until the device stops.
+pub(crate) fn forward(shared: &Shared, worker: usize) {
+    let (Some(queue), Some(rebound)) = (shared.tun.queues.get(worker), shared.rebound.get(worker)) else {
+        return;
+    };
+    let mut control = control_buffer();
+    let mut buffers = Buffers {
+        datagrams: vec![0; ARENA + BUFFER],
+        // Packets are shorter than their datagrams; the last decryption needs a whole `BUFFER` behind them.
+        plain: vec![0; ARENA + 2 * BUFFER],
+        scratch: vec![0; BUFFER],
+        coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
+    };
+    let mut pace = Pace::default();
+    loop {
+        let sockets = current(&shared.sockets);
+        let Some(own) = sockets.workers.get(worker) else {
+            return;
+        };
+        let files = [
+            Some(rebound.as_fd()),
+            Some(own.v4.as_fd()),
+            own.v6.as_ref().map(AsFd::as_fd),
+        ];
+        let Some([renewed, v4, v6]) = wait(shared, files) else {
+            return;
+        };
+        if renewed {
+            // The next iteration uses the new sockets.
+            let _ = rustix::io::read(rebound, &mut [0; 8]);
+        }
+        let view = View::new(shared, worker);
+        let identity = current(&shared.identity);
+        let mut batch = Inbound {
+            view: &view,
+            identity: &identity,
+            queue,
+            now: Instant::now(),
+            used: 0,
+            plain: 0,
+            datagrams: 0,
+            buffers: &mut buffers,
+        };
+        for socket in [Some(&own.v4).filter(|_| v4), own.v6.as_ref().filter(|_| v6)]
+            .into_iter()
+            .flatten()
+        {
+            batch.receive(socket, &mut control, &pace);
+        }
+        batch.flush();
+        pace.record(batch.datagrams);
+    }
+}
+
+/// The buffers of a worker's thread.
+struct Buffers {
+    /// The received datagrams, one after the other.
+    datagrams: Vec<u8>,
+    /// The decrypted packets.
+    plain: Vec<u8>,
+    scratch: Vec<u8>,
+    coalescer: Coalescer,
+}
+
+/// One batch of datagrams.
+struct Inbound<'a> {
+    view: &'a View<'a>,
+    identity: &'a Identity,
+    queue: &'a File,
+    now: Instant,
+    /// Bytes used in `Buffers::datagrams`.
+    used: usize,
+    /// Bytes used in `Buffers::plain`.
+    plain: usize,
+    /// Datagrams received in this batch.
+    datagrams: usize,
+    buffers: &'a mut Buffers,
+}
+
+impl Inbound<'_> {
+    fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
+        for _ in 0..BATCH {
+            // The buffer has room for one more datagram: `ARENA` bytes at most are used.
+            match sockets::receive(socket, &mut self.buffers.datagrams[self.used..], control) {
+                Ok(run) if run.length == 0 => self.view.shared.drops.count(DropReason::Invalid),
+                Ok(run) => self.run(self.used..self.used + run.length, run.segment, run.source),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                // An ICMP error for an earlier datagram, which this call has cleared.
+                Err(_) => {}
+            }
+            if self.used > ARENA || pace.is_single() && self.datagrams == 1 {
+                self.flush();
+            }
+        }
+    }
+
+    /// Handles a run of datagrams from one source.
+    fn run(&mut self, span: Range<usize>, segment: usize, source: Endpoint) {
+        let view = self.view;
+        let ends = span.end;
+        let mut rest = span.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
+        self.datagrams += rest.len();
+        while let Some(first) = rest.peek().cloned() {
+            let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
+                rest.next();
+                if let Err(reason) = self.control(first, source) {
+                    view.shared.drops.count(reason);
+                }
+                continue;
+            };
+            let Some(peer) = view.table.by_index.get(&index) else {
+                rest.next();
+                view.shared.drops.count(DropReason::UnknownPeer);
+                continue;
+            };
+            let mut burst = 0;
+            let mut state = peer.state();
+            let mut known = None;
+            while burst < BURST
+                && let Some(span) =
+                    rest.next_if(|next| data_index(&self.buffers.datagrams[next.clone()]) == Some(peer.index))
+            {
+                burst += 1;
+                if let Err(reason) = self.datagram(peer, &mut state, span, source, &mut known) {
+                    view.shared.drops.count(reason);
+                }
+            }
+            view.schedule(peer, &mut state, self.now);
+        }
+        self.used = ends;
+    }
+
+    /// Handles a message that is not data. Its mac1 or cookie is checked before any peer is locked.
+    fn control(&mut self, span: Range<usize>, source: Endpoint) -> Result<(), DropReason> {
+        let (view, identity) = (self.view, self.identity);
+        let Buffers {
+            datagrams,
+            plain,
+            scratch,
+            ..
+        } = &mut *self.buffers;
+        let datagram = &datagrams[span];
+        let mut reply = [0; COOKIE_REPLY];
+        let (index, is_response) = match identity.gate.check(datagram, source.remote.ip(), &mut reply) {
+            Verdict::Initiation => {
+                if !identity.source_limiter.allow(source.remote.ip(), self.now) {
+                    return Err(DropReason::UnderLoad);
+                }
+                let initiation = datagram.try_into().map_err(|_| DropReason::Invalid)?;
+                view.shared
+                    .handshakes
+                    .add(initiation, source, view.worker, &view.shared.drops);
+                return Ok(());
+            }
+            Verdict::Response(index) => (index, true),
+            Verdict::Cookie(index) => (index, false),
+            Verdict::Reply => {
+                let _ = view.sockets.send(view.worker, &reply, source);
+                return Err(DropReason::UnderLoad);
+            }
+            Verdict::Invalid => return Err(DropReason::Invalid),
+        };
+        let peer = view.table.by_index.get(&(index >> 8)).ok_or(DropReason::UnknownPeer)?;
+        let mut state = peer.state();
+        // An eavesdropper can forge a response with a valid receiver index, which costs as much as an initiation. So it is rate limited,
+        // too; one with any other index is refused here.
+        if is_response
+            && !(state.tunnel.is_awaiting_response(index)
+                && identity.source_limiter.allow(source.remote.ip(), self.now))
+        {
+            return Err(DropReason::UnknownPeer);
+        }
+        let plain = &mut plain[self.plain..];
+        let result = accept(view, &mut state, datagram, source, self.now, plain, scratch);
+        view.schedule(peer, &mut state, self.now);
+        result.map(drop)
+    }
+
+    /// Handles a data message of a locked peer. `known` caches an inner source that is within the peer's allowed IPs.
+    fn datagram(
+        &mut self,
+        peer: &Arc<Peer>,
+        state: &mut PeerState,
+        span: Range<usize>,
+        source: Endpoint,
+        known: &mut Option<IpAddr>,
+    ) -> Result<(), DropReason> {
+        let Buffers {
+            datagrams,
+            plain,
+            scratch,
+            coalescer,
+        } = &mut *self.buffers;
+        let begin = self.plain;
+        let datagram = &datagrams[span];
+        let Some((length, inner)) = accept(
+            self.view,
+            state,
+            datagram,
+            source,
+            self.now,
+            &mut plain[begin..],
+            scratch,
+        )?
+        else {
+            return Ok(());
+        };
+        if *known != Some(inner) {
+            let owner = self.view.table.allowed_ips.get(inner);
+            if owner.is_none_or(|owner| !Arc::ptr_eq(owner, peer)) {
+                return Err(DropReason::ForeignSource);
+            }
+            *known = Some(inner);
+        }
+        self.plain += length;
+        coalescer.push(plain, begin..begin + length);
+        Ok(())
+    }
+
+    /// Writes the packets of the batch to the interface.
+    fn flush(&mut self) {
+        let drops = &self.view.shared.drops;
+        let queue = self.queue;
+        let Buffers { plain, coalescer, .. } = &mut *self.buffers;
+        coalescer.finish(plain, |parts, packets| {
+            if tun::write(queue, parts).is_err() {
+                drops.count_many(DropReason::Interface, usize::from(packets));
+            }
+        });
+        (self.used, self.plain) = (0, 0);
+    }
+}
+
+/// Passes a datagram to its peer's tunnel, which sends what it answers. Returns length and source of the packet in it, which is decrypted
+/// to the beginning of `plain`; `None` if it has none.
+pub(crate) fn accept(
+    view: &View<'_>,
+    state: &mut PeerState,
+    datagram: &[u8],
+    source: Endpoint,
+    now: Instant,
+    plain: &mut [u8],
+    scratch: &mut [u8],
+) -> Result<Option<(usize, IpAddr)>, DropReason> {
+    let mut wire = view.wire(Some(source));
+    let outcome = state.tunnel.receive(datagram, now, plain, scratch, &mut wire);
+    state.tx_bytes += wire.sent;
+    let received = outcome.map_err(refused)?;
+    if received.moves_endpoint {
+        state.endpoint = Some(source);
+    }
+    state.rx_bytes += datagram.len() as u64;
+    match received.inner {
+        Inner::Nothing => Ok(None),
+        Inner::Packet(length, from) => Ok(Some((length, from))),
+        Inner::Malformed => Err(DropReason::Invalid),
+    }
+}
+
+pub(crate) const fn refused(reason: Refused) -> DropReason {
+    match reason {
+        Refused::Invalid => DropReason::Invalid,
+        Refused::Replayed => DropReason::Replayed,
+        Refused::TooSoon => DropReason::UnderLoad,
+        Refused::UnknownSession => DropReason::UnknownPeer,
+    }
+}
+
+/// The upper 24 bits of a data message's receiver index, which identify the peer (whitepaper §5.4.6); `None` = not a data message.
+fn data_index(datagram: &[u8]) -> Option<u32> {
+    match datagram {
+        [4, 0, 0, 0, i0, i1, i2, i3, ..] if datagram.len() >= 32 => Some(u32::from_le_bytes([*i0, *i1, *i2, *i3]) >> 8),
+        _ => None,
+    }
+}

@@ -1,0 +1,53 @@
+//! A WireGuard device in userspace, for Linux: the protocol (boringtun) between a TUN device and UDP sockets.
+//!
+//! [`Device`] creates an interface, exchanges packets with its peers, and is changed while it runs. The caller sets the addresses and
+//! routes of the interface. Privileges and limits are in the [README](https://github.com/clustermesh-for-kilo/clustermesh/tree/main/crates/wg-userspace).
+//!
+//! # How it works
+//!
+//! Plain threads do the work: for each worker one from interface to network (`outbound`) and one from network to interface (`inbound`),
+//! one for timers (`clock`), one that answers initiations (`handshakes`), and one that answers `wg show` (`control`). They share one
+//! immutable table of peers, which is replaced as a whole. A thread locks a peer for one burst of packets and never locks two peers at
+//! once. No async runtime is involved, so a busy program delays no packet and a busy tunnel does not delay the program.
+//!
+//! Where the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run of datagrams
+//! (UDP segmentation and receive offload). Otherwise each packet takes its own call.
+//!
+//! The interface outlives the process (`tun`). While no process has it open, the kernel drops the packets routed into it. The next process
+//! takes it over and initiates a handshake with every peer.
+#![deny(unsafe_code)]
+
+mod clock;
+mod configuration;
+mod control;
+mod datapath;
+mod device;
+mod drops;
+mod error;
+#[doc(hidden)]
+pub mod fuzzing;
+mod gate;
+mod handshakes;
+mod inbound;
+mod inner;
+mod key;
+mod link;
+mod observed;
+mod offload;
+mod outbound;
+mod peer;
+mod peers;
+mod prefix_map;
+mod sockets;
+mod source_limiter;
+mod staged;
+mod tun;
+mod tunnel;
+mod unreachable;
+
+pub use configuration::{Configuration, Interface, Options};
+pub use device::{Device, remove_control_socket, remove_interface};
+pub use error::Error;
+pub use key::{MalformedKey, PresharedKey, PrivateKey, PublicKey};
+pub use observed::{Altered, Observed, ObservedPeer, PeerStats};
+pub use peer::{PeerChange, PeerSpec, PeerUpdate};

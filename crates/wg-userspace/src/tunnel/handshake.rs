@@ -1,0 +1,92 @@
+//! The handshake messages of a tunnel: when an initiation or a response is sent, and which one counts.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    EXPIRY_MARGIN, INITIATION, MAX_JITTER, MAX_UNCONFIRMED, Output, REJECT_AFTER_TIME, REKEY_TIMEOUT, RESPONSE,
+    RESPONSE_HOLD, Tunnel,
+    protocol::{same_slot, sender},
+};
+
+impl Tunnel {
+    /// Whether this is the index of our last initiation, and the initiation is not answered yet.
+    pub(crate) fn is_awaiting_response(&self, index: u32) -> bool {
+        self.initiation.is_some_and(|(own, _)| own == index)
+    }
+
+    /// Whether our initiation is unanswered and a retry is due.
+    pub(crate) fn has_unanswered_initiation(&self, now: Instant) -> bool {
+        self.initiation.is_some()
+            && self.wanted_since.is_some()
+            && self.no_initiation_before.is_some_and(|until| until <= now)
+    }
+
+    /// Answers an initiation at once, or holds the response if the initiation crossed ours.
+    pub(super) fn handle_initiation(&mut self, response: [u8; RESPONSE], now: Instant, out: &mut impl Output) {
+        self.initiated_at = Some(now);
+        self.keys_until = Some(now + REJECT_AFTER_TIME + EXPIRY_MARGIN);
+        self.must_reschedule = true;
+        self.forget_expired();
+        let index = sender(&response);
+        // If both use one slot, boringtun has overwritten our session with the new one, which the peer has not confirmed yet.
+        self.session.take_if(|session| same_slot(session.index, index));
+        self.unconfirmed.retain(|(other, _)| !same_slot(*other, index));
+        if self.unconfirmed.len() == MAX_UNCONFIRMED {
+            self.unconfirmed.remove(0);
+        }
+        self.unconfirmed.push((index, now));
+        let crossed = self
+            .initiation
+            .map(|(_, sent)| sent + RESPONSE_HOLD)
+            .filter(|due| *due > now);
+        match crossed {
+            Some(due) => self.held_response = Some((due, response)),
+            None => {
+                // The peer has replaced the initiation that a held response answers.
+                self.held_response = None;
+                self.respond(&response, now, out);
+            }
+        }
+    }
+
+    pub(super) fn respond(&mut self, response: &[u8; RESPONSE], now: Instant, out: &mut impl Output) {
+        self.delay_next_initiation(response, now);
+        out.network(response);
+    }
+
+    pub(super) fn may_initiate(&self, now: Instant) -> bool {
+        self.no_initiation_before.is_none_or(|until| until <= now) && self.held_response.is_none()
+    }
+
+    /// Requests a new session; initiates the handshake now if an initiation may be sent.
+    pub(super) fn request_session(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
+        if self.wanted_since.is_none() {
+            self.wanted_since = Some(now);
+            self.must_reschedule = true;
+        }
+        if !self.may_initiate(now) {
+            return;
+        }
+        match self.protocol.initiate(scratch) {
+            Some(initiation) => self.send_initiation(&initiation, now, out),
+            // The peer's key is invalid (low order): retry no sooner than with another key.
+            None => self.delay_next_initiation(&[], now),
+        }
+    }
+
+    fn send_initiation(&mut self, initiation: &[u8; INITIATION], now: Instant, out: &mut impl Output) {
+        self.initiation = Some((sender(initiation), now));
+        self.delay_next_initiation(initiation, now);
+        out.network(initiation);
+    }
+
+    /// Sends no initiation for [`REKEY_TIMEOUT`] and a jitter, which the message's MACs provide as random bytes.
+    fn delay_next_initiation(&mut self, message: &[u8], now: Instant) {
+        let random = message
+            .last_chunk::<32>()
+            .map_or(0, |macs| u16::from_le_bytes([macs[0], macs[1]]));
+        let jitter = Duration::from_millis(u64::from(random % (MAX_JITTER + 1)));
+        self.no_initiation_before = Some(now + REKEY_TIMEOUT + jitter);
+        self.must_reschedule = true;
+    }
+}

@@ -1,0 +1,270 @@
+//! Wraps boringtun for one peer: messages, handshakes, keys and the replay window. [`super::Tunnel`] decides when a message is sent.
+//!
+//! The timers of boringtun only expire its sessions here. An initiation that they ask for is sent only if the tunnel has requested one,
+//! too. The tunnel does not rely on these timers, because they
+//! - initiate for every packet without a session, also in the round trip after an answer to the peer's initiation;
+//! - lose a passive keepalive if data went both ways between two ticks (cloudflare/boringtun#495);
+//! - stop 90 s after a peer fell silent, whatever its persistent keepalive.
+
+use std::{net::IpAddr, sync::Arc};
+
+use boringtun::noise::{
+    Packet, Tunn, TunnResult, errors::WireGuardError, handshake::parse_handshake_anon, rate_limiter::RateLimiter,
+};
+use x25519_dalek::{PublicKey, StaticSecret};
+use zeroize::Zeroizing;
+
+use super::low_order::is_low_order;
+
+/// Length of an initiation (whitepaper §5.4.2).
+pub(crate) const INITIATION: usize = 148;
+/// Length of a response (§5.4.3).
+pub(crate) const RESPONSE: usize = 92;
+/// Length of a keepalive, and what a data message adds to its packet (§5.4.6).
+pub(crate) const OVERHEAD: usize = 32;
+/// The shortest IPv4 packet (RFC 791 §3.1).
+const IPV4_HEADER: usize = 20;
+/// boringtun keeps a session in the slot of its index modulo this (`N_SESSIONS`).
+const SLOTS: u32 = 8;
+
+/// The first byte of a message.
+pub(super) mod kind {
+    pub(crate) const INITIATION: u8 = 1;
+    pub(crate) const RESPONSE: u8 = 2;
+    pub(crate) const DATA: u8 = 4;
+}
+
+/// The device's key pair.
+pub(crate) struct Local {
+    private: StaticSecret,
+    pub(crate) public: PublicKey,
+    /// Without a limit: `gate` has checked a handshake message before a tunnel gets it.
+    unlimited: Arc<RateLimiter>,
+}
+
+impl Local {
+    pub(crate) fn new(private: StaticSecret) -> Self {
+        let public = PublicKey::from(&private);
+        Self {
+            unlimited: Arc::new(RateLimiter::new(&public, u64::MAX)),
+            private,
+            public,
+        }
+    }
+
+    /// The public key in an initiation. It is not authenticated yet: the peer's tunnel does that when it decrypts the timestamp.
+    pub(crate) fn claimed_peer(&self, initiation: &[u8; INITIATION]) -> Result<PublicKey, Refused> {
+        if is_low_order(&ephemeral_key(initiation)) {
+            return Err(Refused::Invalid);
+        }
+        let Ok(Packet::HandshakeInit(initiation)) = Tunn::parse_incoming_packet(initiation) else {
+            return Err(Refused::Invalid);
+        };
+        let half = parse_handshake_anon(&self.private, &self.public, &initiation).map_err(|_| Refused::Invalid)?;
+        Ok(PublicKey::from(half.peer_static_public))
+    }
+}
+
+/// Why a message was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// Not a message of this protocol, or not authentic.
+    Invalid,
+    /// Seen before, or older than the replay window or the newest timestamp.
+    Replayed,
+    /// An initiation too soon after the last one of its peer.
+    TooSoon,
+    /// For a session or a handshake that does not exist.
+    UnknownSession,
+}
+
+/// An authentic message.
+pub(super) enum Message {
+    /// An initiation, and the response to it.
+    Initiation([u8; RESPONSE]),
+    /// The response to our initiation, and the keepalive that confirms the session.
+    Response([u8; OVERHEAD]),
+    /// A cookie for the next handshake message.
+    Cookie,
+    Keepalive,
+    /// Length and source of a packet.
+    Packet(usize, IpAddr),
+    /// Data that is not an IP packet, or shorter than its header says.
+    Malformed,
+}
+
+/// The protocol of one peer.
+pub(super) struct Protocol {
+    local: Arc<Local>,
+    peer: PublicKey,
+    preshared_key: Option<Zeroizing<[u8; 32]>>,
+    index: u32,
+    /// Created with the first message: it costs two Diffie-Hellman operations and about 10 KiB, too much for thousands of idle peers.
+    tunn: Option<Box<Tunn>>,
+}
+
+impl Protocol {
+    pub(super) fn new(local: Arc<Local>, peer: PublicKey, preshared_key: Option<[u8; 32]>, index: u32) -> Self {
+        Self {
+            local,
+            peer,
+            preshared_key: preshared_key.map(Zeroizing::new),
+            index,
+            tunn: None,
+        }
+    }
+
+    /// Also forgets sessions, handshakes and the peer's newest timestamp, because boringtun cannot change the key.
+    pub(super) fn set_preshared_key(&mut self, preshared_key: Option<[u8; 32]>) {
+        self.preshared_key = preshared_key.map(Zeroizing::new);
+        self.tunn = None;
+    }
+
+    fn tunn(&mut self) -> &mut Tunn {
+        self.tunn.get_or_insert_with(|| {
+            Box::new(Tunn::new(
+                self.local.private.clone(),
+                self.peer,
+                self.preshared_key.as_deref().copied(),
+                // The tunnel sends keepalives; boringtun could not change their interval.
+                None,
+                self.index,
+                Some(Arc::clone(&self.local.unlimited)),
+            ))
+        })
+    }
+
+    /// Whether there is a session to encrypt with.
+    pub(super) fn has_session(&self) -> bool {
+        let tunn = self.tunn.as_ref();
+        tunn.is_some_and(|tunn| tunn.time_since_last_handshake().is_some())
+    }
+
+    /// Expires sessions, handshakes and cookies; returns the initiation that the timers of boringtun ask for, if any.
+    pub(super) fn expire(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
+        match self.tunn.as_mut()?.update_timers(buffer) {
+            TunnResult::WriteToNetwork(message) if message.first() == Some(&kind::INITIATION) => {
+                (&*message).try_into().ok()
+            }
+            _ => None,
+        }
+    }
+
+    /// A new initiation; `None` = the peer's key has a low order.
+    pub(super) fn initiate(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
+        if is_low_order(self.peer.as_bytes()) {
+            return None;
+        }
+        // Expire first: boringtun deletes a handshake in progress when it finds that the last handshake is nine minutes old.
+        if let Some(initiation) = self.expire(buffer) {
+            return Some(initiation);
+        }
+        match self.tunn().format_handshake_initiation(buffer, true) {
+            TunnResult::WriteToNetwork(initiation) => (&*initiation).try_into().ok(),
+            _ => None,
+        }
+    }
+
+    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; returns the datagram's length. There must be
+    /// a session.
+    pub(super) fn seal(&mut self, packet: &[u8], datagram: &mut [u8]) -> Option<usize> {
+        match self.tunn().encapsulate(packet, datagram) {
+            TunnResult::WriteToNetwork(datagram) if datagram.first() == Some(&kind::DATA) => Some(datagram.len()),
+            _ => None,
+        }
+    }
+
+    /// Opens a message; a packet in it is decrypted to the beginning of `plain`, which is as long as the datagram and at least
+    /// [`INITIATION`] bytes.
+    pub(super) fn open(&mut self, datagram: &[u8], plain: &mut [u8]) -> Result<Message, Refused> {
+        let first = datagram.first().copied().unwrap_or_default();
+        if matches!(first, kind::INITIATION | kind::RESPONSE) {
+            // boringtun would compute a shared secret that everyone knows.
+            if is_low_order(&ephemeral_key(datagram)) || is_low_order(self.peer.as_bytes()) {
+                return Err(Refused::Invalid);
+            }
+        }
+        if first == kind::INITIATION {
+            // Sets boringtun's clock, by which it uses the session of the later handshake.
+            self.expire(plain);
+        }
+        if Tunn::parse_incoming_packet(datagram).is_err() {
+            return Err(Refused::Invalid);
+        }
+        if self.tunn.is_none() && first != kind::INITIATION {
+            return Err(Refused::UnknownSession);
+        }
+        Ok(match (first, self.tunn().decapsulate(None, datagram, plain)) {
+            (kind::INITIATION, TunnResult::WriteToNetwork(response)) => {
+                Message::Initiation((&*response).try_into().map_err(|_| Refused::Invalid)?)
+            }
+            (kind::RESPONSE, TunnResult::WriteToNetwork(keepalive)) => {
+                Message::Response((&*keepalive).try_into().map_err(|_| Refused::Invalid)?)
+            }
+            (kind::DATA, TunnResult::Done) => Message::Keepalive,
+            (_, TunnResult::Done) => Message::Cookie,
+            // boringtun accepts a total length below that of the header.
+            (kind::DATA, TunnResult::WriteToTunnelV4(packet, _)) if packet.len() < IPV4_HEADER => Message::Malformed,
+            (kind::DATA, TunnResult::WriteToTunnelV4(packet, source)) => Message::Packet(packet.len(), source.into()),
+            (kind::DATA, TunnResult::WriteToTunnelV6(packet, source)) => Message::Packet(packet.len(), source.into()),
+            // The datagram was parsed above, so this error is about the inner packet.
+            (kind::DATA, TunnResult::Err(WireGuardError::InvalidPacket)) => Message::Malformed,
+            (
+                _,
+                TunnResult::Err(
+                    WireGuardError::DuplicateCounter
+                    | WireGuardError::InvalidCounter
+                    | WireGuardError::WrongTai64nTimestamp,
+                ),
+            ) => return Err(Refused::Replayed),
+            (
+                _,
+                TunnResult::Err(
+                    WireGuardError::NoCurrentSession | WireGuardError::WrongIndex | WireGuardError::UnexpectedPacket,
+                ),
+            ) => return Err(Refused::UnknownSession),
+            _ => return Err(Refused::Invalid),
+        })
+    }
+}
+
+/// Whether boringtun keeps the sessions of both indices in one slot, so that the later overwrites the earlier.
+pub(super) const fn same_slot(one: u32, other: u32) -> bool {
+    one % SLOTS == other % SLOTS
+}
+
+/// The sender index of an initiation or a response.
+pub(super) fn sender(message: &[u8]) -> u32 {
+    number(message, 4)
+}
+
+/// The receiver index of a data message.
+pub(super) fn receiver(data: &[u8]) -> u32 {
+    number(data, 4)
+}
+
+/// The receiver index of a response.
+pub(super) fn response_receiver(response: &[u8]) -> u32 {
+    number(response, 8)
+}
+
+fn number(message: &[u8], at: usize) -> u32 {
+    message
+        .get(at..)
+        .and_then(|rest| rest.first_chunk())
+        .map_or(0, |bytes| u32::from_le_bytes(*bytes))
+}
+
+/// The unencrypted ephemeral key of an initiation or a response; zeros where the message is shorter.
+fn ephemeral_key(message: &[u8]) -> [u8; 32] {
+    let at = if message.first() == Some(&kind::INITIATION) {
+        8
+    } else {
+        12
+    };
+    message
+        .get(at..)
+        .and_then(|rest| rest.first_chunk())
+        .copied()
+        .unwrap_or_default()
+}
