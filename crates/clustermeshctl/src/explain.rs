@@ -1,18 +1,16 @@
 //! `clustermeshctl explain`: tells whether a connection is allowed.
 //!
-//! It parses the two ends ([`end`]), finds their addresses in the input ([`locate`]), asks the planner about each pair of
-//! addresses, and prints the answer ([`show`]).
+//! It parses the two ends ([`end`]), finds their addresses in the input ([`locate`]), gets the explanation for each pair of
+//! addresses ([`crate::explanation`]), and prints the answer ([`show`]).
 
 use std::{
     io::{Read, Write},
     net::IpAddr,
 };
 
-use clustermesh_core::plan::explain::{self, Explanation, Rule, Source, Verdict};
-
 use crate::{
     args::{ExplainArgs, Output},
-    inputs,
+    explanation::{Explanation, Rule, Source, Verdict},
     plan::{PlanResult, print},
     problem::Problem,
 };
@@ -110,17 +108,10 @@ fn answer(
     };
     let Located { notes, targets } = targets;
     answer.notes.extend(notes);
-    let naming = inputs::naming(&outcome.inputs.observations.hub);
-    let world = explain::ExplainInputs {
-        meshes: &outcome.meshes,
-        seen: &outcome.inputs.observations,
-        settings: &outcome.settings,
-        naming: &naming,
-        plan: &outcome.plan,
-    };
+    let explainer = outcome.explainer();
     for target in targets {
         let source = source_of_family(&sources, target.to.address);
-        let explanation = explain::explain(&world, &source, &target.to);
+        let explanation = explainer.explain(&source, &target.to);
         answer.rows.push(Row {
             target,
             from: source,

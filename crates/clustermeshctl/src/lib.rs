@@ -15,6 +15,7 @@ use clap::Parser;
 mod args;
 mod document;
 mod explain;
+mod explanation;
 mod inputs;
 mod live;
 mod objects;

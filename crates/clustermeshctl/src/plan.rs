@@ -19,6 +19,7 @@ use kube::Client;
 use crate::{
     args::{GivenArgs, Output, PlanArgs},
     document::{Document, DocumentReader},
+    explanation::Explainer,
     inputs::{self, ClusterSources, Inputs, ReadCluster},
     live::LiveClusters,
     objects::{self, Ignored, Objects},
@@ -251,6 +252,17 @@ impl PlanResult {
             steps,
             settings,
         })
+    }
+
+    pub(crate) fn explainer(&self) -> Explainer<'_> {
+        let seen = &self.inputs.observations;
+        Explainer::new(
+            &self.meshes,
+            seen,
+            &self.settings,
+            &inputs::naming(&seen.hub),
+            &self.plan,
+        )
     }
 
     /// Returns the steps in one entry's cluster for one mesh. `None` = the cluster was not given.

@@ -16,6 +16,7 @@ use clustermesh_core::{
 
 use crate::{
     args::VerifyArgs,
+    explanation::Explainer,
     inputs::ReadCluster,
     plan::{PlanResult, print},
     problem::Problem,
@@ -221,9 +222,12 @@ impl<'a> Verify<'a> {
         );
         let answers = jobs::run(&jobs, stderr).await;
         let interfaces = classify::interfaces_by_node(&answers);
+        let explainer = self.outcome.explainer();
         for (job, answer) in jobs.iter().zip(answers) {
             match answer {
-                Ok(answers) => report.rows.extend(self.classify(&clusters, job, &answers, &interfaces)),
+                Ok(answers) => report
+                    .rows
+                    .extend(self.classify(&explainer, &clusters, job, &answers, &interfaces)),
                 Err(why) => report.not_probed.push(format!("{}: {why}", job.source)),
             }
         }
@@ -289,6 +293,7 @@ impl<'a> Verify<'a> {
 
     fn classify(
         &self,
+        explainer: &Explainer<'_>,
         clusters: &BTreeMap<&str, Cluster<'_>>,
         job: &Job<'_>,
         answers: &Answers,
@@ -300,7 +305,7 @@ impl<'a> Verify<'a> {
             by_target.entry(to).or_default().insert(*socket, what);
         }
         let classifier = classify::Classifier {
-            outcome: self.outcome,
+            explainer,
             source: &job.source,
             from: from.identity,
             is_confined: self.is_confined(from.identity),

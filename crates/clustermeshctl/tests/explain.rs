@@ -194,6 +194,33 @@ fn wireguard_address_allows_no_port_but_ping() {
 }
 
 #[test]
+fn masquerading_by_a_kg_node_is_unknown() {
+    const NOTE: &str = "kg does not keep the source address";
+    let nodes = fs::read_to_string(fixtures().join("kilo/nodes-c2.json")).unwrap();
+    let path_from = |nodes: &Value| {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("nodes.json");
+        fs::write(&path, nodes.to_string()).unwrap();
+        let given = format!(
+            "-f kilo/mesh.yaml --cluster c1=kilo/nodes-c1.json --cluster c2={}",
+            path.display()
+        );
+        let run = run(&format!("explain 10.102.0.5 10.101.4.9 {given} -o json"), "");
+        let answer: Value = serde_json::from_str(&run.out).unwrap_or_else(|_| panic!("{}{}", run.out, run.err));
+        let notes = answer["answers"][0]["notes"].as_array().unwrap();
+        let has_note = notes.iter().any(|note| note.as_str().unwrap().starts_with(NOTE));
+        (answer["answers"][0]["path"]["masqueraded"].clone(), has_note)
+    };
+    let mut nodes: Value = serde_json::from_str(&nodes).unwrap();
+    assert_eq!(path_from(&nodes), (Value::Null, true));
+    for mode in ["policy", "full"] {
+        let agent = json!({"version": "1.0.0", "mode": mode}).to_string();
+        nodes["items"][0]["metadata"]["annotations"]["kilo-clustermesh.io/agent"] = agent.into();
+        assert_eq!(path_from(&nodes), (json!(false), false), "{mode}");
+    }
+}
+
+#[test]
 fn path_shows_which_objects_are_written() {
     let plan = run(&format!("plan {WORLD} -o json"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();

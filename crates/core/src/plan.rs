@@ -15,10 +15,10 @@ mod anchor;
 mod claims;
 mod conflicts;
 mod endpoint;
-pub mod explain;
 mod gateways;
 mod link;
 mod location;
+mod members;
 mod mesh;
 mod networks_in_use;
 mod nodes;
@@ -31,6 +31,8 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use link::{Link, NotConnected};
+pub use members::{MemberView, MeshMembers, members};
 pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedAccess, PlannedPeer, PlannedPolicy, PlannedService,
     PlannedSlice, Reason, Skipped, TargetPlan, Uncovered,

@@ -15,6 +15,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-agent-core", &["clustermesh-core"]),
     ("clustermesh-access", &[]),
     ("clustermesh-daemon", &[]),
+    ("clustermesh-scenarios", &["clustermesh-core"]),
     (
         "clustermesh-controller",
         &[

@@ -2,15 +2,16 @@
 
 use std::{collections::BTreeSet, net::IpAddr};
 
-use clustermesh_core::{
-    mesh::{ClusterIdentity, ObjectName, PortRef, Protocol},
-    plan::explain::{self, Destination, Source},
-};
+use clustermesh_core::mesh::{ClusterIdentity, ObjectName, PortRef, Protocol};
 
 mod owner;
 
 use super::end::{ConnectionEnd, Port};
-use crate::{inputs::ReadCluster, plan::PlanResult};
+use crate::{
+    explanation::{Backend, Destination, Source, backends},
+    inputs::ReadCluster,
+    plan::PlanResult,
+};
 
 /// Why an end was not found.
 pub(super) enum LocateError {
@@ -237,8 +238,8 @@ impl Finder<'_> {
             return Ok(located);
         }
         let port = port.map(|port| (port.protocol, port.port));
-        for backend in explain::backends(&read.member, name, port) {
-            let explain::Backend {
+        for backend in backends(&read.member, name, port) {
+            let Backend {
                 address,
                 node,
                 port,

@@ -1,13 +1,15 @@
 //! Renders the answer as text for people, and as JSON or YAML. Programs read the latter: fields may be added, but never renamed.
 
-use clustermesh_core::{
-    mesh::Protocol,
-    plan::explain::{Hop, Route},
-};
+use clustermesh_core::mesh::Protocol;
 use serde::Serialize;
 
 use super::{Answer, Row, is_table};
-use crate::{args::Output, page, problem::Problem};
+use crate::{
+    args::Output,
+    explanation::{Hop, Route, Verdict},
+    page,
+    problem::Problem,
+};
 
 /// Renders the answer in the requested format.
 pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Problem>> {
@@ -182,7 +184,7 @@ struct PolicyReport<'a> {
 }
 
 /// The verdict as one word, for programs.
-fn word(verdict: clustermesh_core::plan::explain::Verdict) -> String {
+fn word(verdict: Verdict) -> String {
     format!("{verdict:?}")
 }
 

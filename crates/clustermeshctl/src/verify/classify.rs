@@ -1,4 +1,4 @@
-//! Compares the answer of each socket with the plan ([`explain`]): as planned, a violation, or not answered; through the tunnel
+//! Compares the answer of each socket with the plan ([`crate::explanation`]): as planned, a violation, or not answered; through the tunnel
 //! or on the underlay.
 
 use std::{
@@ -6,17 +6,14 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_core::{
-    mesh::{ClusterIdentity, Protocol},
-    plan::explain::{self, Destination, Explanation, Source, Verdict},
-};
+use clustermesh_core::mesh::{ClusterIdentity, Protocol};
 
 use super::{
     ProbeSource,
     jobs::{Answer, Answers},
     sockets::Socket,
 };
-use crate::{inputs, plan::PlanResult};
+use crate::explanation::{Destination, Explainer, Explanation, Rule, Source, Verdict};
 
 /// Which path the packets of a connection take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +89,7 @@ pub(super) fn interfaces_by_node(answers: &[Result<Answers, String>]) -> Interfa
 
 /// Classifies the answers to one probe source.
 pub(super) struct Classifier<'a> {
-    pub(super) outcome: &'a PlanResult,
+    pub(super) explainer: &'a Explainer<'a>,
     pub(super) source: &'a ProbeSource,
     pub(super) from: &'a ClusterIdentity,
     /// The source may reach only what is granted, also on the underlay.
@@ -151,53 +148,31 @@ impl Classifier<'_> {
         row
     }
 
-    /// Returns the planner's explanation of each socket, in the same order.
+    /// Returns the explanation of each socket, in the same order.
     fn explanations(&self, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
-        let naming = inputs::naming(&self.outcome.inputs.observations.hub);
-        let world = explain::ExplainInputs {
-            meshes: &self.outcome.meshes,
-            seen: &self.outcome.inputs.observations,
-            settings: &self.outcome.settings,
-            naming: &naming,
-            plan: &self.outcome.plan,
-        };
-        // One question for the socket itself and one for each of its backends. A mirrored Service has only the backends.
-        let mut questions: Vec<Destination> = Vec::new();
-        let mut owners: Vec<usize> = Vec::new();
-        for (number, (socket, what)) in sockets.iter().enumerate() {
-            let own = (!what.is_mirror).then(|| (socket.ip(), what.node.clone(), (Protocol::Tcp, socket.port())));
-            let behind = what.backends.iter().map(|b| (b.address, b.node.clone(), b.port));
-            for (address, node, port) in own.into_iter().chain(behind) {
-                owners.push(number);
-                questions.push(Destination {
-                    cluster: target.clone(),
-                    node,
-                    address,
-                    port: Some(port),
-                });
-            }
-        }
-        let mut explained: Vec<Option<Explanation>> = questions.iter().map(|_| None).collect();
-        for v4 in [true, false] {
-            let of_family = |destination: &Destination| destination.address.is_ipv4() == v4;
-            let own = self.answers.addresses.iter().find(|address| address.is_ipv4() == v4);
+        let explain = |address: IpAddr, node: Option<String>, port| {
+            let mut own = self.answers.addresses.iter();
             let source = Source {
                 cluster: self.from.clone(),
                 node: Some(self.source.node.clone()),
-                address: own.copied(),
+                address: own.find(|own| own.is_ipv4() == address.is_ipv4()).copied(),
             };
-            let of_this_family: Vec<Destination> = questions.iter().filter(|to| of_family(to)).cloned().collect();
-            let mut answers = explain::explain_each(&world, &source, &of_this_family).into_iter();
-            for (slot, _) in explained.iter_mut().zip(&questions).filter(|(_, to)| of_family(to)) {
-                *slot = answers.next();
-            }
-        }
-        let mut parts: Vec<Vec<Explanation>> = sockets.values().map(|_| Vec::new()).collect();
-        for (owner, answer) in owners.into_iter().zip(explained) {
-            parts[owner].extend(answer);
-        }
-        let parts = parts.into_iter().zip(sockets.values());
-        parts.map(|(parts, what)| combine(parts, what)).collect()
+            let destination = Destination {
+                cluster: target.clone(),
+                node,
+                address,
+                port: Some(port),
+            };
+            self.explainer.explain(&source, &destination)
+        };
+        let of_socket = |(socket, what): (&SocketAddr, &&Socket)| {
+            // A mirrored Service has only its backends.
+            let own =
+                (!what.is_mirror).then(|| explain(socket.ip(), what.node.clone(), (Protocol::Tcp, socket.port())));
+            let behind = what.backends.iter().map(|b| explain(b.address, b.node.clone(), b.port));
+            combine(own.into_iter().chain(behind).collect(), what)
+        };
+        sockets.iter().map(of_socket).collect()
     }
 
     fn path(&self, socket: SocketAddr, what: &Socket) -> (Path, Option<String>) {
@@ -271,7 +246,7 @@ fn combine(mut parts: Vec<Explanation>, what: &Socket) -> Explanation {
     };
     if what.is_mirror && parts.is_empty() {
         return Explanation {
-            rule: explain::Rule::NotGranted,
+            rule: Rule::NotGranted,
             message: "its Service has no endpoint".to_owned(),
             mesh: None,
             route: None,

@@ -9,15 +9,15 @@ use std::{
 use clustermesh_core::{
     mesh::{ObjectName, Protocol},
     observe::{AccessSpec, Claim, Gateway},
-    plan::{
-        Settings,
-        explain::{self, Backend},
-    },
+    plan::Settings,
 };
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 
-use crate::inputs::ReadCluster;
+use crate::{
+    explanation::{Backend, backends},
+    inputs::ReadCluster,
+};
 
 /// Probed on every address of a node, in addition to the infrastructure ports.
 const SSH: u16 = 22;
@@ -142,7 +142,7 @@ fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessS
         };
         for address in gateway.addresses.iter().map(IpAddr::to_canonical) {
             for (port, granted) in &grants {
-                let backends = explain::backends(member, &granted.service, None);
+                let backends = backends(member, &granted.service, None);
                 let should_answer = gateway.ready && backends.iter().any(|backend| backend.ready);
                 let what = format!("gateway {name} for Service {}", granted.service);
                 sockets.add(address, *port, socket(what, should_answer));
@@ -230,7 +230,7 @@ fn add_service(
         .filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP")
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
-        let backends = explain::backends(&read.member, name, Some((Protocol::Tcp, number)));
+        let backends = backends(&read.member, name, Some((Protocol::Tcp, number)));
         // The endpoints of a mirrored Service are in another cluster, whose objects are not known here.
         let is_mirrored = read
             .member
@@ -298,7 +298,7 @@ fn gateway_backends(
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
     let names = ports.iter().filter(|own| (own.protocol, own.port) == key);
     let names: BTreeSet<&str> = names.map(|own| &*own.name).collect();
-    let backends = explain::backends(member, service, Some(key));
+    let backends = backends(member, service, Some(key));
     let is_service_ready = backends.iter().any(|backend| backend.ready);
     let accesses = planned.iter().filter(|access| access.sandbox == sandbox);
     let grants = accesses.flat_map(|access| &access.grants);
@@ -344,7 +344,7 @@ pub(super) fn mirror(
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = match sandbox {
             Some((name, planned)) => gateway_backends(to, name, planned, remote, number),
-            None => explain::backends(&to.member, remote, Some((Protocol::Tcp, number))),
+            None => backends(&to.member, remote, Some((Protocol::Tcp, number))),
         };
         for at in cluster_ips(service) {
             let backends: BTreeSet<Backend> = backends

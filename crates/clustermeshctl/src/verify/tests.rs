@@ -79,7 +79,7 @@ fn row(
         .map(|socket| (socket.ip(), Some(interface(socket.ip()).to_owned())))
         .collect();
     let classifier = Classifier {
-        outcome,
+        explainer: &outcome.explainer(),
         source: &source,
         from: identity(cluster),
         is_confined: cluster == "notebooks",

@@ -10,7 +10,7 @@ use crate::{
 
 /// How a source is connected to a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Link {
+pub enum Link {
     /// Both are cluster-meshed.
     Meshed,
     /// The source is a sandbox with a grant for a Service of the target.
@@ -21,7 +21,7 @@ pub(super) enum Link {
 
 /// Why two members are not connected. The name is that of the entry which causes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum NotConnected {
+pub enum NotConnected {
     /// Both entries are the same cluster.
     SameCluster,
     /// This entry has the profile standard.

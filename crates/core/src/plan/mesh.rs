@@ -14,20 +14,20 @@ use crate::{
     ownership::{self, Claimant, Ownership},
 };
 
-/// Plans one mesh.
-pub(super) struct MeshPlanner<'a> {
-    pub(super) mesh: &'a Mesh,
+/// Plans one mesh. `'a` = the observed state, `'p` = the other inputs.
+pub(super) struct MeshPlanner<'a, 'p> {
+    pub(super) mesh: &'p Mesh,
     /// All meshes of this hub, oldest first.
-    pub(super) all: &'a [&'a Mesh],
+    pub(super) all: &'p [&'p Mesh],
     /// The accepted networks of all meshes.
-    pub(super) accepted: &'a claims::Accepted,
+    pub(super) accepted: &'p claims::Accepted,
     pub(super) seen: &'a Observations,
-    pub(super) settings: &'a Settings,
-    pub(super) naming: &'a dyn Naming,
+    pub(super) settings: &'p Settings,
+    pub(super) naming: &'p dyn Naming,
     /// All meshes of this hub, as owners of objects.
-    pub(super) claimants: &'a [Claimant],
+    pub(super) claimants: &'p [Claimant],
     /// Names that older meshes use in each cluster.
-    pub(super) used: &'a BTreeMap<ClusterIdentity, target::UsedNames>,
+    pub(super) used: &'p BTreeMap<ClusterIdentity, target::UsedNames>,
 }
 
 /// The members of a mesh and their nodes: the inputs of each target's plan.
@@ -40,7 +40,7 @@ pub(super) struct PreparedMesh<'a> {
     pub(super) not_enforcing: BTreeSet<String>,
 }
 
-impl<'a> MeshPlanner<'a> {
+impl<'a, 'p> MeshPlanner<'a, 'p> {
     pub(super) fn plan(&self) -> MeshPlan {
         let mesh = self.mesh;
         let mut planned = MeshPlan {
@@ -214,7 +214,7 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// The mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
-    fn quarantined_by(&self, entry: &Cluster) -> Option<&'a MeshId> {
+    fn quarantined_by(&self, entry: &Cluster) -> Option<&'p MeshId> {
         let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
         let mut asking = meshes.filter(|mesh| {
             let mut entries = mesh.clusters.iter();

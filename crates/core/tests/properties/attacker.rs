@@ -10,13 +10,11 @@ use clustermesh_core::{
     observe::{Claim, Endpoint, Member, Node, Observation, Server},
     plan::{Plan, Reason},
 };
+use clustermesh_scenarios::{Scenario, apply_plan, identity, planned, sandboxed};
 use ipnet::IpNet;
 use proptest::{collection, option, prelude::*, sample::select};
 
-use crate::{
-    sandbox::{sandboxed, state_without},
-    scenario::{Scenario, apply_plan, identity, planned},
-};
+use crate::sandbox::state_without;
 
 /// A Node of the attacker, built from the values of other members.
 #[derive(Debug, Clone)]

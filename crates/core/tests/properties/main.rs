@@ -1,7 +1,5 @@
 //! Property tests: the rules of the planner hold for generated hostile input.
 
 mod attacker;
-mod explain;
 mod plan;
 mod sandbox;
-mod scenario;

@@ -14,10 +14,9 @@ use clustermesh_core::{
     ownership::Ownership,
     plan::{Fact, Plan, Settings},
 };
+use clustermesh_scenarios::{Scenario, after_writes, identity, node, ownership_of, planned, scenario, steps};
 use ipnet::IpNet;
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
-
-use crate::scenario::{Scenario, after_writes, identity, node, ownership_of, planned, scenario, steps};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]

@@ -3,55 +3,46 @@
 
 use std::collections::BTreeMap;
 
-use super::{Destination, ExplainInputs, Explanation, Rule, Source, bounds, member, packet::PacketTrace, port_text};
-use crate::{
+use clustermesh_core::{
     mesh::{Mesh, ObjectName, PortRef},
-    observe::Observation,
-    plan::{
-        Fact,
-        link::{self, Link, NotConnected},
-        mesh::PreparedMesh,
-        target::MeshMember,
-    },
+    observe::{Observation, Observations},
+    plan::{Fact, Link, MemberView, NotConnected, Plan},
 };
+
+use super::{Destination, Explanation, Rule, Source, bounds, member, packet::PacketTrace, port_text};
 
 /// One question about one mesh.
 pub(super) struct Query<'q> {
-    pub(super) inputs: &'q ExplainInputs<'q>,
+    pub(super) seen: &'q Observations,
+    pub(super) plan: &'q Plan,
     pub(super) mesh: &'q Mesh,
-    pub(super) prepared: &'q PreparedMesh<'q>,
     /// Name of the source's entry.
     pub(super) source: &'q str,
     /// Name of the destination's entry.
     pub(super) target: &'q str,
+    pub(super) source_member: MemberView<'q>,
+    pub(super) target_member: MemberView<'q>,
     pub(super) from: &'q Source,
     pub(super) to: &'q Destination,
 }
 
-impl Query<'_> {
+impl<'q> Query<'q> {
     pub(super) fn answer(&self) -> Explanation {
         let denied = self.not_connected().or_else(|| self.unobserved());
-        denied.unwrap_or_else(|| match link::between(self.target(), self.source()) {
-            Some(Link::Sandbox) => self.answer_for_sandbox(),
+        denied.unwrap_or_else(|| match self.target_member.link_from(&self.source_member) {
+            Ok(Link::Sandbox) => self.answer_for_sandbox(),
             _ => PacketTrace { query: self }.follow(),
         })
     }
 
-    fn mesh_member(&self, name: &str) -> &MeshMember<'_> {
-        &self.prepared.mesh_members[name]
-    }
-
-    pub(super) fn source(&self) -> &MeshMember<'_> {
-        self.mesh_member(self.source)
-    }
-
-    pub(super) fn target(&self) -> &MeshMember<'_> {
-        self.mesh_member(self.target)
+    /// Both entries, each with its name.
+    fn both(&self) -> [(&'q str, MemberView<'q>); 2] {
+        [(self.source, self.source_member), (self.target, self.target_member)]
     }
 
     /// The facts that the plan reports about this mesh.
     pub(super) fn facts(&self) -> impl Iterator<Item = &Fact> {
-        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
+        let plan = self.plan.meshes.get(&self.mesh.id);
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
@@ -67,8 +58,7 @@ impl Query<'_> {
                 ),
             );
         }
-        let (source, target) = (self.source(), self.target());
-        match link::connectivity(target, source) {
+        match self.target_member.link_from(&self.source_member) {
             Err(not_connected) => return Some(self.explain_not_connected(&not_connected)),
             Ok(Link::Grantor) => {
                 return deny(
@@ -82,8 +72,8 @@ impl Query<'_> {
             }
             Ok(Link::Meshed | Link::Sandbox) => {}
         }
-        for name in [self.source, self.target] {
-            if self.mesh_member(name).cluster.quarantine {
+        for (name, member) in self.both() {
+            if member.cluster().quarantine {
                 let fact_message = self.facts().find_map(|fact| match fact {
                     Fact::Quarantined { cluster, message } if cluster == name => Some(message.clone()),
                     _ => None,
@@ -107,12 +97,12 @@ impl Query<'_> {
         if let Some(message) = missing {
             return Explanation::new(Rule::NoGateway, message);
         }
-        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
+        let plan = self.plan.meshes.get(&self.mesh.id);
         let accesses = plan.and_then(|plan| plan.targets.get(self.target)).into_iter();
         let mut accesses = accesses.flat_map(|target| &target.accesses);
         let access = accesses.find(|(_, access)| access.source == *self.source);
         let gateways = self
-            .target()
+            .target_member
             .last_observed()
             .into_iter()
             .flat_map(|member| &member.gateways);
@@ -150,10 +140,10 @@ impl Query<'_> {
 
     /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
-        let member = self.target().last_observed()?;
+        let member = self.target_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
         let access_exists = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
-        let plan = self.inputs.plan.meshes.get(&self.mesh.id)?;
+        let plan = self.plan.meshes.get(&self.mesh.id)?;
         let mut peers = plan.targets.get(self.source)?.peers.values();
         let has_peer =
             peers.any(|peer| peer.source == self.target && peer.spec.allowed_ips.contains(&self.to.address.into()));
@@ -215,25 +205,19 @@ impl Query<'_> {
 
     /// Answers for a member that was not observed, or that lacks the Peer CRD.
     fn unobserved(&self) -> Option<Explanation> {
-        for name in [self.source, self.target] {
-            let mesh_member = self.mesh_member(name);
-            if mesh_member.last_observed().is_none() {
-                let why = mesh_member
-                    .observed
-                    .and_then(Observation::trouble)
-                    .unwrap_or("not observed");
+        for (name, member) in self.both() {
+            if member.last_observed().is_none() {
+                let observation = member.observation();
+                let why = observation.and_then(Observation::trouble).unwrap_or("not observed");
                 return Some(Explanation::new(
                     Rule::MemberUnseen,
                     format!("cluster {name:?} was not observed ({why}), so its Nodes and objects are not known"),
                 ));
             }
         }
-        let missing = [self.source, self.target].into_iter().find(|name| {
-            self.mesh_member(name)
-                .last_observed()
-                .is_some_and(|member| member.peers.is_none())
-        });
-        missing.map(|name| {
+        let has_no_crd = |member: &MemberView<'_>| member.last_observed().is_some_and(|member| member.peers.is_none());
+        let missing = self.both().into_iter().find(|(_, member)| has_no_crd(member));
+        missing.map(|(name, _)| {
             Explanation::new(
                 Rule::PeerCRDMissing,
                 format!("cluster {name:?} has no CRD peers.kilo.squat.ai; install the agent's manifests there"),
@@ -243,13 +227,13 @@ impl Query<'_> {
 
     /// Lists the grants of the source, as a sentence for a message.
     pub(super) fn grants_text(&self) -> String {
-        let source = self.source();
-        if source.cluster.egress.is_empty() {
+        let source = self.source_member.cluster();
+        if source.egress.is_empty() {
             return format!("Cluster {:?} has no grants", self.source);
         }
-        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
+        let plan = self.plan.meshes.get(&self.mesh.id);
         let reports = || plan.into_iter().flat_map(|plan| &plan.egress);
-        let grants = source.cluster.egress.iter().map(|grant| {
+        let grants = source.egress.iter().map(|grant| {
             let ports: Vec<String> = grant
                 .ports
                 .iter()
@@ -280,7 +264,7 @@ impl Query<'_> {
 
     /// Why no Peer in the source's cluster contains the destination.
     pub(super) fn explain_missing_peer(&self) -> Explanation {
-        let target = &self.target().cluster;
+        let target = self.target_member.cluster();
         let address = self.to.address;
         if let Some(node) = &self.to.node
             && let Some(skipped) = self.skipped(self.target, node, self.source)
@@ -301,7 +285,7 @@ impl Query<'_> {
             Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
             _ => None,
         });
-        let has_nodes = member(self.inputs.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
+        let has_nodes = member(self.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
         match no_anchor {
             Some(message) => Explanation::new(
                 Rule::NoAnchor,
@@ -324,7 +308,7 @@ impl Query<'_> {
 
     /// Explains that a Node was skipped, with its reason. `target` = the entry that should have its Peer.
     pub(super) fn skipped(&self, cluster: &str, node: &str, target: &str) -> Option<Explanation> {
-        let report = self.inputs.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
+        let report = self.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
         let elsewhere = |message: &str| {
             message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {target:?}"))
         };

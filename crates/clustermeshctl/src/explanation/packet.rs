@@ -3,14 +3,14 @@
 
 use std::{collections::BTreeSet, net::IpAddr};
 
-use ipnet::IpNet;
-
-use super::{Explanation, Hop, Route, Rule, Verdict, bounds, connectivity::Query, member, port_text};
-use crate::{
+use clustermesh_core::{
     mesh::{ClusterIdentity, Profile, Protocol},
     observe::{Claim, Member, PolicySpec, Server},
     plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan},
 };
+use ipnet::IpNet;
+
+use super::{Explanation, Hop, Route, Rule, Verdict, bounds, connectivity::Query, member, port_text};
 
 /// Follows the packets of one query.
 pub(super) struct PacketTrace<'q> {
@@ -64,7 +64,7 @@ fn matching_prefix(peer: &PlannedPeer, address: IpAddr) -> Option<IpNet> {
 impl PacketTrace<'_> {
     pub(super) fn follow(&self) -> Explanation {
         let query = self.query;
-        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
+        let (plan, from, to) = (query.plan, query.from, query.to);
         let carrying = peers(plan, &from.cluster, &to.cluster)
             .filter_map(|(name, peer)| Some((matching_prefix(peer, to.address)?, name, peer)))
             .max_by_key(|(net, name, _)| (net.prefix_len(), *name));
@@ -76,14 +76,9 @@ impl PacketTrace<'_> {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
-        let registered = query
-            .prepared
-            .registries
-            .get(query.target)
-            .map_or(&[][..], |registry| &registry.registered);
-        let own = registered.iter().find(|node| node.node == peer.node);
-        let meshed = query.source().cluster.profile == Profile::ClusterMeshed;
-        let anchored = meshed && own.is_some_and(|node| !node.prefixes.iter().any(|own| own.contains(&prefix)));
+        let own = query.target_member.prefixes(&peer.node);
+        let meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
+        let anchored = meshed && own.is_some_and(|own| !own.iter().any(|own| own.contains(&prefix)));
         let mut route = Route {
             out,
             anchored,
@@ -116,14 +111,14 @@ impl PacketTrace<'_> {
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
         let from = self.query.from;
         let replaced = from.address.is_some_and(|address| address != seen_as);
-        let source = member(self.query.inputs.seen, &from.cluster);
+        let source = member(self.query.seen, &from.cluster);
         let node = from.node.as_deref().and_then(|node| source?.nodes.get(node));
         let kg_alone = node.is_some_and(|node| node.server == Server::Kilo);
         (replaced || from.address.is_none() || !kg_alone).then_some(replaced)
     }
 
     fn hop(&self, holder: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
-        let existing = member(self.query.inputs.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
+        let existing = member(self.query.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
         Hop {
             peer: name.to_owned(),
             node: peer.node.clone(),
@@ -136,7 +131,7 @@ impl PacketTrace<'_> {
     /// Peer of its node contains it, else the WireGuard address of its node.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
-        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
+        let (plan, from, to) = (query.plan, query.from, query.to);
         let family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
         let all = || peers(plan, &to.cluster, &from.cluster);
         let own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
@@ -150,9 +145,7 @@ impl PacketTrace<'_> {
         let by_leader = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
-            let leads = &query.prepared.registries.get(query.source)?.segments;
-            let followed = |leader: &str| leads.followers.get(leader).is_some_and(|all| all.contains(&node));
-            let candidates = all().filter(|(_, peer)| followed(&peer.node));
+            let candidates = all().filter(|(_, peer)| query.source_member.is_led_by(node, &peer.node));
             let (net, name, peer) = candidates
                 .filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)))
                 .max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
@@ -160,7 +153,7 @@ impl PacketTrace<'_> {
         };
         let masqueraded = || {
             let node = from.node.as_deref()?;
-            let source = member(query.inputs.seen, &from.cluster)?;
+            let source = member(query.seen, &from.cluster)?;
             let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
             let mut candidates = all().filter(|(_, peer)| peer.node == node);
             let (net, name, peer) =
@@ -192,7 +185,7 @@ impl PacketTrace<'_> {
     /// Evaluates the policies of both clusters.
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
-        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
+        let (plan, from, to) = (query.plan, query.from, query.to);
         // A closed policy also denies connections toward its member.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
@@ -205,7 +198,7 @@ impl PacketTrace<'_> {
                 ),
             );
         }
-        let Some(target) = member(query.inputs.seen, &to.cluster) else {
+        let Some(target) = member(query.seen, &to.cluster) else {
             return Explanation::new(
                 Rule::MemberUnseen,
                 format!("cluster {:?} was not observed", query.target),
@@ -248,7 +241,7 @@ impl PacketTrace<'_> {
                     "{} lies outside the networks that cluster {:?} opens to other members ({})",
                     to.address,
                     query.target,
-                    bounds(&query.target().cluster)
+                    bounds(query.target_member.cluster())
                 ),
             );
         }

@@ -1,6 +1,11 @@
 //! Applies a plan to a scenario: the state after every step was written.
 
-use super::*;
+use clustermesh_core::{
+    diff::{Item, Step},
+    observe::{Member, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Service, Slice},
+};
+
+use crate::{Scenario, planned, steps};
 
 fn write(member: &mut Member, step: &Step) {
     let owner = step.owner.clone();
@@ -65,7 +70,7 @@ fn write(member: &mut Member, step: &Step) {
 }
 
 /// Applies all steps, and stores the accepted and anchored networks in the status of each mesh, as the controller does.
-pub(crate) fn apply_plan(scenario: &Scenario) -> Scenario {
+pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);
     let steps = steps(&plan, scenario);
     let mut after = scenario.clone();

@@ -1,4 +1,4 @@
-//! Property tests for `explain`: its answers agree with a second, independent evaluation that only reads the planned Peers, policies
+//! Property tests: the answers agree with a second, independent evaluation that only reads the planned Peers, policies
 //! and SandboxAccesses and knows no rule of the planner.
 
 use std::{
@@ -10,18 +10,13 @@ use clustermesh_core::{
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, PodNetwork, Protocol},
     observe::{Claim, Member, Observation, PolicySpec, Server},
-    plan::{
-        Plan, Settings, TargetPlan,
-        explain::{self, Destination, Source, Verdict, explain},
-    },
+    plan::{Plan, Settings, TargetPlan},
 };
+use clustermesh_scenarios::{Scenario, TestNaming, identity, ip, planned, sandboxed, scenario};
 use ipnet::IpNet;
 use proptest::{option, prelude::*, sample::select};
 
-use crate::{
-    sandbox::sandboxed,
-    scenario::{Scenario, TestNaming, identity, ip, planned, scenario},
-};
+use super::{Destination, Explainer, Explanation, Source, Verdict};
 
 /// The plans of all meshes for one cluster, each with a function that resolves the names of sources in that mesh.
 fn target_plans<'p>(
@@ -279,15 +274,9 @@ fn likely_question() -> impl Strategy<Value = (Source, Destination)> {
     })
 }
 
-fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> explain::Explanation {
-    let scenario = explain::ExplainInputs {
-        meshes: &scenario.meshes,
-        seen: &scenario.seen,
-        settings: &Settings::default(),
-        naming: &TestNaming,
-        plan,
-    };
-    explain(&scenario, from, to)
+fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> Explanation {
+    let Scenario { meshes, seen } = scenario;
+    Explainer::new(meshes, seen, &Settings::default(), &TestNaming, plan).explain(from, to)
 }
 
 /// Whether the Peer of another node contains the address of `from`, because kg uses location granularity: which one is decided by

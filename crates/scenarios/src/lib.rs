@@ -1,0 +1,166 @@
+//! Generates scenarios for property tests: meshes and the observed state of their members.
+//!
+//! Most values are the cluster's own (networks, keys), so that Peers are planned. Others come from small shared pools, so that
+//! names, keys, addresses and labels of different clusters collide. [`scenario`] is the usual start; [`sandboxed`] has a sandbox
+//! with a valid grant.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use clustermesh_core::{
+    diff::{Step, diff},
+    mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
+    observe::{Claim, Observation, Observations, Owner},
+    ownership::{self, Ownership},
+    plan::{Naming, Plan, Settings, plan},
+};
+use proptest::{collection, option, prelude::*, sample::select};
+
+mod applied;
+mod member;
+mod mesh;
+mod sandbox;
+mod values;
+
+pub use applied::apply_plan;
+pub use member::{gateway_name, member, node};
+pub use sandbox::sandboxed;
+pub use values::ip;
+
+use member::NODES;
+use mesh::mesh;
+
+/// Readable names of objects, as the API crate's names but without its limits.
+#[derive(Debug, Clone, Copy)]
+pub struct TestNaming;
+
+impl Naming for TestNaming {
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
+        let tail = if taken {
+            format!("-{}", mesh.namespace)
+        } else {
+            String::new()
+        };
+        format!("{}--{cluster}--{node}{tail}", mesh.name)
+    }
+
+    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
+        let tail = if taken {
+            format!("-{}", mesh.namespace)
+        } else {
+            String::new()
+        };
+        format!("{}--{cluster}{tail}", mesh.name)
+    }
+
+    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+        identity.to_string()
+    }
+
+    fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {
+        format!(
+            "{}-{}-{}-{}-{index}",
+            service.name,
+            mesh.namespace,
+            mesh.name,
+            if v6 { 6 } else { 4 }
+        )
+    }
+}
+
+/// The `n`-th of the three clusters. The first is the hub itself.
+pub fn identity(n: usize) -> ClusterIdentity {
+    if n == 0 {
+        return ClusterIdentity::Local;
+    }
+    let name = format!("s{n}");
+    ClusterIdentity::Secret {
+        namespace: "one".into(),
+        name,
+        key: "value".into(),
+        context: None,
+    }
+}
+
+/// One to three meshes of the clusters `c0`, `c1`, `c2`, and what was observed in these clusters.
+#[derive(Debug, Clone)]
+pub struct Scenario {
+    /// The meshes.
+    pub meshes: Vec<Mesh>,
+    /// The observed state.
+    pub seen: Observations,
+}
+
+/// An initial scenario, or one in which plans were written and some nodes then publish nothing, as while kg restarts.
+pub fn scenario() -> BoxedStrategy<Scenario> {
+    let stopped = option::of(collection::vec((0usize..3, select(&NODES[..])), 0..5));
+    let scenario = (initial(), stopped).prop_map(|(scenario, stopped)| {
+        let Some(stopped) = stopped else { return scenario };
+        let mut scenario = after_writes(scenario);
+        for (n, name) in stopped {
+            let Some(Observation::Fresh(member)) = scenario.seen.members.get_mut(&identity(n)) else {
+                continue;
+            };
+            if let Some(node) = member.nodes.get_mut(name) {
+                (node.public_key, node.wireguard_ip) = (Claim::Absent, Claim::Absent);
+                (node.kilo_endpoint, node.kilo_internal_ip, node.granularity) = (Claim::Absent, None, None);
+            }
+        }
+        scenario
+    });
+    scenario.boxed()
+}
+
+/// The scenario after four plans were written. It takes several plans until nothing changes: a later plan may use what an earlier
+/// one freed, and a held Node may lose its Peer.
+pub fn after_writes(scenario: Scenario) -> Scenario {
+    (0..4).fold(scenario, |scenario, _| apply_plan(&scenario))
+}
+
+fn initial() -> impl Strategy<Value = Scenario> {
+    let observed = |n| {
+        prop_oneof![
+            12 => member(n).prop_map(Observation::Fresh),
+            1 => member(n).prop_map(|member| Observation::Stale(member, "watch broken".into())),
+            1 => Just(Observation::Unreachable("refused".into())),
+            1 => Just(Observation::Missing("no Secret".into())),
+        ]
+    };
+    let members = (observed(0), observed(1), observed(2));
+    (collection::vec(mesh(), 1..4), members).prop_map(|(mut meshes, (a, b, c))| {
+        let mut ids = BTreeSet::new();
+        meshes.retain(|mesh| ids.insert(mesh.id.clone()));
+        let members = (0..).zip([a, b, c]).map(|(n, member)| (identity(n), member));
+        let resolved = BTreeMap::from([("a.example".to_owned(), "192.0.2.7".parse().unwrap())]);
+        Scenario {
+            meshes,
+            seen: Observations {
+                members: members.collect(),
+                hub: "hub".into(),
+                resolved,
+            },
+        }
+    })
+}
+
+/// The plan of a scenario.
+pub fn planned(scenario: &Scenario) -> Plan {
+    plan(&scenario.meshes, &scenario.seen, &Settings::default(), &TestNaming)
+}
+
+/// The writes that each observed member still needs.
+pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Step>> {
+    let fresh = scenario
+        .seen
+        .members
+        .iter()
+        .filter_map(|(identity, member)| Some((identity, member.fresh()?)));
+    fresh
+        .map(|(identity, member)| (identity.clone(), diff(plan, identity, member)))
+        .collect()
+}
+
+/// Who owns an object, from the meshes of a plan.
+pub fn ownership_of<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
+    ownership::of(owner, &plan.hub, &plan.claimants)
+}
