@@ -17,7 +17,7 @@ use crate::problem::{FilePosition, Problem};
 
 mod read;
 
-pub(crate) use read::read;
+pub(crate) use read::{read, read_keys};
 
 #[cfg(test)]
 mod tests;
@@ -26,8 +26,21 @@ mod tests;
 #[derive(Debug)]
 pub(crate) struct Document {
     /// As in [`FilePosition`].
-    pub(crate) file: String,
+    file: String,
+    /// As in [`FilePosition`].
+    number: Option<usize>,
     pub(crate) tree: Tree,
+}
+
+impl Document {
+    /// A line of this document, counted from the start of the file.
+    pub(crate) fn position(&self, line: u64) -> FilePosition {
+        FilePosition {
+            file: self.file.clone(),
+            line,
+            document: self.number,
+        }
+    }
 }
 
 /// A value and its first line, counted from 1.
@@ -53,17 +66,31 @@ pub(crate) enum Value {
 
 impl Tree {
     /// The value under a key of a map.
-    pub(crate) fn get(&self, key: &str) -> Option<&Self> {
+    fn get(&self, key: &str) -> Option<&Self> {
         match &self.value {
             Value::Map(entries) => entries.iter().find(|(k, _)| k == key).map(|(_, tree)| tree),
             _ => None,
         }
     }
 
-    /// The text under a key of a map.
-    pub(crate) fn text(&self, key: &str) -> Option<&str> {
+    /// Whether it is a map with this key.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.get(key).is_some()
+    }
+
+    /// The entries of a list under a key of a map. Kubernetes writes an empty list as `null`.
+    pub(crate) fn list(&self, key: &str) -> Option<&[Self]> {
         match &self.get(key)?.value {
-            Value::Text(text) => Some(text),
+            Value::List(entries) => Some(entries),
+            Value::Null => Some(&[]),
+            _ => None,
+        }
+    }
+
+    /// An entry of a list.
+    fn item(&self, index: usize) -> Option<&Self> {
+        match &self.value {
+            Value::List(items) => items.get(index),
             _ => None,
         }
     }
@@ -72,8 +99,8 @@ impl Tree {
     pub(crate) fn line_of(&self, field: &str) -> u64 {
         let mut at = self;
         for part in field.split(['.', '[']) {
-            let next = match (&at.value, part.strip_suffix(']')) {
-                (Value::List(items), Some(index)) => index.parse::<usize>().ok().and_then(|index| items.get(index)),
+            let next = match part.strip_suffix(']').map(str::parse) {
+                Some(Ok(index)) => at.item(index),
                 _ => at.get(part),
             };
             match next {
@@ -90,6 +117,25 @@ impl From<Spanned<Value>> for Tree {
         Self {
             line: spanned.defined.line(),
             value: spanned.value,
+        }
+    }
+}
+
+/// Without the lines.
+impl From<&Tree> for serde_json::Value {
+    fn from(tree: &Tree) -> Self {
+        match &tree.value {
+            Value::Null => Self::Null,
+            Value::Bool(value) => Self::from(*value),
+            Value::Int(value) => Self::from(*value),
+            Value::Uint(value) => Self::from(*value),
+            Value::Float(value) => Self::from(*value),
+            Value::Text(value) => Self::from(&**value),
+            Value::List(entries) => entries.iter().map(Self::from).collect(),
+            Value::Map(entries) => {
+                let entries = entries.iter().map(|(key, tree)| (key.clone(), Self::from(tree)));
+                Self::Object(entries.collect())
+            }
         }
     }
 }
@@ -179,14 +225,17 @@ pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
             position: Some(FilePosition {
                 file: file.to_owned(),
                 line,
+                document: None,
             }),
             message: format!("is not YAML or JSON: {}", error.without_snippet()),
         }
     })?;
-    Ok(trees
-        .into_iter()
-        .map(|tree| Document {
+    let is_one_of_several = trees.len() > 1;
+    Ok((1..)
+        .zip(trees)
+        .map(|(number, tree)| Document {
             file: file.to_owned(),
+            number: is_one_of_several.then_some(number),
             tree: tree.into(),
         })
         .collect())
@@ -252,6 +301,7 @@ fn position(path: &Path) -> Option<FilePosition> {
     Some(FilePosition {
         file: path.display().to_string(),
         line: 0,
+        document: None,
     })
 }
 

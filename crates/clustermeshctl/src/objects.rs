@@ -15,7 +15,7 @@ use k8s_openapi::api::{
     discovery::v1::EndpointSlice,
 };
 use kube::Resource;
-use serde::de::DeserializeOwned;
+use serde::{Deserialize, de::DeserializeOwned};
 
 use crate::{
     document::{self, Document, Tree},
@@ -25,19 +25,32 @@ use crate::{
 /// One object of a document, not deserialized yet.
 #[derive(Debug, Clone)]
 pub(crate) struct Item<'a> {
-    pub(crate) file: &'a str,
-    pub(crate) tree: &'a Tree,
+    document: &'a Document,
+    tree: &'a Tree,
     api_version: String,
     kind: String,
+    metadata: HeaderMetadata,
+}
+
+/// What every object has. The items of a typed list, such as `NodeList`, may lack apiVersion and kind.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Header {
+    api_version: Option<String>,
+    kind: Option<String>,
+    metadata: Option<HeaderMetadata>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+struct HeaderMetadata {
+    namespace: Option<String>,
+    name: Option<String>,
 }
 
 impl Item<'_> {
     /// The position of one of its fields.
     pub(crate) fn position(&self, field: &str) -> FilePosition {
-        FilePosition {
-            file: self.file.to_owned(),
-            line: self.tree.line_of(field),
-        }
+        self.document.position(self.tree.line_of(field))
     }
 
     fn is<T: Resource<DynamicType = ()>>(&self) -> bool {
@@ -47,21 +60,32 @@ impl Item<'_> {
     /// Deserializes it. Also returns the fields that its type does not have, each with its line.
     fn read<T: DeserializeOwned>(&self) -> Result<(T, Vec<(String, u64)>), Problem> {
         document::read(self.tree).map_err(|error| Problem {
-            position: Some(FilePosition {
-                file: self.file.to_owned(),
-                line: error.line,
-            }),
-            message: format!("{self}: {error}"),
+            position: Some(self.document.position(error.line)),
+            message: format!("{self}: {error}: {}", self.remedy(&error.field)),
         })
+    }
+
+    /// How a user corrects a field.
+    fn remedy(&self, field: &str) -> String {
+        let mut path = self.kind.to_lowercase();
+        // kubectl knows neither indices nor the keys of labels and annotations.
+        for part in field
+            .split('.')
+            .take_while(|part| !["labels", "annotations"].contains(part))
+        {
+            path.push('.');
+            path.push_str(part.split('[').next().unwrap_or(part));
+        }
+        let path = path.trim_end_matches('.');
+        format!("correct it, or save the object again; `kubectl explain {path}` describes the field")
     }
 }
 
 /// Kind, namespace (if any) and name.
 impl fmt::Display for Item<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = |key| self.tree.get("metadata").and_then(|metadata| metadata.text(key));
         f.write_str(&self.kind)?;
-        match (text("namespace"), text("name")) {
+        match (&self.metadata.namespace, &self.metadata.name) {
             (Some(namespace), Some(name)) => write!(f, " {namespace}/{name}"),
             (None, Some(name)) => write!(f, " {name}"),
             (_, None) => Ok(()),
@@ -74,57 +98,66 @@ pub(crate) fn items(documents: &[Document]) -> Result<Vec<Item<'_>>, Vec<Problem
     let mut items = Vec::new();
     let mut problems = Vec::new();
     for document in documents {
-        unpack(&document.file, &document.tree, None, &mut items, &mut problems);
+        unpack(document, &document.tree, None, &mut items, &mut problems);
     }
     if problems.is_empty() { Ok(items) } else { Err(problems) }
 }
 
-/// Adds the object of a tree, or the objects of a list. `list_type` is the apiVersion and kind of the items of a typed list, such
-/// as `NodeList`. Its items may lack them.
+/// Adds the object of a tree, or the objects of a list. `list_type` is the apiVersion and kind of the items of a typed list.
 fn unpack<'a>(
-    file: &'a str,
+    document: &'a Document,
     tree: &'a Tree,
     list_type: Option<(&str, &str)>,
     items: &mut Vec<Item<'a>>,
     problems: &mut Vec<Problem>,
 ) {
-    let kind = tree.text("kind").or(list_type.map(|(_, kind)| kind));
-    let api_version = tree.text("apiVersion").or(list_type.map(|(version, _)| version));
-    let mut refuse = |field: &str, message: &str| {
+    let mut refuse = |line: u64, message: String| {
         problems.push(Problem {
-            position: Some(FilePosition {
-                file: file.to_owned(),
-                line: tree.line_of(field),
-            }),
-            message: message.to_owned(),
+            position: Some(document.position(line)),
+            message,
         });
     };
+    let header: Header = match document::read_keys(tree, &["apiVersion", "kind", "metadata"]) {
+        Ok(header) => header,
+        Err(error) => {
+            refuse(error.line, format!("is not a Kubernetes object: {error}: {SAVE_AGAIN}"));
+            return;
+        }
+    };
+    let kind = header.kind.as_deref().or(list_type.map(|(_, kind)| kind));
+    let api_version = header.api_version.as_deref().or(list_type.map(|(version, _)| version));
     let (Some(kind), Some(api_version)) = (kind, api_version) else {
-        refuse("kind", "is not a Kubernetes object: apiVersion or kind is missing");
+        refuse(
+            tree.line_of("kind"),
+            format!("is not a Kubernetes object: apiVersion or kind is missing: {SAVE_AGAIN}"),
+        );
         return;
     };
-    let listed = kind.strip_suffix("List").zip(tree.get("items"));
-    let Some((item_kind, list)) = listed else {
+    let Some(item_kind) = kind.strip_suffix("List").filter(|_| tree.has("items")) else {
         items.push(Item {
-            file,
+            document,
             tree,
             api_version: api_version.to_owned(),
             kind: kind.to_owned(),
+            metadata: header.metadata.unwrap_or_default(),
         });
         return;
     };
-    match &list.value {
-        document::Value::List(entries) => {
-            let list_type = (!item_kind.is_empty()).then_some((api_version, item_kind));
-            for entry in entries {
-                unpack(file, entry, list_type, items, problems);
-            }
-        }
-        // The API server writes an empty list in this form.
-        document::Value::Null => {}
-        _ => refuse("items", &format!("{kind}: items: is not a list")),
+    let Some(entries) = tree.list("items") else {
+        refuse(
+            tree.line_of("items"),
+            format!("{kind}: items: is not a list: {SAVE_AGAIN}"),
+        );
+        return;
+    };
+    let list_type = (!item_kind.is_empty()).then_some((api_version, item_kind));
+    for entry in entries {
+        unpack(document, entry, list_type, items, problems);
     }
 }
+
+/// The remedy for a file that has no objects.
+const SAVE_AGAIN: &str = "save the objects with `kubectl get KIND -A -o yaml`";
 
 /// Kinds that no command needs, with the number of their objects.
 pub(crate) type Ignored = BTreeMap<String, usize>;
@@ -151,11 +184,11 @@ pub(crate) fn meshes<'a>(
                         .into_iter()
                         .filter(|(field, _)| is_relevant(field))
                         .map(|(field, line)| Problem {
-                            position: Some(FilePosition {
-                                file: item.file.to_owned(),
-                                line,
-                            }),
-                            message: format!("{item}: {field}: a ClusterMesh has no such field"),
+                            position: Some(item.document.position(line)),
+                            message: format!(
+                                "{item}: {field}: a ClusterMesh has no such field: remove it or correct its name; `kubectl explain \
+                                 clustermesh.spec --recursive` lists the fields"
+                            ),
                         }),
                 );
                 meshes.push((item.clone(), mesh));
@@ -253,7 +286,7 @@ impl Collector {
         let Some(name) = metadata.name.clone().filter(|name| !name.is_empty()) else {
             self.problems.push(Problem {
                 position: Some(item.position("metadata")),
-                message: format!("{item}: metadata.name: is missing"),
+                message: format!("{item}: metadata.name: is missing: {SAVE_AGAIN}"),
             });
             return;
         };

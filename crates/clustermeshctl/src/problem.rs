@@ -9,13 +9,19 @@ pub(crate) struct FilePosition {
     pub(crate) file: String,
     /// Starts at 1; 0 = the whole file.
     pub(crate) line: u64,
+    /// The number of the document, from 1, if the file has several. Empty documents do not count.
+    pub(crate) document: Option<usize>,
 }
 
 impl fmt::Display for FilePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
-            0 => f.write_str(&self.file),
-            line => write!(f, "{}:{line}", self.file),
+            0 => f.write_str(&self.file)?,
+            line => write!(f, "{}:{line}", self.file)?,
+        }
+        match self.document {
+            None => Ok(()),
+            Some(number) => write!(f, " (document {number})"),
         }
     }
 }

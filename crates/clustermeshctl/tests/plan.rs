@@ -307,13 +307,43 @@ fn malformed_object_is_reported_with_file_line_and_field() {
     assert_eq!(
         run.err,
         format!(
-            "error: {}:8: Node n1: spec.podCIDRs: invalid type: string \"10.0.0.0/24\", expected a sequence\n\
-             error: {}:3: Peer p: spec: missing field `publicKey`\n",
+            "error: {}:8: Node n1: spec.podCIDRs: invalid type: string \"10.0.0.0/24\", expected a sequence: \
+             correct it, or save the object again; `kubectl explain node.spec.podCIDRs` describes the field\n\
+             error: {}:3: Peer p: spec: missing field `publicKey`: \
+             correct it, or save the object again; `kubectl explain peer.spec` describes the field\n",
             path("a.yaml"),
             path("b.json")
         )
     );
     assert_eq!((run.code, &*run.out), (Some(1), ""));
+}
+
+#[test]
+fn wrong_field_is_reported_with_its_document() {
+    let object = |kind: &str, name: &str, spec: &str| {
+        format!("apiVersion: v1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec: {spec}\n")
+    };
+    let nodes = [
+        object("Node", "n1", "{}"),
+        object("Node", "n2", "{}"),
+        object("Node", "n3", "\n  taints:\n  - key: a\n    effect: [NoSchedule]"),
+        object("Node", "n4", "{unschedulable: 1}"),
+        "kind: 7\n".to_owned(),
+    ];
+    let run = plan_of("-f agents/mesh.yaml --cluster mgmt=-", &nodes[..4].join("---\n"));
+    assert_eq!(
+        run.err,
+        "error: -:17 (document 3): Node n3: spec.taints[0].effect: invalid type: sequence, expected a string: correct it, or save the \
+         object again; `kubectl explain node.spec.taints.effect` describes the field\n\
+         error: -:22 (document 4): Node n4: spec.unschedulable: invalid type: integer `1`, expected a boolean: correct it, or save \
+         the object again; `kubectl explain node.spec.unschedulable` describes the field\n"
+    );
+    let run = plan_of("-f agents/mesh.yaml --cluster mgmt=-", &nodes[3..].join("---\n"));
+    assert_eq!(
+        run.err,
+        "error: -:6 (document 2): is not a Kubernetes object: kind: invalid type: integer `7`, expected a string: save the objects \
+         with `kubectl get KIND -A -o yaml`\n"
+    );
 }
 
 #[test]
@@ -333,7 +363,8 @@ fn misspelt_mesh_field_is_refused() {
     let run = plan_of("-f -", &mesh);
     assert_eq!(
         run.err,
-        "error: -:16: ClusterMesh meshes/prod: spec.clusters[1].isolationprofile: a ClusterMesh has no such field\n"
+        "error: -:16: ClusterMesh meshes/prod: spec.clusters[1].isolationprofile: a ClusterMesh has no such field: remove it or \
+         correct its name; `kubectl explain clustermesh.spec --recursive` lists the fields\n"
     );
 }
 

@@ -1,23 +1,20 @@
 //! Deserializes a [`Tree`] into a typed value. Errors contain the field and the line.
 
-use std::{cell::RefCell, fmt};
+use std::fmt;
 
-use serde::{
-    de::{
-        self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor,
-        value::StrDeserializer,
-    },
-    forward_to_deserialize_any,
-};
+use serde::de::DeserializeOwned;
+use serde_ignored::Path;
+use serde_json::Value;
+use serde_path_to_error::Segment;
 
-use super::{Tree, Value};
+use super::Tree;
 
 /// A field that does not fit its type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FieldError {
     /// `spec.allowedIPs[0]`; empty = the whole tree.
     pub(crate) field: String,
-    /// Starts at 1; 0 = not known yet.
+    /// Starts at 1.
     pub(crate) line: u64,
     pub(crate) message: String,
 }
@@ -31,175 +28,78 @@ impl fmt::Display for FieldError {
     }
 }
 
-impl std::error::Error for FieldError {}
-
-impl de::Error for FieldError {
-    fn custom<T: fmt::Display>(message: T) -> Self {
-        Self {
-            field: String::new(),
-            line: 0,
-            message: message.to_string(),
-        }
-    }
-}
-
 /// Deserializes a tree. Also returns the fields that the type does not have, each with its line.
 ///
 /// # Errors
 /// The first field that does not fit its type.
 pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, u64)>), FieldError> {
-    let unknown = RefCell::new(Vec::new());
-    let reader = Reader {
-        tree,
-        path: &Path::Root,
-        unknown: &unknown,
-    };
-    let value = T::deserialize(reader)?;
-    Ok((value, unknown.into_inner()))
+    deserialize(tree, &Value::from(tree))
 }
 
-/// The path from the root. It becomes text only in an error.
-enum Path<'p> {
-    Root,
-    Key(&'p Path<'p>, &'p str),
-    Index(&'p Path<'p>, usize),
+/// As [`read`], but reads only these keys of a map.
+///
+/// # Errors
+/// The first field that does not fit its type.
+pub(crate) fn read_keys<T: DeserializeOwned>(tree: &Tree, keys: &[&str]) -> Result<T, FieldError> {
+    let present = keys
+        .iter()
+        .filter_map(|key| Some(((*key).to_owned(), Value::from(tree.get(key)?))));
+    let (read, _) = deserialize(tree, &Value::Object(present.collect()))?;
+    Ok(read)
 }
 
-impl fmt::Display for Path<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Root => Ok(()),
-            Self::Key(Self::Root, key) => f.write_str(key),
-            Self::Key(parent, key) => write!(f, "{parent}.{key}"),
-            Self::Index(parent, index) => write!(f, "{parent}[{index}]"),
+/// `value` = the tree, or a part of it, without the lines.
+fn deserialize<T: DeserializeOwned>(tree: &Tree, value: &Value) -> Result<(T, Vec<(String, u64)>), FieldError> {
+    let mut track = serde_path_to_error::Track::new();
+    let mut unknown = Vec::new();
+    let mut note_unknown = |path: Path<'_>| unknown.push(field(&path));
+    let deserializer = serde_path_to_error::Deserializer::new(value, &mut track);
+    let read = T::deserialize(serde_ignored::Deserializer::new(deserializer, &mut note_unknown));
+    match read {
+        Ok(value) => {
+            let with_line = |field: String| {
+                let line = tree.line_of(&field);
+                (field, line)
+            };
+            Ok((value, unknown.into_iter().map(with_line).collect()))
+        }
+        Err(error) => {
+            let path = track.path();
+            let is_root = path.iter().next().is_none();
+            let field = if is_root { String::new() } else { path.to_string() };
+            Err(FieldError {
+                line: line_at(tree, path.iter()),
+                field,
+                message: error.to_string(),
+            })
         }
     }
 }
 
-struct Reader<'t, 'p> {
-    tree: &'t Tree,
-    path: &'p Path<'p>,
-    unknown: &'p RefCell<Vec<(String, u64)>>,
+/// The line of the value at a path, or of its innermost existing parent. Keys may contain dots, so it is not that of the path's text.
+fn line_at<'p>(tree: &Tree, path: impl Iterator<Item = &'p Segment>) -> u64 {
+    let mut at = tree;
+    for segment in path {
+        let next = match segment {
+            Segment::Map { key } => at.get(key),
+            Segment::Seq { index } => at.item(*index),
+            Segment::Enum { .. } | Segment::Unknown => None,
+        };
+        let Some(next) = next else { break };
+        at = next;
+    }
+    at.line
 }
 
-impl Reader<'_, '_> {
-    fn locate(&self, mut error: FieldError) -> FieldError {
-        if error.line == 0 {
-            error.line = self.tree.line;
-            error.field = self.path.to_string();
-        }
-        error
-    }
-}
-
-impl<'de, 't> Deserializer<'de> for Reader<'t, '_> {
-    type Error = FieldError;
-
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
-        let read = match &self.tree.value {
-            Value::Null => visitor.visit_unit(),
-            Value::Bool(value) => visitor.visit_bool(*value),
-            Value::Int(value) => visitor.visit_i64(*value),
-            Value::Uint(value) => visitor.visit_u64(*value),
-            Value::Float(value) => visitor.visit_f64(*value),
-            Value::Text(value) => visitor.visit_str(value),
-            Value::List(items) => visitor.visit_seq(Items {
-                parent: &self,
-                items: items.iter().enumerate(),
-            }),
-            Value::Map(entries) => visitor.visit_map(Entries {
-                parent: &self,
-                entries: entries.iter(),
-                value: None,
-            }),
-        };
-        read.map_err(|error| self.locate(error))
-    }
-
-    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
-        match self.tree.value {
-            Value::Null => visitor.visit_none(),
-            _ => visitor.visit_some(self),
-        }
-    }
-
-    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, FieldError> {
-        visitor.visit_newtype_struct(self)
-    }
-
-    fn deserialize_enum<V: Visitor<'de>>(
-        self,
-        _: &'static str,
-        _: &'static [&'static str],
-        visitor: V,
-    ) -> Result<V::Value, FieldError> {
-        let read = match &self.tree.value {
-            Value::Text(word) => {
-                let word: StrDeserializer<'_, FieldError> = word.as_str().into_deserializer();
-                visitor.visit_enum(word)
-            }
-            _ => Err(de::Error::custom("expected a word")),
-        };
-        read.map_err(|error| self.locate(error))
-    }
-
-    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
-        self.unknown.borrow_mut().push((self.path.to_string(), self.tree.line));
-        visitor.visit_unit()
-    }
-
-    forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
-        tuple_struct map struct identifier
-    }
-}
-
-struct Items<'t, 'p> {
-    parent: &'p Reader<'t, 'p>,
-    items: std::iter::Enumerate<std::slice::Iter<'t, Tree>>,
-}
-
-impl<'de> SeqAccess<'de> for Items<'_, '_> {
-    type Error = FieldError;
-
-    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, FieldError> {
-        let Some((index, tree)) = self.items.next() else {
-            return Ok(None);
-        };
-        let reader = Reader {
-            tree,
-            path: &Path::Index(self.parent.path, index),
-            unknown: self.parent.unknown,
-        };
-        seed.deserialize(reader).map(Some)
-    }
-}
-
-struct Entries<'t, 'p> {
-    parent: &'p Reader<'t, 'p>,
-    entries: std::slice::Iter<'t, (String, Tree)>,
-    value: Option<&'t (String, Tree)>,
-}
-
-impl<'de> MapAccess<'de> for Entries<'_, '_> {
-    type Error = FieldError;
-
-    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, FieldError> {
-        self.value = self.entries.next();
-        let Some((key, _)) = self.value else { return Ok(None) };
-        let key: StrDeserializer<'_, FieldError> = key.as_str().into_deserializer();
-        seed.deserialize(key).map(Some)
-    }
-
-    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, FieldError> {
-        let Some((key, tree)) = self.value.take() else {
-            return Err(de::Error::custom("a value was read before its key"));
-        };
-        let reader = Reader {
-            tree,
-            path: &Path::Key(self.parent.path, key),
-            unknown: self.parent.unknown,
-        };
-        seed.deserialize(reader)
+/// A path as in [`FieldError::field`].
+fn field(path: &Path<'_>) -> String {
+    match path {
+        Path::Root => String::new(),
+        Path::Seq { parent, index } => format!("{}[{index}]", field(parent)),
+        Path::Map { parent, key } => match &*field(parent) {
+            "" => key.clone(),
+            parent => format!("{parent}.{key}"),
+        },
+        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => field(parent),
     }
 }
