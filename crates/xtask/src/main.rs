@@ -56,7 +56,7 @@ enum Command {
     Manifests(Drift),
     /// Write docs/threats-index.md from the tags in the tests.
     Threats(Drift),
-    /// Check that crates import only what ARCHITECTURE.md allows.
+    /// Check the dependencies: imports against ARCHITECTURE.md, licences, and crates in several versions.
     Deps,
 }
 

@@ -1,0 +1,172 @@
+//! Checks that the crates of the workspace import only what ARCHITECTURE.md allows.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Dependency, Metadata};
+
+/// Each crate, and the crates of this workspace that it may import.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("clustermesh-core", &[]),
+    ("clustermesh-api", &["clustermesh-core"]),
+    ("clustermesh-agent-core", &["clustermesh-core"]),
+    ("clustermesh-access", &[]),
+    ("clustermesh-daemon", &[]),
+    ("clustermesh-scenarios", &["clustermesh-core"]),
+    (
+        "clustermesh-controller",
+        &[
+            "clustermesh-access",
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-daemon",
+        ],
+    ),
+    (
+        "wg-agent",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "clustermesh-daemon",
+            "wg-userspace",
+        ],
+    ),
+    ("wg-userspace", &[]),
+    (
+        "clustermeshctl",
+        &["clustermesh-access", "clustermesh-core", "clustermesh-api"],
+    ),
+    (
+        "clustermesh-lab",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-controller",
+            "wg-agent",
+        ],
+    ),
+    (
+        "clustermesh-fuzz",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "wg-agent",
+            "wg-userspace",
+        ],
+    ),
+    (
+        "clustermesh-tests",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "clustermesh-lab",
+            "wg-agent",
+        ],
+    ),
+    ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
+    ("clustermesh-bench", &["clustermesh-lab", "xtask"]),
+];
+
+/// Each pure crate, and the third-party crates that it may import: no runtime, client, clock or log.
+const PURE: &[(&str, &[&str])] = &[
+    ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
+    ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
+];
+
+/// Crates that are useful without this project: their tests and examples import none of ours either.
+const STANDALONE: &[&str] = &["wg-userspace"];
+
+/// Every import that is not allowed.
+pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
+    let ours: BTreeSet<&str> = metadata.ours().map(|package| &*package.name).collect();
+    let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
+    let pure: BTreeMap<&str, &[&str]> = PURE.iter().copied().collect();
+    let mut wrong = Vec::new();
+    for package in metadata.ours() {
+        let Some(allowed) = allowed.get(&*package.name) else {
+            wrong.push(format!(
+                "{}: this crate is in no list; say in ARCHITECTURE.md what it may import",
+                package.name
+            ));
+            continue;
+        };
+        // Dev-dependencies are allowed: tests may use the lab.
+        let is_standalone = STANDALONE.contains(&&*package.name);
+        let counts = |dependency: &&Dependency| is_standalone || dependency.kind.as_deref() != Some("dev");
+        for dependency in package.dependencies.iter().filter(counts) {
+            if ours.contains(&*dependency.name) && !allowed.contains(&&*dependency.name) {
+                wrong.push(format!("{} -> {}", package.name, dependency.name));
+            }
+            if let Some(pure) = pure.get(&*package.name)
+                && !ours.contains(&*dependency.name)
+                && !pure.contains(&&*dependency.name)
+            {
+                wrong.push(format!("{} -> {}: a pure crate", package.name, dependency.name));
+            }
+        }
+    }
+    wrong
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deps::Package;
+
+    fn metadata(edges: &[(&str, &[&str])]) -> Metadata {
+        let packages = edges.iter().map(|(name, to)| Package {
+            name: (*name).into(),
+            version: "0.1.0".into(),
+            license: None,
+            source: None,
+            dependencies: to
+                .iter()
+                .map(|to| Dependency {
+                    name: (*to).into(),
+                    kind: None,
+                })
+                .collect(),
+        });
+        Metadata {
+            packages: packages.collect(),
+        }
+    }
+
+    #[test]
+    fn unlisted_import_and_runtime_in_a_pure_crate_are_listed() {
+        let metadata = metadata(&[
+            ("clustermesh-core", &["tokio", "ipnet"]),
+            (
+                "clustermesh-api",
+                &["clustermesh-core", "clustermesh-controller", "kube"],
+            ),
+            ("clustermesh-controller", &["clustermesh-core"]),
+            ("newcomer", &[]),
+        ]);
+        assert_eq!(
+            violations(&metadata),
+            vec![
+                "clustermesh-core -> tokio: a pure crate",
+                "clustermesh-api -> clustermesh-controller",
+                "newcomer: this crate is in no list; say in ARCHITECTURE.md what it may import",
+            ]
+        );
+    }
+
+    #[test]
+    fn standalone_crate_imports_none_of_ours_for_tests_either() {
+        let mut metadata = metadata(&[
+            ("clustermesh-lab", &["wg-agent"]),
+            ("wg-agent", &["clustermesh-lab", "wg-userspace"]),
+            ("wg-userspace", &["clustermesh-lab", "proptest"]),
+        ]);
+        for package in &mut metadata.packages {
+            for dependency in package.dependencies.iter_mut().filter(|d| d.name != "wg-userspace") {
+                dependency.kind = Some("dev".into());
+            }
+        }
+        assert_eq!(violations(&metadata), vec!["wg-userspace -> clustermesh-lab"]);
+    }
+}
