@@ -10,7 +10,7 @@ use std::{
     process::ExitCode,
 };
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 mod args;
 mod document;
@@ -26,6 +26,12 @@ mod problem;
 mod verify;
 
 use args::{Args, Command};
+
+/// The command line, for a check of documents that contain commands.
+#[must_use]
+pub fn command() -> clap::Command {
+    Args::command()
+}
 
 /// Runs one command. `args` begins with the program's name.
 ///

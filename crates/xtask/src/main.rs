@@ -4,6 +4,8 @@
 mod crds;
 mod demo;
 mod deps;
+#[cfg(test)]
+mod examples;
 mod fuzz;
 mod images;
 mod leftovers;
