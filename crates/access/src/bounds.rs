@@ -17,7 +17,7 @@ use crate::memory::{Account, Charge, OverBudget};
 
 /// Bytes of one answer, and of one line of a watch. An object of etcd is 1.5 MiB at most.
 pub const MAX_ANSWER: usize = 4 * 1024 * 1024;
-/// Memory that parsing one answer or one line may take, as [`Weight`] estimates it.
+/// Memory that parsing one answer or one line may take, as `Weight` estimates it.
 pub const MAX_PARSED: usize = 16 * 1024 * 1024;
 
 /// The body is held as frames, as one buffer and as text while kube collects it.

@@ -1,5 +1,26 @@
 //! Makes a Kubernetes client from a kubeconfig, either a member's Secret (hostile input, checked) or the user's own, for the
 //! controller and `clustermeshctl`.
+//!
+//! # Example
+//!
+//! A kubeconfig that names a program is refused, because the controller would run it:
+//!
+//! ```
+//! use clustermesh_access::{kubeconfig::HubHosts, member, memory::Account};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() {
+//! let kubeconfig = b"
+//! current-context: edge
+//! contexts: [{name: edge, context: {cluster: edge, user: admin}}]
+//! clusters: [{name: edge, cluster: {server: 'https://edge.example:6443', certificate-authority-data: LS0tLS1C}}]
+//! users: [{name: admin, user: {exec: {command: aws, apiVersion: client.authentication.k8s.io/v1}}}]
+//! ";
+//! let refused = member(kubeconfig, None, &HubHosts::default(), &Account::alone(64 << 20)).await;
+//! let message = refused.err().unwrap().to_string();
+//! assert!(message.starts_with("the kubeconfig has users[].user.exec, which is refused"), "{message}");
+//! # }
+//! ```
 #![forbid(unsafe_code)]
 
 use std::{error::Error, path::Path};

@@ -101,7 +101,7 @@ pub struct Sets {
     pub closed: BTreeSet<IpNet>,
 }
 
-/// Input of [`desired`], validated by [`crate::compile`].
+/// Input of [`desired`], validated by [`crate::compile()`].
 #[derive(Debug, Clone)]
 pub struct Plan<'a> {
     /// The numbers and names in the chains.

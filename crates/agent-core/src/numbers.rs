@@ -40,5 +40,5 @@ pub const METRIC_UNREACHABLE: u32 = 4096;
 
 /// Name of the one nftables table, of family inet.
 pub const NFT_TABLE: &str = "clustermesh";
-/// A Peer with more allowedIPs is refused. Bounds the work of [`crate::compile`] and the kernel.
+/// A Peer with more allowedIPs is refused. Bounds the work of [`crate::compile()`] and the kernel.
 pub const MAX_ALLOWED_IPS: usize = 1000;

@@ -60,7 +60,7 @@ pub enum Kind {
     Other,
 }
 
-/// Input of [`desired`], validated by [`crate::compile`].
+/// Input of [`desired`], validated by [`crate::compile()`].
 #[derive(Debug, Clone, Default)]
 pub struct Plan {
     /// Addresses of the device.

@@ -2,6 +2,31 @@
 //! plain values of `clustermesh_core`.
 //!
 //! The API group `kilo.squat.ai` is written only in this crate.
+//!
+//! # Example
+//!
+//! [`convert::mesh::to_core`] checks a ClusterMesh, and names each field that is wrong:
+//!
+//! ```
+//! use clustermesh_api::{convert, mesh::ClusterMesh};
+//!
+//! let mut mesh: ClusterMesh = serde_json::from_value(serde_json::json!({
+//!     "apiVersion": "kilo.squat.ai/v1alpha1",
+//!     "kind": "ClusterMesh",
+//!     "metadata": {"name": "demo", "namespace": "clustermesh"},
+//!     "spec": {"clusters": [
+//!         {"name": "hub", "local": true, "allowedNetworks": ["10.10.0.0/16"]},
+//!         {"name": "edge", "kubeconfigSecretRef": {"name": "edge"}, "allowedNetworks": ["10.20.0.0/16"]},
+//!     ]},
+//! }))?;
+//! let (core, warnings) = convert::mesh::to_core(&mesh).unwrap();
+//! assert_eq!((&*core.clusters[1].name, warnings.len()), ("edge", 0));
+//!
+//! mesh.spec.clusters[1].allowed_networks = vec!["10.20.0.0/33".into()];
+//! let findings = convert::mesh::to_core(&mesh).unwrap_err();
+//! assert_eq!(findings[0].field, "spec.clusters[1].allowedNetworks[0]");
+//! # Ok::<(), serde_json::Error>(())
+//! ```
 #![forbid(unsafe_code)]
 
 pub mod annotations;

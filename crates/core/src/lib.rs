@@ -3,6 +3,96 @@
 //! [`plan::plan`] turns all meshes and the observed state of their members into one [`plan::Plan`]. [`diff::diff`] lists the
 //! writes for one member. [`status`] derives the conditions of a mesh. Everything here is a pure function over plain values:
 //! no I/O, no clock (time is passed in as durations), no Kubernetes client types.
+//!
+//! # Example
+//!
+//! A mesh of two clusters. The node of `hub` becomes a Peer in `edge`:
+//!
+//! ```
+//! use clustermesh_core::{
+//!     diff::{Action, diff},
+//!     key::PublicKey,
+//!     mesh::{Cluster, ClusterIdentity, Mesh, MeshId},
+//!     observe::{Claim, Endpoint, Member, Node, Observation, Observations},
+//!     plan::{Settings, plan},
+//! };
+//! # use clustermesh_core::mesh::{Addressing, ObjectName, PodNetwork, Profile};
+//! # struct Names;
+//! # impl clustermesh_core::plan::Naming for Names {
+//! #     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, _: bool) -> String {
+//! #         format!("{}--{cluster}--{node}", mesh.name)
+//! #     }
+//! #     fn policy(&self, mesh: &MeshId, cluster: &str, _: bool) -> String {
+//! #         format!("{}--{cluster}", mesh.name)
+//! #     }
+//! #     fn sandbox(&self, identity: &ClusterIdentity) -> String {
+//! #         identity.to_string()
+//! #     }
+//! #     fn slice(&self, _: &MeshId, service: &ObjectName, _: bool, index: usize) -> String {
+//! #         format!("{}-{index}", service.name)
+//! #     }
+//! # }
+//! # fn cluster(name: &str, identity: &ClusterIdentity, allowed: &[&str]) -> Cluster {
+//! #     Cluster {
+//! #         name: name.into(),
+//! #         identity: identity.clone(),
+//! #         profile: Profile::ClusterMeshed,
+//! #         addressing: Addressing::Routed,
+//! #         allowed: allowed.iter().map(|net| net.parse().unwrap()).collect(),
+//! #         anchored: None,
+//! #         carriers: Default::default(),
+//! #         anchors: 1,
+//! #         pod_network: PodNetwork::PerNode,
+//! #         exports: vec![],
+//! #         wireguard_port: 51820,
+//! #         persistent_keepalive: 0,
+//! #         endpoint_networks: vec![],
+//! #         egress: vec![],
+//! #         quarantine: false,
+//! #         confined_to: None,
+//! #         max_nodes: 5000,
+//! #     }
+//! # }
+//!
+//! let edge = ClusterIdentity::Secret {
+//!     namespace: "meshes".into(),
+//!     name: "edge-kubeconfig".into(),
+//!     key: "value".into(),
+//!     context: None,
+//! };
+//! let mesh = Mesh {
+//!     id: MeshId { namespace: "meshes".into(), name: "demo".into() },
+//!     clusters: vec![
+//!         cluster("hub", &ClusterIdentity::Local, &["10.1.0.0/16", "100.66.1.0/24"]),
+//!         cluster("edge", &edge, &["10.2.0.0/16", "100.66.2.0/24"]),
+//!     ],
+//!     created: 1,
+//!     paused: false,
+//!     deleting: false,
+//!     adopt_hub: None,
+//!     accepted: Default::default(),
+//! };
+//! // What the nodes of both clusters publish; the CRD of Peers is installed in both.
+//! let node = Node {
+//!     ready: true,
+//!     public_key: Claim::Valid(PublicKey::new([1; 32])),
+//!     wireguard_ip: Claim::Valid("100.66.1.1/24".parse().unwrap()),
+//!     pod_cidrs: vec![Claim::Valid("10.1.7.0/24".parse().unwrap())],
+//!     kilo_endpoint: Claim::Valid(Endpoint::Ip("192.0.2.1:51820".parse().unwrap())),
+//!     ..Node::default()
+//! };
+//! let empty = Member { peers: Some([].into()), ..Member::default() };
+//! let hub = Member { nodes: [("n1".to_owned(), node)].into(), ..empty.clone() };
+//! let seen = Observations {
+//!     members: [(ClusterIdentity::Local, Observation::Fresh(hub)), (edge.clone(), Observation::Fresh(empty.clone()))].into(),
+//!     hub: "id-of-the-hub".into(),
+//!     resolved: [].into(),
+//! };
+//!
+//! let plan = plan(&[mesh], &seen, &Settings::default(), &Names);
+//! let steps = diff(&plan, &edge, &empty);
+//! assert_eq!((steps[0].action, steps[0].item.name()), (Action::Create, "demo--hub--n1".to_owned()));
+//! ```
 #![forbid(unsafe_code)]
 
 pub mod checkin;

@@ -2,6 +2,21 @@
 //!
 //! A program calls [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`] and [`admin::Admin::bind`], spawns
 //! [`admin::Admin::serve`], works until the token is cancelled, and finishes its work in [`drain::within`].
+//!
+//! # Example
+//!
+//! What a program waits for is listed by name, and `/readyz` shows the list:
+//!
+//! ```
+//! use clustermesh_daemon::Readiness;
+//!
+//! let readiness = Readiness::new();
+//! let peers = readiness.pending("the first list of Peers");
+//! assert_eq!(readiness.list(), ["the first list of Peers"]);
+//!
+//! drop(peers);
+//! assert!(readiness.is_ready());
+//! ```
 #![forbid(unsafe_code)]
 
 pub mod admin;

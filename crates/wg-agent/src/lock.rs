@@ -4,7 +4,7 @@
 //!
 //! Only root can open the file, so no other process can keep the agent out. It lies in the directory of the userspace
 //! devices' control sockets: the DaemonSet mounts that directory from the node, so agents in different pods see the
-//! same file. Next to it is the socket of `wg-agent status` ([`crate::status::socket`]).
+//! same file. Next to it is the socket of `wg-agent status` (`status/socket.rs`).
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, Permissions},

@@ -42,7 +42,7 @@ impl Update {
 /// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old` it is the whole
 /// table.
 ///
-/// The sets of a transaction do not change atomically ([`sets`]). So deny elements are added before, and removed after, all others.
+/// The sets of a transaction do not change atomically (`sets`). So deny elements are added before, and removed after, all others.
 /// A change that both adds and removes deny elements replaces the whole table.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {

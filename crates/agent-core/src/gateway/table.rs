@@ -103,7 +103,7 @@ impl Table {
 
     /// Computes the next table between `old` and `desired`. Repeated calls end at `desired`.
     ///
-    /// The result differs from `old` by grants with a total weight of at most [`STEP`], or by one heavier grant. If `old` is `None` or
+    /// The result differs from `old` by grants with a total weight of at most `STEP`, or by one heavier grant. If `old` is `None` or
     /// has another frame, it is replaced by a table without grants.
     ///
     /// Each step is consistent: it allows only what `old` or `desired` allows. Grants are removed first, then changed. Only when no grant

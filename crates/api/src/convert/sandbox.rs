@@ -1,4 +1,4 @@
-//! Converts [`SandboxAccess`] to and from [`observe::AccessSpec`], and [`SandboxGateway`] to [`observe::Gateway`].
+//! Converts [`SandboxAccess`] to and from core's `AccessSpec`, and [`SandboxGateway`] to core's `Gateway`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
