@@ -11,6 +11,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-agent-core", &["clustermesh-core"]),
     ("clustermesh-access", &[]),
     ("clustermesh-daemon", &[]),
+    ("clustermesh-netlink", &[]),
     ("clustermesh-scenarios", &["clustermesh-core"]),
     (
         "clustermesh-controller",
@@ -28,6 +29,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "clustermesh-api",
             "clustermesh-agent-core",
             "clustermesh-daemon",
+            "clustermesh-netlink",
             "wg-userspace",
         ],
     ),

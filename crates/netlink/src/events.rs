@@ -1,0 +1,151 @@
+//! Receives multicast notifications.
+
+use std::io;
+
+use rustix::io::Errno;
+use socket2::{SockFilter, SockRef};
+use tokio::io::{Interest, unix::AsyncFd};
+
+use crate::{
+    Error, Message, Protocol,
+    message::{FIRST_TYPE, split},
+    socket::{connect, receive},
+};
+
+/// Most datagrams that one call returns, so that a flood delays no other task.
+const BATCH: usize = 1_024;
+/// NLMSG_ERROR and NLMSG_OVERRUN.
+const TROUBLE: [u16; 2] = [2, 4];
+
+/// One notification.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A message.
+    Message(Message),
+    /// Events were lost: read everything again.
+    Lost,
+}
+
+/// What to receive.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Subscription<'a> {
+    /// Numbers of multicast groups, for example `RTNLGRP_*` (linux/rtnetlink.h).
+    pub groups: &'a [u32],
+    /// Bytes of the receive buffer, if it should be larger than usual. Best effort.
+    pub receive_buffer: Option<usize>,
+    /// A BPF program that returns how many bytes of a datagram to keep, 0 to drop it.
+    pub filter: Option<&'a [SockFilter]>,
+}
+
+/// A socket for notifications, of the network namespace of the thread that opened it.
+#[derive(Debug)]
+pub struct Events {
+    socket: AsyncFd<netlink_sys::Socket>,
+    buffer: Vec<u8>,
+}
+
+impl Events {
+    /// Subscribes in the network namespace of the calling thread. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Open`].
+    pub fn open(protocol: Protocol, subscription: Subscription<'_>) -> Result<Self, Error> {
+        let Subscription {
+            groups,
+            receive_buffer,
+            filter,
+        } = subscription;
+        let open = || {
+            let socket = connect(protocol)?;
+            if let Some(bytes) = receive_buffer {
+                let _ = SockRef::from(&socket).set_recv_buffer_size(bytes);
+            }
+            // Before the groups are joined, so that nothing arrives unfiltered.
+            if let Some(filter) = filter {
+                SockRef::from(&socket).attach_filter(filter)?;
+            }
+            for group in groups {
+                socket.add_membership(*group)?;
+            }
+            Self::new(socket)
+        };
+        open().map_err(Error::Open)
+    }
+
+    #[allow(unsafe_code, reason = "tokio has no safe way to register a file descriptor")]
+    pub(crate) fn new(socket: netlink_sys::Socket) -> io::Result<Self> {
+        socket.set_non_blocking(true)?;
+        // SAFETY: a `netlink_sys::Socket` owns its descriptor, never changes it, and closes it only when it is dropped. The
+        // `AsyncFd` owns the socket, and nothing here replaces it.
+        let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE) }?;
+        let buffer = Vec::new();
+        Ok(Self { socket, buffer })
+    }
+
+    /// Waits for an event, and returns it with those that have arrived by then. Safe to cancel.
+    ///
+    /// # Errors
+    /// [`Error::Socket`]: the socket failed for good. Subscribe again and read everything.
+    pub async fn next(&mut self) -> Result<Vec<Event>, Error> {
+        loop {
+            let mut ready = self.socket.readable().await.map_err(Error::Socket)?;
+            let buffer = &mut self.buffer;
+            if let Ok(events) = ready.try_io(|socket| drain(socket.get_ref(), buffer)) {
+                let events = events.map_err(Error::Socket)?;
+                // A datagram may contain no event.
+                if !events.is_empty() {
+                    return Ok(events);
+                }
+            }
+        }
+    }
+}
+
+/// Everything that has arrived; `WouldBlock` = nothing.
+fn drain(socket: &netlink_sys::Socket, buffer: &mut Vec<u8>) -> io::Result<Vec<Event>> {
+    let mut events = Vec::new();
+    for number in 0..BATCH {
+        match receive(socket, buffer) {
+            Ok(length) => events.extend(parse_datagram(&buffer[..length])),
+            Err(Errno::AGAIN) if number > 0 => break,
+            Err(Errno::NOBUFS) => events.push(Event::Lost),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(events)
+}
+
+fn parse_datagram(datagram: &[u8]) -> impl Iterator<Item = Event> {
+    split(datagram).filter_map(|message| match message {
+        Ok((header, payload)) if header.message_type >= FIRST_TYPE => {
+            Some(Event::Message(Message::from_parts(header, payload)))
+        }
+        Ok((header, _)) => TROUBLE.contains(&header.message_type).then_some(Event::Lost),
+        Err(_) => Some(Event::Lost),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unreadable_or_overrun_datagram_counts_as_lost_events() {
+        let message = |message_type: u16| {
+            let mut bytes = 20_u32.to_ne_bytes().to_vec();
+            bytes.extend(message_type.to_ne_bytes());
+            bytes.resize(20, 0);
+            bytes
+        };
+        let events = |datagram: &[u8]| parse_datagram(datagram).collect::<Vec<_>>();
+        let link = || Event::Message(Message::new(16, vec![0; 4]));
+        let parsed = events(&[message(16), message(1), message(4)].concat());
+        let [Event::Message(first), Event::Lost] = &parsed[..] else {
+            panic!("{parsed:?}");
+        };
+        assert_eq!(Event::Message(first.clone()), link());
+        assert_eq!(events(&message(16)[..19]), [Event::Lost]);
+        assert_eq!(events(&message(2)), [Event::Lost]);
+        assert_eq!(events(&[]), []);
+    }
+}

@@ -1,0 +1,100 @@
+//! Finds, creates, changes and deletes network interfaces, over a [`Socket`] of [`Protocol::Route`](crate::Protocol).
+
+use netlink_packet_core::DecodeError;
+use netlink_packet_route::{
+    RouteNetlinkMessage,
+    link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+};
+
+use crate::{Errno, Error, Socket};
+
+/// The interface of this name; `None` = there is none.
+///
+/// # Errors
+/// As [`Socket::get`].
+pub fn by_name(socket: &Socket, name: &str) -> Result<Option<LinkMessage>, Error> {
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    find(socket, message)
+}
+
+/// The interface with this index; `None` = there is none.
+///
+/// # Errors
+/// As [`Socket::get`].
+pub fn by_index(socket: &Socket, index: u32) -> Result<Option<LinkMessage>, Error> {
+    find(socket, numbered(index))
+}
+
+fn find(socket: &Socket, message: LinkMessage) -> Result<Option<LinkMessage>, Error> {
+    match socket.get(&RouteNetlinkMessage::GetLink(message)) {
+        Ok(RouteNetlinkMessage::NewLink(link)) => Ok(Some(link)),
+        Ok(_) => Err(DecodeError::from("it is not about an interface").into()),
+        Err(error) if error.errno() == Some(Errno::NODEV) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Creates an interface, which is down, and returns its index.
+///
+/// # Errors
+/// As [`Socket::create`]. [`Errno::OPNOTSUPP`] = the kernel does not have this kind of interface.
+pub fn create(socket: &Socket, name: &str, kind: InfoKind) -> Result<u32, Error> {
+    let mut message = LinkMessage::default();
+    message.attributes = vec![
+        LinkAttribute::IfName(name.to_owned()),
+        LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind)]),
+    ];
+    socket.create(&RouteNetlinkMessage::NewLink(message))?;
+    let link = by_name(socket, name)?.ok_or(Error::Kernel {
+        errno: Errno::NODEV,
+        message: Some("the new interface was deleted at once".to_owned()),
+    })?;
+    Ok(link.header.index)
+}
+
+/// Deletes an interface. A missing one is no error.
+///
+/// # Errors
+/// As [`Socket::change`].
+pub fn delete(socket: &Socket, index: u32) -> Result<(), Error> {
+    match socket.change(&RouteNetlinkMessage::DelLink(numbered(index))) {
+        Err(error) if error.errno() == Some(Errno::NODEV) => Ok(()),
+        result => result,
+    }
+}
+
+/// Brings an interface up.
+///
+/// # Errors
+/// As [`Socket::change`].
+pub fn set_up(socket: &Socket, index: u32) -> Result<(), Error> {
+    let mut message = numbered(index);
+    message.header.flags = LinkFlags::Up;
+    message.header.change_mask = LinkFlags::Up;
+    socket.change(&RouteNetlinkMessage::SetLink(message))
+}
+
+/// Sets the MTU, in bytes.
+///
+/// # Errors
+/// As [`Socket::change`].
+pub fn set_mtu(socket: &Socket, index: u32, mtu: u32) -> Result<(), Error> {
+    set(socket, index, vec![LinkAttribute::Mtu(mtu)])
+}
+
+/// Sets attributes in one request.
+///
+/// # Errors
+/// As [`Socket::change`].
+pub fn set(socket: &Socket, index: u32, attributes: Vec<LinkAttribute>) -> Result<(), Error> {
+    let mut message = numbered(index);
+    message.attributes = attributes;
+    socket.change(&RouteNetlinkMessage::SetLink(message))
+}
+
+fn numbered(index: u32) -> LinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message
+}
