@@ -81,7 +81,7 @@ impl KernelEvents {
             event = tables => event,
             event = resolvers => event,
         };
-        event.unwrap_or_else(|error: std::io::Error| {
+        event.unwrap_or_else(|error: clustermesh_netlink::Error| {
             tracing::warn!(%error, "a subscription to changes of this node ended; opening it again");
             self.routes = route::Watch::open(self.interface.clone()).ok();
             self.tables = firewall::Watch::open().ok();

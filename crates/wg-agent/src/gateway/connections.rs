@@ -3,17 +3,15 @@
 
 use std::{
     collections::BTreeSet,
-    io,
     net::{IpAddr, SocketAddr},
 };
 
 use clustermesh_agent_core::gateway::GrantId;
-use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
+use clustermesh_netlink::{Errno, Error, Protocol, Socket};
 use netlink_packet_netfilter::{
     NetfilterHeader, NetfilterMessage, NetfilterMessageInner, NetfilterProtoFamily,
     conntrack::{ConntrackAttribute, ConntrackMessage, IPTuple, ProtoTuple, Tuple},
 };
-use netlink_sys::{Socket, SocketAddr as Address, protocols::NETLINK_NETFILTER};
 
 /// The size of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read.
 pub(super) fn capacity() -> Option<u64> {
@@ -25,25 +23,25 @@ pub(super) fn capacity() -> Option<u64> {
 ///
 /// # Errors
 /// The kernel refuses, or its answer cannot be parsed.
-pub(super) fn delete_stale(standing: &BTreeSet<(GrantId, SocketAddr)>) -> io::Result<usize> {
+pub(super) fn delete_stale(standing: &BTreeSet<(GrantId, SocketAddr)>) -> Result<usize, Error> {
+    let socket = Socket::open(Protocol::Netfilter)?;
     let mut ended = 0;
     for family in [NetfilterProtoFamily::IPv4, NetfilterProtoFamily::IPv6] {
-        let mut socket = open()?;
-        let mut stale = Vec::new();
-        send(&socket, family, NLM_F_DUMP, ConntrackMessage::Get(Vec::new()))?;
-        dump(&mut socket, |attributes| {
-            let gone = |connection: &Connection| !standing.contains(&(connection.grant, connection.endpoint));
-            stale.extend(
-                connection(attributes)
-                    .filter(gone)
-                    .map(|connection| connection.original),
-            );
+        let message = |message| NetfilterMessage::new(NetfilterHeader::new(family, 0, 0), message);
+        let request = message(ConntrackMessage::Get(Vec::new()));
+        let stale = socket.dump(&request, |answer: NetfilterMessage| {
+            let connection = connection(answer)?;
+            let is_standing = standing.contains(&(connection.grant, connection.endpoint));
+            (!is_standing).then_some(connection.original)
         })?;
         for original in stale {
-            // No acknowledgement: the entry may be gone meanwhile.
-            let message = ConntrackMessage::Delete(vec![ConntrackAttribute::CtaTupleOrig(original)]);
-            send(&socket, family, 0, message)?;
-            ended += 1;
+            let original = vec![ConntrackAttribute::CtaTupleOrig(original)];
+            match socket.change(&message(ConntrackMessage::Delete(original))) {
+                Ok(()) => ended += 1,
+                // It ended meanwhile.
+                Err(error) if error.errno() == Some(Errno::NOENT) => {}
+                Err(error) => return Err(error),
+            }
         }
     }
     Ok(ended)
@@ -56,7 +54,10 @@ struct Connection {
     original: Vec<Tuple>,
 }
 
-fn connection(attributes: Vec<ConntrackAttribute>) -> Option<Connection> {
+fn connection(message: NetfilterMessage) -> Option<Connection> {
+    let NetfilterMessageInner::Conntrack(ConntrackMessage::New(attributes)) = message.inner else {
+        return None;
+    };
     let (mut grant, mut endpoint, mut original) = (None, None, None);
     for attribute in attributes {
         match attribute {
@@ -94,45 +95,4 @@ fn source(tuple: &[Tuple]) -> Option<SocketAddr> {
         }
     }
     Some(SocketAddr::new(ip?, port?))
-}
-
-fn open() -> io::Result<Socket> {
-    let mut socket = Socket::new(NETLINK_NETFILTER)?;
-    socket.bind_auto()?;
-    socket.connect(&Address::new(0, 0))?;
-    Ok(socket)
-}
-
-fn send(socket: &Socket, family: NetfilterProtoFamily, flags: u16, message: ConntrackMessage) -> io::Result<()> {
-    let mut header = NetlinkHeader::default();
-    header.flags = NLM_F_REQUEST | flags;
-    let message = NetfilterMessage::new(NetfilterHeader::new(family, 0, 0), message);
-    let mut message = NetlinkMessage::new(header, NetlinkPayload::from(message));
-    message.finalize();
-    let mut bytes = vec![0; message.buffer_len()];
-    message.serialize(&mut bytes);
-    socket.send(&bytes, 0).map(drop)
-}
-
-/// Reads a multipart answer to its end.
-fn dump(socket: &mut Socket, mut each: impl FnMut(Vec<ConntrackAttribute>)) -> io::Result<()> {
-    loop {
-        let (bytes, _) = socket.recv_from_full()?;
-        let mut rest = &bytes[..];
-        while !rest.is_empty() {
-            let message = NetlinkMessage::<NetfilterMessage>::deserialize(rest).map_err(io::Error::other)?;
-            let length = usize::try_from(message.header.length).unwrap_or(usize::MAX);
-            match message.payload {
-                NetlinkPayload::Done(_) => return Ok(()),
-                NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
-                NetlinkPayload::InnerMessage(NetfilterMessage {
-                    inner: NetfilterMessageInner::Conntrack(ConntrackMessage::New(attributes)),
-                    ..
-                }) => each(attributes),
-                _ => {}
-            }
-            // Messages are aligned to four bytes.
-            rest = rest.get(length.max(16).next_multiple_of(4)..).unwrap_or_default();
-        }
-    }
 }

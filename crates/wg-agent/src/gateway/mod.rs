@@ -137,7 +137,7 @@ struct NftablesEvents(Option<firewall::Watch>);
 impl NftablesEvents {
     fn open() -> Self {
         let watch = firewall::Watch::open();
-        let log = |error: &std::io::Error| {
+        let log = |error: &clustermesh_netlink::Error| {
             tracing::warn!(%error, "cannot subscribe to changes of nftables; polling the table every {RESYNC:?}");
         };
         Self(watch.inspect_err(log).ok())

@@ -5,17 +5,18 @@
 //! to the agent (`log group`, nfnetlink_log). That needs NET_ADMIN and changes no packet. The table exists while a key
 //! is rotated.
 
-use std::{
-    io,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
 };
 
 use boringtun::noise::{Packet, rate_limiter::RateLimiter};
 use clustermesh_core::key::PublicKey;
-use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_NETFILTER};
+use clustermesh_netlink::{Error as NetlinkError, Event, Protocol, Socket};
+use netlink_packet_netfilter::{
+    NetfilterHeader, NetfilterMessage, NetfilterMessageInner, NetfilterProtoFamily,
+    nflog::{ConfigCmd, ConfigMode, ConfigNla, PacketNla, ULogMessage},
+};
 use tokio::task::AbortHandle;
 
 use crate::{
@@ -47,33 +48,31 @@ pub(crate) enum ListenError {
     Rule(#[from] Error),
     /// The socket.
     #[error("cannot listen to nfnetlink_log's group {GROUP}: {0}")]
-    Socket(#[from] io::Error),
+    Socket(#[from] NetlinkError),
 }
 
 impl InitiationListener {
     /// Listens on the device's UDP `port` for initiations for `key`; wakes the store's waiter at the first.
     pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, ListenError> {
-        let mut socket = TokioSocket::new(NETLINK_NETFILTER)?;
-        socket.socket_mut().bind_auto()?;
-        for message in subscribe() {
-            socket.send_to(&message, &SocketAddr::new(0, 0)).await?;
-            check_ack(&socket.recv_from_full().await?.0)?;
+        let socket = Socket::open(Protocol::Netfilter)?;
+        for message in subscription() {
+            socket.change(&message)?;
         }
+        let mut copies = socket.into_events()?;
         Nft::default().run(&script(port)).await?;
         let initiation_seen = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&initiation_seen);
         let task = tokio::spawn(async move {
             let gate = gate(&key);
             loop {
-                match socket.recv_from_full().await {
-                    Ok((datagram, _)) if payloads(&datagram).any(|packet| is_for_key(packet, &gate)) => {
+                match copies.next().await {
+                    Ok(events) if packets(&events).any(|packet| is_for_key(&packet, &gate)) => {
                         flag.store(true, Ordering::Release);
                         store.wake();
                         return;
                     }
-                    // ENOBUFS: copies were lost in a flood; a peer repeats its initiation.
+                    // Copies may be lost in a flood; a peer repeats its initiation.
                     Ok(_) => {}
-                    Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
                     Err(error) => {
                         tracing::warn!(%error, "cannot detect handshakes for this node's new key any more");
                         return;
@@ -116,74 +115,30 @@ fn script(port: u16) -> String {
     )
 }
 
-/// linux/netfilter/nfnetlink_log.h: bind the group, copy whole packets, and deliver each at once.
-fn subscribe() -> [Vec<u8>; 3] {
-    const BIND: &[u8] = &[1];
-    const COPY_PACKET: &[u8] = &[0, 0, 0xff, 0xff, 2, 0];
-    const AT_ONCE: &[u8] = &[0, 0, 0, 1];
-    [(1, BIND), (2, COPY_PACKET), (5, AT_ONCE)].map(|(attribute, value)| config(attribute, value))
+/// Requests that bind the socket to the group, copy whole packets, and deliver each at once.
+fn subscription() -> [NetfilterMessage; 3] {
+    let header = NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, GROUP);
+    [
+        ConfigNla::Cmd(ConfigCmd::Bind),
+        ConfigNla::Mode(ConfigMode::new_packet(0xffff)),
+        ConfigNla::QThresh(1),
+    ]
+    .map(|attribute| NetfilterMessage::new(header.clone(), ULogMessage::Config(vec![attribute])))
 }
 
-/// NFULNL_MSG_CONFIG with one attribute, with acknowledgement (netlink(7)).
-fn config(attribute: u16, value: &[u8]) -> Vec<u8> {
-    const REQUEST_ACK: u16 = 1 | 4;
-    let mut body = vec![0, 0];
-    body.extend(GROUP.to_be_bytes());
-    body.extend(u16::try_from(4 + value.len()).unwrap_or(4).to_ne_bytes());
-    body.extend(attribute.to_ne_bytes());
-    body.extend(value);
-    body.resize(body.len().next_multiple_of(4), 0);
-    let mut message = u32::try_from(16 + body.len()).unwrap_or(16).to_ne_bytes().to_vec();
-    message.extend((LOG << 8 | 1).to_ne_bytes());
-    message.extend(REQUEST_ACK.to_ne_bytes());
-    message.extend([0; 8]);
-    message.extend(body);
-    message
-}
-
-/// NFNL_SUBSYS_ULOG.
-const LOG: u16 = 4;
-
-/// The error in an acknowledgement.
-fn check_ack(datagram: &[u8]) -> io::Result<()> {
-    const ERROR: u16 = 2;
-    let code = datagram
-        .get(16..20)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map(i32::from_ne_bytes);
-    match (u16_at(datagram, 4), code) {
-        (Some(ERROR), Some(0)) => Ok(()),
-        (Some(ERROR), Some(code)) => Err(io::Error::from_raw_os_error(-code)),
-        _ => Err(io::ErrorKind::InvalidData.into()),
-    }
-}
-
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
-}
-
-/// The packets (NFULA_PAYLOAD, from the IP header on) in a datagram from the kernel.
-fn payloads(datagram: &[u8]) -> impl Iterator<Item = &[u8]> {
-    const PAYLOAD: u16 = 9;
-    let messages = split(datagram, |rest| {
-        Some(u32::from_ne_bytes(rest.get(..4)?.try_into().ok()?) as usize)
+/// The copied packets, from the IP header on.
+fn packets(events: &[Event]) -> impl Iterator<Item = Vec<u8>> {
+    let messages = events.iter().filter_map(|event| match event {
+        Event::Message(message) => message.parse::<NetfilterMessage>().ok(),
+        Event::Lost => None,
     });
-    let packets = messages.filter(|message| u16_at(message, 4) == Some(LOG << 8));
-    let attributes = packets.flat_map(|message| {
-        split(message.get(20..).unwrap_or_default(), |rest| {
-            u16_at(rest, 0).map(usize::from)
-        })
+    let packets = messages.filter_map(|message| match message.inner {
+        NetfilterMessageInner::ULog(ULogMessage::Packet(attributes)) => Some(attributes),
+        _ => None,
     });
-    attributes.filter_map(|attribute| (u16_at(attribute, 2)? & 0x3fff == PAYLOAD).then(|| attribute.get(4..))?)
-}
-
-/// Splits consecutive netlink messages or attributes: each begins with its length, aligned to four bytes.
-fn split(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iterator<Item = &[u8]> {
-    std::iter::from_fn(move || {
-        let length = length(rest).filter(|length| *length >= 4)?;
-        let piece = rest.get(..length)?;
-        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some(piece)
+    packets.flatten().filter_map(|attribute| match attribute {
+        PacketNla::Payload(packet) => Some(packet),
+        _ => None,
     })
 }
 
@@ -201,6 +156,7 @@ fn is_for_key(packet: &[u8], gate: &RateLimiter) -> bool {
 #[cfg(test)]
 mod tests {
     use boringtun::noise::{Tunn, TunnResult};
+    use clustermesh_netlink::Message;
     use x25519_dalek::StaticSecret;
 
     use super::*;
@@ -235,8 +191,9 @@ mod tests {
     }
 
     #[test]
-    fn log_datagrams_are_parsed_at_any_length() {
-        // A packet message with an attribute of 5 bytes and a payload, and a message of another kind.
+    fn log_messages_are_parsed_at_any_length() {
+        // A packet message with an attribute of 5 bytes and a payload.
+        const PACKET: u16 = 4 << 8;
         let attribute = |kind: u16, value: &[u8]| {
             let mut out = (4 + value.len() as u16).to_ne_bytes().to_vec();
             out.extend(kind.to_ne_bytes());
@@ -244,22 +201,17 @@ mod tests {
             out.resize(out.len().next_multiple_of(4), 0);
             out
         };
-        let message = |kind: u16, body: &[u8]| {
-            let mut out = (16 + body.len() as u32).to_ne_bytes().to_vec();
-            out.extend(kind.to_ne_bytes());
-            out.extend([0; 10]);
-            out.extend(body);
-            out
-        };
-        let body = [vec![2, 0, 0x14, 0x3e], attribute(3, b"hello"), attribute(9, b"packet")].concat();
-        let all = [message(LOG << 8, &body), message(2, &body)].concat();
-        assert_eq!(payloads(&all).collect::<Vec<_>>(), [b"packet"]);
-        for cut in 0..all.len() {
-            assert!(payloads(&all[..cut]).all(|packet| packet == b"packet"));
+        let body = [
+            vec![2, 0, 0x14, 0x3e],
+            attribute(100, b"hello"),
+            attribute(9, b"packet"),
+        ]
+        .concat();
+        let event = |kind, length| Event::Message(Message::new(kind, body[..length].to_vec()));
+        let all = [Event::Lost, event(PACKET + 1, body.len()), event(PACKET, body.len())];
+        assert_eq!(packets(&all).collect::<Vec<_>>(), [b"packet"]);
+        for cut in 0..body.len() {
+            assert!(packets(&[event(PACKET, cut)]).all(|packet| packet == b"packet"));
         }
-        let error = |code: i32| message(2, &code.to_ne_bytes());
-        assert_eq!(check_ack(&error(-1)).unwrap_err().raw_os_error(), Some(1));
-        check_ack(&error(0)).unwrap();
-        check_ack(&[]).unwrap_err();
     }
 }

@@ -3,7 +3,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io,
     net::{IpAddr, SocketAddr},
 };
 
@@ -14,6 +13,7 @@ use clustermesh_agent_core::{
     prefixes::Family,
 };
 use clustermesh_core::key::PublicKey;
+use clustermesh_netlink::Error as NetlinkError;
 
 use super::Reconciler;
 use crate::{
@@ -43,7 +43,7 @@ pub(super) fn packet_sizes(
     underlay: u16,
     first_endpoints: &FirstEndpoints,
     tracker: &PeerTracker,
-) -> io::Result<Sizes> {
+) -> Result<Sizes, NetlinkError> {
     if let Mtu::Fixed(device) = wanted {
         return Ok(Sizes {
             device,

@@ -1,8 +1,7 @@
 //! Routing in memory, for tests.
 
-use std::io;
-
 use clustermesh_agent_core::routes::{Change, Routes};
+use clustermesh_netlink::{Errno, Error as NetlinkError};
 
 use super::{Error, Routing};
 
@@ -25,7 +24,10 @@ impl Routing for Memory {
     async fn apply(&mut self, change: &Change) -> Result<(), Error> {
         let text = change.to_string();
         if self.refuse.iter().any(|part| text.contains(part)) {
-            let source = io::Error::from(rustix::io::Errno::EXIST);
+            let source = NetlinkError::Kernel {
+                errno: Errno::EXIST,
+                message: None,
+            };
             return Err(Error::Change {
                 change: Box::new(change.clone()),
                 source,

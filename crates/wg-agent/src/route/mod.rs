@@ -4,13 +4,16 @@
 //! Ownership: `observe` returns only objects with our table and protocol number, and the addresses of our device. So a
 //! diff cannot touch anything else.
 
-use std::{future::Future, io, net::IpAddr};
+use std::{future::Future, net::IpAddr};
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::TABLE,
+    prefixes::Family,
     routes::{Change, Routes, diff},
 };
+use clustermesh_netlink::{Errno, Error as NetlinkError};
+use netlink_packet_route::AddressFamily;
 
 mod memory;
 pub mod paths;
@@ -36,48 +39,69 @@ pub trait Routing: Send {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No netlink socket.
-    #[error("cannot open a netlink socket: {0}")]
-    Open(#[source] io::Error),
+    #[error(transparent)]
+    Open(NetlinkError),
     /// A dump failed.
     #[error("cannot read the {what} of this node: {source}")]
     Read {
         /// What was asked for.
         what: &'static str,
         /// The kernel's answer.
-        source: io::Error,
+        source: NetlinkError,
     },
     /// The device does not exist.
     #[error("there is no interface {0}; its routes are added when the device exists again")]
     NoDevice(InterfaceName),
+    /// The device was down, and the kernel refused to bring it up.
+    #[error(
+        "cannot bring up interface {device}: {source}{}; the kernel accepts no route to an interface that is down, see `ip link show {device}`",
+        capability_hint(source)
+    )]
+    SetUp {
+        /// The device.
+        device: InterfaceName,
+        /// The kernel's answer.
+        source: NetlinkError,
+    },
     /// The kernel refused a change.
     #[error("{change}: {source}{}", hint(change, source))]
     Change {
         /// The change.
         change: Box<Change>,
         /// The kernel's answer.
-        source: io::Error,
+        source: NetlinkError,
     },
 }
 
 /// The likely cause, where an errno alone does not say it.
-fn hint(change: &Change, source: &io::Error) -> String {
-    let code = source
-        .raw_os_error()
-        .and_then(|code| rustix::io::Errno::from_raw_os_error(code).into());
-    match (code, change) {
-        (Some(rustix::io::Errno::EXIST), Change::AddRoute(_)) => {
+fn hint(change: &Change, source: &NetlinkError) -> String {
+    match (source.errno(), change) {
+        (Some(Errno::EXIST), Change::AddRoute(_)) => {
             format!(
                 "; another program's route has this key in table {TABLE}, which must contain only wg-agent's routes: remove it"
             )
         }
-        (Some(rustix::io::Errno::PERM | rustix::io::Errno::ACCESS), Change::AddAddress(IpAddr::V6(_))) => {
+        (Some(Errno::PERM | Errno::ACCESS), Change::AddAddress(IpAddr::V6(_))) => {
             "; IPv6 is switched off on the device (disable_ipv6), or NET_ADMIN is missing".to_owned()
         }
-        (Some(rustix::io::Errno::PERM), _) => "; this needs the capability NET_ADMIN".to_owned(),
-        (Some(rustix::io::Errno::INVAL), Change::AddRoute(_) | Change::ReplaceRoute(_)) => {
+        (Some(Errno::INVAL), Change::AddRoute(_) | Change::ReplaceRoute(_)) => {
             "; the source address may be gone from this node".to_owned()
         }
-        _ => String::new(),
+        _ => capability_hint(source).to_owned(),
+    }
+}
+
+fn capability_hint(source: &NetlinkError) -> &'static str {
+    match source.errno() {
+        Some(Errno::PERM) => "; this needs the capability NET_ADMIN",
+        _ => "",
+    }
+}
+
+const fn address_family(family: Family) -> AddressFamily {
+    match family {
+        Family::V4 => AddressFamily::Inet,
+        Family::V6 => AddressFamily::Inet6,
     }
 }
 
@@ -161,6 +185,21 @@ mod tests {
             ["route add unreachable 10.1.0.0/16 table 5182 metric 4096"]
         );
         assert_eq!(kernel.routes, routes());
+    }
+
+    #[test]
+    fn failure_to_bring_the_device_up_names_it_and_the_remedy() {
+        let error = Error::SetUp {
+            device: "kilo0".parse().unwrap(),
+            source: NetlinkError::Kernel {
+                errno: Errno::PERM,
+                message: None,
+            },
+        };
+        assert_eq!(
+            error.to_string(),
+            "cannot bring up interface kilo0: Operation not permitted (os error 1); this needs the capability NET_ADMIN; the kernel accepts no route to an interface that is down, see `ip link show kilo0`"
+        );
     }
 
     #[tokio::test]

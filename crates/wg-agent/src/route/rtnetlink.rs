@@ -1,6 +1,6 @@
 //! Implements [`Routing`] over rtnetlink(7): dumps filtered to our objects, one message for each change.
 
-use std::{io, net::IpAddr};
+use std::net::IpAddr;
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
@@ -8,85 +8,61 @@ use clustermesh_agent_core::{
     prefixes::Family,
     routes::{Action, Change, Kind, Route, Routes, Rule},
 };
-use futures::{TryStream, TryStreamExt};
+use clustermesh_netlink::{Errno, Error as NetlinkError, Protocol, Socket, link};
 use ipnet::IpNet;
-use rtnetlink::{
-    AddressMessageBuilder, Handle, IpVersion, LinkUnspec, RouteMessageBuilder,
-    packet_route::{
-        AddressFamily,
-        address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
-        route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType},
-    },
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
+    route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType},
+    rule::RuleMessage,
 };
-use rustix::io::Errno;
 
 use super::{
-    Error, Routing,
+    Error, Routing, address_family,
     rules::{rule, rule_message},
 };
 
 /// The routing of the network namespace whose thread called [`Netlink::open`].
 #[derive(Debug)]
 pub struct Netlink {
-    handle: Handle,
+    socket: Socket,
     device: InterfaceName,
-    connection: tokio::task::JoinHandle<()>,
 }
 
-impl Drop for Netlink {
-    fn drop(&mut self) {
-        self.connection.abort();
+/// A change that failed.
+enum Failure {
+    /// The kernel refused the change itself.
+    Refused(NetlinkError),
+    /// It could not be tried.
+    Unprepared(Error),
+}
+
+impl From<NetlinkError> for Failure {
+    fn from(error: NetlinkError) -> Self {
+        Self::Refused(error)
     }
 }
 
-/// Converts the error.
-pub(super) fn io_error(error: rtnetlink::Error) -> io::Error {
-    match error {
-        rtnetlink::Error::NetlinkError(message) => message.to_io(),
-        other => io::Error::other(other.to_string()),
-    }
-}
-
-fn errno(error: &io::Error) -> Option<Errno> {
-    error.raw_os_error().map(Errno::from_raw_os_error)
-}
-
-/// Collects a dump. A family that the kernel does not support is empty.
-async fn dump<T>(
-    what: &'static str,
-    stream: impl TryStream<Ok = T, Error = rtnetlink::Error>,
-) -> Result<Vec<T>, Error> {
-    match stream.try_collect().await.map_err(io_error) {
-        Ok(all) => Ok(all),
-        Err(source) if errno(&source) == Some(Errno::AFNOSUPPORT) => Ok(Vec::new()),
-        Err(source) => Err(Error::Read { what, source }),
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Unprepared(error)
     }
 }
 
 impl Netlink {
-    /// Opens a socket in the caller's network namespace. Must be called inside a tokio runtime.
+    /// Opens a socket in the caller's network namespace.
     ///
     /// # Errors
     /// [`Error::Open`].
     pub fn open(device: InterfaceName) -> Result<Self, Error> {
-        // Strict checking makes the kernel filter dumps, so that thousands of other routes are not copied each time.
-        let (connection, handle, _) = match rtnetlink::new_connection_with_strict_check() {
-            Ok(open) => open,
-            Err(_) => rtnetlink::new_connection().map_err(Error::Open)?, // before Linux 4.20; we filter again anyway
-        };
-        Ok(Self {
-            handle,
-            device,
-            connection: tokio::spawn(connection),
-        })
+        let socket = Socket::open(Protocol::Route).map_err(Error::Open)?;
+        Ok(Self { socket, device })
     }
 
     /// The index of the device, if it exists.
-    async fn index(&self) -> Result<Option<u32>, Error> {
-        let links = self.handle.link().get().match_name(self.device.to_string()).execute();
-        match links.try_collect::<Vec<_>>().await.map_err(io_error) {
-            Ok(links) => Ok(links.first().map(|link| link.header.index)),
-            Err(source) if errno(&source) == Some(Errno::NODEV) => Ok(None),
+    fn index(&self) -> Result<Option<u32>, Error> {
+        match link::by_name(&self.socket, self.device.as_str()) {
+            Ok(link) => Ok(link.map(|link| link.header.index)),
             Err(source) => Err(Error::Read {
                 what: "interfaces",
                 source,
@@ -94,103 +70,101 @@ impl Netlink {
         }
     }
 
-    async fn device_index(&self) -> Result<u32, Error> {
-        self.index().await?.ok_or_else(|| Error::NoDevice(self.device.clone()))
+    fn device_index(&self) -> Result<u32, Error> {
+        self.index()?.ok_or_else(|| Error::NoDevice(self.device.clone()))
     }
 
-    async fn addresses(&self, index: u32) -> Result<Vec<IpAddr>, Error> {
-        let all = dump(
-            "addresses",
-            self.handle.address().get().set_link_index_filter(index).execute(),
-        )
-        .await?;
-        Ok(all.iter().filter_map(address).collect())
-    }
-
-    async fn routes(&self, index: Option<u32>) -> Result<Vec<Route>, Error> {
-        let mut out = Vec::new();
-        for table in [TABLE, TABLE_TUNNEL] {
-            for family in Family::BOTH {
-                let mut query = RouteMessageBuilder::<IpAddr>::new().table_id(table).build();
-                query.header.address_family = match family {
-                    Family::V4 => AddressFamily::Inet,
-                    Family::V6 => AddressFamily::Inet6,
-                };
-                query.header.protocol = RouteProtocol::from(PROTOCOL);
-                query.header.scope = RouteScope::Universe;
-                query.header.kind = RouteType::Unspec;
-                let all = match dump("routes", self.handle.route().get(query).execute()).await {
-                    // With strict checking, the dump of a table that never had a route fails.
-                    Err(Error::Read { source, .. }) if errno(&source) == Some(Errno::NOENT) => Vec::new(),
-                    all => all?,
-                };
-                out.extend(all.iter().filter_map(|message| route(message, table, index)));
-            }
+    /// Reads all objects of a kind. A family or table that the kernel does not have is empty.
+    fn dump<T>(
+        &self,
+        what: &'static str,
+        request: &RouteNetlinkMessage,
+        pick: impl FnMut(RouteNetlinkMessage) -> Option<T>,
+    ) -> Result<Vec<T>, Error> {
+        match self.socket.dump_readable(request, pick) {
+            Ok(all) => Ok(all),
+            // NOENT: the dump of a table that never had a route fails.
+            Err(source) if matches!(source.errno(), Some(Errno::AFNOSUPPORT | Errno::NOENT)) => Ok(Vec::new()),
+            Err(source) => Err(Error::Read { what, source }),
         }
-        Ok(out)
     }
 
-    async fn rules(&self) -> Result<Vec<Rule>, Error> {
-        let mut out = Vec::new();
-        for (family, version) in [(Family::V4, IpVersion::V4), (Family::V6, IpVersion::V6)] {
-            let all = dump("rules", self.handle.rule().get(version).execute()).await?;
-            out.extend(all.iter().filter_map(|message| rule(message, family)));
-        }
-        Ok(out)
-    }
-
-    async fn try_apply(&self, change: &Change) -> Result<Result<(), rtnetlink::Error>, Error> {
-        Ok(match change {
-            Change::AddAddress(address) => {
-                let index = self.device_index().await?;
-                let (_, length) = host_length(*address);
-                let mut request = self.handle.address().add(index, *address, length);
-                // No other host can have this address on this device; duplicate address detection would delay IPv6 by a
-                // second.
-                request.message_mut().header.flags = AddressHeaderFlags::Nodad;
-                request
-                    .message_mut()
-                    .attributes
-                    .push(AddressAttribute::Flags(AddressFlags::Nodad));
-                request.execute().await
-            }
-            Change::DeleteAddress(address) => match self.index().await? {
-                Some(index) => {
-                    self.handle
-                        .address()
-                        .del(address_message(index, *address))
-                        .execute()
-                        .await
-                }
-                None => Ok(()), // deleted with the device
-            },
-            Change::AddRoute(route) => {
-                let message = self.route_message(route).await?;
-                self.handle.route().add(message).execute().await
-            }
-            Change::ReplaceRoute(route) => {
-                let message = self.route_message(route).await?;
-                self.handle.route().add(message).replace().execute().await
-            }
-            Change::DeleteRoute(route) => self.handle.route().del(key_message(route)).execute().await,
-            Change::AddRule(rule) => {
-                let mut request = self.handle.rule().add();
-                *request.message_mut() = rule_message(rule);
-                request.execute().await
-            }
-            Change::DeleteRule(rule) => {
-                let delete = || self.handle.rule().del(rule_message(rule)).execute();
-                let mut deleted = delete().await;
-                // Rules of one priority are observed as one.
-                while rule.action == Action::Other && deleted.is_ok() {
-                    deleted = delete().await;
-                }
-                deleted
-            }
+    fn addresses(&self, index: u32) -> Result<Vec<IpAddr>, Error> {
+        let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+        self.dump("addresses", &request, |answer| match answer {
+            RouteNetlinkMessage::NewAddress(message) if message.header.index == index => address(&message),
+            _ => None,
         })
     }
 
-    async fn route_message(&self, route: &Route) -> Result<RouteMessage, Error> {
+    fn routes(&self, index: Option<u32>) -> Result<Vec<Route>, Error> {
+        let mut out = Vec::new();
+        for table in [TABLE, TABLE_TUNNEL] {
+            for family in Family::BOTH {
+                // Filters the dump, so that thousands of other routes are not copied each time.
+                let mut filter = RouteMessage::default();
+                filter.header.address_family = address_family(family);
+                filter.header.protocol = RouteProtocol::from(PROTOCOL);
+                filter.attributes.push(RouteAttribute::Table(table));
+                let request = RouteNetlinkMessage::GetRoute(filter);
+                out.extend(self.dump("routes", &request, |answer| match answer {
+                    RouteNetlinkMessage::NewRoute(message) => route(&message, table, index),
+                    _ => None,
+                })?);
+            }
+        }
+        Ok(out)
+    }
+
+    fn rules(&self) -> Result<Vec<Rule>, Error> {
+        let mut out = Vec::new();
+        for family in Family::BOTH {
+            let mut filter = RuleMessage::default();
+            filter.header.family = address_family(family);
+            let request = RouteNetlinkMessage::GetRule(filter);
+            out.extend(self.dump("rules", &request, |answer| match answer {
+                RouteNetlinkMessage::NewRule(message) => rule(&message, family),
+                _ => None,
+            })?);
+        }
+        Ok(out)
+    }
+
+    fn try_apply(&self, change: &Change) -> Result<(), Failure> {
+        use RouteNetlinkMessage as M;
+        let socket = &self.socket;
+        match change {
+            Change::AddAddress(address) => {
+                let mut message = address_message(self.device_index()?, *address);
+                // No other host can have this address on this device; duplicate address detection would delay IPv6 by a
+                // second.
+                message.header.flags = AddressHeaderFlags::Nodad;
+                message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
+                socket.create(&M::NewAddress(message))?;
+            }
+            Change::DeleteAddress(address) => {
+                // Without the device, its addresses are gone.
+                if let Some(index) = self.index()? {
+                    socket.change(&M::DelAddress(address_message(index, *address)))?;
+                }
+            }
+            Change::AddRoute(route) => socket.create(&M::NewRoute(self.route_message(route)?))?,
+            Change::ReplaceRoute(route) => socket.replace(&M::NewRoute(self.route_message(route)?))?,
+            Change::DeleteRoute(route) => socket.change(&M::DelRoute(key_message(route)))?,
+            Change::AddRule(rule) => socket.create(&M::NewRule(rule_message(rule)))?,
+            Change::DeleteRule(rule) => {
+                let message = M::DelRule(rule_message(rule));
+                socket.change(&message)?;
+                // Rules of one priority are observed as one. The last request fails.
+                while rule.action == Action::Other {
+                    socket.change(&message)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn route_message(&self, route: &Route) -> Result<RouteMessage, Error> {
         let mut message = key_message(route);
         message.header.scope = RouteScope::Universe;
         match &route.kind {
@@ -199,7 +173,7 @@ impl Netlink {
                 if matches!(route.prefix, IpNet::V4(_)) {
                     message.header.scope = RouteScope::Link;
                 }
-                message.attributes.push(RouteAttribute::Oif(self.device_index().await?));
+                message.attributes.push(RouteAttribute::Oif(self.device_index()?));
                 message
                     .attributes
                     .extend(source.map(|a| RouteAttribute::PrefSource(RouteAddress::from(a))));
@@ -215,78 +189,72 @@ impl Netlink {
     }
 
     /// Brings the device up; the kernel accepts no route to a device that is down.
-    async fn set_up(&self) -> Result<(), Error> {
-        let index = self.device_index().await?;
-        let message = LinkUnspec::new_with_index(index).up().build();
-        self.handle
-            .link()
-            .set(message)
-            .execute()
-            .await
-            .map_err(|e| Error::Read {
-                what: "device",
-                source: io_error(e),
-            })
+    fn set_up(&self) -> Result<(), Error> {
+        link::set_up(&self.socket, self.device_index()?).map_err(|source| Error::SetUp {
+            device: self.device.clone(),
+            source,
+        })
     }
 }
 
 impl Routing for Netlink {
     async fn observe(&mut self) -> Result<Routes, Error> {
-        let index = self.index().await?;
+        let index = self.index()?;
         let addresses = match index {
-            Some(index) => self.addresses(index).await?,
+            Some(index) => self.addresses(index)?,
             None => Vec::new(),
         };
         Ok(Routes {
             addresses: addresses.into_iter().collect(),
-            routes: self.routes(index).await?.into_iter().collect(),
-            rules: self.rules().await?.into_iter().collect(),
+            routes: self.routes(index)?.into_iter().collect(),
+            rules: self.rules()?.into_iter().collect(),
         })
     }
 
     async fn apply(&mut self, change: &Change) -> Result<(), Error> {
-        let fail = |source| Error::Change {
-            change: Box::new(change.clone()),
-            source,
+        let fail = |failure| match failure {
+            Failure::Unprepared(error) => error,
+            Failure::Refused(source) => Error::Change {
+                change: Box::new(change.clone()),
+                source,
+            },
         };
-        let Err(error) = self.try_apply(change).await? else {
+        let Err(failure) = self.try_apply(change) else {
             return Ok(());
         };
-        let error = io_error(error);
-        match (errno(&error), change) {
+        let errno = match &failure {
+            Failure::Refused(error) => error.errno(),
+            Failure::Unprepared(_) => None,
+        };
+        match (errno, change) {
             // Deleted by another program, or with the device, since it was observed.
             (
                 Some(Errno::SRCH | Errno::NOENT | Errno::ADDRNOTAVAIL | Errno::NODEV),
                 Change::DeleteRoute(_) | Change::DeleteRule(_) | Change::DeleteAddress(_),
             ) => Ok(()),
             (Some(Errno::NETDOWN), _) => {
-                self.set_up().await?;
-                self.try_apply(change).await?.map_err(io_error).map_err(fail)
+                self.set_up()?;
+                self.try_apply(change).map_err(fail)
             }
-            _ => Err(fail(error)),
+            _ => Err(fail(failure)),
         }
     }
 }
 
-fn host_length(address: IpAddr) -> (AddressFamily, u8) {
+const fn host_length(address: IpAddr) -> u8 {
     match address {
-        IpAddr::V4(_) => (AddressFamily::Inet, 32),
-        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
+        IpAddr::V4(_) => 32,
+        IpAddr::V6(_) => 128,
     }
 }
 
 fn address_message(index: u32, address: IpAddr) -> AddressMessage {
-    let (_, length) = host_length(address);
-    match address {
-        IpAddr::V4(a) => AddressMessageBuilder::<std::net::Ipv4Addr>::new()
-            .index(index)
-            .address(a, length)
-            .build(),
-        IpAddr::V6(a) => AddressMessageBuilder::<std::net::Ipv6Addr>::new()
-            .index(index)
-            .address(a, length)
-            .build(),
-    }
+    let mut message = AddressMessage::default();
+    message.header.family = address_family(Family::of(&address.into()));
+    message.header.prefix_len = host_length(address);
+    message.header.index = index;
+    message.attributes = vec![AddressAttribute::Address(address), AddressAttribute::Local(address)];
+    message
 }
 
 /// An address of the device, if the agent could have written it: the kernel adds link-local ones itself.
@@ -299,26 +267,24 @@ fn address(message: &AddressMessage) -> Option<IpAddr> {
         })
     };
     let address = find(true).or_else(|| find(false))?;
-    let ours = message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address).1;
+    let ours = message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address);
     ours.then_some(address)
 }
 
 /// The key of a route, with our protocol: a delete with it removes only our route, whatever its attributes have become.
 fn key_message(route: &Route) -> RouteMessage {
-    let mut message = match route.prefix {
-        IpNet::V4(net) => RouteMessageBuilder::<std::net::Ipv4Addr>::new()
-            .destination_prefix(net.addr(), net.prefix_len())
-            .build(),
-        IpNet::V6(net) => RouteMessageBuilder::<std::net::Ipv6Addr>::new()
-            .destination_prefix(net.addr(), net.prefix_len())
-            .build(),
-    };
-    message.header.table = 0; // RT_TABLE_UNSPEC: the attribute holds it, since it does not fit 8 bits
+    let mut message = RouteMessage::default();
+    message.header.address_family = address_family(Family::of(&route.prefix));
+    message.header.destination_prefix_length = route.prefix.prefix_len();
     message.header.protocol = RouteProtocol::from(PROTOCOL);
     message.header.kind = RouteType::Unspec;
     message.header.scope = RouteScope::NoWhere;
-    message.attributes.push(RouteAttribute::Table(route.table));
-    message.attributes.push(RouteAttribute::Priority(route.metric));
+    message.attributes = vec![
+        RouteAttribute::Destination(RouteAddress::from(route.prefix.addr())),
+        // The header has 8 bits for the table, which are not enough.
+        RouteAttribute::Table(route.table),
+        RouteAttribute::Priority(route.metric),
+    ];
     message
 }
 

@@ -5,20 +5,18 @@ use clustermesh_agent_core::{
     prefixes::Family,
     routes::{Action, Rule},
 };
-use rtnetlink::packet_route::{
-    AddressFamily,
+use netlink_packet_route::{
     route::RouteProtocol,
     rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
+
+use super::address_family;
 
 /// The message that adds or deletes a rule. For [`Action::Other`] it contains only the priority, which deletes one rule
 /// of that priority.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
-    message.header.family = match rule.family {
-        Family::V4 => AddressFamily::Inet,
-        Family::V6 => AddressFamily::Inet6,
-    };
+    message.header.family = address_family(rule.family);
     let attributes = &mut message.attributes;
     attributes.push(RuleAttribute::Priority(rule.priority));
     attributes.push(RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL)));

@@ -9,14 +9,9 @@ use clustermesh_agent_core::{
     interface::InterfaceName,
     sysctl::{Name, Sysctl},
 };
-use futures::TryStreamExt;
-use rtnetlink::{
-    LinkUnspec,
-    packet_core::DefaultNla,
-    packet_route::link::{AfSpecUnspec, LinkAttribute},
-};
-
-use super::rtnetlink::io_error;
+use clustermesh_netlink::{Protocol, Socket, link};
+use netlink_packet_core::DefaultNla;
+use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 
 /// A setting that has a wrong value and could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -59,7 +54,7 @@ pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     } = Outcome::default();
     for sysctl in wanted {
         if let Err(found) = check(sysctl) {
-            let error = if sysctl.write { write(sysctl).await.err() } else { None };
+            let error = if sysctl.write { write(sysctl).err() } else { None };
             if let Err(found) = check(sysctl).map_err(|now| if error.is_some() { found } else { now }) {
                 missing.push(Missing {
                     sysctl: sysctl.clone(),
@@ -114,13 +109,13 @@ fn check(sysctl: &Sysctl) -> Result<(), String> {
     }
 }
 
-async fn write(sysctl: &Sysctl) -> io::Result<()> {
+fn write(sysctl: &Sysctl) -> io::Result<()> {
     let Err(error) = fs::write(path(&sysctl.name, None), sysctl.value.to_string()) else {
         return Ok(());
     };
     match &sysctl.name {
         Name::Interface(interface, key) if error.kind() != io::ErrorKind::NotFound => {
-            set_devconf(interface, key, sysctl.value).await
+            set_devconf(interface, key, sysctl.value)
         }
         _ => Err(error),
     }
@@ -128,7 +123,7 @@ async fn write(sysctl: &Sysctl) -> io::Result<()> {
 
 /// Writes a setting of an interface without `/proc`: RTM_SETLINK with IFLA_AF_SPEC / AF_INET / IFLA_INET_CONF, in which
 /// the attribute type is the setting's number (linux/ip.h, IPV4_DEVCONF_*).
-async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()> {
+fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()> {
     const IFLA_INET_CONF: u16 = 1;
     let number: u16 = match key {
         "forwarding" => 1,
@@ -137,23 +132,12 @@ async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Res
         "ignore_routes_with_linkdown" => 29,
         _ => return Err(io::Error::from(io::ErrorKind::Unsupported)),
     };
-    let (connection, handle, _) = rtnetlink::new_connection()?;
-    let connection = tokio::spawn(connection);
-    let result = async {
-        let links = handle.link().get().match_name(interface.to_string()).execute();
-        let links: Vec<_> = links.try_collect().await.map_err(io_error)?;
-        let index = links.first().ok_or(io::ErrorKind::NotFound)?.header.index;
-        let setting = nested(number, &u32::from(value).to_ne_bytes());
-        let inet = DefaultNla::new(libc::AF_INET as u16, nested(IFLA_INET_CONF, &setting));
-        let mut message = LinkUnspec::new_with_index(index).build();
-        message
-            .attributes
-            .push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Other(inet)]));
-        handle.link().set(message).execute().await.map_err(io_error)
-    }
-    .await;
-    connection.abort();
-    result
+    let socket = Socket::open(Protocol::Route)?;
+    let device = link::by_name(&socket, interface.as_str())?.ok_or(io::ErrorKind::NotFound)?;
+    let setting = nested(number, &u32::from(value).to_ne_bytes());
+    let inet = DefaultNla::new(libc::AF_INET as u16, nested(IFLA_INET_CONF, &setting));
+    let attribute = LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Other(inet)]);
+    Ok(link::set(&socket, device.header.index, vec![attribute])?)
 }
 
 /// Encodes an attribute: length, type, value. Ours have lengths that are multiples of four, so no padding is needed.

@@ -3,32 +3,27 @@
 //! A filter on the socket drops routes that other programs write into their own tables. So a routing daemon with a
 //! hundred thousand routes neither wakes the agent nor fills its queue.
 
-use std::io;
-
 use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::{PROTOCOL, TABLE, TABLE_TUNNEL},
 };
-use futures::FutureExt;
-use rtnetlink::{
-    MulticastGroup,
-    packet_core::{NetlinkMessage, NetlinkPayload},
-    packet_route::{
-        RouteNetlinkMessage,
-        address::{AddressMessage, AddressScope},
-        link::{LinkAttribute, LinkMessage},
-        route::{RouteAttribute, RouteHeader, RouteMessage, RouteProtocol},
-        rule::{RuleAttribute, RuleMessage},
-    },
-    sys::{AsyncSocket, AsyncSocketExt, TokioSocket, protocols::NETLINK_ROUTE},
+use clustermesh_netlink::{Error as NetlinkError, Event, Events, Message, Protocol, SockFilter, Subscription};
+use netlink_packet_core::NlasIterator;
+use netlink_packet_route::{
+    RouteNetlinkMessage,
+    address::{AddressMessage, AddressScope},
+    link::{LinkAttribute, LinkMessage},
+    route::{RouteAttribute, RouteHeader, RouteMessage, RouteProtocol},
+    rule::{RuleAttribute, RuleMessage},
 };
-use rustix::io::Errno;
-use socket2::{SockFilter, SockRef};
 
 use super::Error;
 
 /// Receive buffer for events during a pass: enough for a flush of ten thousand of our routes.
 const BUFFER: usize = 4 << 20;
+/// Links, and for both families addresses, routes, rules and settings: `RTNLGRP_LINK`, `_IPV4_IFADDR`, `_IPV4_ROUTE`,
+/// `_IPV4_RULE`, `_IPV6_IFADDR`, `_IPV6_ROUTE`, `_IPV6_RULE`, `_IPV4_NETCONF`, `_IPV6_NETCONF` (linux/rtnetlink.h).
+const GROUPS: [u32; 9] = [1, 5, 7, 8, 9, 11, 19, 24, 25];
 
 /// What an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,7 +40,7 @@ pub enum RoutingEvent {
 /// Events of the network namespace of the thread that called [`Watch::open`], filtered to those that concern the agent.
 pub struct Watch {
     device: InterfaceName,
-    socket: TokioSocket,
+    events: Events,
 }
 
 impl Watch {
@@ -54,58 +49,26 @@ impl Watch {
     /// # Errors
     /// [`Error::Open`].
     pub fn open(device: InterfaceName) -> Result<Self, Error> {
-        use MulticastGroup::{
-            Ipv4Ifaddr, Ipv4Netconf, Ipv4Route, Ipv4Rule, Ipv6Ifaddr, Ipv6Netconf, Ipv6Route, Ipv6Rule, Link,
+        let subscription = Subscription {
+            groups: &GROUPS,
+            receive_buffer: Some(BUFFER),
+            filter: Some(&filter()),
         };
-        let open = || -> io::Result<_> {
-            let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
-            // Best effort.
-            let _ = SockRef::from(socket.socket_ref()).set_recv_buffer_size(BUFFER);
-            // Before the groups are joined, so that nothing arrives unfiltered.
-            SockRef::from(socket.socket_ref()).attach_filter(&filter())?;
-            socket.socket_mut().bind_auto()?;
-            for group in [
-                Link,
-                Ipv4Ifaddr,
-                Ipv4Route,
-                Ipv4Rule,
-                Ipv4Netconf,
-                Ipv6Ifaddr,
-                Ipv6Route,
-                Ipv6Rule,
-                Ipv6Netconf,
-            ] {
-                socket.socket_mut().add_membership(group as u32)?;
-            }
-            Ok(socket)
-        };
-        let socket = open().map_err(Error::Open)?;
-        Ok(Self { device, socket })
+        let events = Events::open(Protocol::Route, subscription).map_err(Error::Open)?;
+        Ok(Self { device, events })
     }
 
-    /// Waits for the next event that may concern the agent, and consumes all that have arrived by then. The agent's own
+    /// Waits for the next event that may concern the agent, and consumes those that have arrived by then. The agent's own
     /// changes cause events, too. Safe to cancel.
     ///
     /// # Errors
     /// The socket failed for good: open another one and observe everything.
-    pub async fn changed(&mut self) -> io::Result<RoutingEvent> {
+    pub async fn changed(&mut self) -> Result<RoutingEvent, NetlinkError> {
         loop {
-            let mut event = self.classify_received(self.socket.recv_from_full().await.map(|(bytes, _)| bytes))?;
-            while let Some(more) = self.socket.recv_from_full().now_or_never() {
-                event = event.max(self.classify_received(more.map(|(bytes, _)| bytes))?);
-            }
-            if let Some(event) = event {
+            let events = self.events.next().await?;
+            if let Some(event) = events.iter().filter_map(|event| classify(&self.device, event)).max() {
                 return Ok(event);
             }
-        }
-    }
-
-    fn classify_received(&self, received: io::Result<Vec<u8>>) -> io::Result<Option<RoutingEvent>> {
-        match received {
-            Ok(bytes) => Ok(classify_datagram(&self.device, &bytes)),
-            // Events were lost: observe everything.
-            Err(error) if error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error()) => Ok(Some(RoutingEvent::Ours)),
-            Err(error) => Err(error),
         }
     }
 }
@@ -146,69 +109,41 @@ fn filter() -> [SockFilter; 11] {
     ]
 }
 
-/// Classifies the messages of one datagram.
-fn classify_datagram(device: &InterfaceName, mut rest: &[u8]) -> Option<RoutingEvent> {
-    let mut event = None;
-    while !rest.is_empty() {
-        if let Some(settings) = classify_netconf(device, rest) {
-            // The kernel sends each such event in its own datagram (inet_netconf_notify_devconf).
-            return event.max(settings);
-        }
-        let Ok(message) = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest) else {
-            return Some(RoutingEvent::Ours); // unknown message of a newer kernel
-        };
-        event = event.max(classify(device, &message.payload));
-        let length = (message.header.length as usize)
-            .next_multiple_of(4)
-            .clamp(4, rest.len());
-        rest = &rest[length..];
-    }
-    event
-}
-
-fn classify(device: &InterfaceName, payload: &NetlinkPayload<RouteNetlinkMessage>) -> Option<RoutingEvent> {
+fn classify(device: &InterfaceName, event: &Event) -> Option<RoutingEvent> {
     use RouteNetlinkMessage as M;
-    match payload {
-        NetlinkPayload::InnerMessage(M::NewLink(link) | M::DelLink(link)) => {
-            is_device(device, link).then_some(RoutingEvent::Ours)
-        }
-        NetlinkPayload::InnerMessage(M::NewRoute(route) | M::DelRoute(route)) => classify_route(route),
-        NetlinkPayload::InnerMessage(M::NewRule(rule) | M::DelRule(rule)) => {
-            is_our_rule(rule).then_some(RoutingEvent::Ours)
-        }
-        NetlinkPayload::InnerMessage(M::NewAddress(address) | M::DelAddress(address)) => classify_address(address),
-        NetlinkPayload::Error(_) | NetlinkPayload::Overrun(_) => Some(RoutingEvent::Ours),
-        _ => None,
-    }
-}
-
-/// Classifies a netconf message, which the packet library does not parse (linux/netconf.h); `None` = it is another
-/// message. Every pod's interface causes some.
-#[allow(clippy::option_option, reason = "another kind of message, irrelevant, relevant")]
-fn classify_netconf(device: &InterfaceName, message: &[u8]) -> Option<Option<RoutingEvent>> {
+    // linux/rtnetlink.h; the packet library does not parse these messages.
     const NEW_NETCONF: u16 = 80;
     const DELETE_NETCONF: u16 = 81;
+    let Event::Message(message) = event else {
+        return Some(RoutingEvent::Ours);
+    };
+    match message.message_type() {
+        NEW_NETCONF => return classify_netconf(device, message),
+        DELETE_NETCONF => return None,
+        _ => {}
+    }
+    match message.parse() {
+        Ok(M::NewLink(link) | M::DelLink(link)) => is_device(device, &link).then_some(RoutingEvent::Ours),
+        Ok(M::NewRoute(route) | M::DelRoute(route)) => classify_route(&route),
+        Ok(M::NewRule(rule) | M::DelRule(rule)) => is_our_rule(&rule).then_some(RoutingEvent::Ours),
+        Ok(M::NewAddress(address) | M::DelAddress(address)) => classify_address(&address),
+        Ok(_) => None,
+        Err(_) => Some(RoutingEvent::Ours), // unknown message of a newer kernel
+    }
+}
+
+/// Classifies the settings of an interface (linux/netconf.h). Every pod's interface causes some.
+fn classify_netconf(device: &InterfaceName, message: &Message) -> Option<RoutingEvent> {
     const IF_INDEX: u16 = 1;
     const ALL: i32 = -1;
-    // After the netlink header and the family, padded to a word.
-    const ATTRIBUTES: usize = 16 + 4;
-    let u16_at = |at: usize| Some(u16::from_ne_bytes(message.get(at..at + 2)?.try_into().ok()?));
-    let kind = u16_at(4)?;
-    if kind != NEW_NETCONF {
-        return (kind == DELETE_NETCONF).then_some(None);
-    }
-    let mut at = ATTRIBUTES;
-    while let (Some(length), Some(attribute)) = (u16_at(at), u16_at(at + 2)) {
-        let value = message.get(at + 4..at + 8);
-        if let (IF_INDEX, Some(Ok(value))) = (attribute, value.map(<[u8; 4]>::try_from)) {
-            let index = i32::from_ne_bytes(value);
-            let ours =
-                || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
-            return Some((index == ALL || ours()).then_some(RoutingEvent::Settings));
-        }
-        at += usize::from(length).next_multiple_of(4).max(4);
-    }
-    Some(None)
+    // After the family, padded to a word.
+    let attributes = NlasIterator::new(message.payload().get(4..)?);
+    let index = attributes
+        .map_while(Result::ok)
+        .find(|attribute| attribute.kind() == IF_INDEX)?;
+    let index = i32::from_ne_bytes(index.value().try_into().ok()?);
+    let ours = || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
+    (index == ALL || ours()).then_some(RoutingEvent::Settings)
 }
 
 fn is_device(device: &InterfaceName, link: &LinkMessage) -> bool {

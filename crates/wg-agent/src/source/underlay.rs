@@ -9,11 +9,11 @@ use std::{
 };
 
 use clustermesh_agent_core::interface::InterfaceName;
-use futures::TryStreamExt;
+use clustermesh_netlink::{Error, Protocol, Socket};
 use netlink_packet_route::{
-    AddressFamily,
-    address::AddressAttribute,
-    link::LinkAttribute,
+    AddressFamily, RouteNetlinkMessage,
+    address::{AddressAttribute, AddressMessage},
+    link::{LinkAttribute, LinkMessage},
     route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteVia},
 };
 
@@ -35,10 +35,7 @@ pub struct Underlay {
 pub enum UnderlayError {
     /// A netlink request failed.
     #[error("cannot read the node's links, addresses and routes: {0}")]
-    Netlink(#[from] rtnetlink::Error),
-    /// No netlink socket.
-    #[error("cannot open a netlink socket: {0}")]
-    Socket(#[from] io::Error),
+    Netlink(#[from] Error),
     /// No interface for outer packets.
     #[error(
         "this node has no interface with one of its InternalIPs ({0:?}) and no default route: tunnels have nothing to leave \
@@ -67,60 +64,72 @@ struct Hop {
 /// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's
 /// outer packets, else that of the best default route. `device` is ours.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
-    // Strict checking makes the kernel return only the requested table.
-    let (connection, handle, _) = rtnetlink::new_connection_with_strict_check()?;
-    let connection = tokio::spawn(connection);
-    let read = dump(&handle).await;
-    connection.abort();
-    let (links, hops) = read?;
+    // In the caller's network namespace.
+    let socket = Socket::open(Protocol::Route)?;
+    // On a thread of its own, since other programs decide how many routes there are.
+    let dumped = tokio::task::spawn_blocking(move || dump(&socket)).await;
+    let (links, hops) = dumped.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     choose(internal, device, &links, &hops).ok_or_else(|| UnderlayError::None(internal.clone()))
 }
 
-async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), rtnetlink::Error> {
-    let mut links: BTreeMap<u32, Link> = BTreeMap::new();
-    let mut messages = handle.link().get().execute();
-    while let Some(message) = messages.try_next().await? {
-        let link = links.entry(message.header.index).or_default();
-        for attribute in message.attributes {
-            match attribute {
-                LinkAttribute::IfName(name) => link.name = name,
-                LinkAttribute::Mtu(mtu) => link.mtu = mtu,
-                _ => {}
-            }
-        }
-    }
-    let mut messages = handle.address().get().execute();
-    while let Some(message) = messages.try_next().await? {
-        // On a point-to-point link, `Address` is the remote end and `Local` this one; IPv6 has only `Address`.
-        let find = |local: bool| {
-            message.attributes.iter().find_map(|attribute| match attribute {
-                AddressAttribute::Local(address) if local => Some(*address),
-                AddressAttribute::Address(address) if !local => Some(*address),
-                _ => None,
-            })
-        };
-        if let Some(address) = find(true).or_else(|| find(false)) {
-            let link = links.entry(message.header.index).or_default();
-            link.addresses.insert(address, message.header.prefix_len);
-        }
+fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
+    let request = RouteNetlinkMessage::GetLink(LinkMessage::default());
+    let links = socket.dump_readable(&request, |answer| match answer {
+        RouteNetlinkMessage::NewLink(message) => Some(link(message)),
+        _ => None,
+    })?;
+    let mut links: BTreeMap<u32, Link> = links.into_iter().collect();
+    let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+    let addresses = socket.dump_readable(&request, |answer| match answer {
+        RouteNetlinkMessage::NewAddress(message) => Some((message.header.index, address(&message)?)),
+        _ => None,
+    })?;
+    for (index, (address, length)) in addresses {
+        links.entry(index).or_default().addresses.insert(address, length);
     }
     let mut hops = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let mut request = RouteMessage::default();
-        request.header.address_family = family;
-        request.header.table = RouteHeader::RT_TABLE_MAIN;
-        let mut messages = handle.route().get(request).execute();
-        loop {
-            match messages.try_next().await {
-                Ok(Some(message)) => hops.extend(main_table(&message)),
-                Ok(None) => break,
-                // A kernel without IPv6 (ipv6.disable=1) refuses.
-                Err(rtnetlink::Error::NetlinkError(_)) if family == AddressFamily::Inet6 => break,
-                Err(error) => return Err(error),
-            }
+        // The kernel returns only this table.
+        let mut filter = RouteMessage::default();
+        filter.header.address_family = family;
+        filter.header.table = RouteHeader::RT_TABLE_MAIN;
+        let found = socket.dump_readable(&RouteNetlinkMessage::GetRoute(filter), |answer| match answer {
+            RouteNetlinkMessage::NewRoute(message) => Some(main_table(&message)),
+            _ => None,
+        });
+        match found {
+            Ok(found) => hops.extend(found.into_iter().flatten()),
+            // A kernel without IPv6 (ipv6.disable=1) refuses.
+            Err(Error::Kernel { .. }) if family == AddressFamily::Inet6 => {}
+            Err(error) => return Err(error),
         }
     }
     Ok((links, hops))
+}
+
+fn link(message: LinkMessage) -> (u32, Link) {
+    let mut link = Link::default();
+    for attribute in message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name = name,
+            LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+            _ => {}
+        }
+    }
+    (message.header.index, link)
+}
+
+/// The address and its prefix length. On a point-to-point link, `Address` is the remote end and `Local` this one; IPv6
+/// has only `Address`.
+fn address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
+    let find = |local: bool| {
+        message.attributes.iter().find_map(|attribute| match attribute {
+            AddressAttribute::Local(address) if local => Some(*address),
+            AddressAttribute::Address(address) if !local => Some(*address),
+            _ => None,
+        })
+    };
+    Some((find(true).or_else(|| find(false))?, message.header.prefix_len))
 }
 
 fn main_table(message: &RouteMessage) -> Vec<Hop> {

@@ -7,30 +7,28 @@
 
 mod link;
 mod messages;
-mod netlink;
 mod observed;
 
 use std::{
     collections::BTreeSet,
-    io,
     sync::{Mutex, MutexGuard, PoisonError},
     time::SystemTime,
 };
 
 use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerSpec, Peers};
+use clustermesh_netlink::{Errno, Error, Protocol, Socket, link as netlink_link};
+use netlink_packet_core::DecodeError;
 use netlink_packet_generic::{
     GenlMessage,
     ctrl::{GenlCtrl, GenlCtrlCmd, nlas::GenlCtrlAttrs},
 };
 use netlink_packet_route::link::LinkAttribute;
 use netlink_packet_wireguard::{WireguardAttribute, WireguardCmd, WireguardMessage, WireguardPeer};
-use nix::errno::Errno;
 use x25519_dalek::{PublicKey, StaticSecret};
 use zeroize::Zeroize;
 
 use self::{
-    link::{Kind, Link, Links},
-    netlink::Netlink,
+    link::{Kind, Link},
     observed::{DeviceDump, parse_dump},
 };
 use super::{Altered, Configuration, Device, DeviceError, Observed, userspace};
@@ -40,8 +38,10 @@ pub struct Kernel {
     interface: String,
     index: u32,
     configuration: Configuration,
-    links: Links,
-    wireguard: Netlink,
+    /// For the interface.
+    links: Socket,
+    /// For the configuration.
+    wireguard: Socket,
     family: u16,
     /// The peers as last configured or observed. Endpoints are the configured ones, which the kernel forgets when a
     /// peer roams; for a peer of an earlier process, the one it had when this process took over.
@@ -61,10 +61,10 @@ impl Kernel {
             Some(link) if link.kind == Kind::Wireguard => Some(link),
             other => {
                 // First, so that on a kernel without WireGuard the userspace backend's interface stays.
-                let made = links.create().map_err(|source| no_wireguard(interface, source))?;
+                let made = link::create(&links).map_err(|source| no_wireguard(interface, source))?;
                 if other.is_some() {
                     if let Err(error) = userspace::remove_interface(interface) {
-                        let _ = links.remove(made);
+                        let _ = netlink_link::delete(&links, made);
                         return Err(error);
                     }
                     // boringtun counts the leap seconds in, the kernel does not; peers take an older timestamp for a replay.
@@ -77,8 +77,8 @@ impl Kernel {
                 let device = Self::with_link(interface, made, configuration, links)?;
                 return device.finish().inspect_err(|_| {
                     // The first error is the one to report.
-                    if let Ok(links) = Links::open() {
-                        let _ = links.remove(made);
+                    if let Ok(links) = open_links() {
+                        let _ = netlink_link::delete(&links, made);
                     }
                 });
             }
@@ -93,10 +93,10 @@ impl Kernel {
         interface: &str,
         index: u32,
         configuration: &Configuration,
-        links: Links,
+        links: Socket,
     ) -> Result<Self, DeviceError> {
-        let wireguard = Netlink::open(netlink_sys::protocols::NETLINK_GENERIC)
-            .map_err(|source| kernel_error("open a generic netlink socket", source))?;
+        let wireguard =
+            Socket::open(Protocol::Generic).map_err(|source| kernel_error("open a generic netlink socket", source))?;
         let family = family(&wireguard).map_err(|source| kernel_error("find WireGuard's netlink family", source))?;
         Ok(Self {
             interface: interface.to_owned(),
@@ -127,16 +127,11 @@ impl Kernel {
             LinkAttribute::Mtu(u32::from(*mtu)),
             LinkAttribute::IfName(self.interface.clone()),
         ];
-        self.links
-            .set(self.index, name, false)
-            .map_err(|source| match errno(&source) {
-                Some(Errno::EEXIST) => DeviceError::Exists(self.interface.clone()),
-                _ => self.error("name", source),
-            })?;
-        // Bringing the link up binds the port.
-        self.links
-            .set(self.index, Vec::new(), true)
-            .map_err(|source| self.listen(*listen_port, source))?;
+        netlink_link::set(&self.links, self.index, name).map_err(|source| match source.errno() {
+            Some(Errno::EXIST) => DeviceError::Exists(self.interface.clone()),
+            _ => self.error("name", source),
+        })?;
+        self.set_up(*listen_port)?;
         Ok(self)
     }
 
@@ -167,9 +162,7 @@ impl Kernel {
         self.configuration = existing;
         self.change(&wanted, !same_key)?;
         if !link.is_up {
-            self.links
-                .set(self.index, Vec::new(), true)
-                .map_err(|source| self.listen(wanted.listen_port, source))?;
+            self.set_up(wanted.listen_port)?;
         }
         Ok(self)
     }
@@ -206,9 +199,13 @@ impl Kernel {
     }
 
     fn set_mtu(&self, mtu: u16) -> Result<(), DeviceError> {
-        self.links
-            .set(self.index, vec![LinkAttribute::Mtu(u32::from(mtu))], false)
+        netlink_link::set_mtu(&self.links, self.index, u32::from(mtu))
             .map_err(|source| self.error("set the MTU of", source))
+    }
+
+    /// Brings the link up, which binds the port.
+    fn set_up(&self, port: u16) -> Result<(), DeviceError> {
+        netlink_link::set_up(&self.links, self.index).map_err(|source| self.listen(port, source))
     }
 
     /// Sets the private key and starts a handshake with every peer: the old sessions end with the old key.
@@ -226,11 +223,11 @@ impl Kernel {
         })
     }
 
-    fn set(&self, attributes: Vec<WireguardAttribute>) -> io::Result<()> {
+    fn set(&self, attributes: Vec<WireguardAttribute>) -> Result<(), Error> {
         let mut all = vec![WireguardAttribute::IfIndex(self.index)];
         all.extend(attributes);
         let message = self.message(WireguardCmd::SetDevice, all);
-        self.wireguard.request(message, 0).map(drop)
+        self.wireguard.change(&message)
     }
 
     fn message(&self, cmd: WireguardCmd, attributes: Vec<WireguardAttribute>) -> GenlMessage<WireguardMessage> {
@@ -241,11 +238,10 @@ impl Kernel {
 
     fn read(&self) -> Result<DeviceDump, DeviceError> {
         let request = self.message(WireguardCmd::GetDevice, vec![WireguardAttribute::IfIndex(self.index)]);
-        let answers = self
+        let messages = self
             .wireguard
-            .dump(request)
+            .dump(&request, |answer| Some(answer.into_parts().1))
             .map_err(|source| self.error("read", source))?;
-        let messages = answers.into_iter().map(|answer| answer.into_parts().1).collect();
         let dump = parse_dump(messages, SystemTime::now());
         if dump.name == self.interface {
             Ok(dump)
@@ -259,16 +255,19 @@ impl Kernel {
         self.configured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn error(&self, action: &str, source: io::Error) -> DeviceError {
-        match errno(&source) {
-            Some(Errno::ENODEV) => DeviceError::Gone(self.interface.clone()),
+    fn error(&self, action: &str, source: Error) -> DeviceError {
+        match source.errno() {
+            Some(Errno::NODEV) => DeviceError::Gone(self.interface.clone()),
             _ => kernel_error(&format!("{action} {}", self.interface), source),
         }
     }
 
-    fn listen(&self, port: u16, source: io::Error) -> DeviceError {
-        match errno(&source) {
-            Some(Errno::EADDRINUSE) => DeviceError::Listen { port, source },
+    fn listen(&self, port: u16, source: Error) -> DeviceError {
+        match source.errno() {
+            Some(Errno::ADDRINUSE) => DeviceError::Listen {
+                port,
+                source: source.into(),
+            },
             _ => self.error("bring up", source),
         }
     }
@@ -314,10 +313,8 @@ impl Device for Kernel {
             fwmark,
             peers,
         } = self.read()?;
-        let link = self
-            .links
-            .by_index(self.index)
-            .map_err(|source| self.error("read the counters of", source))?;
+        let link =
+            link::by_index(&self.links, self.index).map_err(|source| self.error("read the counters of", source))?;
         let wanted = &self.configuration;
         let altered = [
             (
@@ -378,10 +375,7 @@ impl Device for Kernel {
                 Altered::Mtu => self.set_mtu(mtu)?,
                 Altered::ListenPort => self.set_port(listen_port)?,
                 Altered::Fwmark => self.set_mark(fwmark)?,
-                Altered::Down => self
-                    .links
-                    .set(self.index, Vec::new(), true)
-                    .map_err(|source| self.listen(listen_port, source))?,
+                Altered::Down => self.set_up(listen_port)?,
                 Altered::PrivateKey => self.set_key(&private_key)?,
             }
         }
@@ -389,8 +383,7 @@ impl Device for Kernel {
     }
 
     fn close(self: Box<Self>) -> Result<(), DeviceError> {
-        self.links
-            .remove(self.index)
+        netlink_link::delete(&self.links, self.index)
             .map_err(|source| kernel_error(&format!("remove {}", self.interface), source))
     }
 }
@@ -404,47 +397,42 @@ impl Drop for Kernel {
     }
 }
 
-fn open_links() -> Result<Links, DeviceError> {
-    Links::open().map_err(|source| kernel_error("open a netlink socket", source))
+fn open_links() -> Result<Socket, DeviceError> {
+    Socket::open(Protocol::Route).map_err(|source| kernel_error("open a netlink socket", source))
 }
 
-fn find_link(links: &Links, interface: &str) -> Result<Option<Link>, DeviceError> {
-    links
-        .by_name(interface)
-        .map_err(|source| kernel_error(&format!("look for interface {interface}"), source))
+fn find_link(links: &Socket, interface: &str) -> Result<Option<Link>, DeviceError> {
+    link::by_name(links, interface).map_err(|source| kernel_error(&format!("look for interface {interface}"), source))
 }
 
 /// The id of WireGuard's generic netlink family (`CTRL_CMD_GETFAMILY`).
-fn family(netlink: &Netlink) -> io::Result<u16> {
+fn family(netlink: &Socket) -> Result<u16, Error> {
     let request = GenlMessage::from_payload(GenlCtrl {
         cmd: GenlCtrlCmd::GetFamily,
         nlas: vec![GenlCtrlAttrs::FamilyName("wireguard".to_owned())],
     });
-    let answers = netlink.request(request, 0)?;
-    answers
+    let answer = netlink.get(&request)?;
+    answer
+        .payload
+        .nlas
         .iter()
-        .flat_map(|answer| &answer.payload.nlas)
         .find_map(|attribute| match attribute {
             GenlCtrlAttrs::FamilyId(id) => Some(*id),
             _ => None,
         })
-        .ok_or_else(|| io::ErrorKind::NotFound.into())
+        .ok_or_else(|| DecodeError::from("it contains no family id").into())
 }
 
-fn no_wireguard(interface: &str, source: io::Error) -> DeviceError {
-    match errno(&source) {
-        Some(Errno::EOPNOTSUPP) => DeviceError::NoKernelWireguard,
+fn no_wireguard(interface: &str, source: Error) -> DeviceError {
+    match source.errno() {
+        Some(Errno::OPNOTSUPP) => DeviceError::NoKernelWireguard,
         _ => kernel_error(&format!("make the WireGuard interface {interface}"), source),
     }
 }
 
-fn errno(error: &io::Error) -> Option<Errno> {
-    error.raw_os_error().map(Errno::from_raw)
-}
-
-fn kernel_error(action: &str, source: io::Error) -> DeviceError {
+fn kernel_error(action: &str, source: Error) -> DeviceError {
     DeviceError::Kernel {
         action: action.to_owned(),
-        source,
+        source: source.into(),
     }
 }
