@@ -154,11 +154,12 @@ impl Netlink {
             Change::AddRule(rule) => socket.create(&M::NewRule(rule_message(rule)))?,
             Change::DeleteRule(rule) => {
                 let message = M::DelRule(rule_message(rule));
-                socket.change(&message)?;
-                // Rules of one priority are observed as one. The last request fails.
-                while rule.action == Action::Other {
-                    socket.change(&message)?;
+                let mut deleted = socket.change(&message);
+                // Rules of one priority are observed as one; the last request fails.
+                while rule.action == Action::Other && deleted.is_ok() {
+                    deleted = socket.change(&message);
                 }
+                deleted?;
             }
         }
         Ok(())
