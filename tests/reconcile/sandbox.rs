@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use clustermesh_api::{mesh::Protocol, policy::PeerPolicy};
+use clustermesh_api::policy::PeerPolicy;
+use clustermesh_core::mesh::Protocol;
 use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::test_env::{SOON, TestEnv, key};
 use kube::{Api, ResourceExt, api::ListParams};

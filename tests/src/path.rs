@@ -11,9 +11,9 @@ use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, compile},
     device::diff,
     numbers::MARK_UNDERLAY,
-    policy::{Policy, Port, Protocol, Rule},
+    policy::{Policy, Port, Rule},
 };
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, mesh::Protocol};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, userspace::Userspace},

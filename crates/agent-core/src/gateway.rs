@@ -12,10 +12,13 @@ use std::{
     net::IpAddr,
 };
 
-use clustermesh_core::{key::PublicKey, mesh::ObjectName};
+use clustermesh_core::{
+    key::PublicKey,
+    mesh::{ObjectName, Protocol},
+};
 use ipnet::IpNet;
 
-use crate::{device::Peers, interface::InterfaceName, policy::Protocol};
+use crate::{device::Peers, interface::InterfaceName};
 
 mod compile;
 mod connection_limits;

@@ -1,7 +1,8 @@
 //! PeerPolicy as plain values: what one source member may reach in this cluster.
 
-use std::{collections::BTreeSet, fmt};
+use std::collections::BTreeSet;
 
+use clustermesh_core::mesh::Protocol;
 use ipnet::IpNet;
 
 /// What one source member may reach here. Everything that no `allow` rule names is denied; `deny` wins over `allow`.
@@ -43,27 +44,6 @@ pub struct Port {
     pub protocol: Protocol,
     /// The port number.
     pub port: u16,
-}
-
-/// The transport protocols that Kubernetes Services have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Protocol {
-    /// TCP.
-    Tcp,
-    /// UDP.
-    Udp,
-    /// SCTP.
-    Sctp,
-}
-
-impl fmt::Display for Protocol {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Tcp => "tcp",
-            Self::Udp => "udp",
-            Self::Sctp => "sctp",
-        })
-    }
 }
 
 impl Policy {

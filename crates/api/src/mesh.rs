@@ -4,6 +4,7 @@
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
 )]
 
+use clustermesh_core::mesh::Protocol;
 use k8s_openapi::apimachinery::pkg::{apis::meta::v1::LabelSelector, util::intstr::IntOrString};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
@@ -220,20 +221,6 @@ pub enum PodNetwork {
     Shared,
 }
 
-/// Transport protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "UPPERCASE")]
-#[schemars(inline)]
-pub enum Protocol {
-    /// TCP.
-    #[default]
-    Tcp,
-    /// UDP.
-    Udp,
-    /// SCTP.
-    Sctp,
-}
-
 /// Pods of one namespace whose addresses are published one by one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -285,6 +272,7 @@ pub struct ServicePort {
     pub port: IntOrString,
     /// Transport protocol.
     #[serde(default)]
+    #[schemars(schema_with = "schema::protocol")]
     pub protocol: Protocol,
 }
 

@@ -6,12 +6,13 @@
 )]
 #![allow(clippy::duplicated_attributes, reason = "two printer columns have one type")]
 
+use clustermesh_core::mesh::Protocol;
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    mesh::{IsolationProfile, Protocol, ServicePort},
+    mesh::{IsolationProfile, ServicePort},
     schema,
 };
 
@@ -110,6 +111,7 @@ pub struct InfrastructurePort {
     pub port: u16,
     /// Transport protocol.
     #[serde(default)]
+    #[schemars(schema_with = "schema::protocol")]
     pub protocol: Protocol,
 }
 

@@ -9,11 +9,12 @@
 )]
 #![allow(clippy::duplicated_attributes, reason = "two printer columns have one type")]
 
+use clustermesh_core::mesh::Protocol;
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{mesh::Protocol, schema};
+use crate::schema;
 
 /// What one sandbox may reach in this cluster: nothing but `grants`.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
@@ -119,6 +120,7 @@ pub struct SandboxGrant {
     pub port: String,
     /// Transport protocol.
     #[serde(default)]
+    #[schemars(schema_with = "schema::protocol")]
     pub protocol: Protocol,
     /// Port of the gateway's WireGuard address at which the sandbox reaches it. No other grant of this protocol here has the same.
     #[schemars(schema_with = "schema::port")]

@@ -66,6 +66,11 @@ pub(crate) fn port(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 65535})
 }
 
+/// A transport protocol ([`clustermesh_core::mesh::Protocol`]).
+pub(crate) fn protocol(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "string", "enum": ["TCP", "UDP", "SCTP"]})
+}
+
 /// Seconds, 0 to 65535.
 pub(crate) fn seconds(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 0, "maximum": 65535})

@@ -6,6 +6,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 /// Whether one of the two networks contains the other.
 pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
@@ -293,10 +294,12 @@ impl fmt::Display for ObjectName {
     }
 }
 
-/// Transport protocol of a Service port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Transport protocol of a port, as Kubernetes spells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
 pub enum Protocol {
-    /// TCP.
+    /// TCP, the default in Kubernetes.
+    #[default]
     Tcp,
     /// UDP.
     Udp,
@@ -312,6 +315,16 @@ impl Protocol {
             Self::Tcp => "TCP",
             Self::Udp => "UDP",
             Self::Sctp => "SCTP",
+        }
+    }
+
+    /// The name in nft(8) and `/etc/protocols`.
+    #[must_use]
+    pub const fn lowercase(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Sctp => "sctp",
         }
     }
 }

@@ -23,11 +23,13 @@ use clustermesh_agent_core::{
     device::diff,
     gateway::{Access, Endpoint, Facts, Granted, Inputs, Node, Service, Settings, alive, compile, update},
     interface::InterfaceName,
-    policy::Protocol,
     routes::{Plan, desired},
     sysctl::{Name, Sysctl},
 };
-use clustermesh_core::{key::PublicKey, mesh::ObjectName};
+use clustermesh_core::{
+    key::PublicKey,
+    mesh::{ObjectName, Protocol},
+};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, kernel::Kernel},
@@ -123,13 +125,13 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
     let ports = [(Protocol::Tcp, args.tcp_port), (Protocol::Udp, args.udp_port)];
     let granted = |(protocol, gateway_port): (Protocol, u16)| Granted {
         service: service.clone(),
-        port: protocol.to_string(),
+        port: protocol.lowercase().to_owned(),
         protocol,
         gateway_port,
     };
     let endpoint = |(protocol, port): (Protocol, u16)| Endpoint {
         protocol,
-        port_name: protocol.to_string(),
+        port_name: protocol.lowercase().to_owned(),
         address: args.pod,
         port,
         ready: true,
@@ -137,7 +139,9 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
     };
     let facts = Facts {
         selector: true,
-        ports: ports.map(|(protocol, _)| (protocol, protocol.to_string())).into(),
+        ports: ports
+            .map(|(protocol, _)| (protocol, protocol.lowercase().to_owned()))
+            .into(),
         endpoints: ports.map(endpoint).into(),
         ..Facts::default()
     };

@@ -1,5 +1,6 @@
 //! Property tests over arbitrary inputs, including hostile ones.
 
+use clustermesh_core::mesh::Protocol;
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::{tests::hub_node, *};
@@ -7,7 +8,7 @@ use crate::{
     device,
     firewall::{Update, render, update},
     numbers::TABLE,
-    policy::{Port, Protocol, Rule},
+    policy::{Port, Rule},
     routes::{Kind, diff},
 };
 

@@ -1,6 +1,8 @@
+use clustermesh_core::mesh::Protocol;
+
 use super::*;
 use crate::{
-    policy::{Port, Protocol, Rule},
+    policy::{Port, Rule},
     routes::Route,
 };
 

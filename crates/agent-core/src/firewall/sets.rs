@@ -29,7 +29,7 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let elements = firewall
         .infrastructure
         .iter()
-        .map(|p| format!("{} . {}", p.protocol, p.port))
+        .map(|p| format!("{} . {}", p.protocol.lowercase(), p.port))
         .collect();
     out.push(Set {
         name: "infrastructure",

@@ -11,7 +11,7 @@ use std::{
     num::NonZeroU32,
 };
 
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, mesh::Protocol};
 use ipnet::IpNet;
 
 use super::{
@@ -20,7 +20,6 @@ use super::{
 };
 use crate::{
     device::{PeerSpec, Peers},
-    policy::Protocol,
     prefixes::{NOT_UNICAST, host, overlap},
 };
 
@@ -245,7 +244,8 @@ impl<'a> Compiler<'a> {
             }
             let message = format!(
                 "port {} ({}) has another grant, which comes first and keeps it",
-                granted.gateway_port, granted.protocol
+                granted.gateway_port,
+                granted.protocol.lowercase()
             );
             self.refuse_grant(access, granted, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
@@ -270,7 +270,7 @@ impl<'a> Compiler<'a> {
                 &granted.service.namespace,
                 &granted.service.name,
                 &granted.port,
-                &granted.protocol.to_string(),
+                granted.protocol.lowercase(),
                 &granted.gateway_port.to_string(),
             ],
         );

@@ -54,7 +54,11 @@ pub(super) fn resolve(
         ));
     }
     if !facts.ports.contains(&(granted.protocol, granted.port.clone())) {
-        let message = format!("Service {name} has no {} port {:?}", granted.protocol, granted.port);
+        let message = format!(
+            "Service {name} has no {} port {:?}",
+            granted.protocol.lowercase(),
+            granted.port
+        );
         return Err((Reason::ServiceMissing, message));
     }
     let mut resolved = ResolvedGrant::default();

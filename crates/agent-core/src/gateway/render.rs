@@ -8,10 +8,11 @@ use std::{
     ops::RangeInclusive,
 };
 
+use clustermesh_core::mesh::Protocol;
 use ipnet::IpNet;
 
 use super::{Frame, GrantId, SandboxId, connection_limits::ConnectionLimits};
-use crate::{numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
+use crate::{numbers::NFT_TABLE, prefixes::Family};
 
 /// A part of the table that is added and removed by itself. The order of the variants is the order of adding: a chain before the
 /// element that refers to it, an endpoint before the grant that opens it.
@@ -110,7 +111,7 @@ impl Piece {
     /// The set or map that this piece is an element of, and its key. `None` = it is a limit or a chain.
     fn element(&self) -> Option<(&'static str, String)> {
         let port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
-            format!("{} . {protocol} . {port}", mark(sandbox.0))
+            format!("{} . {} . {port}", mark(sandbox.0), protocol.lowercase())
         };
         let either = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
         Some(match self {

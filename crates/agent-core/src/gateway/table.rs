@@ -8,14 +8,14 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_core::mesh::ObjectName;
+use clustermesh_core::mesh::{ObjectName, Protocol};
 use ipnet::IpNet;
 
 use super::{
     GrantId, SandboxId,
     render::{self, Chooser, Piece},
 };
-use crate::{interface::InterfaceName, numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
+use crate::{interface::InterfaceName, numbers::NFT_TABLE, prefixes::Family};
 
 /// The most elements that one transaction changes, by [`Grant::weight`]. A gateway's container has 256 MiB, and `nft` 1.0.6 takes
 /// 83 MB for 60,000 elements (10,000 grants with one endpoint each).

@@ -9,9 +9,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::{Finding, creation_time, excerpt, parse_network};
 use crate::{
-    mesh::{
-        Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, Protocol, ServicePort,
-    },
+    mesh::{Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, ServicePort},
     names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
@@ -406,7 +404,7 @@ impl Reader {
         match port_ref(&port.port) {
             Ok(reference) => Some(core::GrantPort {
                 port: reference,
-                protocol: protocol(port.protocol),
+                protocol: port.protocol,
             }),
             Err(message) => {
                 self.problem(field, message);
@@ -489,26 +487,6 @@ pub const fn profile(profile: IsolationProfile) -> core::Profile {
         IsolationProfile::ClusterMeshed => core::Profile::ClusterMeshed,
         IsolationProfile::Sandbox => core::Profile::Sandbox,
         IsolationProfile::Standard => core::Profile::Standard,
-    }
-}
-
-/// Converts a protocol to that of core.
-#[must_use]
-pub const fn protocol(protocol: Protocol) -> core::Protocol {
-    match protocol {
-        Protocol::Tcp => core::Protocol::Tcp,
-        Protocol::Udp => core::Protocol::Udp,
-        Protocol::Sctp => core::Protocol::Sctp,
-    }
-}
-
-/// Converts a protocol of core to that of the API.
-#[must_use]
-pub const fn protocol_from_core(protocol: core::Protocol) -> Protocol {
-    match protocol {
-        core::Protocol::Tcp => Protocol::Tcp,
-        core::Protocol::Udp => Protocol::Udp,
-        core::Protocol::Sctp => Protocol::Sctp,
     }
 }
 

@@ -13,10 +13,7 @@ use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
-use super::{
-    mesh::{port_ref, protocol, protocol_from_core},
-    owner, parse_network, set_labels,
-};
+use super::{mesh::port_ref, owner, parse_network, set_labels};
 use crate::{
     mesh::{IsolationProfile, ServicePort},
     policy::{Allow, Deny, InfrastructurePort, PeerPolicy, PeerPolicySpec},
@@ -46,7 +43,7 @@ fn spec_to_core(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String>
             return Err(format!("spec.deny[{index}].ports: is empty: name the TCP ports"));
         }
         for port in &entry.ports {
-            let number = match (port_ref(&port.port), protocol(port.protocol)) {
+            let number = match (port_ref(&port.port), port.protocol) {
                 (Ok(PortRef::Number(number)), Protocol::Tcp) => number,
                 _ => {
                     return Err(format!(
@@ -70,7 +67,7 @@ fn spec_to_core(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String>
         infrastructure_ports: written
             .infrastructure_ports
             .iter()
-            .map(|p| (protocol(p.protocol), p.port))
+            .map(|p| (p.protocol, p.port))
             .collect(),
         anchored: parse_networks("spec.anchored", &written.anchored)?,
         closed: written.isolation_profile != IsolationProfile::ClusterMeshed,
@@ -111,7 +108,7 @@ pub(crate) fn spec_from_core(source: &str, spec: &observe::PolicySpec) -> PeerPo
         let port = IntOrString::Int(address.port().into());
         denied.entry(address.ip()).or_default().push(ServicePort {
             port,
-            protocol: crate::mesh::Protocol::Tcp,
+            protocol: Protocol::Tcp,
         });
     }
     PeerPolicySpec {
@@ -139,7 +136,7 @@ pub(crate) fn spec_from_core(source: &str, spec: &observe::PolicySpec) -> PeerPo
             .iter()
             .map(|(protocol, port)| InfrastructurePort {
                 port: *port,
-                protocol: protocol_from_core(*protocol),
+                protocol: *protocol,
             })
             .collect(),
         anchored: texts(&spec.anchored),

@@ -13,10 +13,7 @@ use clustermesh_core::{
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use super::{
-    mesh::{protocol, protocol_from_core},
-    owner, parse_network, set_labels,
-};
+use super::{owner, parse_network, set_labels};
 use crate::sandbox::{
     LocalService, SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode,
 };
@@ -65,7 +62,7 @@ fn spec_to_core(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
             },
             port: grant.port.clone(),
         };
-        ((protocol(grant.protocol), grant.gateway_port), granted)
+        ((grant.protocol, grant.gateway_port), granted)
     });
     Ok(AccessSpec {
         sandbox: written.sandbox.clone(),
@@ -110,7 +107,7 @@ pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
             name: granted.service.name.clone(),
         },
         port: granted.port.clone(),
-        protocol: protocol_from_core(*protocol),
+        protocol: *protocol,
         gateway_port: *port,
     });
     access.spec = SandboxAccessSpec {

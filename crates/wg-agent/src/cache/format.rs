@@ -6,8 +6,11 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_agent_core::policy::{Policy, Port, Protocol, Rule};
-use clustermesh_core::observe::{Endpoint, PeerSpec};
+use clustermesh_agent_core::policy::{Policy, Port, Rule};
+use clustermesh_core::{
+    mesh::Protocol,
+    observe::{Endpoint, PeerSpec},
+};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -18,7 +21,7 @@ use crate::source::objects::{OwnNode, ParsedNode, ParsedPeer, ParsedPolicy};
 /// The format's name in the header.
 const FORMAT: &str = "clustermesh wg-agent cache";
 /// The format version; a file of another version is not read.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Why a file is not used. Retrying helps with none of these.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -269,7 +272,7 @@ struct PolicyRecord {
     networks: BTreeSet<IpNet>,
     allow: Vec<RuleRecord>,
     deny: Vec<RuleRecord>,
-    infrastructure_ports: BTreeSet<(ProtocolRecord, u16)>,
+    infrastructure_ports: BTreeSet<(Protocol, u16)>,
     anchored: BTreeSet<IpNet>,
     closed: bool,
     problem: Option<String>,
@@ -280,32 +283,14 @@ struct PolicyRecord {
 #[serde(deny_unknown_fields)]
 struct RuleRecord {
     to: BTreeSet<IpNet>,
-    ports: BTreeSet<(ProtocolRecord, u16)>,
+    ports: BTreeSet<(Protocol, u16)>,
 }
 
-#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[serde(rename_all = "lowercase")]
-enum ProtocolRecord {
-    Tcp,
-    Udp,
-    Sctp,
+fn port(port: &Port) -> (Protocol, u16) {
+    (port.protocol, port.port)
 }
 
-fn port(port: &Port) -> (ProtocolRecord, u16) {
-    let protocol = match port.protocol {
-        Protocol::Tcp => ProtocolRecord::Tcp,
-        Protocol::Udp => ProtocolRecord::Udp,
-        Protocol::Sctp => ProtocolRecord::Sctp,
-    };
-    (protocol, port.port)
-}
-
-fn port_value((protocol, port): (ProtocolRecord, u16)) -> Port {
-    let protocol = match protocol {
-        ProtocolRecord::Tcp => Protocol::Tcp,
-        ProtocolRecord::Udp => Protocol::Udp,
-        ProtocolRecord::Sctp => Protocol::Sctp,
-    };
+fn port_value((protocol, port): (Protocol, u16)) -> Port {
     Port { protocol, port }
 }
 

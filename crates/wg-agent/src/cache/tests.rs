@@ -4,8 +4,11 @@ use std::{
     path::Path,
 };
 
-use clustermesh_agent_core::policy::{Policy, Port, Protocol, Rule};
-use clustermesh_core::observe::{Endpoint, PeerSpec};
+use clustermesh_agent_core::policy::{Policy, Port, Rule};
+use clustermesh_core::{
+    mesh::Protocol,
+    observe::{Endpoint, PeerSpec},
+};
 
 use super::*;
 use crate::source::{objects::OwnNode, watch::WatchedKind};
@@ -180,8 +183,8 @@ fn unusable_cache_is_set_aside_and_the_last_one_kept() {
         ),
         (
             "another version's",
-            &whole.replacen("\"version\":3", "\"version\":1", 1),
-            "it has format version 1, and this agent reads version 3",
+            &whole.replacen("\"version\":4", "\"version\":1", 1),
+            "it has format version 1, and this agent reads version 4",
         ),
         ("another node's", &other, "it was written for node \"m\""),
         (

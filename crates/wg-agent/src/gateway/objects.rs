@@ -6,16 +6,15 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_agent_core::{
-    gateway::{Access, Endpoint, Granted, Node},
-    policy::Protocol,
-};
+use clustermesh_agent_core::gateway::{Access, Endpoint, Granted, Node};
 use clustermesh_api::{
-    mesh,
     names::{LABEL_HUB, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY},
     sandbox::{AppliedAccess, SandboxAccess, SandboxGateway},
 };
-use clustermesh_core::{key::PublicKey, mesh::ObjectName};
+use clustermesh_core::{
+    key::PublicKey,
+    mesh::{ObjectName, Protocol},
+};
 use ipnet::IpNet;
 use k8s_openapi::api::{core::v1, discovery::v1::EndpointSlice};
 use kube::{ResourceExt, api::DynamicObject};
@@ -74,11 +73,7 @@ fn read(object: SandboxAccess, access: &mut Access) {
             name: grant.service.name,
         },
         port: grant.port,
-        protocol: match grant.protocol {
-            mesh::Protocol::Tcp => Protocol::Tcp,
-            mesh::Protocol::Udp => Protocol::Udp,
-            mesh::Protocol::Sctp => Protocol::Sctp,
-        },
+        protocol: grant.protocol,
         gateway_port: grant.gateway_port,
     });
     access.grants = grants.collect();

@@ -97,7 +97,7 @@ fn in_turns(refused: &BTreeSet<Refused>) -> Vec<&Refused> {
 fn refused_access(refused: &Refused) -> RefusedAccess {
     let grant = refused
         .grant
-        .map(|(protocol, port)| format!("{}/{port}", protocol.to_string().to_uppercase()));
+        .map(|(protocol, port)| format!("{}/{port}", protocol.as_str()));
     RefusedAccess {
         name: refused.access.clone(),
         field: refused.field.clone(),
@@ -183,7 +183,8 @@ async fn write(
 
 #[cfg(test)]
 mod tests {
-    use clustermesh_agent_core::{gateway::Reason, policy::Protocol};
+    use clustermesh_agent_core::gateway::Reason;
+    use clustermesh_core::mesh::Protocol;
 
     use super::*;
 

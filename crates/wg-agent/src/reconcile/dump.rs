@@ -137,7 +137,7 @@ fn inputs(inputs: &Inputs) -> Value {
 fn ports(ports: &BTreeSet<policy::Port>) -> Vec<String> {
     ports
         .iter()
-        .map(|port| format!("{}/{}", port.protocol, port.port))
+        .map(|port| format!("{}/{}", port.protocol.lowercase(), port.port))
         .collect()
 }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    policy::{Policy, Port, Protocol, Rule},
+    policy::{Policy, Port, Rule},
     prefixes::host,
 };
 use clustermesh_api::{
@@ -18,7 +18,7 @@ use clustermesh_api::{
     revision::{self, PolicyDigest},
 };
 use clustermesh_core::{
-    mesh,
+    mesh::Protocol,
     observe::{Endpoint, PeerSpec, PolicySpec},
 };
 use ipnet::IpNet;
@@ -115,15 +115,6 @@ impl ParsedPolicy {
     }
 }
 
-/// The agent's type for a protocol.
-pub(crate) const fn protocol(protocol: mesh::Protocol) -> Protocol {
-    match protocol {
-        mesh::Protocol::Tcp => Protocol::Tcp,
-        mesh::Protocol::Udp => Protocol::Udp,
-        mesh::Protocol::Sctp => Protocol::Sctp,
-    }
-}
-
 fn policy(name: &str, spec: &PolicySpec) -> Policy {
     let PolicySpec {
         sources,
@@ -158,8 +149,8 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
         anchored: anchored.clone(),
         infrastructure_ports: infrastructure_ports
             .iter()
-            .map(|(name, port)| Port {
-                protocol: protocol(*name),
+            .map(|(protocol, port)| Port {
+                protocol: *protocol,
                 port: *port,
             })
             .collect(),

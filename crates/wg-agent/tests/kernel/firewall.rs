@@ -9,8 +9,9 @@ use std::{
 
 use clustermesh_agent_core::{
     firewall::{Firewall, Frame, Plan, Scope, Update, desired, update},
-    policy::{Policy, Port, Protocol, Rule},
+    policy::{Policy, Port, Rule},
 };
+use clustermesh_core::mesh::Protocol;
 use clustermesh_tests::netns::{self, NetNs};
 use ipnet::IpNet;
 use proptest::{

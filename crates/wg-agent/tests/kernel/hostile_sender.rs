@@ -8,8 +8,9 @@ use std::{
 
 use clustermesh_agent_core::{
     compile::Inputs,
-    policy::{Port, Protocol, Rule},
+    policy::{Port, Rule},
 };
+use clustermesh_core::mesh::Protocol;
 use clustermesh_tests::{
     attacker::{
         RawSender,

@@ -73,7 +73,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 
 /// Each pure crate, and the third-party crates that it may import: no runtime, client, clock or log.
 const PURE: &[(&str, &[&str])] = &[
-    ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
+    ("clustermesh-core", &["base64", "ipnet", "serde", "thiserror"]),
     ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
 ];
 

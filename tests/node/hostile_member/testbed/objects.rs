@@ -1,11 +1,10 @@
 //! Builds the objects that a controller writes into the target cluster about members.
 
 use clustermesh_api::{
-    mesh::Protocol,
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
     policy::{Allow, InfrastructurePort, PeerPolicySpec},
 };
-use clustermesh_core::plan::Settings;
+use clustermesh_core::{mesh::Protocol, plan::Settings};
 use clustermesh_tests::attacker::public;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::PostParams;

@@ -5,9 +5,8 @@ use std::{net::SocketAddr, os::unix::fs::PermissionsExt, process::Command, threa
 use clustermesh_agent_core::{
     gateway::{Balancer, Frame, Grant, SandboxId},
     numbers::NFT_TABLE,
-    policy::Protocol,
 };
-use clustermesh_core::mesh::ObjectName;
+use clustermesh_core::mesh::{ObjectName, Protocol};
 use nix::sched::{CloneFlags, unshare};
 
 use super::*;
