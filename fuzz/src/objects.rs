@@ -2,7 +2,7 @@
 //!
 //! Each target returns whether the input passed the first parser; other inputs test nothing more.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use clustermesh_agent_core::{
     compile::{Compiled, Inputs, Node, Peer, compile},
@@ -138,12 +138,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
         last.is_some_and(|rule| rule.trim().starts_with("counter drop")),
         "{text}"
     );
-    for name in inputs
-        .policies
-        .iter()
-        .map(|policy| &policy.name)
-        .filter(|name| name.len() > 20)
-    {
+    for name in inputs.policies.keys().filter(|name| name.len() > 20) {
         assert!(!text.contains(name.as_str()), "{name:?} is in the table");
     }
     assert_eq!(routes::diff(&out.routes, &out.routes), None);
@@ -151,11 +146,11 @@ pub fn compiled(bytes: &[u8]) -> bool {
 }
 
 fn inputs(objects: Vec<DynamicObject>) -> Inputs {
-    let (mut peers, mut policies) = (Vec::new(), Vec::new());
+    let (mut peers, mut policies) = (Vec::new(), BTreeMap::new());
     for object in objects {
         let name = object.name_any();
         if object.data["spec"].get("publicKey").is_none() {
-            policies.push(ParsedPolicy::new(object).policy);
+            policies.insert(name, ParsedPolicy::new(object).spec);
             continue;
         }
         let ParsedPeer {
@@ -204,7 +199,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
 }
 
 fn assert_invalid_policy_allows_nothing(seen: &ParsedPolicy) {
-    assert!(seen.problem.is_none() || seen.policy.allow.is_empty(), "{seen:?}");
+    assert!(seen.problem.is_none() || seen.spec.allow.is_empty(), "{seen:?}");
 }
 
 fn assert_allowed_ips_have_one_owner(out: &Compiled) {

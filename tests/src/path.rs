@@ -11,9 +11,8 @@ use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, compile},
     device::diff,
     numbers::MARK_UNDERLAY,
-    policy::{Policy, Port, Rule},
 };
-use clustermesh_core::{key::PublicKey, mesh::Protocol};
+use clustermesh_core::{key::PublicKey, mesh::Protocol, observe::PolicySpec};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, userspace::Userspace},
@@ -51,6 +50,11 @@ pub struct Mesh {
 
 fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+/// The policy of a node with one other member.
+pub fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
+    inputs.policies.first_entry().unwrap().into_mut()
 }
 
 /// A node with one pod: underlay on `switch`, and a CNI that masquerades packets that leave its cluster's pod network.
@@ -133,9 +137,13 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             f.hub2,
         ],
     };
-    let deny = Rule {
-        to: prefixes(&[f.denied]).into_iter().collect(),
-        ports: BTreeSet::new(),
+    let policy = PolicySpec {
+        sources: prefixes(theirs).into_iter().collect(),
+        networks: prefixes(theirs).into_iter().collect(),
+        allow: prefixes(ours).into_iter().collect(),
+        deny: [SocketAddr::new(f.denied.parse().unwrap(), 9090)].into(),
+        infrastructure_ports: [(Protocol::Tcp, 10250)].into(),
+        ..PolicySpec::default()
     };
     Inputs {
         node: Node {
@@ -180,22 +188,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             keepalive: None,
             allowed_ips: prefixes(&allowed),
         }],
-        policies: vec![Policy {
-            name: "other".to_owned(),
-            sources: prefixes(theirs).into_iter().collect(),
-            networks: prefixes(theirs).into_iter().collect(),
-            allow: vec![Rule {
-                to: prefixes(ours).into_iter().collect(),
-                ports: BTreeSet::new(),
-            }],
-            deny: vec![deny],
-            infrastructure_ports: [Port {
-                protocol: Protocol::Tcp,
-                port: 10250,
-            }]
-            .into(),
-            ..Policy::default()
-        }],
+        policies: [("other".to_owned(), policy)].into(),
         narrow: BTreeMap::new(),
     }
 }

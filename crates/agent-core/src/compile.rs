@@ -8,7 +8,7 @@ use std::{
     num::NonZeroU16,
 };
 
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, observe::PolicySpec};
 use ipnet::IpNet;
 
 use crate::{
@@ -17,7 +17,6 @@ use crate::{
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
-    policy::Policy,
     prefixes::{Family, aggregate, covered, host, overlap},
     routes::{self, Routes},
     sysctl::{self, Sysctl},
@@ -92,8 +91,8 @@ pub struct Inputs {
     pub pods_elsewhere: BTreeSet<IpNet>,
     /// Peers of this cluster.
     pub peers: Vec<Peer>,
-    /// PeerPolicies of this cluster.
-    pub policies: Vec<Policy>,
+    /// PeerPolicies of this cluster, by name.
+    pub policies: BTreeMap<String, PolicySpec>,
     /// MTU of the peers whose path carries less than the device's MTU ([`crate::mtu::auto`]).
     pub narrow: BTreeMap<PublicKey, u16>,
 }
@@ -122,11 +121,7 @@ pub struct Compiled {
 pub fn compile(inputs: &Inputs) -> Compiled {
     let node = &inputs.node;
     let mut refused = Vec::new();
-    let policies: Vec<Policy> = inputs
-        .policies
-        .iter()
-        .map(|p| refuse::clean_policy(node, p, &mut refused))
-        .collect();
+    let policies = refuse::clean_policies(inputs, &mut refused);
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
     let peers = accept_peers(inputs, &networks, &mut refused);
 
@@ -212,8 +207,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 /// translated to these. A shared pod network is anchored, so its pods are translated too. Before the first policy exists, only the
 /// WireGuard addresses are published; other members could not reply to more.
 #[must_use]
-pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
-    let served = aggregate(policies.iter().flat_map(Policy::served));
+pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
+    let served = aggregate(policies.iter().flat_map(PolicySpec::allowed));
     let own = node
         .pod_cidrs
         .iter()

@@ -5,16 +5,17 @@
 //! element, so such a change rewrites no rule. Only typed values are rendered, never text from an object.
 
 use std::{
+    borrow::Borrow,
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
+use clustermesh_core::{mesh::Protocol, observe::PolicySpec};
 use ipnet::IpNet;
 
 use crate::{
     interface::InterfaceName,
-    policy::{Policy, Port, Rule},
-    prefixes::{Family, aggregate, disjoint, host, maximal},
+    prefixes::{Family, NOT_UNICAST, aggregate, disjoint, host, maximal, overlap},
 };
 
 mod render;
@@ -34,8 +35,8 @@ pub struct Firewall {
     pub v4: Sets,
     /// IPv6 sets.
     pub v6: Sets,
-    /// Ports closed on the addresses of this cluster's nodes ([`Policy::infrastructure_ports`]).
-    pub infrastructure: BTreeSet<Port>,
+    /// Ports closed on the addresses of this cluster's nodes ([`PolicySpec::infrastructure_ports`]).
+    pub infrastructure: BTreeSet<(Protocol, u16)>,
 }
 
 /// Which traffic of the node the table controls.
@@ -84,12 +85,10 @@ pub struct Sets {
     pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,
-    /// (source, destination, port) allowed.
-    pub allow_ports: BTreeSet<(IpNet, IpNet, Port)>,
-    /// (source, destination) denied on every port.
+    /// (source, destination) denied on every port: destinations of [`NOT_UNICAST`] in an allowed network.
     pub deny: BTreeSet<(IpNet, IpNet)>,
-    /// (source, destination, port) denied.
-    pub deny_ports: BTreeSet<(IpNet, IpNet, Port)>,
+    /// (source, destination, TCP port) denied.
+    pub deny_ports: BTreeSet<(IpNet, IpNet, u16)>,
     /// The API server's endpoints, closed to every member.
     pub api: BTreeSet<(IpAddr, u16)>,
     /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Every node closes them for all nodes, because the CNI may
@@ -113,7 +112,7 @@ pub struct Plan<'a> {
     /// Published sources.
     pub published: &'a BTreeSet<IpNet>,
     /// Policies, without the networks that were refused.
-    pub policies: &'a [Policy],
+    pub policies: &'a [PolicySpec],
     /// InternalIPs of this node.
     pub internal_ips: &'a BTreeSet<IpAddr>,
     /// The API server's endpoints.
@@ -144,8 +143,6 @@ pub fn desired(plan: &Plan<'_>) -> Firewall {
 
 fn sets(plan: &Plan<'_>, family: Family) -> Sets {
     let of = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
-    let (allow, allow_ports) = rule_elements(plan.policies, family, Policy::allowed);
-    let (deny, deny_ports) = rule_elements(plan.policies, family, |p| &p.deny);
     let closed = plan.policies.iter().filter(|policy| policy.closed);
     let closed = closed.flat_map(|policy| policy.sources.iter().chain(&policy.networks));
     let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
@@ -159,13 +156,12 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         mesh: of(plan.mesh),
         throw: of(plan.throw),
         published: of(plan.published),
-        served: of(&plan.policies.iter().flat_map(Policy::served).copied().collect()),
+        served: of(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
         listeners: of(&listeners(plan)),
         pairs: disjoint(&pairs),
-        allow,
-        allow_ports,
-        deny,
-        deny_ports,
+        allow: source_pairs(plan.policies, family, PolicySpec::allowed),
+        deny: source_pairs(plan.policies, family, not_unicast),
+        deny_ports: denied_ports(plan.policies, family),
         api: plan
             .api_servers
             .iter()
@@ -191,35 +187,53 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
     anchored.chain(own).collect()
 }
 
-type Pairs = BTreeSet<(IpNet, IpNet)>;
+/// The networks of [`NOT_UNICAST`] that overlap an allowed one.
+fn not_unicast(policy: &PolicySpec) -> impl Iterator<Item = &'static IpNet> {
+    let is_allowed = |net: &&IpNet| policy.allow.iter().any(|to| overlap(to, net));
+    NOT_UNICAST.iter().filter(is_allowed)
+}
 
-/// The set elements for the rules that `which` selects from every policy: those for all ports, and those for single ports.
-fn rule_elements(
-    policies: &[Policy],
+fn denied_ports(policies: &[PolicySpec], family: Family) -> BTreeSet<(IpNet, IpNet, u16)> {
+    let ports: BTreeSet<u16> = policies
+        .iter()
+        .flat_map(|policy| &policy.deny)
+        .map(SocketAddr::port)
+        .collect();
+    let of_port = |port| {
+        let denied = |policy: &PolicySpec| -> Vec<IpNet> {
+            let at_port = policy.deny.iter().filter(|at| at.port() == port);
+            at_port.map(|at| host(at.ip().to_canonical())).collect()
+        };
+        let pairs = source_pairs(policies, family, denied).into_iter();
+        pairs.map(move |(source, to)| (source, to, port))
+    };
+    ports.into_iter().flat_map(of_port).collect()
+}
+
+/// (source, destination) for every source of a policy and every destination that `destinations` selects from it. Policies may have
+/// sources in common.
+fn source_pairs<'a, I>(
+    policies: &'a [PolicySpec],
     family: Family,
-    which: impl Fn(&Policy) -> &[Rule],
-) -> (Pairs, BTreeSet<(IpNet, IpNet, Port)>) {
-    let mut by_port: BTreeMap<Option<Port>, BTreeMap<IpNet, BTreeSet<IpNet>>> = BTreeMap::new();
+    destinations: impl Fn(&'a PolicySpec) -> I,
+) -> BTreeSet<(IpNet, IpNet)>
+where
+    I: IntoIterator<Item: Borrow<IpNet>>,
+{
+    let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
     for policy in policies {
-        for rule in which(policy) {
-            let every = rule.ports.is_empty().then_some(None);
-            for port in every.into_iter().chain(rule.ports.iter().copied().map(Some)) {
-                let pairs = by_port.entry(port).or_default();
-                for source in policy.sources.iter().filter(|s| Family::of(s) == family) {
-                    pairs
-                        .entry(source.trunc())
-                        .or_default()
-                        .extend(rule.to.iter().map(IpNet::trunc));
-                }
-            }
+        let to: BTreeSet<IpNet> = destinations(policy)
+            .into_iter()
+            .map(|net| net.borrow().trunc())
+            .collect();
+        if to.is_empty() {
+            continue;
+        }
+        for source in policy.sources.iter().filter(|source| Family::of(source) == family) {
+            pairs.entry(source.trunc()).or_default().extend(&to);
         }
     }
-    let every = by_port.remove(&None).map(|pairs| disjoint(&pairs)).unwrap_or_default();
-    let ports = by_port
-        .iter()
-        .filter_map(|(port, pairs)| port.map(|port| (port, pairs)));
-    let ports = ports.flat_map(|(port, pairs)| disjoint(pairs).into_iter().map(move |(s, d)| (s, d, port)));
-    (every, ports.collect())
+    disjoint(&pairs)
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@
 //!         keepalive: None,
 //!         allowed_ips: vec!["10.2.0.0/24".parse().unwrap()],
 //!     }],
-//!     policies: vec![],
+//!     policies: [].into(),
 //!     throw: [].into(),
 //!     api_servers: [].into(),
 //!     nodes: [].into(),
@@ -60,7 +60,6 @@ pub mod interface;
 pub mod key;
 pub mod mtu;
 pub mod numbers;
-pub mod policy;
 pub mod prefixes;
 pub mod routes;
 pub mod sysctl;

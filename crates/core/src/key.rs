@@ -3,6 +3,7 @@
 use std::{fmt, str::FromStr};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// A WireGuard public key: a Curve25519 point, 32 bytes, written as 44 characters of padded base64
 /// (wg(8), `PublicKey`).
@@ -74,6 +75,18 @@ impl FromStr for PublicKey {
             Some(bytes) if LOW_ORDER.contains(&bytes) => Err(KeyError::LowOrder(text.to_owned())),
             Some(bytes) => Ok(Self(bytes)),
         }
+    }
+}
+
+impl Serialize for PublicKey {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for PublicKey {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
     }
 }
 

@@ -9,6 +9,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     enforcement::Bypass,
@@ -141,7 +142,8 @@ impl<T> Claim<T> {
 }
 
 /// A WireGuard endpoint: an address or host name, and a UDP port.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Endpoint {
     /// `192.0.2.1:51820`, `[2001:db8::1]:51820`.
     Ip(SocketAddr),
@@ -266,7 +268,8 @@ pub struct Owner {
 }
 
 /// The spec of a Peer, with the annotations that wg-agent reads. A Peer is written if this value differs.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PeerSpec {
     /// The public key of the node that it describes.
     pub public_key: PublicKey,
@@ -290,23 +293,35 @@ pub struct ObservedPolicy {
 }
 
 /// What one source member may reach in a target. The default is deny, and `deny` wins over `allow`.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PolicySpec {
     /// The source addresses that it applies to.
     pub sources: BTreeSet<IpNet>,
-    /// Networks for which the agent installs `unreachable` routes, so that packets to them never follow the default route.
+    /// The member's networks. They are routed to its Peers. The agent installs `unreachable` routes for them, so that packets to
+    /// a part without a Peer never follow the default route.
     pub networks: BTreeSet<IpNet>,
-    /// Destinations that may be reached.
+    /// Destinations that may be reached on every port, as they are after the node's own address translation. For a cluster-meshed
+    /// member these are the target's own allowedNetworks.
     pub allow: BTreeSet<IpNet>,
-    /// Destinations that must not be reached, even if `allow` contains them.
+    /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
-    /// Ports that are closed on every local address of a node.
+    /// Ports that are closed on the addresses of the target's nodes: every address of the agent's own node, the addresses in the
+    /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. In pod CIDRs they stay open
+    /// through a Service.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// The anchored networks of this cluster. Agents of this cluster translate tunnel traffic to them on the anchor.
+    /// The target's anchored networks. Agents translate tunnel traffic to them on the anchor, and publish no address in them.
     pub anchored: BTreeSet<IpNet>,
     /// No packet may pass from or to the source: it is quarantined, or it is no longer cluster-meshed and its Peers are being
     /// deleted.
     pub closed: bool,
+}
+
+impl PolicySpec {
+    /// The destinations that may be reached now: none while the policy is closed.
+    pub fn allowed(&self) -> impl Iterator<Item = &IpNet> {
+        self.allow.iter().filter(|_| !self.closed)
+    }
 }
 
 /// A SandboxAccess that exists in a member.

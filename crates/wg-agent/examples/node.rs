@@ -23,9 +23,8 @@ use clustermesh_agent_core::{
     device::diff,
     interface::InterfaceName,
     numbers::MARK_UNDERLAY,
-    policy::{Policy, Rule},
 };
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, observe::PolicySpec};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, kernel::Kernel},
@@ -121,7 +120,12 @@ fn main() -> anyhow::Result<()> {
 /// Two members with one node each, which may reach each other's node.
 fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
     let of = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
-    let to = node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect();
+    let policy = PolicySpec {
+        sources: of(other),
+        networks: of(other),
+        allow: node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect(),
+        ..PolicySpec::default()
+    };
     Inputs {
         peers: vec![Peer {
             name: "there".into(),
@@ -133,16 +137,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
             keepalive: None,
             allowed_ips: of(other).into_iter().collect(),
         }],
-        policies: vec![Policy {
-            name: "there".into(),
-            sources: of(other),
-            networks: of(other),
-            allow: vec![Rule {
-                to,
-                ports: BTreeSet::new(),
-            }],
-            ..Policy::default()
-        }],
+        policies: [("there".into(), policy)].into(),
         node,
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),

@@ -318,7 +318,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
         policies: snapshot
             .policies
             .objects()
-            .map(|(_, seen)| seen.policy.clone())
+            .map(|(name, seen)| (name.to_owned(), seen.spec.clone()))
             .collect(),
     }
 }

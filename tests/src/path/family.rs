@@ -32,7 +32,7 @@ pub struct Family {
     pub local_service: &'static str,
     /// An address of the member that is not published.
     pub stray: &'static str,
-    /// An address of the hub's pod network that its policies deny.
+    /// An address of the hub's pod network. Its policies deny TCP port 9090 there.
     pub denied: &'static str,
     /// An address of a third member.
     pub elsewhere: &'static str,

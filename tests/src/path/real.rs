@@ -15,10 +15,9 @@ use clustermesh_agent_core::{
     device::diff,
     mtu::{self, Sizes},
     numbers::MARK_UNDERLAY,
-    policy::{Policy, Rule},
     prefixes::Family,
 };
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, observe::PolicySpec};
 use ipnet::IpNet;
 use nix::errno::Errno;
 use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover};
@@ -249,15 +248,14 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
             })
             .collect(),
         policies: others()
-            .map(|other| Policy {
-                name: format!("node-{other}"),
-                sources: member(other),
-                networks: member(other),
-                allow: vec![Rule {
-                    to: member(number),
-                    ports: BTreeSet::new(),
-                }],
-                ..Policy::default()
+            .map(|other| {
+                let policy = PolicySpec {
+                    sources: member(other),
+                    networks: member(other),
+                    allow: member(number),
+                    ..PolicySpec::default()
+                };
+                (format!("node-{other}"), policy)
             })
             .collect(),
         narrow: BTreeMap::new(),

@@ -67,11 +67,9 @@ impl Worker {
         hub_inputs.peers[0].allowed_ips = prefixes(&[f.worker_pods, f.worker_wireguard]);
         hub_inputs.peers[0].endpoint = Some(SocketAddr::new(f.worker.parse().unwrap(), 51820));
         let networks: BTreeSet<IpNet> = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
-        hub_inputs.policies[0] = Policy {
-            sources: networks.clone(),
-            networks,
-            ..hub_inputs.policies[0].clone()
-        };
+        let policy = policy_of(&mut hub_inputs);
+        policy.sources = networks.clone();
+        policy.networks = networks;
         apply(hub, &hub_inputs);
         apply(&worker, &inputs);
         Self {
@@ -129,11 +127,8 @@ impl Worker {
 }
 
 fn worker_inputs(f: &Family) -> Inputs {
-    let member = inputs(f, "worker", 2);
-    let own = Rule {
-        to: prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect(),
-        ports: BTreeSet::new(),
-    };
+    let mut member = inputs(f, "worker", 2);
+    policy_of(&mut member).allow = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
     Inputs {
         node: Node {
             wireguard_ips: all(&[f.worker_wireguard]),
@@ -146,10 +141,6 @@ fn worker_inputs(f: &Family) -> Inputs {
         throw: prefixes(&[f.hub_gateway]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
         nodes: all(&[f.worker, f.worker_wireguard]),
-        policies: vec![Policy {
-            allow: vec![own],
-            ..member.policies[0].clone()
-        }],
         ..member
     }
 }

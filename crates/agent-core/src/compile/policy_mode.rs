@@ -10,7 +10,6 @@ use ipnet::IpNet;
 use super::{Inputs, Refused, refuse};
 use crate::{
     firewall::{self, Firewall, Frame, Scope},
-    policy::Policy,
     prefixes::aggregate,
 };
 
@@ -36,11 +35,7 @@ pub struct PolicyMode {
 pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;
     let mut refused = Vec::new();
-    let policies: Vec<Policy> = inputs
-        .policies
-        .iter()
-        .map(|policy| refuse::clean_policy(node, policy, &mut refused))
-        .collect();
+    let policies = refuse::clean_policies(inputs, &mut refused);
     let mut mesh: BTreeSet<_> = policies
         .iter()
         .flat_map(|p| &p.networks)

@@ -1,14 +1,18 @@
 //! Property tests over arbitrary inputs, including hostile ones.
 
 use clustermesh_core::mesh::Protocol;
-use proptest::{collection::vec, option, prelude::*, sample::select};
+use proptest::{
+    collection::{btree_map, vec},
+    option,
+    prelude::*,
+    sample::select,
+};
 
 use super::{tests::hub_node, *};
 use crate::{
     device,
     firewall::{Update, render, update},
     numbers::TABLE,
-    policy::{Port, Rule},
     routes::{Kind, diff},
 };
 
@@ -26,39 +30,34 @@ fn net() -> impl Strategy<Value = IpNet> {
         .prop_map(|(a, l)| IpNet::new(a, if a.is_ipv4() { l.min(32) } else { l * 4 }).unwrap())
 }
 
-fn port() -> impl Strategy<Value = Port> {
-    (prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp)], 1u16..4)
-        .prop_map(|(protocol, port)| Port { protocol, port })
+fn socket() -> impl Strategy<Value = SocketAddr> {
+    (address(), 1u16..4).prop_map(SocketAddr::from)
 }
 
-fn rule() -> impl Strategy<Value = Rule> {
-    (vec(net(), 0..4), vec(port(), 0..3)).prop_map(|(to, ports)| Rule {
-        to: to.into_iter().collect(),
-        ports: ports.into_iter().collect(),
-    })
+fn port() -> impl Strategy<Value = (Protocol, u16)> {
+    (prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp)], 1u16..4)
 }
 
 const NAMES: [&str; 3] = ["p", "q", "p\"; flush ruleset"];
 
-fn policy() -> impl Strategy<Value = Policy> {
+fn policy() -> impl Strategy<Value = PolicySpec> {
     (
-        select(&NAMES[..]),
         vec(net(), 0..4),
         vec(net(), 0..4),
-        vec(rule(), 0..3),
-        vec(rule(), 0..2),
+        vec(net(), 0..8),
+        vec(socket(), 0..4),
         vec(port(), 0..3),
+        vec(net(), 0..2),
         any::<bool>(),
     )
-        .prop_map(|(name, sources, networks, allow, deny, ports, closed)| Policy {
-            name: name.to_owned(),
+        .prop_map(|(sources, networks, allow, deny, ports, anchored, closed)| PolicySpec {
             sources: sources.into_iter().collect(),
             networks: networks.into_iter().collect(),
-            allow,
-            deny,
+            allow: allow.into_iter().collect(),
+            deny: deny.into_iter().collect(),
             infrastructure_ports: ports.into_iter().collect(),
+            anchored: anchored.into_iter().collect(),
             closed,
-            ..Policy::default()
         })
 }
 
@@ -78,16 +77,15 @@ fn peer() -> impl Strategy<Value = Peer> {
 fn inputs() -> impl Strategy<Value = Inputs> {
     (
         vec(peer(), 0..6),
-        vec(policy(), 0..3),
+        btree_map(select(&NAMES[..]).prop_map(str::to_owned), policy(), 0..3),
         vec(net(), 0..4),
         vec(address(), 0..2),
         vec(address(), 0..4),
         vec(net(), 0..4),
     )
-        .prop_map(|(mut peers, mut policies, throw, underlay, nodes, pods_elsewhere)| {
+        .prop_map(|(mut peers, policies, throw, underlay, nodes, pods_elsewhere)| {
             // Objects of one kind have different names.
             let mut names = BTreeSet::new();
-            policies.retain(|policy| names.insert(policy.name.clone()));
             peers.retain(|peer| names.insert(peer.name.clone()));
             let mut inputs = Inputs {
                 nodes: nodes.into_iter().collect(),
@@ -135,8 +133,8 @@ proptest! {
     #[test]
     fn every_network_of_a_closed_member_is_closed(inputs in inputs()) {
         let got = compile(&inputs);
-        for policy in inputs.policies.iter().filter(|policy| policy.closed) {
-            let policy = refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
+        let policies = refuse::clean_policies(&inputs, &mut Vec::new());
+        for policy in policies.iter().filter(|policy| policy.closed) {
             for net in policy.sources.iter().chain(&policy.networks) {
                 let sets = if net.addr().is_ipv4() { &got.firewall.v4 } else { &got.firewall.v6 };
                 prop_assert!(covered(net, &sets.closed), "{net} of {policy:?}");

@@ -2,14 +2,16 @@
 
 use std::{collections::BTreeSet, fmt, net::SocketAddr};
 
-use clustermesh_core::mesh::{WIDEST, is_too_wide};
+use clustermesh_core::{
+    mesh::{WIDEST, is_too_wide},
+    observe::PolicySpec,
+};
 use ipnet::IpNet;
 
 use super::{Inputs, Node, Peer, overlaps_own_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
-    policy::{Policy, Rule},
-    prefixes::{NOT_UNICAST, covered, host, overlap},
+    prefixes::{covered, host},
 };
 
 /// The object with the invalid part.
@@ -205,10 +207,16 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
     }
 }
 
-/// Returns the policy in canonical form, without networks and sources that this node cannot serve. An `unreachable` route for a
+/// Returns the policies in canonical form, without networks and sources that this node cannot serve. An `unreachable` route for a
 /// network that contains this node's own pods would cut them off, and a source among them would be the address of one of these pods.
-/// Adds a deny rule for those networks of [`NOT_UNICAST`] that overlap an allowed one.
-pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refused>) -> Policy {
+pub(super) fn clean_policies(inputs: &Inputs, refused: &mut Vec<Refused>) -> Vec<PolicySpec> {
+    let policies = inputs.policies.iter();
+    policies
+        .map(|(name, policy)| clean_policy(&inputs.node, name, policy, refused))
+        .collect()
+}
+
+fn clean_policy(node: &Node, name: &str, policy: &PolicySpec, refused: &mut Vec<Refused>) -> PolicySpec {
     let mut clean = policy.clone();
     for (field, nets) in [("networks", &mut clean.networks), ("sources", &mut clean.sources)] {
         let all = std::mem::take(nets);
@@ -232,17 +240,9 @@ pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refus
             } else {
                 return true;
             };
-            refused.push(Refused { object: Object::PeerPolicy(policy.name.clone()), reason, message });
+            refused.push(Refused { object: Object::PeerPolicy(name.to_owned()), reason, message });
             false
         }));
-    }
-    let allowed = |net: &&IpNet| clean.allow.iter().flat_map(|rule| &rule.to).any(|to| overlap(to, net));
-    let never: BTreeSet<IpNet> = NOT_UNICAST.iter().filter(allowed).copied().collect();
-    if !never.is_empty() {
-        clean.deny.push(Rule {
-            to: never,
-            ports: BTreeSet::new(),
-        });
     }
     clean
 }

@@ -1,10 +1,7 @@
 use clustermesh_core::mesh::Protocol;
 
 use super::*;
-use crate::{
-    policy::{Port, Rule},
-    routes::Route,
-};
+use crate::routes::Route;
 
 pub(crate) fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
@@ -33,7 +30,6 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
 
 /// A node of the hub that is an anchor. One Routed member with two nodes, in both families.
 pub(crate) fn hub_node() -> Inputs {
-    let port = |protocol, port| Port { protocol, port };
     Inputs {
         node: Node {
             name: "c1n1".to_owned(),
@@ -75,35 +71,34 @@ pub(crate) fn hub_node() -> Inputs {
                 &["10.243.1.0/24", "100.66.2.2/32", "fd00:243:0:1::/64"],
             ),
         ],
-        policies: vec![Policy {
-            name: "c2".to_owned(),
-            sources: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
-            networks: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
-            allow: vec![Rule {
-                to: nets(&[
+        policies: named(
+            "c2",
+            PolicySpec {
+                sources: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
+                networks: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
+                allow: nets(&[
                     "10.101.0.0/16",
                     "10.111.0.0/16",
                     "100.66.1.0/24",
                     "172.29.0.111/32",
                     "fd00:101::/48",
                 ]),
-                ports: BTreeSet::new(),
-            }],
-            deny: vec![
-                Rule {
-                    to: nets(&["10.101.0.9/32"]),
-                    ports: [port(Protocol::Tcp, 22)].into(),
-                },
-                Rule {
-                    to: nets(&["10.101.0.8/32"]),
-                    ports: BTreeSet::new(),
-                },
-            ],
-            infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
-            ..Policy::default()
-        }],
+                deny: ["10.101.0.9:22".parse().unwrap()].into(),
+                infrastructure_ports: [(Protocol::Tcp, 6443), (Protocol::Tcp, 10250)].into(),
+                ..PolicySpec::default()
+            },
+        ),
         narrow: BTreeMap::new(),
     }
+}
+
+fn named(name: &str, policy: PolicySpec) -> BTreeMap<String, PolicySpec> {
+    [(name.to_owned(), policy)].into()
+}
+
+/// The only policy of [`hub_node`] or [`worker`].
+pub(crate) fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
+    inputs.policies.first_entry().unwrap().into_mut()
 }
 
 /// A worker that is a virtual machine in the hub, so that its own address and its API server lie in the hub's networks.
@@ -129,16 +124,15 @@ pub(crate) fn worker() -> Inputs {
             "172.29.0.111:51820",
             &["10.101.0.0/24", "100.66.1.1/32", "10.111.0.0/16"],
         )],
-        policies: vec![Policy {
-            name: "c1".to_owned(),
-            sources: hub.clone(),
-            networks: hub,
-            allow: vec![Rule {
-                to: nets(&["10.77.0.0/24", "100.66.9.0/24"]),
-                ports: BTreeSet::new(),
-            }],
-            ..Policy::default()
-        }],
+        policies: named(
+            "c1",
+            PolicySpec {
+                sources: hub.clone(),
+                networks: hub,
+                allow: nets(&["10.77.0.0/24", "100.66.9.0/24"]),
+                ..PolicySpec::default()
+            },
+        ),
         narrow: BTreeMap::new(),
     }
 }
@@ -357,7 +351,7 @@ fn unusable_endpoint_candidates_are_left_out() {
 #[test]
 fn masqueraded_member_publishes_only_wireguard_addresses() {
     let mut inputs = worker();
-    inputs.policies[0].allow[0].to = nets(&["100.66.9.0/24"]);
+    policy_of(&mut inputs).allow = nets(&["100.66.9.0/24"]);
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
 }
 
@@ -365,7 +359,7 @@ fn masqueraded_member_publishes_only_wireguard_addresses() {
 fn anchored_pod_network_closes_no_pod_cidr_of_other_nodes() {
     let mut inputs = hub_node();
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
-    inputs.policies[0].anchored = nets(&["10.101.0.0/16"]);
+    policy_of(&mut inputs).anchored = nets(&["10.101.0.0/16"]);
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&[]));
 }
 
@@ -374,7 +368,7 @@ fn anchored_pod_network_publishes_no_pods() {
     let mut inputs = worker();
     let all = compile(&inputs).firewall.v4.published;
     assert_eq!(all, nets(&["10.77.0.0/24", "100.66.9.1/32"]));
-    inputs.policies[0].anchored = nets(&["10.77.0.0/16"]);
+    policy_of(&mut inputs).anchored = nets(&["10.77.0.0/16"]);
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
 }
 
@@ -382,7 +376,7 @@ fn anchored_pod_network_publishes_no_pods() {
 #[test]
 fn policy_network_with_own_pods_is_refused() {
     let mut inputs = worker();
-    inputs.policies[0].networks.insert("10.77.0.0/16".parse().unwrap());
+    policy_of(&mut inputs).networks.insert("10.77.0.0/16".parse().unwrap());
     let got = compile(&inputs);
     assert_eq!(
         got.refused
@@ -401,8 +395,8 @@ fn policy_network_with_own_pods_is_refused() {
 fn policy_network_wider_than_a_cluster_is_refused() {
     let with = |networks: &[&str]| {
         let mut inputs = hub_node();
-        inputs.policies[0].networks.extend(nets(networks));
-        inputs.policies[0].sources.extend(nets(networks));
+        policy_of(&mut inputs).networks.extend(nets(networks));
+        policy_of(&mut inputs).sources.extend(nets(networks));
         compile(&inputs)
     };
     let without = with(&[]);
@@ -415,9 +409,8 @@ fn policy_network_wider_than_a_cluster_is_refused() {
             .flat_map(|field| wide.iter().map(move |net| (field, net)))
             .map(|(field, net)| {
                 format!(
-                    "PeerPolicy {}: NetworkTooWide: spec.{field} holds {net}, which is wider than /8 (IPv4) or /7 (IPv6); \
-                     narrow the source cluster's allowedNetworks",
-                    hub_node().policies[0].name
+                    "PeerPolicy c2: NetworkTooWide: spec.{field} holds {net}, which is wider than /8 (IPv4) or /7 (IPv6); \
+                     narrow the source cluster's allowedNetworks"
                 )
             })
             .collect();
@@ -447,10 +440,7 @@ fn policy_network_wider_than_a_cluster_is_refused() {
 fn policy_that_allows_everything_allows_unicast_only() {
     let mut inputs = hub_node();
     let everything = Family::BOTH.map(Family::everything);
-    inputs.policies[0].allow = vec![Rule {
-        to: everything.into(),
-        ports: BTreeSet::new(),
-    }];
+    policy_of(&mut inputs).allow = everything.into();
     let before = compile(&hub_node()).firewall;
     let after = compile(&inputs).firewall;
     let closed = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, never: &[&str]| {
@@ -482,7 +472,7 @@ fn policy_that_allows_everything_allows_unicast_only() {
 fn without_peers_and_policies_only_the_table_is_written() {
     let got = compile(&Inputs {
         peers: vec![],
-        policies: vec![],
+        policies: BTreeMap::new(),
         ..hub_node()
     });
     let want = Routes {
@@ -512,8 +502,8 @@ fn largest_mesh_has_three_routes_a_peer_and_few_elements() {
         })
         .collect();
     let wide = nets(&["10.128.0.0/11", "100.70.0.0/16", "fd00:243::/32"]);
-    inputs.policies[0].sources = wide.clone();
-    inputs.policies[0].networks = wide;
+    policy_of(&mut inputs).sources = wide.clone();
+    policy_of(&mut inputs).networks = wide;
     let got = compile(&inputs);
     let by_metric = |metric| got.routes.routes.iter().filter(|r| r.metric == metric).count();
     assert_eq!((got.peers.len(), got.refused), (5000, vec![]));

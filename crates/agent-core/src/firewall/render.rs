@@ -298,11 +298,6 @@ fn from_mesh_chains() -> String {
         "{ip} saddr . {ip} daddr @allow{n} goto allowed",
         "allowed on every port",
     );
-    add_rule_pair(
-        &mut out,
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @allow_ports{n} goto allowed",
-        "allowed on this port",
-    );
     add_rule(&mut out, "counter drop", "no PeerPolicy allows it");
     out.push_str(
         "  }

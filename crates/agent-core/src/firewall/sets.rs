@@ -1,11 +1,11 @@
 //! The sets of the table and their elements. A set has one type, so each name ends in the address family.
 
-use std::{borrow::Cow, collections::BTreeSet, fmt::Display, net::IpAddr};
+use std::{borrow::Cow, collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
 use super::{Firewall, Sets};
-use crate::{policy::Port, prefixes::Family};
+use crate::prefixes::Family;
 
 /// A set of the table, in the syntax of nft.
 pub(super) struct Set {
@@ -29,7 +29,7 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let elements = firewall
         .infrastructure
         .iter()
-        .map(|p| format!("{} . {}", p.protocol.lowercase(), p.port))
+        .map(|(protocol, port)| format!("{} . {port}", protocol.lowercase()))
         .collect();
     out.push(Set {
         name: "infrastructure",
@@ -41,8 +41,8 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     out
 }
 
-fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
-    const NAMES: [[&str; 14]; 2] = [
+fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
+    const NAMES: [[&str; 13]; 2] = [
         [
             "mesh4",
             "throw4",
@@ -51,7 +51,6 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
             "listeners4",
             "pairs4",
             "allow4",
-            "allow_ports4",
             "deny4",
             "deny_ports4",
             "api4",
@@ -67,7 +66,6 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
             "listeners6",
             "pairs6",
             "allow6",
-            "allow_ports6",
             "deny6",
             "deny_ports6",
             "api6",
@@ -102,7 +100,6 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
         (net, nets(&sets.listeners)),
         (pair, pairs(&sets.pairs)),
         (pair, pairs(&sets.allow)),
-        (port, ports(&sets.allow_ports)),
         (pair, pairs(&sets.deny)),
         (port, ports(&sets.deny_ports)),
         (socket, sockets(&sets.api)),
@@ -125,19 +122,17 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
     })
 }
 
-pub(super) fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
+fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
     nets.iter().map(ToString::to_string).collect()
 }
 
-pub(super) fn pairs<T: Display>(pairs: &BTreeSet<(T, T)>) -> BTreeSet<String> {
+fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
     pairs.iter().map(|(a, b)| format!("{a} . {b}")).collect()
 }
 
-pub(super) fn ports<T: Display>(ports: &BTreeSet<(T, T, Port)>) -> BTreeSet<String> {
-    ports
-        .iter()
-        .map(|(a, b, p)| format!("{a} . {b} . {} . {}", p.protocol, p.port))
-        .collect()
+fn ports(ports: &BTreeSet<(IpNet, IpNet, u16)>) -> BTreeSet<String> {
+    let ports = ports.iter();
+    ports.map(|(a, b, port)| format!("{a} . {b} . tcp . {port}")).collect()
 }
 
 fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {

@@ -1,7 +1,7 @@
 use super::*;
 use crate::compile::{
     compile, compile_policy_mode,
-    tests::{hub_node, nets, worker},
+    tests::{hub_node, nets, policy_of, worker},
 };
 
 #[test]
@@ -102,7 +102,7 @@ fn node_with_a_neighbouring_cidr_adds_one_element() {
 fn closed_member_is_denied_first_and_allowed_nothing() {
     let mut inputs = hub_node();
     let old = compile(&inputs).firewall;
-    inputs.policies[0].closed = true;
+    policy_of(&mut inputs).closed = true;
     let new = compile(&inputs).firewall;
     assert_eq!(new.v4.closed, nets(&["10.243.0.0/16", "100.66.2.0/24"]));
     assert_eq!((new.v4.allow.len(), new.v6.allow.len()), (0, 0));

@@ -36,7 +36,8 @@ const WRITE_INTERVAL: Duration = Duration::from_secs(1);
 const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The objects that the cache contains: all that a pass works from.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SavedObjects {
     /// Peers that could be parsed.
     pub peers: BTreeMap<String, ParsedPeer>,

@@ -4,13 +4,12 @@ use std::{
     path::Path,
 };
 
-use clustermesh_agent_core::policy::{Policy, Port, Rule};
 use clustermesh_core::{
     mesh::Protocol,
-    observe::{Endpoint, PeerSpec},
+    observe::{Endpoint, PeerSpec, PolicySpec},
 };
 
-use super::*;
+use super::{format::VERSION, *};
 use crate::source::{objects::OwnNode, watch::WatchedKind};
 
 const NOW: UnixTime = UnixTime(1_700_000_000);
@@ -31,28 +30,15 @@ fn peer(endpoint: Endpoint) -> ParsedPeer {
 }
 
 fn snapshot() -> ClusterSnapshot {
-    let rule = |port| Rule {
-        to: ["10.6.0.0/16".parse().unwrap()].into(),
-        ports: [Port {
-            protocol: Protocol::Tcp,
-            port,
-        }]
-        .into(),
-    };
     let policy = ParsedPolicy {
-        policy: Policy {
-            name: "mesh--mgmt".into(),
+        spec: PolicySpec {
             sources: ["10.5.0.0/24".parse().unwrap()].into(),
             networks: ["10.5.0.0/16".parse().unwrap()].into(),
-            allow: vec![rule(5432)],
-            deny: vec![rule(6443)],
-            infrastructure_ports: [Port {
-                protocol: Protocol::Sctp,
-                port: 10250,
-            }]
-            .into(),
+            allow: ["10.6.0.0/16".parse().unwrap()].into(),
+            deny: ["10.6.0.9:6443".parse().unwrap()].into(),
+            infrastructure_ports: [(Protocol::Sctp, 10250)].into(),
             anchored: ["10.7.0.0/16".parse().unwrap()].into(),
-            ..Policy::default()
+            closed: true,
         },
         problem: Some("of some kind".into()),
         digest: [1, 2, 3, 4, 5, 6, 7, 8],
@@ -142,6 +128,33 @@ fn written_cache_is_loaded_without_momentary_values() {
     assert_eq!(names(directory.path()), ["cache"]);
 }
 
+/// The format must not change without its version, because an agent cannot read what the version before wrote.
+#[test]
+fn golden_file_of_this_version_is_written_and_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = file(directory.path());
+    file::write(&file, &content()).unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("src/cache/golden/version-{VERSION}.cache"));
+    if std::env::var_os("WRITE_GOLDEN_CACHE").is_some() && !golden.exists() {
+        fs::copy(&file.path, &golden).unwrap();
+    }
+    let written = fs::read_to_string(&file.path).unwrap();
+    assert!(
+        fs::read_to_string(&golden).is_ok_and(|golden| golden == written),
+        "the cache differs from {}: a type in SavedObjects has changed. Raise VERSION in cache/format.rs, delete this file, and \
+         write the one of the new version: WRITE_GOLDEN_CACHE=1 cargo test -p wg-agent golden\n{written}",
+        golden.display()
+    );
+    fs::write(&file.path, fs::read(&golden).unwrap()).unwrap();
+    let want = LoadedCache {
+        saved: Some(SavedObjects::of(&snapshot())),
+        confirmed: NOW,
+        live: content().live,
+        trouble: None,
+    };
+    assert_eq!(load(&file, NOW), want);
+}
+
 #[test]
 fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
     let directory = tempfile::tempdir().unwrap();
@@ -163,6 +176,7 @@ fn unusable_cache_is_set_aside_and_the_last_one_kept() {
     let file = file(directory.path());
     let whole = format::write("n", &content()).unwrap();
     let other = format::write("m", &content()).unwrap();
+    let other_version = VERSION + 1;
     let cases: [(&str, &str, &str); 8] = [
         ("empty", "", "it is damaged (it is cut off)"),
         (
@@ -183,8 +197,10 @@ fn unusable_cache_is_set_aside_and_the_last_one_kept() {
         ),
         (
             "another version's",
-            &whole.replacen("\"version\":4", "\"version\":1", 1),
-            "it has format version 1, and this agent reads version 4",
+            &format!("{{\"format\":\"clustermesh wg-agent cache\",\"version\":{other_version},\"new\":1}}\n?\n"),
+            &format!(
+                "another version of wg-agent wrote it: it has format version {other_version}, and this agent reads version {VERSION}"
+            ),
         ),
         ("another node's", &other, "it was written for node \"m\""),
         (

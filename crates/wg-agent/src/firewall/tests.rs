@@ -1,21 +1,14 @@
-use clustermesh_agent_core::{
-    firewall::{Frame, Plan, Scope, desired, render},
-    policy::{Policy, Rule},
-};
+use clustermesh_agent_core::firewall::{Frame, Plan, Scope, desired, render};
+use clustermesh_core::observe::PolicySpec;
 
 use super::*;
 
 fn table(mesh: &str) -> Firewall {
     let nets = [mesh.parse().unwrap()].into();
-    let allow = vec![Rule {
-        to: ["10.1.0.0/16".parse().unwrap()].into(),
-        ports: [].into(),
-    }];
-    let policies = [Policy {
-        name: "p".to_owned(),
+    let policies = [PolicySpec {
         sources: [mesh.parse().unwrap()].into(),
-        allow,
-        ..Policy::default()
+        allow: ["10.1.0.0/16".parse().unwrap()].into(),
+        ..PolicySpec::default()
     }];
     desired(&Plan {
         frame: Frame {

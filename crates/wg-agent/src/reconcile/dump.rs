@@ -1,12 +1,9 @@
 //! Renders what `/debug/state` shows of the last pass and the last poll: inputs, compiled state, device. No secrets:
 //! keys are public ones.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
-use clustermesh_agent_core::{compile::Inputs, firewall::render, policy};
+use clustermesh_agent_core::{compile::Inputs, firewall::render};
 use serde_json::{Value, json};
 
 use super::{AppliedState, poll_peers::PeerPoll};
@@ -93,10 +90,6 @@ fn inputs(inputs: &Inputs) -> Value {
         policies,
         narrow,
     } = inputs;
-    let rules = |rules: &[policy::Rule]| -> Vec<Value> {
-        let rule = |rule: &policy::Rule| json!({"to": rule.to, "ports": ports(&rule.ports)});
-        rules.iter().map(rule).collect()
-    };
     json!({
         "node": {
             "wireguardIPs": node.wireguard_ips,
@@ -122,23 +115,8 @@ fn inputs(inputs: &Inputs) -> Value {
             "allowedIPs": peer.allowed_ips,
             "largestPacket": narrow.get(&peer.public_key),
         }))).collect::<BTreeMap<_, _>>(),
-        "policies": policies.iter().map(|policy| (&policy.name, json!({
-            "sources": policy.sources,
-            "networks": policy.networks,
-            "allow": rules(&policy.allow),
-            "deny": rules(&policy.deny),
-            "infrastructurePorts": ports(&policy.infrastructure_ports),
-            "anchored": policy.anchored,
-            "closed": policy.closed,
-        }))).collect::<BTreeMap<_, _>>(),
+        "policies": policies,
     })
-}
-
-fn ports(ports: &BTreeSet<policy::Port>) -> Vec<String> {
-    ports
-        .iter()
-        .map(|port| format!("{}/{}", port.protocol.lowercase(), port.port))
-        .collect()
 }
 
 fn compiled(applied: &AppliedState) -> Value {

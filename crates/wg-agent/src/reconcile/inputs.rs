@@ -105,9 +105,9 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         addresses: own.internal_ips.iter().copied().collect(),
         pod_cidrs: own.pod_cidrs.clone(),
     };
-    let mut policies = Vec::new();
+    let mut policies = BTreeMap::new();
     for (name, seen) in snapshot.policies.objects() {
-        policies.push(seen.policy.clone());
+        policies.insert(name.to_owned(), seen.spec.clone());
         if let Some(problem) = &seen.problem {
             unreadable.insert(format!("PeerPolicy {name}"), problem.clone());
         }

@@ -6,10 +6,6 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_agent_core::{
-    policy::{Policy, Port, Rule},
-    prefixes::host,
-};
 use clustermesh_api::{
     convert,
     names::{KILO_LAST_SEEN, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER},
@@ -17,18 +13,17 @@ use clustermesh_api::{
     policy::PeerPolicy,
     revision::{self, PolicyDigest},
 };
-use clustermesh_core::{
-    mesh::Protocol,
-    observe::{Endpoint, PeerSpec, PolicySpec},
-};
+use clustermesh_core::observe::{Endpoint, PeerSpec, PolicySpec};
 use ipnet::IpNet;
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
 use kube::api::DynamicObject;
+use serde::{Deserialize, Serialize};
 
 use crate::publish::Annotations;
 
 /// A Peer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPeer {
     /// The member whose node the Peer describes; empty without its label.
     pub cluster: String,
@@ -72,10 +67,11 @@ impl ParsedPeer {
 }
 
 /// A PeerPolicy.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPolicy {
     /// What to enforce. A policy that cannot be parsed allows nothing; its networks still must not leave unencrypted.
-    pub policy: Policy,
+    pub spec: PolicySpec,
     /// Why it cannot be parsed.
     pub problem: Option<String>,
     /// A hash of its spec.
@@ -88,18 +84,17 @@ impl ParsedPolicy {
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
         let digest = revision::digest(&name, object.data.get("spec"));
-        let unread = |networks: &[String]| Policy {
-            name: name.clone(),
+        let unread = |networks: &[String]| PolicySpec {
             networks: networks
                 .iter()
                 .filter_map(|text| text.parse().ok())
                 .map(|net: IpNet| net.trunc())
                 .collect(),
-            ..Policy::default()
+            ..PolicySpec::default()
         };
-        let (policy, problem) = match object.try_parse::<PeerPolicy>() {
+        let (spec, problem) = match object.try_parse::<PeerPolicy>() {
             Ok(written) => match convert::policy::to_core(&written).spec {
-                Ok(spec) => (policy(&name, &spec), None),
+                Ok(spec) => (spec, None),
                 Err(problem) => (unread(&written.spec.networks), Some(problem)),
             },
             Err(error) => (
@@ -107,59 +102,13 @@ impl ParsedPolicy {
                 Some(format!("is not what the PeerPolicy CRD describes: {error}")),
             ),
         };
-        Self {
-            policy,
-            problem,
-            digest,
-        }
-    }
-}
-
-fn policy(name: &str, spec: &PolicySpec) -> Policy {
-    let PolicySpec {
-        sources,
-        networks,
-        allow,
-        deny,
-        infrastructure_ports,
-        anchored,
-        closed,
-    } = spec;
-    let denied = |at: &SocketAddr| Rule {
-        to: [host(at.ip().to_canonical())].into(),
-        ports: [Port {
-            protocol: Protocol::Tcp,
-            port: at.port(),
-        }]
-        .into(),
-    };
-    Policy {
-        name: name.to_owned(),
-        sources: sources.clone(),
-        networks: networks.clone(),
-        allow: if allow.is_empty() {
-            Vec::new()
-        } else {
-            vec![Rule {
-                to: allow.clone(),
-                ports: BTreeSet::new(),
-            }]
-        },
-        deny: deny.iter().map(denied).collect(),
-        anchored: anchored.clone(),
-        infrastructure_ports: infrastructure_ports
-            .iter()
-            .map(|(protocol, port)| Port {
-                protocol: *protocol,
-                port: *port,
-            })
-            .collect(),
-        closed: *closed,
+        Self { spec, problem, digest }
     }
 }
 
 /// A Node: the claims that concern all nodes, and further values of this one.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedNode {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
@@ -173,16 +122,19 @@ pub struct ParsedNode {
     pub own: Option<OwnNode>,
 }
 
-/// Values of this node's own Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// Values of this node's own Node. The cache leaves out those that are only true for the moment.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct OwnNode {
     /// `status.addresses` of type ExternalIP.
     pub external_ips: Vec<IpAddr>,
     /// `kilo.squat.ai/force-endpoint`.
     pub force_endpoint: Option<Endpoint>,
     /// `kilo.squat.ai/last-seen`, Unix seconds: when kg, not this agent, last wrote it.
+    #[serde(skip)]
     pub kg_seen: Option<i64>,
     /// The current values of the annotations that this agent writes.
+    #[serde(skip)]
     pub published: Annotations,
 }
 
@@ -242,6 +194,8 @@ pub fn revision<'a>(policies: impl Iterator<Item = &'a ParsedPolicy>) -> String 
 
 #[cfg(test)]
 mod tests {
+    use clustermesh_core::mesh::Protocol;
+
     use super::*;
 
     fn object(value: serde_json::Value) -> DynamicObject {
@@ -267,27 +221,16 @@ mod tests {
     #[test]
     fn policy_is_parsed_as_written() {
         let seen = ParsedPolicy::new(policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}])));
-        let tcp = |port| Port {
-            protocol: Protocol::Tcp,
-            port,
-        };
-        let want = Policy {
-            name: "m--a".into(),
+        let want = PolicySpec {
             sources: nets(&["10.5.0.0/16"]),
             networks: nets(&["10.5.0.0/16", "100.67.0.0/16"]),
-            allow: vec![Rule {
-                to: nets(&["10.4.0.0/16"]),
-                ports: BTreeSet::new(),
-            }],
-            deny: vec![Rule {
-                to: nets(&["192.0.2.1/32"]),
-                ports: [tcp(6443)].into(),
-            }],
-            infrastructure_ports: [tcp(10250)].into(),
+            allow: nets(&["10.4.0.0/16"]),
+            deny: ["192.0.2.1:6443".parse().unwrap()].into(),
+            infrastructure_ports: [(Protocol::Tcp, 10250)].into(),
             anchored: nets(&["10.96.0.0/12"]),
             closed: false,
         };
-        assert_eq!((seen.policy, seen.problem), (want, None));
+        assert_eq!((seen.spec, seen.problem), (want, None));
     }
 
     // threat: unreadable-policy
@@ -298,11 +241,10 @@ mod tests {
         let seen = ParsedPolicy::new(object);
         let networks = nets(&["10.5.0.0/16", "100.67.0.0/16"]);
         assert_eq!(
-            seen.policy,
-            Policy {
-                name: "m--a".into(),
+            seen.spec,
+            PolicySpec {
                 networks,
-                ..Policy::default()
+                ..PolicySpec::default()
             }
         );
         let problem = seen.problem.unwrap();
@@ -314,11 +256,11 @@ mod tests {
         let of = |profile: &str| {
             let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
             object.data["spec"]["isolationProfile"] = profile.into();
-            ParsedPolicy::new(object).policy
+            ParsedPolicy::new(object).spec
         };
         let closed = ["cluster-meshed", "sandbox", "standard"].map(|profile| of(profile).closed);
         assert_eq!(closed, [false, true, true]);
-        assert_eq!(of("sandbox").allowed(), []);
+        assert_eq!(of("sandbox").allowed().count(), 0);
     }
 
     #[test]

@@ -7,11 +7,8 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_agent_core::{
-    firewall::{Firewall, Frame, Plan, Scope, Update, desired, update},
-    policy::{Policy, Port, Rule},
-};
-use clustermesh_core::mesh::Protocol;
+use clustermesh_agent_core::firewall::{Firewall, Frame, Plan, Scope, Update, desired, update};
+use clustermesh_core::{mesh::Protocol, observe::PolicySpec};
 use clustermesh_tests::netns::{self, NetNs};
 use ipnet::IpNet;
 use proptest::{
@@ -35,20 +32,20 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Port>) -> Firewall {
-    let rule = |ports: &BTreeSet<Port>| Rule {
-        to: to.clone(),
-        ports: ports.clone(),
+/// The first address of every network of `to` is denied on every port of `ports`.
+fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
+    let denied = |net: &IpNet| {
+        let address = net.addr();
+        ports.iter().map(move |(_, port)| SocketAddr::new(address, *port))
     };
     let api: BTreeSet<SocketAddr> = ["172.29.0.11:6443".parse().unwrap(), "[fd00::11]:6443".parse().unwrap()].into();
-    let policies = [Policy {
-        name: "p".to_owned(),
+    let policies = [PolicySpec {
         sources: sources.clone(),
         networks: sources.clone(),
-        allow: vec![rule(&BTreeSet::new()), rule(ports)],
-        deny: vec![rule(ports)],
+        allow: to.clone(),
+        deny: to.iter().flat_map(denied).collect(),
         infrastructure_ports: ports.clone(),
-        ..Policy::default()
+        ..PolicySpec::default()
     }];
     desired(&Plan {
         frame: Frame {
@@ -79,14 +76,10 @@ fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, never: 
 }
 
 fn example() -> Firewall {
-    let port = Port {
-        protocol: Protocol::Tcp,
-        port: 10250,
-    };
     firewall(
         &nets(&["10.243.0.0/16", "fd00:243::/48"]),
         &nets(&["10.101.0.0/16", "fd00:101::/48"]),
-        &[port].into(),
+        &[(Protocol::Tcp, 10250)].into(),
     )
 }
 
@@ -149,8 +142,8 @@ fn kernel_accepts_the_table_with_expected_chains_and_sets() {
     );
     assert_eq!(elements(&ns, "allow4"), ["10.243.0.0/16 . 10.101.0.0/16"]);
     assert_eq!(
-        elements(&ns, "allow_ports6"),
-        ["fd00:243::/48 . fd00:101::/48 . tcp . 10250"]
+        elements(&ns, "deny_ports6"),
+        ["fd00:243::/48 . fd00:101:: . tcp . 10250"]
     );
     assert_eq!(elements(&ns, "api6"), ["fd00::11 . 6443"]);
     assert_eq!(elements(&ns, "infrastructure"), ["tcp . 10250"]);
@@ -436,12 +429,11 @@ fn net() -> impl Strategy<Value = IpNet> {
     ]
 }
 
-fn port() -> impl Strategy<Value = Port> {
+fn port() -> impl Strategy<Value = (Protocol, u16)> {
     (
         prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp), Just(Protocol::Sctp)],
         1u16..4,
     )
-        .prop_map(|(protocol, port)| Port { protocol, port })
 }
 
 /// nft and the kernel each check intervals for overlap. Every update, from any table to any other, must pass both.

@@ -10,7 +10,7 @@ use std::{
 
 use clustermesh_tests::{
     netns::{NetNs, wait_for},
-    path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, serve, source_of},
+    path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, policy_of, serve, source_of},
 };
 
 use worker::{
@@ -191,8 +191,11 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
     mesh.hub_pod
         .ip(&format!("addr add {}/{} dev eth0{}", f.denied, f.host, f.nodad));
     mesh.hub.ip(&format!("route add {} dev cni0", f.denied));
-    serve(&mesh.hub_pod, f.denied, 9090);
+    for port in [9090, 9091] {
+        serve(&mesh.hub_pod, f.denied, port);
+    }
     assert_eq!(source_of(&mesh.hub, f.denied, 9090), f.hub_gateway);
+    assert_eq!(source_of(&mesh.member_pod, f.denied, 9091), f.hub_gateway);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
@@ -308,7 +311,7 @@ fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
     client.write_all(b"a").unwrap();
     server.read_exact(&mut byte).unwrap();
     let mut without = mesh.hub_inputs.clone();
-    without.policies[0].allow.clear();
+    policy_of(&mut without).allow.clear();
     apply(&mesh.hub, &without);
     client.write_all(b"b").unwrap();
     assert_eq!(
@@ -355,7 +358,7 @@ fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
     assert_eq!(exchange(b"a"), [true; 6]);
     // The policy still allows everything, and the Peer still exists.
     let mut closed = mesh.hub_inputs.clone();
-    closed.policies[0].closed = true;
+    policy_of(&mut closed).closed = true;
     apply(&mesh.hub, &closed);
     assert_eq!(exchange(b"b"), [false; 6]);
     assert!(!mesh.hub_pod.pings(f.member_pod) && !mesh.member_pod.pings(f.hub_pod));

@@ -6,18 +6,14 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_agent_core::{
-    compile::Inputs,
-    policy::{Port, Rule},
-};
-use clustermesh_core::mesh::Protocol;
+use clustermesh_agent_core::compile::Inputs;
 use clustermesh_tests::{
     attacker::{
         RawSender,
         packets::{UDP, source_route, udp_body, v4},
     },
     netns::{self, wait_until},
-    path::{Mesh, V4, apply},
+    path::{Mesh, V4, apply, policy_of},
 };
 
 const PORT: u16 = 5000;
@@ -25,14 +21,7 @@ const PORT: u16 = 5000;
 /// The hub's node with one of its own UDP sockets open to the member.
 fn target(mesh: &Mesh) -> Inputs {
     let mut inputs = mesh.hub_inputs.clone();
-    let port = Port {
-        protocol: Protocol::Udp,
-        port: PORT,
-    };
-    inputs.policies[0].allow = vec![Rule {
-        to: [V4.hub.parse::<IpAddr>().unwrap().into()].into(),
-        ports: [port].into(),
-    }];
+    policy_of(&mut inputs).allow = [V4.hub.parse::<IpAddr>().unwrap().into()].into();
     inputs
 }
 

@@ -7,7 +7,7 @@ use clustermesh_agent_core::prefixes::Family::{self, V4, V6};
 use clustermesh_tests::{
     netns::{self, transfer, wait_until},
     path::{
-        self, Capture,
+        self, Capture, policy_of,
         real::{Star, gateway, key, pod, probe_sizes, underlay},
     },
 };
@@ -178,10 +178,11 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
         }
         let ends: [IpNet; 2] = [V4, V6].map(|f| underlay(other, f).into());
         site.inputs.peers[0].allowed_ips.extend(ends);
-        site.inputs.policies[0].sources.extend(ends);
-        site.inputs.policies[0].networks.extend(ends);
+        let policy = policy_of(&mut site.inputs);
+        policy.sources.extend(ends);
+        policy.networks.extend(ends);
         let own: [IpNet; 2] = [V4, V6].map(|f| underlay(site.number, f).into());
-        site.inputs.policies[0].allow[0].to.extend(own);
+        policy.allow.extend(own);
     }
     star.reconcile();
     star.wait_until_connected();
