@@ -1,6 +1,6 @@
-//! The sets of the table and their elements. A set has one type, so each name ends in the address family.
+//! The sets of the table and their elements.
 
-use std::{borrow::Cow, collections::BTreeSet, net::IpAddr};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
@@ -9,9 +9,10 @@ use crate::prefixes::Family;
 
 /// A set of the table, in the syntax of nft.
 pub(super) struct Set {
-    pub(super) name: &'static str,
+    /// A set has one type, so each name of a set of addresses ends in the address family.
+    pub(super) name: String,
     /// Its `type` and `flags`.
-    pub(super) kind: Cow<'static, str>,
+    pub(super) kind: String,
     pub(super) elements: BTreeSet<String>,
     /// Rules drop what is in this set, whatever another set allows.
     pub(super) is_deny: bool,
@@ -22,119 +23,107 @@ pub(super) struct Set {
 /// Concatenated range sets (nft_set_pipapo) get their new elements only at the end of a transaction, after its rules are in place,
 /// and one set after the other. With an allow set first, denied packets would pass for a moment.
 pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
-    let mut out = Vec::new();
-    for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
-        out.extend(family_sets(family, sets));
-    }
-    let elements = firewall
-        .infrastructure
-        .iter()
-        .map(|(protocol, port)| format!("{} . {port}", protocol.lowercase()))
+    let Firewall {
+        frame: _,
+        v4,
+        v6,
+        infrastructure,
+    } = firewall;
+    let mut out: Vec<Set> = [(Family::V4, v4), (Family::V6, v6)]
+        .into_iter()
+        .flat_map(|(family, sets)| family_sets(family, sets))
         .collect();
     out.push(Set {
-        name: "infrastructure",
-        kind: "type inet_proto . inet_service;".into(),
-        elements,
+        name: "infrastructure".to_owned(),
+        kind: "type inet_proto . inet_service;".to_owned(),
+        elements: texts(infrastructure, |(protocol, port)| {
+            format!("{} . {port}", protocol.lowercase())
+        }),
         is_deny: true,
     });
     out.sort_by_key(|set| !set.is_deny);
     out
 }
 
-fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
-    const NAMES: [[&str; 13]; 2] = [
-        [
-            "mesh4",
-            "throw4",
-            "published4",
-            "served4",
-            "listeners4",
-            "pairs4",
-            "allow4",
-            "deny4",
-            "deny_ports4",
-            "api4",
-            "nodes4",
-            "pods_elsewhere4",
-            "closed4",
-        ],
-        [
-            "mesh6",
-            "throw6",
-            "published6",
-            "served6",
-            "listeners6",
-            "pairs6",
-            "allow6",
-            "deny6",
-            "deny_ports6",
-            "api6",
-            "nodes6",
-            "pods_elsewhere6",
-            "closed6",
-        ],
+/// The elements of a set with one address family, which determine its type.
+enum Elements<'a> {
+    Networks(&'a BTreeSet<IpNet>),
+    Pairs(&'a BTreeSet<(IpNet, IpNet)>),
+    PairPorts(&'a BTreeSet<(IpNet, IpNet, u16)>),
+    Sockets(&'a BTreeSet<(IpAddr, u16)>),
+    Addresses(&'a BTreeSet<IpAddr>),
+}
+
+fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
+    use Elements::{Addresses, Networks, PairPorts, Pairs, Sockets};
+    let Sets {
+        mesh,
+        throw,
+        published,
+        served,
+        listeners,
+        pairs,
+        allow,
+        deny,
+        deny_ports,
+        api,
+        nodes,
+        pods_elsewhere,
+        closed,
+    } = sets;
+    // Name, is_deny, elements.
+    let table = [
+        ("mesh", false, Networks(mesh)),
+        ("throw", false, Networks(throw)),
+        ("published", false, Networks(published)),
+        ("served", false, Networks(served)),
+        ("listeners", false, Networks(listeners)),
+        ("pairs", false, Pairs(pairs)),
+        ("allow", false, Pairs(allow)),
+        ("deny", true, Pairs(deny)),
+        ("deny_ports", true, PairPorts(deny_ports)),
+        ("api", true, Sockets(api)),
+        ("nodes", true, Addresses(nodes)),
+        ("pods_elsewhere", true, Networks(pods_elsewhere)),
+        ("closed", true, Networks(closed)),
     ];
-    const KINDS: [[&str; 5]; 2] = [
-        [
-            "type ipv4_addr; flags interval;",
-            "type ipv4_addr . ipv4_addr; flags interval;",
-            "type ipv4_addr . ipv4_addr . inet_proto . inet_service; flags interval;",
-            "type ipv4_addr . inet_service;",
-            "type ipv4_addr;",
-        ],
-        [
-            "type ipv6_addr; flags interval;",
-            "type ipv6_addr . ipv6_addr; flags interval;",
-            "type ipv6_addr . ipv6_addr . inet_proto . inet_service; flags interval;",
-            "type ipv6_addr . inet_service;",
-            "type ipv6_addr;",
-        ],
-    ];
-    let index = usize::from(family == Family::V6);
-    let [net, pair, port, socket, address] = KINDS[index];
-    let values = [
-        (net, nets(&sets.mesh)),
-        (net, nets(&sets.throw)),
-        (net, nets(&sets.published)),
-        (net, nets(&sets.served)),
-        (net, nets(&sets.listeners)),
-        (pair, pairs(&sets.pairs)),
-        (pair, pairs(&sets.allow)),
-        (pair, pairs(&sets.deny)),
-        (port, ports(&sets.deny_ports)),
-        (socket, sockets(&sets.api)),
-        (address, sets.nodes.iter().map(ToString::to_string).collect()),
-        (net, nets(&sets.pods_elsewhere)),
-        (net, nets(&sets.closed)),
-    ];
-    let mut names = NAMES[index].into_iter();
-    values.map(|(kind, elements)| {
-        let name = names.next().unwrap_or_default();
-        Set {
-            name,
-            kind: kind.into(),
-            elements,
-            is_deny: matches!(
-                name.trim_end_matches(['4', '6']),
-                "deny" | "deny_ports" | "api" | "nodes" | "pods_elsewhere" | "closed"
-            ),
-        }
+    let (address, number) = match family {
+        Family::V4 => ("ipv4_addr", 4),
+        Family::V6 => ("ipv6_addr", 6),
+    };
+    table.into_iter().map(move |(name, is_deny, elements)| Set {
+        name: format!("{name}{number}"),
+        kind: elements.kind(address),
+        elements: elements.texts(),
+        is_deny,
     })
 }
 
-fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
-    nets.iter().map(ToString::to_string).collect()
+impl Elements<'_> {
+    /// The `type` and `flags` of their set. `address` is nft's type of an address.
+    fn kind(&self, address: &str) -> String {
+        match self {
+            Self::Networks(_) => format!("type {address}; flags interval;"),
+            Self::Pairs(_) => format!("type {address} . {address}; flags interval;"),
+            Self::PairPorts(_) => {
+                format!("type {address} . {address} . inet_proto . inet_service; flags interval;")
+            }
+            Self::Sockets(_) => format!("type {address} . inet_service;"),
+            Self::Addresses(_) => format!("type {address};"),
+        }
+    }
+
+    fn texts(&self) -> BTreeSet<String> {
+        match self {
+            Self::Networks(all) => texts(all, IpNet::to_string),
+            Self::Pairs(all) => texts(all, |(from, to)| format!("{from} . {to}")),
+            Self::PairPorts(all) => texts(all, |(from, to, port)| format!("{from} . {to} . tcp . {port}")),
+            Self::Sockets(all) => texts(all, |(address, port)| format!("{address} . {port}")),
+            Self::Addresses(all) => texts(all, IpAddr::to_string),
+        }
+    }
 }
 
-fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
-    pairs.iter().map(|(a, b)| format!("{a} . {b}")).collect()
-}
-
-fn ports(ports: &BTreeSet<(IpNet, IpNet, u16)>) -> BTreeSet<String> {
-    let ports = ports.iter();
-    ports.map(|(a, b, port)| format!("{a} . {b} . tcp . {port}")).collect()
-}
-
-fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
-    sockets.iter().map(|(a, p)| format!("{a} . {p}")).collect()
+fn texts<T>(all: &BTreeSet<T>, text: impl Fn(&T) -> String) -> BTreeSet<String> {
+    all.iter().map(text).collect()
 }
