@@ -304,6 +304,9 @@ impl<V: Clone + PartialEq> Feed<V> {
         let name = object.name.clone();
         let freed = before.map_or(0, |row| row.weight);
         let has_changed = table.set(object);
+        if has_changed && let Some(why) = table.malformed.get(&name) {
+            log_malformed(&name, why);
+        }
         let mut taken = 0;
         if let Some(row) = table.rows.get_mut(&name) {
             row.written_at = written_at;
@@ -320,11 +323,14 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Removes the row of an object that was deleted.
     pub(crate) fn remove(&self, name: &ObjectName) {
         let mut table = self.lock();
-        table.malformed.remove(name);
-        if let Some(row) = table.rows.remove(name) {
+        let was_malformed = table.malformed.remove(name).is_some();
+        let row = table.rows.remove(name);
+        if let Some(row) = &row {
             // A smaller charge never fails.
             let _ = table.update_charge(0, row.weight);
-            drop(table);
+        }
+        drop(table);
+        if was_malformed || row.is_some() {
             self.changed.notify_one();
         }
     }
@@ -344,7 +350,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let list_version = &*list_version;
         let mut table = self.lock();
         let before = std::mem::take(&mut table.rows);
-        table.malformed.clear();
+        let malformed_before = std::mem::take(&mut table.malformed);
         for object in objects {
             if let (Err(_), Some(row)) = (&object.value, before.get(&object.name)) {
                 table.rows.insert(object.name.clone(), row.clone());
@@ -362,6 +368,9 @@ impl<V: Clone + PartialEq> Feed<V> {
                 table.rows.insert(name.clone(), row.clone());
             }
         }
+        for (name, why) in newly_malformed(&malformed_before, &table.malformed) {
+            log_malformed(name, why);
+        }
         // Nearly all rows are now those of the list, so its charge covers the table.
         if table.charge.is_some() {
             table.charge = charge;
@@ -369,6 +378,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
         let same = table.is_listed
             && table.trust == trust
+            && table.malformed == malformed_before
             && before.len() == table.rows.len()
             && before
                 .iter()
@@ -414,15 +424,12 @@ impl<V: PartialEq> Table<V> {
                 has_changed
             }
             Ok(None) => {
-                self.malformed.remove(&name);
-                self.rows.remove(&name).is_some()
+                let was_malformed = self.malformed.remove(&name).is_some();
+                self.rows.remove(&name).is_some() || was_malformed
             }
             Err(why) => {
                 if self.malformed.len() >= MAX_MALFORMED && !self.malformed.contains_key(&name) {
                     return false;
-                }
-                if self.malformed.get(&name) != Some(&why) {
-                    tracing::warn!(object = %name, %why, "malformed object; its last valid version stays in use");
                 }
                 self.malformed.insert(name, why.clone()) != Some(why)
             }
@@ -434,6 +441,18 @@ impl<V: PartialEq> Table<V> {
         let Some(charge) = &mut self.charge else { return Ok(()) };
         charge.set((charge.bytes() + taken).saturating_sub(freed))
     }
+}
+
+/// Malformed objects of a list that were not malformed before, or for another reason.
+fn newly_malformed<'a>(
+    before: &BTreeMap<ObjectName, String>,
+    now: &'a BTreeMap<ObjectName, String>,
+) -> impl Iterator<Item = (&'a ObjectName, &'a String)> {
+    now.iter().filter(|(name, why)| before.get(name) != Some(why))
+}
+
+fn log_malformed(name: &ObjectName, why: &str) {
+    tracing::warn!(object = %name, %why, "malformed object; its last valid version stays in use");
 }
 
 /// Returns name, UID and resourceVersion. `None` if no API server gives such values: a hostile one could send any length.

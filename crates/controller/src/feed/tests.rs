@@ -1,5 +1,8 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use kube::core::TypeMeta;
 use serde_json::json;
+use tracing::{Event, Metadata, Subscriber, span};
 
 use super::*;
 
@@ -67,6 +70,67 @@ fn malformed_object_keeps_its_last_value() {
         "6",
     );
     assert_eq!(rows(&feed), [("a".into(), 1), ("c".into(), 3)]);
+}
+
+#[test]
+fn change_of_malformed_objects_alone_wakes_a_pass() {
+    let feed = feed();
+    let (good, malformed) = (
+        || object("a", "1", json!({"n": 1})),
+        |n| object("b", "2", json!({"n": n})),
+    );
+    replace(&feed, vec![good()], "1");
+    assert!(was_woken(&feed));
+    replace(&feed, vec![good(), malformed("x")], "3");
+    assert!(was_woken(&feed), "a list adds a malformed object");
+    replace(&feed, vec![good(), malformed("x")], "4");
+    assert!(!was_woken(&feed), "a list changes nothing");
+    replace(&feed, vec![good()], "5");
+    assert!(was_woken(&feed), "a list lacks the malformed object");
+    put(&feed, malformed("x"));
+    assert!(was_woken(&feed), "an event adds it");
+    feed.remove(&ObjectName {
+        namespace: String::new(),
+        name: "b".into(),
+    });
+    assert!(was_woken(&feed), "an event deletes it");
+    put(&feed, malformed("x"));
+    assert!(was_woken(&feed));
+    put(&feed, object("b", "6", json!({})));
+    assert!(was_woken(&feed), "an event makes it an ignored object");
+}
+
+#[test]
+fn malformed_object_is_logged_once() {
+    let logged = Logged::default();
+    tracing::subscriber::with_default(logged.clone(), || {
+        let feed = feed();
+        let malformed = |version| object("b", version, json!({"n": "x"}));
+        replace(&feed, vec![malformed("2")], "3");
+        replace(&feed, vec![malformed("2")], "4");
+        put(&feed, malformed("5"));
+    });
+    assert_eq!(logged.0.load(Ordering::Relaxed), 1);
+}
+
+/// Counts log events.
+#[derive(Clone, Default)]
+struct Logged(Arc<AtomicUsize>);
+
+impl Subscriber for Logged {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn event(&self, _: &Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
 }
 
 #[test]
