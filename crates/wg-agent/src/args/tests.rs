@@ -130,6 +130,11 @@ fn cache_max_age_defaults_to_a_day() {
         let error = parse_duration(text).unwrap_err();
         assert!(error.contains("as 24h, 90m or 30s"), "{text}: {error}");
     }
+    let negative = parse_duration("-1s").unwrap_err();
+    assert_eq!(
+        negative,
+        "it must not be negative; write hours, minutes or seconds, as 24h, 90m or 30s"
+    );
 }
 
 #[test]

@@ -68,7 +68,7 @@ impl FromStr for Mtu {
 pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
     let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
-    Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
+    Duration::try_from(span).map_err(|_| wrong("it must not be negative".to_owned()))
 }
 
 /// A duration of at least 10 s, in whole seconds as nftables timeouts are.
