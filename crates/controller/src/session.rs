@@ -56,10 +56,7 @@ impl Interest {
 /// The connection to the member's API server.
 #[derive(Clone)]
 struct Connection {
-    /// `None` = there are no usable credentials.
-    client: Option<Client>,
-    /// Why there are no usable credentials.
-    missing: Option<String>,
+    credentials: Credentials,
     /// Why the API server does not answer the probe. `None` = it answers, or was not probed yet.
     unresponsive: Option<String>,
     /// `metadata.uid` of kube-system.
@@ -95,8 +92,7 @@ impl Shared {
             account,
             identity,
             connection: Mutex::new(Connection {
-                client: None,
-                missing: None,
+                credentials: Credentials::Pending,
                 unresponsive: None,
                 uid: None,
                 version: None,
@@ -166,7 +162,7 @@ impl Session {
     /// Returns the current observation of the member.
     pub(crate) fn observe(&self) -> Observation<Member> {
         let mut connection = self.shared.connection();
-        if let Some(why) = &connection.missing {
+        if let Credentials::Missing(why) = &connection.credentials {
             return Observation::Missing(why.clone());
         }
         let problem = connection.unresponsive.clone().or_else(|| self.shared.tables.problem());
@@ -196,12 +192,16 @@ impl Session {
     /// Whether the observation has been stale for less than [`GRACE`], which is too short to report it.
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
-        connection.missing.is_none() && connection.stale_since.is_some_and(|since| since.elapsed() < GRACE)
+        !matches!(connection.credentials, Credentials::Missing(_))
+            && connection.stale_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
     /// The client for writes. `None` = there are no usable credentials.
     pub(crate) fn client(&self) -> Option<Client> {
-        self.shared.connection().client.clone()
+        match &self.shared.connection().credentials {
+            Credentials::Ready(client) => Some(client.clone()),
+            Credentials::Pending | Credentials::Missing(_) => None,
+        }
     }
 
     /// Whether the API server does not answer the probe. Writes would fail, too.
@@ -222,8 +222,13 @@ impl Session {
     /// For `/debug/state`.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let connection = self.shared.connection().clone();
+        let credentials = match &connection.credentials {
+            Credentials::Pending => "being read",
+            Credentials::Ready(_) => "in use",
+            Credentials::Missing(why) => why,
+        };
         serde_json::json!({
-            "credentials": connection.missing.unwrap_or_else(|| if connection.client.is_some() { "in use" } else { "being read" }.to_owned()),
+            "credentials": credentials,
             "silent": connection.unresponsive,
             "uid": connection.uid,
             "version": connection.version,
@@ -262,8 +267,7 @@ async fn supervise(
                     Credentials::Pending => std::future::pending().await,
                     Credentials::Missing(why) => {
                         shared.update_connection(|connection| {
-                            connection.client = None;
-                            connection.missing = Some(why.clone());
+                            connection.credentials = Credentials::Missing(why.clone());
                         });
                         std::future::pending().await
                     }

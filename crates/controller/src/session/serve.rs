@@ -9,7 +9,7 @@ use tokio::{
     task::{AbortHandle, JoinSet},
 };
 
-use super::{Interest, ProbeError, Shared, tables::FeedTask, with_timeout};
+use super::{Credentials, Interest, ProbeError, Shared, tables::FeedTask, with_timeout};
 use crate::{api_error, events::truncate};
 
 /// How often the API server is probed.
@@ -22,8 +22,7 @@ const MAX_FAILURES: u32 = 2;
 /// Runs a connection. Returns when the caller has to start a new one.
 pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: watch::Receiver<Interest>) {
     shared.update_connection(|connection| {
-        connection.client = Some(client.clone());
-        connection.missing = None;
+        connection.credentials = Credentials::Ready(client.clone());
         connection.unresponsive = None;
         // The new client may lead to another cluster, to which the old UID does not belong.
         connection.uid = None;
