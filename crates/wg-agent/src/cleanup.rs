@@ -1,7 +1,7 @@
 //! Implements `wg-agent cleanup`: removes all state of the agent from a node on which no agent runs. The key stays,
 //! since it is the node's identity; so does everything that is not the agent's.
 
-use std::{io, os::unix::net::UnixStream, path::Path, time::SystemTime};
+use std::{io, path::Path, time::SystemTime};
 
 use clustermesh_agent_core::interface::InterfaceName;
 use clustermesh_api::names::{KILO_LAST_SEEN, NODE_AGENT};
@@ -10,7 +10,8 @@ use kube::Api;
 
 use crate::{
     args::{CleanupConfig, ModeFlag},
-    cache, device,
+    cache,
+    device::{self, DeviceError},
     firewall::{FirewallManager, Nft, TableRecord},
     identity::{initiation_listener, key},
     lock, publish,
@@ -19,9 +20,6 @@ use crate::{
     run::lines,
     source::client,
 };
-
-/// The directory of userspace devices' control sockets.
-const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
 
 /// Cleans up; a failure does not stop it, and all failures are returned.
 pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
@@ -111,7 +109,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
         ),
         Err(error) => failures.push(format!("routes: {error}")),
     }
-    if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
+    if let Err(error) = except_in_use(device::userspace::remove_leftovers(interface.as_str())) {
         failures.push(format!("control socket: {error}"));
     }
     if let Err(error) = initiation_listener::remove().await {
@@ -132,15 +130,14 @@ fn unused_interface_name() -> InterfaceName {
     }
 }
 
-/// Removes a socket that no process listens on.
-fn remove_socket(path: &Path) -> io::Result<()> {
-    match UnixStream::connect(path) {
-        Ok(_) => {
+/// A control socket on which another program listens is not the agent's: it stays, which is no failure.
+fn except_in_use(removed: Result<(), DeviceError>) -> Result<(), DeviceError> {
+    match removed {
+        Err(DeviceError::ControlSocket { path, source }) if source.kind() == io::ErrorKind::AddrInUse => {
             tracing::warn!(socket = %path.display(), "another program answers there: left alone");
             Ok(())
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(_) => std::fs::remove_file(path),
+        removed => removed,
     }
 }
 
@@ -179,21 +176,18 @@ async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, kg: bool) -> 
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixListener;
-
     use super::*;
 
     #[test]
-    fn only_a_socket_without_listener_is_removed() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("kilo0.sock");
-        remove_socket(&path).unwrap();
-        let listener = UnixListener::bind(&path).unwrap();
-        remove_socket(&path).unwrap();
-        assert!(path.exists());
-        drop(listener);
-        remove_socket(&path).unwrap();
-        assert!(!path.exists());
+    fn control_socket_of_another_program_is_no_failure() {
+        let failed = |kind: io::ErrorKind| {
+            except_in_use(Err(DeviceError::ControlSocket {
+                path: "kilo0.sock".into(),
+                source: kind.into(),
+            }))
+        };
+        assert!(failed(io::ErrorKind::AddrInUse).is_ok());
+        assert!(failed(io::ErrorKind::PermissionDenied).is_err());
     }
 
     #[test]
