@@ -226,14 +226,11 @@ impl Run {
         std::fs::create_dir_all(&all).map_err(Error::io(format!("create {}", all.display())))?;
         sweep(&all);
         let failed = || Error::io(format!("prepare a run in {}", all.display()));
-        // A sweep of another process skips a directory that has no lock file yet.
         let directory = tempfile::Builder::new()
             .prefix("run.")
             .tempdir_in(&all)
             .map_err(failed())?;
-        let lock = File::create(directory.path().join(LOCK)).map_err(failed())?;
-        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
-            .map_err(|(_, errno)| Error::errno("take the lock of a run")(errno))?;
+        let lock = create_locked(directory.path())?;
         let here = std::env::current_dir().map_err(Error::io("find the current directory"))?;
         let script = script(&here, std::env::vars(), command);
         std::fs::write(directory.path().join("command"), script).map_err(failed())?;
@@ -258,6 +255,18 @@ impl Run {
             }
         })
     }
+}
+
+/// Creates the lock file of a run. It has another name until its lock is held, because a sweep of another process removes
+/// a directory whose lock is free.
+fn create_locked(directory: &Path) -> Result<Flock<File>> {
+    let new = directory.join(format!("{LOCK}.new"));
+    let failed = || Error::io(format!("create {}", new.display()));
+    let file = File::create(&new).map_err(failed())?;
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, errno)| Error::errno("take the lock of a run")(errno))?;
+    std::fs::rename(&new, directory.join(LOCK)).map_err(failed())?;
+    Ok(lock)
 }
 
 /// Removes the directories of runs whose owner is dead.
@@ -313,6 +322,8 @@ fn find(program: &str) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     #[test]
@@ -324,6 +335,30 @@ mod tests {
             "export A='it'\\''s'\nexport PATH=\"$PATH:/usr/local/sbin:/usr/sbin:/sbin\"\ncd '/a b' || exit 125\nexec 'echo' '$A' \
              'two words'\n"
         );
+    }
+
+    #[test]
+    fn sweep_spares_a_directory_that_is_being_created() {
+        let all = tempfile::tempdir().unwrap();
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    sweep(all.path());
+                }
+            });
+            let swept = (0..2_000).find(|n| {
+                let directory = all.path().join(n.to_string());
+                std::fs::create_dir(&directory).unwrap();
+                let lock = create_locked(&directory);
+                let exists = directory.join(LOCK).exists();
+                drop(lock);
+                let _ = std::fs::remove_dir_all(&directory);
+                !exists
+            });
+            is_done.store(true, Ordering::Relaxed);
+            assert_eq!(swept, None);
+        });
     }
 
     #[test]
