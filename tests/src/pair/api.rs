@@ -76,16 +76,7 @@ impl Api {
     pub fn start(ns: &NetNs) -> Self {
         let listener = ns.enter(|| TcpListener::bind("127.0.0.1:0")).expect("listen");
         let port = listener.local_addr().expect("an address").port();
-        let state = Store {
-            revision: 0,
-            objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
-            events: Vec::new(),
-        };
-        let shared = Arc::new(Shared {
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            stalled: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new());
         let served = shared.clone();
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -131,6 +122,49 @@ impl Api {
 }
 
 impl Store {
+    fn read(&self, path: &str) -> Option<Value> {
+        if let Some(all) = self.objects.get(path) {
+            let items: Vec<&Value> = all.values().collect();
+            let (api_version, kind) = list_type(path);
+            return Some(json!({"apiVersion": api_version, "kind": kind, "items": items,
+                               "metadata": {"resourceVersion": self.revision.to_string()}}));
+        }
+        let (kind, name) = path.rsplit_once('/')?;
+        self.objects.get(kind)?.get(name).cloned()
+    }
+
+    fn put(&mut self, kind: &str, object: Value) {
+        let name = object["metadata"]["name"].as_str().expect("a name");
+        let known = self.objects[kind].contains_key(name);
+        self.event(kind, if known { "MODIFIED" } else { "ADDED" }, object);
+    }
+
+    /// A merge patch (RFC 7386), limited to annotations and to a whole status.
+    fn merge(&mut self, path: &str, patch: &Value) -> Option<Value> {
+        let object_path = path.strip_suffix("/status");
+        let mut object = self.read(object_path.unwrap_or(path))?;
+        if object_path.is_some() {
+            let mut status = patch["status"].as_object()?.clone();
+            status.retain(|_, value| !value.is_null());
+            object["status"] = status.into();
+        } else {
+            for (key, value) in patch["metadata"]["annotations"].as_object()? {
+                if !object["metadata"]["annotations"].is_object() {
+                    object["metadata"]["annotations"] = json!({});
+                }
+                let annotations = object["metadata"]["annotations"].as_object_mut()?;
+                if value.is_null() {
+                    annotations.remove(key);
+                } else {
+                    annotations.insert(key.clone(), value.clone());
+                }
+            }
+        }
+        let path = object_path.unwrap_or(path);
+        self.put(path.rsplit_once('/')?.0, object);
+        self.read(path)
+    }
+
     fn event(&mut self, kind: &str, what: &str, mut object: Value) {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
@@ -145,16 +179,37 @@ impl Store {
 }
 
 impl Shared {
+    fn new() -> Self {
+        let state = Store {
+            revision: 0,
+            objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
+            events: Vec::new(),
+        };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            stalled: AtomicBool::new(false),
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, Store> {
         self.state.lock().expect("the state")
     }
 
     fn put(&self, kind: &str, object: Value) {
-        let mut state = self.state();
-        let name = object["metadata"]["name"].as_str().expect("a name");
-        let known = state.objects[kind].contains_key(name);
-        state.event(kind, if known { "MODIFIED" } else { "ADDED" }, object);
+        self.state().put(kind, object);
         self.changed.notify_all();
+    }
+
+    fn read(&self, path: &str) -> Option<Value> {
+        self.state().read(path)
+    }
+
+    /// Reads and writes the object under one lock, so that no other write is lost.
+    fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
+        let merged = self.state().merge(path, patch);
+        self.changed.notify_all();
+        merged
     }
 }
 
@@ -212,47 +267,6 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
         text.len()
     )
     .ok()
-}
-
-impl Shared {
-    fn read(&self, path: &str) -> Option<Value> {
-        let state = self.state();
-        if let Some(all) = state.objects.get(path) {
-            let items: Vec<&Value> = all.values().collect();
-            let (api_version, kind) = list_type(path);
-            return Some(json!({"apiVersion": api_version, "kind": kind, "items": items,
-                               "metadata": {"resourceVersion": state.revision.to_string()}}));
-        }
-        let (kind, name) = path.rsplit_once('/')?;
-        state.objects.get(kind)?.get(name).cloned()
-    }
-
-    /// A merge patch (RFC 7386), limited to annotations and to a whole status.
-    fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
-        if let Some(path) = path.strip_suffix("/status") {
-            let mut object = self.read(path)?;
-            let mut status = patch["status"].as_object()?.clone();
-            status.retain(|_, value| !value.is_null());
-            object["status"] = status.into();
-            self.put(path.rsplit_once('/')?.0, object);
-            return self.read(path);
-        }
-        let (kind, name) = path.rsplit_once('/')?;
-        let mut object = self.read(path)?;
-        for (key, value) in patch["metadata"]["annotations"].as_object()? {
-            if !object["metadata"]["annotations"].is_object() {
-                object["metadata"]["annotations"] = json!({});
-            }
-            let annotations = object["metadata"]["annotations"].as_object_mut()?;
-            if value.is_null() {
-                annotations.remove(key);
-            } else {
-                annotations.insert(key.clone(), value.clone());
-            }
-        }
-        self.put(kind, object);
-        self.read(&format!("{kind}/{name}"))
-    }
 }
 
 /// `apiVersion` and `kind` of a list. Go clients compare them with the kind they requested.
