@@ -116,6 +116,7 @@ mod tests {
             node: "n".into(),
             reason: Reason::NodeNoPublicKey,
             message: String::new(),
+            target: None,
         };
         plan(ClusterReport {
             skipped: vec![skipped],

@@ -309,13 +309,10 @@ impl<'q> Query<'q> {
     /// Explains that a Node was skipped, with its reason. `target` = the entry that should have its Peer.
     pub(super) fn skipped(&self, cluster: &str, node: &str, target: &str) -> Option<Explanation> {
         let report = self.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
-        let elsewhere = |message: &str| {
-            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {target:?}"))
-        };
         let skipped = report
             .skipped
             .iter()
-            .find(|skipped| skipped.node == node && !elsewhere(&skipped.message))?;
+            .find(|skipped| skipped.node == node && skipped.target.as_deref().is_none_or(|only| only == target))?;
         Some(Explanation::new(
             Rule::NodeSkipped,
             format!(

@@ -135,6 +135,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                 node: lost.node,
                 reason: Reason::PublicKeyDuplicate,
                 message,
+                target: Some(target),
             });
             skipped.sort();
         }

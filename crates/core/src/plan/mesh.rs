@@ -401,6 +401,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     node,
                     reason: Reason::PublicKeyDuplicate,
                     message,
+                    target: None,
                 });
                 registry.skipped.sort();
             }

@@ -126,6 +126,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     node: name.to_owned(),
                     reason,
                     message,
+                    target: None,
                 }),
             }
         }
@@ -274,6 +275,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     node: follower.to_owned(),
                     reason,
                     message,
+                    target: None,
                 }),
             }
         }

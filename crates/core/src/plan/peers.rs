@@ -152,6 +152,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             node: node.to_owned(),
             reason,
             message,
+            target: Some(self.name.to_owned()),
         });
     }
 

@@ -47,6 +47,8 @@ pub struct Skipped {
     pub reason: Reason,
     /// The invalid value and the remedy, for people.
     pub message: String,
+    /// The only entry that lacks the Peer. `None` = no entry has it.
+    pub target: Option<String>,
 }
 
 /// Something to report about a mesh. [`crate::status`] derives the conditions from these facts.

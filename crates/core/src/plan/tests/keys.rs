@@ -104,6 +104,9 @@ fn key_planned_by_another_mesh_is_refused_with_reason() {
         skipped(&plan, &newer, "third"),
         [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
     );
+    let targets = plan.meshes[&newer.id].clusters["third"].skipped.iter();
+    let targets: Vec<Option<&str>> = targets.map(|skipped| skipped.target.as_deref()).collect();
+    assert_eq!(targets, [Some("mgmt")]);
     assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers, BTreeMap::new());
     // An existing Peer keeps the key even if its mesh is the younger one.
     write_plans(&[&newer], &mut seen);
