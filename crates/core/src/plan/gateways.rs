@@ -68,7 +68,7 @@ pub(super) fn short_name(node: &str) -> String {
 
 /// The range of gateway ports: above well-known server ports, below the kernel's default range of ephemeral ports (32768).
 const FIRST_PORT: u16 = 20_000;
-const PORT_COUNT: u16 = 10_000;
+pub(super) const PORT_COUNT: u16 = 10_000;
 
 /// How one sandbox can use the gateways of one member.
 #[derive(Default)]
@@ -77,6 +77,8 @@ pub(super) struct GatewayAccess<'a> {
     pub(super) existing: Option<&'a AccessSpec>,
     /// The addresses of the Ready gateways to which the sandbox has an endpoint.
     pub(super) ready: BTreeSet<IpAddr>,
+    /// Protocols of which every gateway port belongs to a grant of the sandbox.
+    pub(super) exhausted: BTreeSet<Protocol>,
     /// Why it can use no gateway.
     pub(super) unusable_because: Option<String>,
     /// Grants that gateways do not serve, by protocol and gateway port: the reasons, each with the names of its gateways.
@@ -156,9 +158,15 @@ impl<'a> MeshInputs<'a> {
                 by_message.entry(message).or_default().push(gateway.to_string());
             }
         }
+        let taken = self.taken_ports(mesh_member, member, &self.naming.sandbox(&target.cluster.identity));
+        let protocols: BTreeSet<Protocol> = taken.iter().map(|(protocol, _)| *protocol).collect();
         GatewayAccess {
             existing: existing.map(|(_, spec)| spec),
             ready: usable,
+            exhausted: protocols
+                .into_iter()
+                .filter(|protocol| gateway_ports(*protocol, 0).all(|key| taken.contains(&key)))
+                .collect(),
             unusable_because,
             refused,
         }
@@ -285,8 +293,20 @@ impl<'a> MeshInputs<'a> {
         nodes
     }
 
+    /// The gateway ports of all existing SandboxAccesses of a sandbox in a member, and of those that older meshes plan.
+    fn taken_ports(&self, target: &MeshMember<'_>, member: &Member, id: &str) -> BTreeSet<(Protocol, u16)> {
+        let existing = member.accesses.iter().flat_map(BTreeMap::values);
+        let existing = existing.filter_map(|access| access.spec.as_ref().ok());
+        existing
+            .chain(self.used_names(target).accesses.values())
+            .filter(|access| access.id == id)
+            .flat_map(|access| access.grants.keys().copied())
+            .collect()
+    }
+
     /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that an older mesh gives the same
-    /// sandbox uses the port of that mesh.
+    /// sandbox uses the port of that mesh. A grant for which no port is free is left out; [`GatewayAccess::exhausted`] is the
+    /// reason that its status gives.
     fn planned_grants(
         &self,
         name: &str,
@@ -320,22 +340,16 @@ impl<'a> MeshInputs<'a> {
                 }));
             }
         }
-        // Taken: ports of all existing SandboxAccesses of this sandbox in the member, and of those that older meshes plan.
+        let mut taken = self.taken_ports(target, member, id);
         let used = self.used_names(target);
         let older = || used.accesses.values().filter(|access| access.id == id);
-        let others = member.accesses.iter().flat_map(BTreeMap::values);
-        let others = others
-            .filter_map(|access| access.spec.as_ref().ok())
-            .filter(|access| access.id == id);
-        let mut taken: BTreeSet<(Protocol, u16)> = others
-            .chain(older())
-            .flat_map(|access| access.grants.keys().copied())
-            .collect();
         let known = || older().chain(existing).flat_map(|access| &access.grants);
         let mut grants = BTreeMap::new();
         for (protocol, port) in granted {
             let kept = known().find(|((of, _), known)| *of == protocol && **known == port);
-            let key = kept.map_or_else(|| choose_port(protocol, &port, &taken), |(key, _)| *key);
+            let Some(key) = kept.map_or_else(|| choose_port(protocol, &port, &taken), |(key, _)| Some(*key)) else {
+                continue;
+            };
             taken.insert(key);
             grants.insert(key, port);
         }
@@ -344,12 +358,16 @@ impl<'a> MeshInputs<'a> {
 }
 
 /// The first free port, starting at a hash of the granted Service port: a SandboxAccess that is created again gets the same ports.
-fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
+/// `None` = every port is taken.
+fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> Option<(Protocol, u16)> {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
     let start = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();
-    let ports = (0..PORT_COUNT).map(|step| (protocol, FIRST_PORT + (start + step) % PORT_COUNT));
-    let mut ports = ports.filter(|key| !taken.contains(key));
-    ports.next().unwrap_or((protocol, FIRST_PORT))
+    gateway_ports(protocol, start).find(|key| !taken.contains(key))
+}
+
+/// All gateway ports of a protocol, beginning with the one at `start`.
+fn gateway_ports(protocol: Protocol, start: u16) -> impl Iterator<Item = (Protocol, u16)> {
+    (0..PORT_COUNT).map(move |step| (protocol, FIRST_PORT + (start + step) % PORT_COUNT))
 }
 
 impl<'a> PeerPlanner<'a, '_> {

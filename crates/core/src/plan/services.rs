@@ -7,7 +7,10 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{EgressReport, Naming, PlannedService, PlannedSlice, gateways::GatewayAccess};
+use super::{
+    EgressReport, Naming, PlannedService, PlannedSlice,
+    gateways::{GatewayAccess, PORT_COUNT},
+};
 use crate::{
     mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef, Protocol},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
@@ -343,7 +346,27 @@ fn resolve_with_gateways(
             }
         }
     }
-    let missing = (gateway_ports.len() < ports.len()).then(|| {
+    let missing_ports: Vec<&ServicePort> = ports
+        .iter()
+        .filter(|port| {
+            let is_port = |known: &ServicePort| known.name == port.name && known.protocol == port.protocol;
+            !gateway_ports.iter().any(is_port)
+        })
+        .collect();
+    let exhausted = missing_ports
+        .iter()
+        .find(|port| gateway_access.exhausted.contains(&port.protocol));
+    let exhausted = exhausted.map(|port| {
+        format!(
+            "port {} of Service {} has no port at the gateways of cluster {:?}: other grants of this sandbox use all {PORT_COUNT} \
+             for {}; remove some of them",
+            port.port,
+            grant.service,
+            grant.cluster,
+            port.protocol.as_str()
+        )
+    });
+    let missing = (!missing_ports.is_empty()).then(|| {
         format!(
             "the SandboxAccess in cluster {:?} does not contain this grant yet",
             grant.cluster
@@ -362,7 +385,12 @@ fn resolve_with_gateways(
             grant.service
         ))
     });
-    let message = gateway_access.unusable_because.clone().or(missing).or(refused);
+    let message = gateway_access
+        .unusable_because
+        .clone()
+        .or(exhausted)
+        .or(missing)
+        .or(refused);
     Ok(Resolved {
         ports,
         groups,

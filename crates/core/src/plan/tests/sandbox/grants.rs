@@ -1,5 +1,7 @@
 //! Tests which Services can be granted, which of their endpoints are mirrored, and why others are refused.
 
+use std::ops::Range;
+
 use super::*;
 
 // threat: grant-across-namespaces
@@ -130,6 +132,36 @@ fn sandbox_reaches_service_in_shared_pod_network() {
     write_plan(&mesh, &mut seen);
     let (_, plan) = plan_mesh(&mesh, &seen);
     assert!(plan.egress[0].ready, "{}", message(&plan));
+}
+
+#[test]
+fn grant_without_free_gateway_port_is_reported() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
+    let existing = planned_access(&mesh, &seen);
+    let mut set_other_grants = |ports: Range<u16>| {
+        let other = GrantedPort {
+            service: object("team-y", "redis"),
+            port: String::new(),
+        };
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            let access = m.accesses.as_mut().unwrap().get_mut("m--nb").unwrap();
+            access.spec = Ok(AccessSpec {
+                grants: ports.map(|port| ((Protocol::Tcp, port), other.clone())).collect(),
+                ..existing.clone()
+            });
+        });
+        let (_, plan) = plan_mesh(&mesh, &seen);
+        (granted(&mesh, &seen), message(&plan).to_owned())
+    };
+    let no_port = "port 5432 of Service team-x/postgres has no port at the gateways of cluster \"mgmt\": other grants of this \
+                   sandbox use all 10000 for TCP; remove some of them";
+    assert_eq!(set_other_grants(20_000..30_000), (vec![], no_port.to_owned()));
+    let not_yet = "the SandboxAccess in cluster \"mgmt\" does not contain this grant yet";
+    assert_eq!(
+        set_other_grants(20_000..29_999),
+        (vec![of_postgres("pg")], not_yet.to_owned())
+    );
 }
 
 #[test]
