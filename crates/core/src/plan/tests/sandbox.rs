@@ -186,6 +186,17 @@ fn sandboxes_and_standard_members_are_not_connected() {
     );
 }
 
+#[test]
+fn malformed_endpoint_does_not_cost_a_sandbox_node_its_access() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    let before = planned_access(&mesh, &seen);
+    edit(&mut seen, &secret("nb"), |m| {
+        m.nodes.get_mut("s").unwrap().clustermesh_endpoint = Claim::Invalid("x".into());
+    });
+    assert_eq!(planned_access(&mesh, &seen), before);
+    assert_eq!(plan_mesh(&mesh, &seen).1.clusters["nb"].skipped, []);
+}
+
 // threat: target-does-not-enforce
 #[test]
 fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
