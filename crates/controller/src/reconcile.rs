@@ -18,7 +18,6 @@ use clustermesh_core::{
     observe::{Member as SeenMember, Observation, Observations},
     plan::{Plan, plan},
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use tokio_util::task::TaskTracker;
 
 use crate::{
@@ -28,7 +27,6 @@ use crate::{
     hub::Hub,
     hub_writer::HubWriter,
     metrics::Metrics,
-    outdated_agents::OutdatedAgents,
     resolver::{Resolver, collect_names},
     session::{Interest, Session},
 };
@@ -39,11 +37,10 @@ mod meshes;
 mod removed;
 mod status;
 
-use link_reports::LinkReports;
 use meshes::{LastServed, LoadedMesh, load_meshes};
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
-use status::truncate_to_seconds;
+use status::{Reports, truncate_to_seconds};
 
 /// Without a change, the next pass runs after this time.
 const RESYNC: Duration = Duration::from_secs(30);
@@ -81,30 +78,23 @@ impl DebugView {
 /// What the loop keeps between passes.
 pub(crate) struct Reconciler {
     hub: Arc<Hub>,
-    meshes: Feed<Arc<ClusterMesh>>,
+    meshes: Meshes,
     members: BTreeMap<ClusterIdentity, Member>,
     held_nodes: HeldNodes,
     resolver: Resolver,
-    hub_writer: HubWriter,
-    metrics: Metrics,
+    reports: Reports,
     changed: Changed,
     /// The tasks that write into members. Shutdown waits for them.
     pub(crate) tasks: TaskTracker,
-    /// For each entry of a mesh: when its objects last changed from incomplete to complete (`lastSync`).
-    synced: BTreeMap<(MeshId, String), Time>,
-    /// Since when the report of a mesh has been waiting for its writes.
-    unreported: BTreeMap<MeshId, Instant>,
+}
+
+/// The ClusterMeshes, and what is remembered of them.
+struct Meshes {
+    feed: Feed<Arc<ClusterMesh>>,
     /// The last valid content of each mesh.
     last_served: LastServed,
     /// Clusters that a mesh no longer names but that may still contain its objects.
     removed: RemovedClusters,
-    /// The broken links in the last report of each mesh.
-    link_reports: LinkReports,
-    /// Nodes whose agent enforces an outdated revision of the PeerPolicies.
-    outdated_agents: OutdatedAgents,
-    /// Gateways that have not applied a SandboxAccess.
-    outdated_gateways: OutdatedAgents,
-    debug_view: SharedDebugView,
 }
 
 /// The results of one pass, from which its report is made.
@@ -131,21 +121,16 @@ impl Reconciler {
         Self {
             resolver: Resolver::start(Arc::clone(&changed)),
             hub,
-            meshes,
+            meshes: Meshes {
+                feed: meshes,
+                last_served: LastServed::new(),
+                removed: RemovedClusters::default(),
+            },
             members: BTreeMap::new(),
             held_nodes: HeldNodes::default(),
-            hub_writer,
-            metrics,
+            reports: Reports::new(hub_writer, metrics, debug_view),
             changed,
             tasks: TaskTracker::new(),
-            synced: BTreeMap::new(),
-            unreported: BTreeMap::new(),
-            last_served: LastServed::new(),
-            removed: RemovedClusters::default(),
-            link_reports: LinkReports::default(),
-            outdated_agents: OutdatedAgents::default(),
-            outdated_gateways: OutdatedAgents::default(),
-            debug_view,
         }
     }
 
@@ -153,16 +138,16 @@ impl Reconciler {
     pub(crate) async fn pass(&mut self) -> Duration {
         // Before the first complete list nothing is planned: a mesh that is missing from the list would lose its Peers. Later,
         // while the hub does not answer, the meshes that were listed last are used, but nothing is deleted.
-        let trust = self.meshes.trust();
+        let trust = self.meshes.feed.trust();
         let hub_is_fresh = trust == Trust::Live;
-        let was_listed = self.meshes.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
+        let was_listed = self.meshes.feed.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
         if !hub_is_fresh && !was_listed {
             self.stop_writing();
             return PENDING_RESYNC;
         }
         let (started, observed) = (Instant::now(), tokio::time::Instant::now());
-        let loaded = load_meshes(&self.meshes, &self.hub, &mut self.last_served);
-        self.removed.update(&loaded);
+        let loaded = load_meshes(&self.meshes.feed, &self.hub, &mut self.meshes.last_served);
+        self.meshes.removed.update(&loaded);
         self.sync_sessions(&loaded);
 
         let mut seen = self.observe();
@@ -191,7 +176,7 @@ impl Reconciler {
             }
         };
         let next_hold = self.held_nodes.update(&plan, &seen, started);
-        self.metrics.record_pass(started.elapsed());
+        self.reports.metrics.record_pass(started.elapsed());
 
         let mut pass = Pass {
             meshes: loaded,
@@ -207,16 +192,12 @@ impl Reconciler {
         self.update_debug_view(&pass);
 
         let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
-        let agents = self.outdated_agents.due(started).map(time_until);
-        let gateways = self.outdated_gateways.due(started).map(time_until);
         // A time in the past belongs to a member that cannot be observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [
             next_hold,
-            self.link_reports.due().map(time_until),
-            agents,
-            gateways,
+            self.reports.due(started).map(time_until),
             silence.map(time_until),
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
@@ -230,7 +211,7 @@ impl Reconciler {
     /// Starts the sessions that the meshes need, updates what each has to read, and ends the others.
     fn sync_sessions(&mut self, loaded: &BTreeMap<MeshId, LoadedMesh>) {
         let mut wanted = interests(loaded.values().map(|loaded| &loaded.mesh));
-        for identity in self.removed.identities() {
+        for identity in self.meshes.removed.identities() {
             wanted.entry(identity.clone()).or_default();
         }
         let served = loaded.values().filter(|loaded| !loaded.mesh.deleting);
@@ -246,7 +227,7 @@ impl Reconciler {
                         Arc::clone(&self.hub),
                         Arc::clone(&self.changed),
                     )),
-                    writer: MemberWriter::new(Arc::clone(&self.changed), self.metrics.clone()),
+                    writer: MemberWriter::new(Arc::clone(&self.changed), self.reports.metrics.clone()),
                 }
             });
             member.session.set_interest(interest);

@@ -62,7 +62,7 @@ impl Reconciler {
                 || (may_be_left_behind && !is_writable && !is_writing(&entry.identity))
         });
         entries_removed
-            && self.removed.is_empty(id)
+            && self.meshes.removed.is_empty(id)
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
     }
 

@@ -156,7 +156,7 @@ pub(super) fn cleanup_hint(cluster: &str) -> String {
 impl Reconciler {
     /// Forgets the removed clusters in which nothing of their mesh is left. Returns the rows for the status of each mesh.
     pub(super) fn sync_removed(&mut self, pass: &Pass) -> BTreeMap<MeshId, Vec<RemovedRow>> {
-        let mut all = std::mem::take(&mut self.removed);
+        let mut all = std::mem::take(&mut self.meshes.removed);
         let mut rows: BTreeMap<MeshId, Vec<RemovedRow>> = BTreeMap::new();
         for (id, clusters) in &mut all.meshes {
             let Some(loaded) = pass.meshes.get(id) else { continue };
@@ -172,7 +172,7 @@ impl Reconciler {
                 true
             });
         }
-        self.removed = all;
+        self.meshes.removed = all;
         rows
     }
 

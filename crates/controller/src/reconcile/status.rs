@@ -16,17 +16,18 @@ use clustermesh_api::{
 use clustermesh_core::{
     enforcement::{self, Unenforced},
     links::{self, Broken},
-    mesh::MeshId,
+    mesh::{ClusterIdentity, MeshId},
     observe::{Claim, Member, Node, Observation, ObservedPeer, Server},
     pending::pending,
     plan::{ClusterReport, MeshPlan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{Pass, Reconciler, removed::cleanup_hint};
+use super::{Pass, Reconciler, SharedDebugView, link_reports::LinkReports, removed::cleanup_hint};
 use crate::{
-    hub_writer::Desired,
-    metrics::{Entry, EntryGauges},
+    hub_writer::{Desired, HubWriter},
+    metrics::{Entry, EntryGauges, Metrics},
+    outdated_agents::OutdatedAgents,
     report::{Facts, ReportInput, build_report},
 };
 
@@ -39,6 +40,53 @@ fn unlocatable_message(entry: &str) -> String {
         "the spec no longer contains its entry, so the cluster is unknown and its objects cannot be removed. Put the entry back, or annotate \
          the ClusterMesh with {FORCE_CLEANUP}={entry}"
     )
+}
+
+/// What reports consist of apart from the results of a pass, and where they go.
+pub(super) struct Reports {
+    hub_writer: HubWriter,
+    pub(super) metrics: Metrics,
+    debug_view: SharedDebugView,
+    /// For each entry of a mesh: when its objects last changed from incomplete to complete (`lastSync`).
+    synced: BTreeMap<(MeshId, String), Time>,
+    /// Since when the report of a mesh has been waiting for its writes.
+    unreported: BTreeMap<MeshId, Instant>,
+    /// The broken links in the last report of each mesh.
+    links: LinkReports,
+    /// Nodes whose agent enforces an outdated revision of the PeerPolicies.
+    outdated_agents: OutdatedAgents,
+    /// Gateways that have not applied a SandboxAccess.
+    outdated_gateways: OutdatedAgents,
+}
+
+impl Reports {
+    pub(super) fn new(hub_writer: HubWriter, metrics: Metrics, debug_view: SharedDebugView) -> Self {
+        Self {
+            hub_writer,
+            metrics,
+            debug_view,
+            synced: BTreeMap::new(),
+            unreported: BTreeMap::new(),
+            links: LinkReports::default(),
+            outdated_agents: OutdatedAgents::default(),
+            outdated_gateways: OutdatedAgents::default(),
+        }
+    }
+
+    /// When, after `now`, a report changes although nothing else does.
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+        let outdated = [self.outdated_agents.due(now), self.outdated_gateways.due(now)];
+        outdated.into_iter().chain([self.links.due()]).flatten().min()
+    }
+
+    /// Forgets all meshes and members except these.
+    fn keep(&mut self, meshes: &BTreeSet<MeshId>, is_member: impl Fn(&ClusterIdentity) -> bool) {
+        self.unreported.retain(|id, _| meshes.contains(id));
+        self.synced.retain(|(id, _), _| meshes.contains(id));
+        self.links.keep(meshes);
+        self.outdated_agents.keep(&is_member);
+        self.outdated_gateways.keep(&is_member);
+    }
 }
 
 impl Reconciler {
@@ -91,15 +139,11 @@ impl Reconciler {
                 },
             );
         }
-        self.metrics.replace(gauges);
-        self.hub_writer.publish(desired);
+        self.reports.metrics.replace(gauges);
+        self.reports.hub_writer.publish(desired);
         let existing: BTreeSet<MeshId> = pass.meshes.keys().cloned().collect();
-        self.unreported.retain(|id, _| existing.contains(id));
-        self.synced.retain(|(id, _), _| existing.contains(id));
-        self.link_reports.keep(&existing);
-        let members = &self.members;
-        self.outdated_agents.keep(|identity| members.contains_key(identity));
-        self.outdated_gateways.keep(|identity| members.contains_key(identity));
+        self.reports
+            .keep(&existing, |identity| self.members.contains_key(identity));
         all_reported
     }
 
@@ -112,7 +156,8 @@ impl Reconciler {
                 Some((entry.clone(), tables.links(id)))
             })
             .collect();
-        self.link_reports
+        self.reports
+            .links
             .throttle(id, links::broken(plan, &reported), Instant::now())
     }
 
@@ -134,10 +179,10 @@ impl Reconciler {
                 !has_failed && counts.keys().any(|(mesh, _)| mesh == id)
             });
         if !is_settling && !is_writing {
-            self.unreported.remove(id);
+            self.reports.unreported.remove(id);
             return false;
         }
-        let since = *self.unreported.entry(id.clone()).or_insert_with(Instant::now);
+        let since = *self.reports.unreported.entry(id.clone()).or_insert_with(Instant::now);
         since.elapsed() < MAX_REPORT_DELAY
     }
 
@@ -171,18 +216,19 @@ impl Reconciler {
                         .find(|row| row.name == *entry);
                     row.and_then(|row| row.last_sync.clone()).unwrap_or_else(|| now.clone())
                 };
-                self.synced.entry(key.clone()).or_insert_with(before);
+                self.reports.synced.entry(key.clone()).or_insert_with(before);
             } else if is_outstanding {
                 // Set to the time of the current pass while objects are outstanding. Once none is, it no longer changes.
-                self.synced.insert(key.clone(), now.clone());
+                self.reports.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
             let tables = member.session.tables();
             let (current, enforced) = (tables.policy_revision(), tables.enforced_revisions());
-            let outdated = (self.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
+            let outdated =
+                (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
             let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
             let current = is_fresh.then_some(enforcement::APPLIED);
-            let gateways = (self.outdated_gateways).update(identity, current, enforced, Instant::now());
+            let gateways = (self.reports.outdated_gateways).update(identity, current, enforced, Instant::now());
             // A member without Peers of this mesh has no tunnels on its nodes, only on gateways of sandboxes. There a policy that
             // is not enforced is no problem.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
@@ -214,7 +260,7 @@ impl Reconciler {
                         gateways,
                         ..unenforced
                     },
-                    last_sync: self.synced.get(&key).cloned(),
+                    last_sync: self.reports.synced.get(&key).cloned(),
                 },
             );
         }
@@ -280,7 +326,7 @@ impl Reconciler {
                 (id.to_string(), row)
             })
             .collect();
-        let mut view = self.debug_view.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut view = self.reports.debug_view.lock().unwrap_or_else(PoisonError::into_inner);
         view.sessions = self
             .members
             .iter()
