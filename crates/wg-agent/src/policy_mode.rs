@@ -24,9 +24,7 @@ use crate::{
     args::PolicyConfig,
     device,
     firewall::{self, Backend, FirewallManager},
-    lock,
-    metrics::Metrics,
-    preflight,
+    lock, preflight,
     publish::DesiredAnnotations,
     reconcile::preconditions::{check_first_lists, find_own_node, kg_age_if_alive},
     run::lines,
@@ -36,7 +34,7 @@ use crate::{
         objects::{ParsedNode, ParsedPeer, revision},
         store::{ClusterSnapshot, Store},
     },
-    status::{Dump, Reported, Trouble, Troubles, view::NodeView},
+    status::{PassReporter, Trouble, view::NodeView},
 };
 
 /// Between two passes without any event: a safety net.
@@ -71,7 +69,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let admin = Admin::bind(config.listen)?;
     let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = builder.runtime.metrics.clone();
-    let store = Store::new(metrics.clone(), None);
+    let store = Store::new(metrics, None);
     let (
         mut runtime,
         NodeChannels {
@@ -82,14 +80,11 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let mode = PolicyMode {
         server: runtime.connection.server.address(),
         firewall: FirewallManager::new(firewall::Nft::default()),
-        troubles: runtime.troubles(),
-        reported: Reported::default(),
+        report: runtime.pass_reporter(),
         mesh_networks: BTreeSet::new(),
         config,
         publish,
         datapath_problem,
-        metrics,
-        dump: runtime.dump.clone(),
     };
     run_loop(
         mode,
@@ -146,10 +141,7 @@ struct PolicyMode<F> {
     publish: watch::Sender<DesiredAnnotations>,
     /// What makes packets bypass the firewall table, if anything.
     datapath_problem: watch::Receiver<Option<DatapathProblem>>,
-    metrics: Metrics,
-    troubles: Troubles,
-    reported: Reported,
-    dump: Dump,
+    report: PassReporter,
     /// Networks that belonged to a mesh at any time since this process started.
     mesh_networks: BTreeSet<IpNet>,
 }
@@ -161,13 +153,7 @@ impl<F: Backend> PolicyMode<F> {
         if let Err(trouble) = self.steps(snapshot, &mut troubles).await {
             troubles.push(trouble);
         }
-        let is_done = troubles.iter().all(|trouble| trouble.harmless);
-        self.dump.set(
-            "troubles",
-            json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
-        );
-        self.troubles.set(troubles);
-        is_done
+        self.report.set_troubles(troubles)
     }
 
     async fn steps(&mut self, snapshot: &ClusterSnapshot, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
@@ -183,29 +169,26 @@ impl<F: Backend> PolicyMode<F> {
         let compiled = compile_policy_mode(&inputs, &self.mesh_networks);
         self.mesh_networks.extend(&compiled.meshed);
 
-        let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
-        let mut left_out = BTreeSet::new();
-        for (name, seen) in snapshot.policies.objects() {
-            if let Some(problem) = &seen.problem {
-                *reasons.entry("Unreadable".to_owned()).or_default() += 1;
-                left_out.insert(format!("PeerPolicy {name}: Unreadable: {problem}"));
-            }
-        }
-        for refused in &compiled.refused {
-            *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
-            left_out.insert(refused.to_string());
-        }
-        self.metrics.set_refused(&reasons);
-        self.dump.set("refused", json!(left_out));
-        self.reported.set(left_out);
+        let unreadable = snapshot.policies.objects().filter_map(|(name, seen)| {
+            let problem = seen.problem.as_ref()?;
+            Some((
+                "Unreadable".to_owned(),
+                format!("PeerPolicy {name}: Unreadable: {problem}"),
+            ))
+        });
+        let refused = compiled.refused.iter();
+        let refused = refused.map(|refused| (refused.reason.as_str().to_owned(), refused.to_string()));
+        self.report.set_left_out(unreadable.chain(refused));
 
         let done = self.firewall.converge(&compiled.firewall).await;
         if done.map_err(|error| Trouble::new("firewall", error))?.is_some() {
-            self.metrics.count_changes("firewall", 1);
+            self.report.metrics.count_changes("firewall", 1);
             tracing::info!("firewall table written");
         }
         let text = clustermesh_agent_core::firewall::render(&compiled.firewall);
-        self.dump.set("firewall", json!(text.lines().collect::<Vec<_>>()));
+        self.report
+            .dump
+            .set("firewall", json!(text.lines().collect::<Vec<_>>()));
         troubles.extend(self.missing_tunnel(&own));
         self.publish(snapshot, &own);
         Ok(())
@@ -237,12 +220,12 @@ impl<F: Backend> PolicyMode<F> {
             policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
             ..Agent::default()
         };
-        self.dump.set("agent", json!(agent));
+        self.report.dump.set("agent", json!(agent));
         let node = NodeView {
             name: self.config.node_name.clone(),
             ..NodeView::default()
         };
-        self.dump.set("node", json!(node));
+        self.report.dump.set("node", json!(node));
         let desired = DesiredAnnotations {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),

@@ -11,7 +11,7 @@ use crate::{
     cache, device, firewall, identity,
     kernel_events::{Event, KernelEvents},
     lock, preflight, publish,
-    reconcile::{CacheTiming, Dependencies, RESOLV_CONF, Reconciler},
+    reconcile::{CacheWriter, ClusterView, Dependencies, Kernel, RESOLV_CONF, Reconciler},
     route,
     runtime::{NodeChannels, RuntimeBuilder},
     source,
@@ -98,15 +98,12 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let cached_addresses = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
 
     let store = Store::new(metrics.clone(), saved);
-    let (cache_content, to_write) = watch::channel(cache::CacheContent {
+    let (content, to_write) = watch::channel(cache::CacheContent {
         saved: None,
         confirmed,
-        live: live.clone(),
+        live,
     });
-    builder
-        .runtime
-        .tasks
-        .spawn(cache::run(cache_file, to_write, metrics.clone()));
+    builder.runtime.tasks.spawn(cache::run(cache_file, to_write, metrics));
     let (
         mut runtime,
         NodeChannels {
@@ -139,23 +136,27 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         ..Default::default()
     };
     let reconciler = Reconciler::new(Dependencies {
-        datapath_problem,
-        routing: route::Netlink::open(interface)?,
-        firewall: firewall::FirewallManager::new(firewall::Nft::default())
-            .with_record(firewall::TableRecord::next_to_cache(&config.cache_file)),
-        open: Box::new(move |configuration| device::open(backend, device_name.as_str(), configuration, options)),
-        key,
-        server: runtime.connection.server.clone(),
-        store: store.clone(),
-        host_names,
-        publish,
-        cache_content,
-        cache_timing: CacheTiming { confirmed, max_lag },
-        live,
-        troubles: runtime.troubles(),
-        metrics,
-        dump: runtime.dump.clone(),
+        cluster: ClusterView {
+            server: runtime.connection.server.clone(),
+            store: store.clone(),
+            host_names,
+            datapath_problem,
+        },
+        kernel: Kernel {
+            routing: route::Netlink::open(interface)?,
+            firewall: firewall::FirewallManager::new(firewall::Nft::default())
+                .with_record(firewall::TableRecord::next_to_cache(&config.cache_file)),
+            open: Box::new(move |configuration| device::open(backend, device_name.as_str(), configuration, options)),
+        },
+        cache: CacheWriter {
+            content,
+            confirmed,
+            max_lag,
+        },
+        report: runtime.pass_reporter(),
         config,
+        key,
+        publish,
     });
     let heartbeat = runtime.liveness.watch("node", STUCK_AFTER);
     run_loop(reconciler, &store, events, &heartbeat, &stop).await;

@@ -14,7 +14,7 @@ use crate::{
     metrics::Metrics,
     publish::{self, DesiredAnnotations},
     source::{self, client::Connection, datapath, store::Store},
-    status::{self, Dump, Troubles},
+    status::{self, Dump, PassReporter},
 };
 
 /// How long the tasks may take to end.
@@ -27,7 +27,7 @@ pub(crate) struct Runtime {
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
     pub(crate) readiness: Readiness,
-    /// Keeps `/readyz` unready until [`Self::troubles`] adds its own line.
+    /// Keeps `/readyz` unready until [`Self::pass_reporter`] adds its own line.
     starting: Option<Pending>,
     pub(crate) liveness: Liveness,
     pub(crate) dump: Dump,
@@ -155,11 +155,11 @@ impl RuntimeBuilder {
 }
 
 impl Runtime {
-    /// Creates the troubles that passes set. Until this is called, `/readyz` says that the process is starting.
-    pub(crate) fn troubles(&mut self) -> Troubles {
-        let troubles = Troubles::new(self.readiness.clone(), self.metrics.clone());
+    /// Creates the reporter of passes. Until this is called, `/readyz` says that the process is starting.
+    pub(crate) fn pass_reporter(&mut self) -> PassReporter {
+        let reporter = PassReporter::new(self.readiness.clone(), self.metrics.clone(), self.dump.clone());
         self.starting = None;
-        troubles
+        reporter
     }
 
     /// Waits up to [`DRAIN`] for all tasks to end.

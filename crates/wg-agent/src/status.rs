@@ -7,7 +7,7 @@ use std::{
 };
 
 use clustermesh_daemon::{Pending, Readiness};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
 
@@ -36,7 +36,7 @@ impl Trouble {
         }
     }
 
-    pub(crate) fn view(&self) -> view::TroubleView {
+    fn view(&self) -> view::TroubleView {
         view::TroubleView {
             part: self.part.to_owned(),
             message: self.message.clone(),
@@ -54,7 +54,7 @@ impl Trouble {
 
 /// The current troubles.
 #[derive(Debug)]
-pub(crate) struct Troubles {
+struct Troubles {
     current: BTreeMap<Trouble, Pending>,
     readiness: Readiness,
     metrics: Metrics,
@@ -63,7 +63,7 @@ pub(crate) struct Troubles {
 }
 
 impl Troubles {
-    pub(crate) fn new(readiness: Readiness, metrics: Metrics) -> Self {
+    fn new(readiness: Readiness, metrics: Metrics) -> Self {
         let first_pass = Some(readiness.pending("first pass over the node"));
         Self {
             current: BTreeMap::new(),
@@ -74,7 +74,7 @@ impl Troubles {
     }
 
     /// Sets the troubles of a pass. Each is logged when it appears and when it is gone.
-    pub(crate) fn set(&mut self, troubles: Vec<Trouble>) {
+    fn set(&mut self, troubles: Vec<Trouble>) {
         let troubles: BTreeSet<Trouble> = troubles.into_iter().collect();
         let part_has_trouble = |trouble: &Trouble| troubles.iter().any(|other| other.part == trouble.part);
         for (trouble, _) in self.current.extract_if(.., |trouble, _| !troubles.contains(trouble)) {
@@ -105,10 +105,10 @@ impl Troubles {
 
 /// Lines about objects that are left out; each is logged when it appears and when it is gone.
 #[derive(Debug, Default)]
-pub(crate) struct Reported(BTreeSet<String>);
+struct LeftOut(BTreeSet<String>);
 
-impl Reported {
-    pub(crate) fn set(&mut self, lines: BTreeSet<String>) {
+impl LeftOut {
+    fn set(&mut self, lines: BTreeSet<String>) {
         for line in lines.difference(&self.0) {
             tracing::warn!("left out: {line}");
         }
@@ -116,6 +116,47 @@ impl Reported {
             tracing::info!("no longer left out: {line}");
         }
         self.0 = lines;
+    }
+}
+
+/// Reports the results of passes: metrics, troubles, objects that are left out, and the state dump.
+pub(crate) struct PassReporter {
+    pub(crate) metrics: Metrics,
+    pub(crate) dump: Dump,
+    troubles: Troubles,
+    left_out: LeftOut,
+}
+
+impl PassReporter {
+    pub(crate) fn new(readiness: Readiness, metrics: Metrics, dump: Dump) -> Self {
+        Self {
+            troubles: Troubles::new(readiness, metrics.clone()),
+            left_out: LeftOut::default(),
+            metrics,
+            dump,
+        }
+    }
+
+    /// Reports the troubles of a pass. Returns whether all are harmless.
+    pub(crate) fn set_troubles(&mut self, troubles: Vec<Trouble>) -> bool {
+        let is_done = troubles.iter().all(|trouble| trouble.harmless);
+        let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
+        self.dump.set("troubles", json!(views));
+        self.troubles.set(troubles);
+        is_done
+    }
+
+    /// Reports objects that are left out, as (reason, line for people): once in the log, always in the metric.
+    pub(crate) fn set_left_out(&mut self, left_out: impl IntoIterator<Item = (String, String)>) {
+        let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
+        let mut lines = BTreeSet::new();
+        for (reason, line) in left_out {
+            *reasons.entry(reason).or_default() += 1;
+            lines.insert(line);
+        }
+        self.metrics.set_refused(&reasons);
+        self.dump.set("refused", json!(lines));
+        self.left_out.set(lines);
     }
 }
 

@@ -15,7 +15,6 @@ use crate::{
     route::Netlink,
     run::lines,
     runtime::RuntimeBuilder,
-    status::Reported,
 };
 
 mod admin;
@@ -29,7 +28,7 @@ mod saved_endpoints;
 mod snapshot;
 mod table_manager;
 
-use pass::Gateway;
+use pass::{Gateway, Tunnel};
 use readiness_gate::ReadinessGate;
 use saved_endpoints::SavedEndpoints;
 use snapshot::Store;
@@ -78,20 +77,19 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     let mut runtime = builder.serve(&lock)?;
     let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
     let mut gateway = Gateway {
-        routing: Netlink::open(config.interface.clone())?,
         api_server: runtime.connection.server.address().map(|server| server.ip()),
         table_manager: TableManager::default(),
-        device: None,
-        saved_endpoints: SavedEndpoints::load(&config.key_file),
+        tunnel: Tunnel {
+            routing: Netlink::open(config.interface.clone())?,
+            device: None,
+            has_all_peers: false,
+            saved_endpoints: SavedEndpoints::load(&config.key_file),
+        },
         gate: ReadinessGate::new(runtime.readiness.clone(), is_new),
-        has_all_peers: false,
-        troubles: runtime.troubles(),
-        reported: Reported::default(),
-        dump: runtime.dump.clone(),
+        report: runtime.pass_reporter(),
         config: config.clone(),
         key,
         publish,
-        metrics: metrics.clone(),
     };
     gateway
         .write_closed_table()
@@ -193,7 +191,7 @@ async fn run_loop(
                 () = tables.changed() => {
                     if !gateway.table_manager.is_current() {
                         tracing::warn!("another program wrote to nftables of this pod: the table is written again");
-                        gateway.metrics.count_repairs("firewall", 1);
+                        gateway.report.metrics.count_repairs("firewall", 1);
                         // If the generation cannot be read, the agent's own transactions look like external ones.
                         break if generation::current().is_ok() { Duration::ZERO } else { RETRY };
                     }

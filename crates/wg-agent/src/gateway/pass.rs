@@ -1,7 +1,7 @@
 //! One pass of a gateway: table, device, routes and peers become what the objects describe, and the status says so.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     net::{IpAddr, SocketAddr},
     time::{Duration, Instant},
 };
@@ -30,11 +30,11 @@ use crate::{
     args::GatewayConfig,
     device::{self, Configuration, Device, Opened, userspace::Options},
     identity::key::NodeKey,
-    metrics::Metrics,
     route::{self, Netlink},
     source::underlay,
-    status::{Dump, Reported, Trouble, Troubles},
+    status::{PassReporter, Trouble},
 };
+
 /// Keeps the network namespace of one gateway pod as the objects describe.
 pub(super) struct Gateway {
     pub(super) config: GatewayConfig,
@@ -42,17 +42,19 @@ pub(super) struct Gateway {
     /// The API server's address in this process's configuration; `None` = configured by name.
     pub(super) api_server: Option<IpAddr>,
     pub(super) table_manager: TableManager,
+    pub(super) tunnel: Tunnel,
+    pub(super) gate: ReadinessGate,
+    pub(super) publish: watch::Sender<SandboxGatewayStatus>,
+    pub(super) report: PassReporter,
+}
+
+/// The WireGuard device with its routes and peers.
+pub(super) struct Tunnel {
     pub(super) routing: Netlink,
     pub(super) device: Option<Box<dyn Device>>,
-    pub(super) saved_endpoints: SavedEndpoints,
-    pub(super) gate: ReadinessGate,
     /// The device has all desired peers.
     pub(super) has_all_peers: bool,
-    pub(super) publish: watch::Sender<SandboxGatewayStatus>,
-    pub(super) metrics: Metrics,
-    pub(super) troubles: Troubles,
-    pub(super) reported: Reported,
-    pub(super) dump: Dump,
+    pub(super) saved_endpoints: SavedEndpoints,
 }
 
 /// The result of a pass.
@@ -103,11 +105,11 @@ impl Gateway {
             Ok(false) => return PassResult::Unfinished,
             Err(trouble) => troubles.push(trouble),
         }
-        let is_done = troubles.iter().all(|trouble| trouble.harmless);
-        let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
-        self.dump.set("troubles", json!(views));
-        self.troubles.set(troubles);
-        if is_done { PassResult::Done } else { PassResult::Failed }
+        if self.report.set_troubles(troubles) {
+            PassResult::Done
+        } else {
+            PassResult::Failed
+        }
     }
 
     /// False = the table needs a further step. Until then the status does not report the grants as applied.
@@ -166,7 +168,7 @@ impl Gateway {
             Ok(()) => true,
             Err(error) => {
                 tracing::warn!(%error, "the table could not be renewed; it is written again");
-                self.metrics.count_error("firewall");
+                self.report.metrics.count_error("firewall");
                 false
             }
         }
@@ -211,7 +213,7 @@ impl Gateway {
         match self.table_manager.converge(&compiled.table).await {
             Ok(Progress { changes, finished }) => {
                 if changes > 0 {
-                    self.metrics.count_changes("firewall", changes);
+                    self.report.metrics.count_changes("firewall", changes);
                     tracing::info!(
                         sandboxes = compiled.served.len(),
                         grants = compiled.table.open(),
@@ -249,7 +251,7 @@ impl Gateway {
             fwmark: 0,
             mtu,
         };
-        if let Some(device) = &mut self.device {
+        if let Some(device) = &mut self.tunnel.device {
             match device.observe() {
                 Ok(observed) => {
                     device.mend(&observed.altered).map_err(trouble)?;
@@ -257,9 +259,9 @@ impl Gateway {
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the device failed and is opened again");
-                    self.metrics.count_repairs("device", 1);
-                    self.device = None;
-                    self.has_all_peers = false;
+                    self.report.metrics.count_repairs("device", 1);
+                    self.tunnel.device = None;
+                    self.tunnel.has_all_peers = false;
                 }
             }
         }
@@ -273,7 +275,7 @@ impl Gateway {
             mtu,
             "device opened"
         );
-        self.device = Some(device);
+        self.tunnel.device = Some(device);
         Ok(())
     }
 
@@ -284,9 +286,9 @@ impl Gateway {
             mesh: compiled.routes.clone(),
             ..Plan::default()
         });
-        let pass = route::converge(&mut self.routing, &routes).await;
+        let pass = route::converge(&mut self.tunnel.routing, &routes).await;
         let pass = pass.map_err(|error| Trouble::new("routes", error))?;
-        self.metrics.count_changes("routes", pass.done.len());
+        self.report.metrics.count_changes("routes", pass.done.len());
         match pass.failed.first() {
             Some(error) => Err(Trouble::new("routes", error)),
             None => Ok(()),
@@ -295,43 +297,40 @@ impl Gateway {
 
     fn ensure_peers(&mut self, peers: &Peers) -> Result<(), Trouble> {
         let trouble = |error: device::DeviceError| Trouble::new("device", error);
-        let Some(device) = &mut self.device else { return Ok(()) };
+        let Some(device) = &mut self.tunnel.device else {
+            return Ok(());
+        };
         let observed = device.observe().map_err(trouble)?;
         if let Some(mut changes) = diff(&observed.peers, peers) {
-            self.saved_endpoints.set_endpoints(&mut changes);
+            self.tunnel.saved_endpoints.set_endpoints(&mut changes);
             device.apply(&changes).map_err(trouble)?;
-            self.metrics.count_changes("device", changes.len());
+            self.report.metrics.count_changes("device", changes.len());
             for change in &changes {
                 tracing::info!("{change}");
             }
         }
-        self.has_all_peers = true;
+        self.tunnel.has_all_peers = true;
         Ok(())
     }
 
     /// Polls the peers: notes which have connected, and saves their endpoints for the next start.
     pub(super) fn poll_peers(&mut self) {
-        let Some(device) = self.device.as_mut().filter(|_| self.has_all_peers) else {
+        let Some(device) = self.tunnel.device.as_mut().filter(|_| self.tunnel.has_all_peers) else {
             return;
         };
         // A pass reports errors of the device.
         if let Ok(observed) = device.observe() {
-            self.saved_endpoints.save(&observed.peers);
+            self.tunnel.saved_endpoints.save(&observed.peers);
             self.gate.observe(&observed.peers, Instant::now());
         }
     }
 
     /// Updates metrics and `/debug/state`.
     fn report(&mut self, compiled: &Compiled) {
-        let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
-        for refused in &compiled.refused {
-            *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
-        }
-        self.metrics.set_refused(&reasons);
-        let refused: BTreeSet<String> = compiled.refused.iter().map(ToString::to_string).collect();
-        self.dump.set("refused", json!(refused));
-        self.reported.set(refused);
-        self.dump.set("firewall", json!(self.table_manager.text()));
+        let refused = compiled.refused.iter();
+        let refused = refused.map(|refused| (refused.reason.as_str().to_owned(), refused.to_string()));
+        self.report.set_left_out(refused);
+        self.report.dump.set("firewall", json!(self.table_manager.text()));
     }
 
     /// Publishes what is applied in the status of the SandboxGateway.
@@ -353,10 +352,10 @@ impl Gateway {
         let identity = Identity {
             config: &self.config,
             public_key: self.key.public(),
-            backend: self.device.as_ref().map_or("", |device| device.backend()),
+            backend: self.tunnel.device.as_ref().map_or("", |device| device.backend()),
         };
         let status = identity.status(snapshot.applied_accesses(), compiled, &endpoints, troubles);
-        self.dump.set("gateway", json!(status));
+        self.report.dump.set("gateway", json!(status));
         self.publish.send_if_modified(|published| {
             let changed = *published != status;
             *published = status;

@@ -12,13 +12,13 @@ use crate::{
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Makes the firewall table as compiled.
     pub(super) async fn apply_firewall(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
-        let done = self.deps.firewall.converge(&compiled.firewall).await;
+        let done = self.deps.kernel.firewall.converge(&compiled.firewall).await;
         let written = done.map_err(|error| Trouble::new("firewall", error))?.is_some();
-        if self.drift.is_firewall_repair(&compiled.firewall, written) {
-            self.deps.metrics.count_repairs("firewall", 1);
-        }
+        let repaired = self.last_applied.count_firewall_repairs(&compiled.firewall, written);
         if written {
-            self.deps.metrics.count_changes("firewall", 1);
+            let metrics = &self.deps.report.metrics;
+            metrics.count_repairs("firewall", repaired);
+            metrics.count_changes("firewall", 1);
             tracing::info!("firewall table written");
         }
         Ok(())
@@ -26,8 +26,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// Makes each route change that it can; returns those that failed as troubles.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
-        let routing = &mut self.deps.routing;
-        let pass = match self.device {
+        let routing = &mut self.deps.kernel.routing;
+        let pass = match self.device.open {
             Some(_) => route::converge(routing, &compiled.routes).await,
             None => route::converge_without_device(routing, &compiled.routes).await,
         };
@@ -35,18 +35,20 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         for change in &pass.done {
             tracing::info!("{change}");
         }
-        self.deps.metrics.count_changes("routes", pass.done.len());
+        let is_complete = pass.failed.is_empty() && self.device.open.is_some();
         let repaired = self
-            .drift
-            .count_repaired_routes(&compiled.routes, &pass.done, pass.failed.is_empty());
-        self.deps.metrics.count_repairs("routes", repaired);
+            .last_applied
+            .count_route_repairs(&compiled.routes, &pass.done, is_complete);
+        let metrics = &self.deps.report.metrics;
+        metrics.count_changes("routes", pass.done.len());
+        metrics.count_repairs("routes", repaired);
         if pass
             .failed
             .iter()
             .any(|error| matches!(error, route::Error::NoDevice(_)))
         {
             // The interface was deleted: the next pass creates it again.
-            self.device = None;
+            self.device.open = None;
         }
         Ok(pass.failed.iter().map(|error| Trouble::new("routes", error)).collect())
     }

@@ -12,11 +12,31 @@ use clustermesh_agent_core::{
     device::{Peers, diff},
     numbers::MARK_UNDERLAY,
 };
+use clustermesh_core::key::PublicKey;
+
+/// The node's WireGuard device.
+#[derive(Default)]
+pub(super) struct TunnelDevice {
+    pub(super) open: Option<OpenDevice>,
+    /// Another program owns the interface of this name, or the port is taken.
+    pub(super) is_occupied: bool,
+    /// After an event about our routing or the device: it may no longer exist.
+    pub(super) is_in_doubt: bool,
+}
+
+/// A device that is open, and its configuration.
+pub(super) struct OpenDevice {
+    pub(super) device: Box<dyn Device>,
+    pub(super) mtu: u16,
+    pub(super) key: PublicKey,
+    /// Why it has this backend.
+    pub(super) backend_reason: &'static str,
+}
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Whether the firewall table is as it was written last. An unreadable table counts as changed.
     pub(crate) async fn firewall_matches_kernel(&mut self) -> bool {
-        self.deps.firewall.matches_kernel().await.unwrap_or(false)
+        self.deps.kernel.firewall.matches_kernel().await.unwrap_or(false)
     }
 
     /// Opens the device, or changes what differs. True = it was opened just now, and has no peers or those of an
@@ -29,49 +49,54 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             fwmark: MARK_UNDERLAY,
             mtu,
         };
-        if self.drift.take_device_in_doubt()
-            && let Some((device, ..)) = &self.device
-            && let Err(error) = device.observe()
+        if std::mem::take(&mut self.device.is_in_doubt)
+            && let Some(open) = &self.device.open
+            && let Err(error) = open.device.observe()
         {
             tracing::warn!(%error, "the device failed and is opened again");
-            self.deps.metrics.count_repairs("device", 1);
-            self.device = None;
+            self.deps.report.metrics.count_repairs("device", 1);
+            self.device.open = None;
         }
         let public = self.deps.key.public();
-        match &mut self.device {
-            Some((_, at, key)) if *at == mtu && *key == public => Ok(false),
-            Some((device, at, key)) => {
-                device.configure(&configuration).map_err(trouble)?;
-                tracing::info!(mtu, was = *at, key = %public, "device reconfigured");
-                *at = mtu;
-                if *key != public {
-                    *key = public;
-                    // Every session ended with the old key; handshakes start at each peer's last endpoint.
-                    self.tracker.reset();
-                }
-                Ok(false)
-            }
-            None => {
-                let opened = (self.deps.open)(&configuration);
-                self.is_occupied = matches!(&opened, Err(DeviceError::Exists(_) | DeviceError::Listen { .. }));
-                let Opened { device, reason } = opened.map_err(trouble)?;
-                let backend = device.backend();
-                tracing::info!(
-                    interface = device.interface(),
-                    backend,
-                    why = reason,
-                    mtu,
-                    "device opened"
-                );
-                self.backend_reason = reason.to_owned();
+        let Some(open) = &mut self.device.open else {
+            return self.open_device(&configuration).map(|()| true).map_err(trouble);
+        };
+        if (open.mtu, open.key) != (mtu, public) {
+            open.device.configure(&configuration).map_err(trouble)?;
+            tracing::info!(mtu, was = open.mtu, key = %public, "device reconfigured");
+            open.mtu = mtu;
+            if open.key != public {
+                open.key = public;
+                // Every session ended with the old key; handshakes start at each peer's last endpoint.
                 self.tracker.reset();
-                self.drift.reset_device();
-                let standing = device.observe().map_err(trouble)?;
-                self.tracker.adopt(&standing.peers);
-                self.device = Some((device, mtu, public));
-                Ok(true)
             }
         }
+        Ok(false)
+    }
+
+    fn open_device(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
+        let opened = (self.deps.kernel.open)(configuration);
+        self.device.is_occupied = matches!(&opened, Err(DeviceError::Exists(_) | DeviceError::Listen { .. }));
+        let Opened { device, reason } = opened?;
+        let (backend, mtu) = (device.backend(), configuration.mtu);
+        tracing::info!(
+            interface = device.interface(),
+            backend,
+            why = reason,
+            mtu,
+            "device opened"
+        );
+        self.tracker.reset();
+        self.last_applied.forget_device();
+        let standing = device.observe()?;
+        self.tracker.adopt(&standing.peers);
+        self.device.open = Some(OpenDevice {
+            device,
+            mtu,
+            key: self.deps.key.public(),
+            backend_reason: reason,
+        });
+        Ok(())
     }
 
     /// The peers that the device should have, each with the endpoint to try now.
@@ -86,14 +111,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     pub(super) fn apply_peers(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
         let desired = self.desired_peers(compiled);
-        let Some((device, ..)) = &mut self.device else {
+        let Some(OpenDevice { device, .. }) = &mut self.device.open else {
             return Ok(());
         };
         let observed = match device.observe() {
             Ok(observed) => observed,
             Err(error) => {
                 // Most likely the interface was deleted: the next pass creates it again.
-                self.device = None;
+                self.device.open = None;
                 return Err(trouble(error));
             }
         };
@@ -101,7 +126,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             device.mend(&observed.altered).map_err(trouble)?;
             for part in &observed.altered {
                 tracing::warn!(part = part.as_str(), "another program changed the device; restored");
-                self.deps.metrics.count_repairs(part.as_str(), 1);
+                self.deps.report.metrics.count_repairs(part.as_str(), 1);
             }
             if observed.altered.contains(&Altered::PrivateKey) {
                 self.tracker.reset();
@@ -111,9 +136,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        let repaired = self.drift.count_repaired_peers(&desired, &changes);
-        self.deps.metrics.count_repairs("peers", repaired);
-        self.deps.metrics.count_changes("device", changes.len());
+        let repaired = self.last_applied.count_peer_repairs(&desired, &changes);
+        self.deps.report.metrics.count_repairs("peers", repaired);
+        self.deps.report.metrics.count_changes("device", changes.len());
         for change in &changes {
             let name = compiled.names.get(change.key()).map_or("", String::as_str);
             tracing::info!(name, "{change}");
@@ -123,6 +148,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// Ends the reconciler and returns the device, whose kernel state stays.
     pub(crate) fn into_device(self) -> Option<Box<dyn Device>> {
-        self.device.map(|(device, ..)| device)
+        self.device.open.map(|open| open.device)
     }
 }

@@ -20,14 +20,13 @@ use clustermesh_agent_core::{
 };
 use clustermesh_api::names::KILO_KEY;
 use clustermesh_core::key::PublicKey;
-use serde_json::json;
 use tokio::sync::watch;
 
 use crate::{
     args::Config,
-    cache::{CacheContent, LiveEndpoints, SavedObjects, UnixTime},
+    cache::{CacheContent, SavedObjects, UnixTime},
     conntrack,
-    device::{Configuration, Device, DeviceError, Opened},
+    device::{Configuration, DeviceError, Opened},
     endpoints::PeerTracker,
     firewall::{Backend, FirewallManager},
     identity::{
@@ -35,9 +34,9 @@ use crate::{
         key::NodeKey,
         rotation::{self, Evidence, Rotation},
     },
-    metrics::Metrics,
+    kernel_events::Event,
     publish::DesiredAnnotations,
-    route::{self, Routing},
+    route::{self, Routing, RoutingEvent},
     source::{
         client::Server,
         datapath::DatapathProblem,
@@ -45,21 +44,24 @@ use crate::{
         store::{ClusterSnapshot, Store},
         underlay::{self, Underlay},
     },
-    status::{Dump, Reported, Trouble, Troubles},
+    status::{PassReporter, Trouble},
 };
 
 mod apply;
 mod device;
-mod drift;
 mod dump;
 mod inputs;
+mod known_underlay;
+mod last_applied;
 mod poll_peers;
 pub(crate) mod preconditions;
 mod sizes;
 mod withdraw;
 
-use drift::Drift;
+use device::TunnelDevice;
 use inputs::{GatheredInputs, LocalFacts, Member, gather_inputs};
+use known_underlay::KnownUnderlay;
+use last_applied::LastApplied;
 use preconditions::{KgWatch, cache_trouble, check_first_lists, find_own_node};
 use sizes::FirstEndpoints;
 
@@ -69,53 +71,57 @@ pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Opens the device.
 pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
 
-/// Times of the cache file.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct CacheTiming {
+/// What a [`Reconciler`] works with.
+pub(crate) struct Dependencies<R, F> {
+    pub(crate) config: Config,
+    pub(crate) key: NodeKey,
+    pub(crate) cluster: ClusterView,
+    pub(crate) kernel: Kernel<R, F>,
+    pub(crate) cache: CacheWriter,
+    /// The annotations that the Node should have.
+    pub(crate) publish: watch::Sender<DesiredAnnotations>,
+    pub(crate) report: PassReporter,
+}
+
+/// What is known of the cluster.
+pub(crate) struct ClusterView {
+    /// Its API server.
+    pub(crate) server: Server,
+    /// Its objects.
+    pub(crate) store: Store,
+    /// Host names whose addresses the store should contain.
+    pub(crate) host_names: watch::Sender<BTreeSet<String>>,
+    /// What makes packets bypass the firewall table, if anything.
+    pub(crate) datapath_problem: watch::Receiver<Option<DatapathProblem>>,
+}
+
+/// The backends that change the node's kernel.
+pub(crate) struct Kernel<R, F> {
+    pub(crate) routing: R,
+    pub(crate) firewall: FirewallManager<F>,
+    pub(crate) open: Opener,
+}
+
+/// Writes the cache file.
+pub(crate) struct CacheWriter {
+    /// The content. At first it has the endpoints at which an earlier process last received from its peers.
+    pub(crate) content: watch::Sender<CacheContent>,
     /// When the API server last confirmed the cache that an earlier process left.
     pub(crate) confirmed: UnixTime,
     /// How old the confirmation time in the file may become before the file is written again.
     pub(crate) max_lag: Duration,
 }
 
-/// What a [`Reconciler`] works with.
-pub(crate) struct Dependencies<R, F> {
-    pub(crate) config: Config,
-    pub(crate) key: NodeKey,
-    pub(crate) server: Server,
-    pub(crate) store: Store,
-    pub(crate) routing: R,
-    pub(crate) firewall: FirewallManager<F>,
-    pub(crate) open: Opener,
-    pub(crate) host_names: watch::Sender<BTreeSet<String>>,
-    pub(crate) publish: watch::Sender<DesiredAnnotations>,
-    /// What makes packets bypass the firewall table, if anything.
-    pub(crate) datapath_problem: watch::Receiver<Option<DatapathProblem>>,
-    pub(crate) cache_content: watch::Sender<CacheContent>,
-    pub(crate) cache_timing: CacheTiming,
-    /// The endpoints at which an earlier process last received from its peers.
-    pub(crate) live: LiveEndpoints,
-    pub(crate) metrics: Metrics,
-    pub(crate) troubles: Troubles,
-    pub(crate) dump: Dump,
-}
-
 /// Keeps the kernel state of one node as the cluster's objects describe.
 pub(crate) struct Reconciler<R, F> {
     deps: Dependencies<R, F>,
-    device: Option<(Box<dyn Device>, u16, PublicKey)>,
-    /// Why the device has this backend.
-    backend_reason: String,
+    device: TunnelDevice,
     rotation: Option<Rotation>,
     tracker: PeerTracker,
     applied: Option<Arc<AppliedState>>,
-    drift: Drift,
-    reported: Reported,
+    last_applied: LastApplied,
+    underlay: KnownUnderlay,
     kg: KgWatch,
-    /// This agent's state was removed because kg serves the node.
-    is_withdrawn: bool,
-    /// Another program owns the interface of this name, or the port is taken.
-    is_occupied: bool,
 }
 
 /// The state that the last pass applied; polls in between work from it.
@@ -134,21 +140,24 @@ struct AppliedState {
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    pub(crate) fn new(mut deps: Dependencies<R, F>) -> Self {
-        let live = std::mem::take(&mut deps.live);
+    pub(crate) fn new(deps: Dependencies<R, F>) -> Self {
+        let live = deps.cache.content.borrow().live.clone();
         Self {
             deps,
-            device: None,
-            backend_reason: String::new(),
+            device: TunnelDevice::default(),
             rotation: None,
             tracker: PeerTracker::new(live),
             applied: None,
-            drift: Drift::default(),
-            reported: Reported::default(),
+            last_applied: LastApplied::default(),
+            underlay: KnownUnderlay::default(),
             kg: KgWatch::default(),
-            is_withdrawn: false,
-            is_occupied: false,
         }
+    }
+
+    /// Takes note of an event for the next pass.
+    pub(crate) fn note_event(&mut self, event: Event) {
+        self.underlay.note_event(event);
+        self.device.is_in_doubt |= matches!(event, Event::Routing(RoutingEvent::Ours) | Event::Unknown);
     }
 
     /// Runs one reconcile pass. False = it failed in part; try again soon.
@@ -157,17 +166,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if let Err(trouble) = self.steps(&mut troubles).await {
             troubles.push(trouble);
         }
-        let is_done = troubles.iter().all(|trouble| trouble.harmless);
-        self.deps.dump.set(
-            "troubles",
-            json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
-        );
-        self.deps.troubles.set(troubles);
-        is_done
+        self.deps.report.set_troubles(troubles)
     }
 
     async fn steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
-        let snapshot = self.deps.store.snapshot();
+        let snapshot = self.deps.cluster.store.snapshot();
         check_first_lists(&snapshot)?;
         troubles.extend(snapshot.missing_crds().into_iter().map(|kind| {
             let message = format!(
@@ -176,15 +179,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             );
             Trouble::harmless("source", message)
         }));
-        let datapath_problem = self.deps.datapath_problem.borrow().clone();
+        let datapath_problem = self.deps.cluster.datapath_problem.borrow().clone();
         troubles.extend(datapath_problem.map(|message| Trouble::harmless("datapath", message)));
         troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
         let cached_kinds = snapshot.cached_kinds();
-        self.deps.metrics.set_cached_kinds(cached_kinds.len());
+        self.deps.report.metrics.set_cached_kinds(cached_kinds.len());
         troubles.extend(cache_trouble(
             &snapshot,
             &self.deps.config.cache_file,
-            self.deps.cache_timing.confirmed,
+            self.deps.cache.confirmed,
         ));
         let config = self.deps.config.clone();
         let own = find_own_node(&snapshot, &config.node_name)?;
@@ -192,7 +195,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             self.withdraw(&own).await?;
             return Err(kg);
         }
-        self.is_withdrawn = false;
+        self.kg.is_withdrawn = false;
         troubles.extend(self.step_rotation(&own).await);
         let wireguard_ip = self.choose_address(&snapshot, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
@@ -229,7 +232,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         // If the device cannot be opened, firewall and routes are applied all the same: they keep packets for the mesh
         // from leaving unencrypted. Not if another program may own the tunnel, which they would cut off.
         let opened = self.ensure_device(sizes.device);
-        if self.is_occupied && self.applied.is_none() {
+        if self.device.is_occupied && self.applied.is_none() {
             return opened.map(drop);
         }
 
@@ -246,8 +249,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
         self.apply_firewall(&compiled).await?;
         let settings = route::sysctl::converge(&compiled.sysctls).await;
-        let repaired = self.drift.count_repaired_settings(&compiled.sysctls, &settings);
-        self.deps.metrics.count_repairs("sysctls", repaired);
+        let repaired = self.last_applied.count_setting_repairs(&compiled.sysctls, &settings);
+        self.deps.report.metrics.count_repairs("sysctls", repaired);
         for name in &settings.written {
             tracing::info!(%name, "kernel setting written");
         }
@@ -283,13 +286,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// The node's own network, read again only if it may have changed.
     async fn underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
         let now = Instant::now();
-        if let Some(known) = self.drift.underlay(&internal, now) {
+        if let Some(known) = self.underlay.get(&internal, now) {
             return Ok(known.clone());
         }
         let read = underlay::read(&internal, &self.deps.config.interface)
             .await
             .map_err(|e| Trouble::new("underlay", e))?;
-        self.drift.store_underlay(internal, read.clone(), now);
+        self.underlay.set(internal, read.clone(), now);
         Ok(read)
     }
 
@@ -335,8 +338,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             is_published: published == Some(rotation.public().to_string()),
             unanswered_for: tracker.unanswered_for(Instant::now()),
         };
-        let Dependencies { key, store, .. } = &mut self.deps;
-        rotation::step(&mut self.rotation, key, &config.key_file, config.port, store, evidence).await
+        let Dependencies { key, cluster, .. } = &mut self.deps;
+        let (file, port) = (&config.key_file, config.port);
+        rotation::step(&mut self.rotation, key, file, port, &cluster.store, evidence).await
     }
 
     /// The key to publish: the next one during a rotation.
@@ -347,8 +351,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// Hands the applied objects to the cache. `is_confirmed` = the API server still confirms them.
     fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
-        let max_lag = self.deps.cache_timing.max_lag;
-        self.deps.cache_content.send_if_modified(|content| {
+        let max_lag = self.deps.cache.max_lag;
+        self.deps.cache.content.send_if_modified(|content| {
             // Objects that the API server no longer confirms keep their old confirmation time, so the cache expires.
             let unchanged = content.saved.as_deref() == Some(&saved);
             (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
@@ -357,7 +361,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// The addresses at which this process may reach its API server: from its configuration and its environment.
     fn api_server_addresses(&self, snapshot: &ClusterSnapshot) -> BTreeSet<SocketAddr> {
-        let Server { host, port } = &self.deps.server;
+        let Server { host, port } = &self.deps.cluster.server;
         let configured = match host {
             Ok(ip) => Some(*ip),
             Err(name) => snapshot.addresses.get(name).copied(),
@@ -378,29 +382,23 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     fn request_lookups(&self, gathered: &GatheredInputs) {
         let mut names = gathered.names.clone();
-        names.extend(self.deps.server.host.as_ref().err().cloned());
-        self.deps.host_names.send_if_modified(|wanted| {
+        names.extend(self.deps.cluster.server.host.as_ref().err().cloned());
+        self.deps.cluster.host_names.send_if_modified(|wanted| {
             let changed = *wanted != names;
             *wanted = names;
             changed
         });
     }
 
-    /// Reports objects that are left out: once in the log, always in the metric.
+    /// Reports objects that are left out.
     fn report(&mut self, gathered: &GatheredInputs, compiled: &Compiled) {
-        let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
-        let mut lines = BTreeSet::new();
-        for (object, problem) in &gathered.unreadable {
-            *reasons.entry("Unreadable".to_owned()).or_default() += 1;
-            lines.insert(format!("{object}: Unreadable: {problem}"));
-        }
-        for refused in &compiled.refused {
-            *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
-            lines.insert(refused.to_string());
-        }
-        self.deps.metrics.set_refused(&reasons);
-        self.deps.dump.set("refused", json!(lines));
-        self.reported.set(lines);
+        let unreadable = gathered
+            .unreadable
+            .iter()
+            .map(|(object, problem)| ("Unreadable".to_owned(), format!("{object}: Unreadable: {problem}")));
+        let refused = compiled.refused.iter();
+        let refused = refused.map(|refused| (refused.reason.as_str().to_owned(), refused.to_string()));
+        self.deps.report.set_left_out(unreadable.chain(refused));
     }
 }
 

@@ -43,7 +43,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     pub(crate) fn poll_peers(&mut self) {
         let now = Instant::now();
         let Some(applied) = self.applied.clone() else { return };
-        let observed = match self.device.as_ref().map(|(device, ..)| device.observe()) {
+        let observed = match self.device.open.as_ref().map(|open| open.device.observe()) {
             Some(Ok(observed)) => observed,
             Some(Err(error)) => {
                 tracing::debug!(%error, "cannot observe the device");
@@ -59,9 +59,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             || diff(&observed.peers, &self.desired_peers(&applied.compiled)).is_some()
         {
             // WireGuard sends no notification of external changes.
-            self.deps.store.wake();
+            self.deps.cluster.store.wake();
         }
-        self.deps.cache_content.send_if_modified(|content| {
+        self.deps.cache.content.send_if_modified(|content| {
             let changed = content.live != *self.tracker.live_endpoints();
             if changed {
                 content.live.clone_from(self.tracker.live_endpoints());
@@ -70,14 +70,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
         if self.rotation.is_some() || key::next(&self.deps.config.key_file).exists() {
             // A pass decides about a key rotation.
-            self.deps.store.wake();
+            self.deps.cluster.store.wake();
         }
         let poll = self.build_poll(&applied, observed, now);
         self.update_metrics(&applied, &poll);
         let key = self.public_key();
         let node = dump::node(&self.deps.config.node_name, key.to_string(), &applied);
         let poll = Arc::new(poll);
-        dump::show(&self.deps.dump, node, &applied, &poll);
+        dump::show(&self.deps.report.dump, node, &applied, &poll);
         if !applied.node_is_listed {
             // The Node's annotations are unknown while it comes from the cache.
             return;
@@ -115,15 +115,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 (key, polled)
             })
             .collect();
-        let (interface, backend) = self
-            .device
-            .as_ref()
-            .map(|(device, ..)| (device.interface().to_owned(), device.backend()))
-            .unwrap_or_default();
+        let open = self.device.open.as_ref();
+        let (interface, backend, why) = open.map_or(("", "", ""), |open| {
+            (open.device.interface(), open.device.backend(), open.backend_reason)
+        });
         let device = DeviceView {
-            interface,
+            interface: interface.to_owned(),
             backend: backend.to_owned(),
-            why: self.backend_reason.clone(),
+            why: why.to_owned(),
             mtu: applied.sizes.device.into(),
             listen_port,
             drops: drops
@@ -133,7 +132,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         PeerPoll {
             at,
-            agent: agent(applied, &device, &peers, self.deps.datapath_problem.borrow().as_ref()),
+            agent: agent(
+                applied,
+                &device,
+                &peers,
+                self.deps.cluster.datapath_problem.borrow().as_ref(),
+            ),
             device,
             peers,
         }
@@ -158,8 +162,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 tx: polled.stats.tx_bytes,
             })
             .collect();
-        self.deps.metrics.set_peers(samples, &device.drops);
-        self.deps.metrics.set_device(device);
+        self.deps.report.metrics.set_peers(samples, &device.drops);
+        self.deps.report.metrics.set_device(device);
     }
 }
 

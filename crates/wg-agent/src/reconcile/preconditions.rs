@@ -66,6 +66,8 @@ pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
 #[derive(Debug, Default)]
 pub(super) struct KgWatch {
     last_alive: Option<SystemTime>,
+    /// This agent's state was removed because kg serves the node.
+    pub(super) is_withdrawn: bool,
 }
 
 impl KgWatch {

@@ -3,7 +3,7 @@
 use clustermesh_agent_core::routes::Routes;
 use clustermesh_api::names::NODE_AGENT;
 
-use super::Reconciler;
+use super::{Kernel, Reconciler};
 use crate::{
     device::userspace::Userspace,
     firewall::Backend,
@@ -17,7 +17,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Removes rules, routes, the firewall table, a userspace device, and this agent's annotation, including those of
     /// an earlier process. Each pass tries again until all of it is gone.
     pub(super) async fn withdraw(&mut self, own: &ParsedNode) -> Result<(), Trouble> {
-        if self.is_withdrawn {
+        if self.kg.is_withdrawn {
             return Ok(());
         }
         let trouble = |error: String| {
@@ -25,12 +25,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 format!("kg (Kilo) serves this node, and wg-agent's own state could not be removed from it: {error}");
             Trouble::new("kg", message)
         };
-        let routing = &mut self.deps.routing;
+        let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let standing = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
         // The table alone, without routes, is that of policy mode. It must stay while an agent of that mode is
         // replaced.
-        let is_full_mode =
-            !standing.routes.is_empty() || !standing.rules.is_empty() || self.deps.firewall.has_written();
+        let is_full_mode = !standing.routes.is_empty() || !standing.rules.is_empty() || firewall.has_written();
         // By now the interface's addresses belong to kg.
         let addresses_only = Routes {
             addresses: standing.addresses,
@@ -42,13 +41,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             return Err(trouble(error.to_string()));
         }
         // kg reconfigures a kernel device as it finds it.
-        if let Some((device, ..)) = self.device.take()
-            && device.backend() == Userspace::BACKEND
+        if let Some(open) = self.device.open.take()
+            && open.device.backend() == Userspace::BACKEND
         {
-            device.close().map_err(|error| trouble(error.to_string()))?;
+            open.device.close().map_err(|error| trouble(error.to_string()))?;
         }
         if is_full_mode {
-            let gone = self.deps.firewall.destroy().await;
+            let gone = firewall.destroy().await;
             gone.map_err(|error| trouble(error.to_string()))?;
             tracing::warn!("kg (Kilo) serves this node: rules, routes and firewall of wg-agent are removed");
         }
@@ -59,7 +58,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             seen: published,
             ..DesiredAnnotations::default()
         });
-        self.is_withdrawn = true;
+        self.kg.is_withdrawn = true;
         Ok(())
     }
 }

@@ -6,16 +6,18 @@ use clustermesh_agent_core::routes::{self, Routes};
 use clustermesh_api::names::NODE_AGENT;
 use clustermesh_daemon::Readiness;
 
-use super::*;
+use super::{super::device::OpenDevice, *};
 use crate::firewall::Backend as _;
 use crate::{
     args::Mtu,
     cache::{CacheContent, SavedObjects},
     device::{Backend, Memory as MemoryDevice},
     firewall, identity,
+    metrics::Metrics,
     publish::DesiredAnnotations,
     route::Memory as Routing,
     source::objects::OwnNode,
+    status::Dump,
 };
 
 type Agent = Reconciler<Routing, firewall::Memory>;
@@ -27,31 +29,27 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile:
     let (publish, published) = watch::channel(DesiredAnnotations::default());
     let agent = Reconciler::new(Dependencies {
         key: identity::key::load_or_create(&file("key")).unwrap(),
-        server: Server {
-            host: Ok("192.0.2.1".parse().unwrap()),
-            port: 6443,
+        cluster: ClusterView {
+            server: Server {
+                host: Ok("192.0.2.1".parse().unwrap()),
+                port: 6443,
+            },
+            store: Store::default(),
+            host_names: watch::channel(BTreeSet::new()).0,
+            datapath_problem: watch::channel(None).1,
         },
-        store: Store::default(),
-        routing: Routing::default(),
-        firewall: FirewallManager::new(firewall::Memory::default()),
-        open,
-        host_names: watch::channel(BTreeSet::new()).0,
-        publish,
-        datapath_problem: watch::channel(None).1,
-        cache_content: watch::channel(CacheContent {
-            saved: None,
-            confirmed: UnixTime::default(),
-            live: LiveEndpoints::default(),
-        })
-        .0,
-        cache_timing: CacheTiming {
+        kernel: Kernel {
+            routing: Routing::default(),
+            firewall: FirewallManager::new(firewall::Memory::default()),
+            open,
+        },
+        cache: CacheWriter {
+            content: watch::channel(CacheContent::default()).0,
             confirmed: UnixTime::default(),
             max_lag: Duration::from_secs(60),
         },
-        live: LiveEndpoints::default(),
-        metrics: Metrics::default(),
-        troubles: Troubles::new(Readiness::new(), Metrics::default()),
-        dump: Dump::default(),
+        publish,
+        report: PassReporter::new(Readiness::new(), Metrics::default(), Dump::default()),
         config: Config {
             node_name: "a".to_owned(),
             kubeconfig: None,
@@ -102,25 +100,30 @@ fn agent_routes() -> Routes {
 }
 
 async fn table_exists(agent: &mut Agent) -> bool {
-    agent.deps.firewall.backend().observe().await.unwrap().is_some()
+    agent.deps.kernel.firewall.backend().observe().await.unwrap().is_some()
 }
 
 #[tokio::test]
 async fn agent_removes_its_state_when_kg_is_back() {
     let device = MemoryDevice::new();
     let (mut agent, published, _directory) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
-    agent.device = Some((Box::new(device.clone()), 1380, agent.deps.key.public()));
-    agent.deps.routing.routes = agent_routes();
-    agent.deps.firewall.backend().run("table").await.unwrap();
-    agent.deps.store = cluster(Some(5));
+    agent.device.open = Some(OpenDevice {
+        device: Box::new(device.clone()),
+        mtu: 1380,
+        key: agent.deps.key.public(),
+        backend_reason: "",
+    });
+    agent.deps.kernel.routing.routes = agent_routes();
+    agent.deps.kernel.firewall.backend().run("table").await.unwrap();
+    agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);
     let kgs = Routes {
         addresses: agent_routes().addresses,
         ..Routes::default()
     };
-    assert_eq!(agent.deps.routing.routes, kgs);
+    assert_eq!(agent.deps.kernel.routing.routes, kgs);
     assert!(!table_exists(&mut agent).await);
-    assert!(agent.device.is_none() && agent.applied.is_none());
+    assert!(agent.device.open.is_none() && agent.applied.is_none());
     // kg took the kernel device over.
     assert!(!device.is_closed());
     let withdrawn = DesiredAnnotations {
@@ -129,17 +132,17 @@ async fn agent_removes_its_state_when_kg_is_back() {
     };
     assert_eq!(*published.borrow(), withdrawn);
     // kg exits and removes the annotation; it may restart at once.
-    agent.deps.store = cluster(None);
+    agent.deps.cluster.store = cluster(None);
     assert!(!agent.pass().await);
-    assert_eq!(agent.deps.routing.routes, kgs);
+    assert_eq!(agent.deps.kernel.routing.routes, kgs);
     assert!(!table_exists(&mut agent).await);
 }
 
 #[tokio::test]
 async fn table_of_policy_mode_is_not_removed() {
     let (mut agent, ..) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
-    agent.deps.firewall.backend().run("table").await.unwrap();
-    agent.deps.store = cluster(Some(5));
+    agent.deps.kernel.firewall.backend().run("table").await.unwrap();
+    agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);
     assert!(table_exists(&mut agent).await);
 }
@@ -148,10 +151,10 @@ async fn table_of_policy_mode_is_not_removed() {
 async fn pass_writes_nothing_while_another_program_has_the_device() {
     let (mut agent, published, _directory) = agent(Box::new(|_| Err(DeviceError::Exists("kilo0".to_owned()))));
     // kg was killed long ago, or is about to start; its interface exists.
-    agent.deps.store = cluster(None);
-    agent.drift.store_underlay(BTreeSet::new(), underlay(), Instant::now());
+    agent.deps.cluster.store = cluster(None);
+    agent.underlay.set(BTreeSet::new(), underlay(), Instant::now());
     assert!(!agent.pass().await);
-    assert_eq!(agent.deps.routing.log, []);
+    assert_eq!(agent.deps.kernel.routing.log, []);
     assert!(!table_exists(&mut agent).await);
     assert_eq!(*published.borrow(), DesiredAnnotations::default());
 }

@@ -1,0 +1,198 @@
+//! Remembers what passes applied, to count repairs of external changes. A pass itself does not distinguish a new change
+//! from the repair of a lost one.
+
+use std::collections::BTreeSet;
+
+use clustermesh_agent_core::{
+    device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, Peers},
+    firewall::Firewall,
+    routes::{self, Change, Routes},
+    sysctl::{Name, Sysctl},
+};
+use clustermesh_core::key::PublicKey;
+
+use crate::route::sysctl;
+
+/// What the last pass applied, by part; `None` = nothing, or not all of it.
+#[derive(Debug, Default)]
+pub(super) struct LastApplied {
+    firewall: Option<Firewall>,
+    routes: Option<Routes>,
+    peers: Option<Peers>,
+    /// Settings that were right after the last pass.
+    settings: BTreeSet<Name>,
+}
+
+impl LastApplied {
+    /// A pass applied the table `desired`; `written` = it had to be written.
+    pub(super) fn count_firewall_repairs(&mut self, desired: &Firewall, written: bool) -> usize {
+        if self.firewall.as_ref() == Some(desired) {
+            return usize::from(written);
+        }
+        self.firewall = Some(desired.clone());
+        0
+    }
+
+    /// A pass applied `desired` by the changes `done`; `is_complete` = none is missing. Repairs are those changes that the new
+    /// desired state does not explain.
+    pub(super) fn count_route_repairs(&mut self, desired: &Routes, done: &[Change], is_complete: bool) -> usize {
+        let before = self.routes.take();
+        let repaired = before.map_or(0, |before| {
+            let wanted: BTreeSet<String> = routes::diff(&before, desired)
+                .into_iter()
+                .flatten()
+                .map(|c| c.to_string())
+                .collect();
+            done.iter()
+                .filter(|change| !wanted.contains(&change.to_string()))
+                .count()
+        });
+        self.routes = is_complete.then(|| desired.clone());
+        repaired
+    }
+
+    /// A pass applied `desired` by the changes `done`.
+    pub(super) fn count_peer_repairs(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
+        if self.peers.as_ref() == Some(desired) {
+            return done.len();
+        }
+        let before = self.peers.replace(desired.clone());
+        before.map_or(0, |before| {
+            let held = |(key, configured): (&PublicKey, &PeerSpec)| {
+                let peer = ObservedPeer {
+                    configured: configured.clone(),
+                    stats: PeerStats::default(),
+                };
+                (*key, peer)
+            };
+            let wanted = device::diff(&before.iter().map(held).collect(), desired).unwrap_or_default();
+            done.iter().filter(|change| !wanted.contains(change)).count()
+        })
+    }
+
+    /// A pass checked the settings.
+    pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], pass: &sysctl::Outcome) -> usize {
+        let repaired = pass.written.intersection(&self.settings).count();
+        let is_missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
+        let right = wanted
+            .iter()
+            .map(|sysctl| &sysctl.name)
+            .filter(|name| !is_missing(name));
+        self.settings = right.cloned().collect();
+        repaired
+    }
+
+    /// The device was opened: it has none of the old peers, and a new interface none of the old settings.
+    pub(super) fn forget_device(&mut self) {
+        self.peers = None;
+        self.settings.retain(|name| matches!(name, Name::Global(_)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clustermesh_agent_core::routes::{Plan, desired, diff};
+
+    use super::*;
+
+    fn routes(peers: &[&str]) -> Routes {
+        desired(&Plan {
+            peers: peers.iter().map(|net| net.parse().unwrap()).collect(),
+            mesh: ["10.1.0.0/16".parse().unwrap()].into(),
+            ..Plan::default()
+        })
+    }
+
+    #[test]
+    fn only_unexplained_route_changes_are_repairs() {
+        let (one, two) = (routes(&["10.1.0.0/24"]), routes(&["10.1.0.0/24", "10.1.1.0/24"]));
+        let all = diff(&Routes::default(), &one).unwrap();
+        let added = diff(&one, &two).unwrap();
+        let mut last = LastApplied::default();
+        assert_eq!(
+            last.count_route_repairs(&one, &all, true),
+            0,
+            "the first pass of a process"
+        );
+        assert_eq!(last.count_route_repairs(&two, &added, true), 0, "a new peer");
+        assert_eq!(last.count_route_repairs(&two, &added, true), 1, "its route was deleted");
+        let both: Vec<Change> = diff(&two, &one).unwrap().into_iter().chain(all.clone()).collect();
+        assert_eq!(
+            last.count_route_repairs(&one, &both, true),
+            all.len(),
+            "a peer is removed, and another program flushed the table"
+        );
+        assert_eq!(last.count_route_repairs(&one, &[], false), 0);
+        assert_eq!(
+            last.count_route_repairs(&one, &all, true),
+            0,
+            "a change that failed before is no repair"
+        );
+    }
+
+    #[test]
+    fn only_unexplained_peer_changes_are_repairs() {
+        let key = |n| PublicKey::new([n; 32]);
+        let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
+        let one: Peers = [(key(1), PeerSpec::default())].into();
+        let add = |n| PeerChange::Add(key(n), PeerSpec::default());
+        let mut last = LastApplied::default();
+        assert_eq!(
+            last.count_peer_repairs(&one, &[PeerChange::Remove(key(9))]),
+            0,
+            "the first pass of a process"
+        );
+        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 0, "a new peer");
+        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 1, "it was deleted");
+        assert_eq!(
+            last.count_peer_repairs(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
+            1,
+            "a peer is removed, and another program had added one"
+        );
+        last.forget_device();
+        assert_eq!(
+            last.count_peer_repairs(&one, &[add(1)]),
+            0,
+            "a device that was opened again"
+        );
+    }
+
+    #[test]
+    fn rewritten_setting_that_was_right_is_a_repair() {
+        let global = Name::Global("ipv4/fwmark_reflect");
+        let own = Name::Interface("kilo0".parse().unwrap(), "rp_filter");
+        let wanted = [global.clone(), own.clone()].map(|name| Sysctl {
+            name,
+            value: 1,
+            accept: [1].into(),
+            write: true,
+            why: "",
+        });
+        let pass = |written: &[&Name], missing: &[usize]| sysctl::Outcome {
+            written: written.iter().copied().cloned().collect(),
+            missing: missing
+                .iter()
+                .map(|at| sysctl::Missing {
+                    sysctl: wanted[*at].clone(),
+                    found: String::new(),
+                    error: None,
+                })
+                .collect(),
+        };
+        let mut last = LastApplied::default();
+        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&own], &[0])), 0, "a start");
+        assert_eq!(
+            last.count_setting_repairs(&wanted, &pass(&[&global], &[])),
+            0,
+            "it could not be written before"
+        );
+        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[], &[])), 0);
+        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&global, &own], &[])), 2);
+        last.forget_device();
+        assert_eq!(
+            last.count_setting_repairs(&wanted, &pass(&[&own], &[])),
+            0,
+            "another interface"
+        );
+    }
+}
