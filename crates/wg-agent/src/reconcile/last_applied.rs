@@ -1,15 +1,14 @@
-//! Remembers what passes applied, to count repairs of external changes. A pass itself does not distinguish a new change
-//! from the repair of a lost one.
+//! Counts repairs: changes of a pass to objects that the pass before had applied as they should be. Another program has
+//! changed them in between.
 
 use std::collections::BTreeSet;
 
 use clustermesh_agent_core::{
-    device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, Peers},
+    device::{PeerChange, Peers},
     firewall::Firewall,
-    routes::{self, Change, Routes},
+    routes::{Change, Routes},
     sysctl::{Name, Sysctl},
 };
-use clustermesh_core::key::PublicKey;
 
 use crate::route::sysctl;
 
@@ -33,41 +32,29 @@ impl LastApplied {
         0
     }
 
-    /// A pass applied `desired` by the changes `done`; `is_complete` = none is missing. Repairs are those changes that the new
-    /// desired state does not explain.
+    /// A pass applied `desired` by the changes `done`; `is_complete` = none is missing.
     pub(super) fn count_route_repairs(&mut self, desired: &Routes, done: &[Change], is_complete: bool) -> usize {
-        let before = self.routes.take();
-        let repaired = before.map_or(0, |before| {
-            let wanted: BTreeSet<String> = routes::diff(&before, desired)
-                .into_iter()
-                .flatten()
-                .map(|c| c.to_string())
-                .collect();
-            done.iter()
-                .filter(|change| !wanted.contains(&change.to_string()))
-                .count()
-        });
+        let last = self.routes.take();
+        let is_repair = |change: &&Change| last.as_ref().is_some_and(|last| is_route_repair(last, change));
+        let repaired = done.iter().filter(is_repair).count();
         self.routes = is_complete.then(|| desired.clone());
         repaired
     }
 
     /// A pass applied `desired` by the changes `done`.
     pub(super) fn count_peer_repairs(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
-        if self.peers.as_ref() == Some(desired) {
-            return done.len();
-        }
-        let before = self.peers.replace(desired.clone());
-        before.map_or(0, |before| {
-            let held = |(key, configured): (&PublicKey, &PeerSpec)| {
-                let peer = ObservedPeer {
-                    configured: configured.clone(),
-                    stats: PeerStats::default(),
-                };
-                (*key, peer)
+        let repaired = self.peers.as_ref().map_or(0, |last| {
+            let is_repair = |change: &&PeerChange| match change {
+                PeerChange::Add(key, _) => last.contains_key(key),
+                PeerChange::Update(key, _) => last.get(key) == desired.get(key),
+                PeerChange::Remove(key) => !last.contains_key(key),
             };
-            let wanted = device::diff(&before.iter().map(held).collect(), desired).unwrap_or_default();
-            done.iter().filter(|change| !wanted.contains(change)).count()
-        })
+            done.iter().filter(is_repair).count()
+        });
+        if self.peers.as_ref() != Some(desired) {
+            self.peers = Some(desired.clone());
+        }
+        repaired
     }
 
     /// A pass checked the settings.
@@ -89,9 +76,25 @@ impl LastApplied {
     }
 }
 
+/// Whether the change adds what was applied already, or deletes what was not.
+fn is_route_repair(last: &Routes, change: &Change) -> bool {
+    match change {
+        Change::AddAddress(address) => last.addresses.contains(address),
+        Change::AddRoute(route) | Change::ReplaceRoute(route) => last.routes.contains(route),
+        Change::AddRule(rule) => last.rules.contains(rule),
+        Change::DeleteRule(rule) => !last.rules.contains(rule),
+        Change::DeleteRoute(route) => !last.routes.contains(route),
+        Change::DeleteAddress(address) => !last.addresses.contains(address),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use clustermesh_agent_core::routes::{Plan, desired, diff};
+    use clustermesh_agent_core::{
+        device::PeerSpec,
+        routes::{Plan, desired, diff},
+    };
+    use clustermesh_core::key::PublicKey;
 
     use super::*;
 
