@@ -74,8 +74,8 @@ impl Kernel {
                          it begins, because the userspace backend's timestamps are 27 s ahead. Handshakes that peers begin are answered"
                     );
                 }
-                let device = Self::with_link(interface, made, configuration, links)?;
-                return device.finish().inspect_err(|_| {
+                let device = Self::with_link(interface, made, configuration, links).and_then(Self::finish);
+                return device.inspect_err(|_| {
                     // The first error is the one to report.
                     if let Ok(links) = open_links() {
                         let _ = netlink_link::delete(&links, made);
