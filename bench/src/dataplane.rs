@@ -60,7 +60,7 @@ pub(crate) struct Measured {
     pub(crate) machine: report::Machine,
     pub(crate) seconds: u32,
     pub(crate) samples: Vec<Sample>,
-    /// One for each round.
+    /// Measurements with many idle peers, one for each round.
     pub(crate) crowds: Vec<(Variant, Crowd)>,
     /// What could not be built or measured, and why; the other results are valid.
     pub(crate) failed: Vec<String>,

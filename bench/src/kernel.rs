@@ -101,7 +101,7 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
         "gateway",
     ]);
     show(&mut build)?;
-    let own = std::env::current_exe().context("where this program is")?;
+    let own = std::env::current_exe().context("find the path of this program")?;
     let examples = own.with_file_name("examples");
     let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
     let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
@@ -314,7 +314,7 @@ impl Example {
 type Column = (&'static str, usize, fn(&Sample) -> f64);
 
 fn markdown(samples: &[Sample], seconds: u32) -> String {
-    let of = |variant, value: fn(&Sample) -> f64| -> Vec<f64> {
+    let values_of = |variant, value: fn(&Sample) -> f64| -> Vec<f64> {
         samples.iter().filter(|s| s.variant == variant).map(value).collect()
     };
     let columns: [Column; 4] = [
@@ -328,7 +328,7 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     rows.push(vec!["ours to by hand".to_owned()]);
     rows.push(vec!["ours to by hand, tracked".to_owned()]);
     for (name, digits, value) in columns {
-        let all = Variant::ALL.map(|variant| of(variant, value));
+        let all = Variant::ALL.map(|variant| values_of(variant, value));
         let [hand, tracked, ours, ..] = &all;
         let ratio = |to: &[f64]| format!("{:.2}x", median(ours) / median(to));
         let ratios = [ratio(hand), ratio(tracked)];

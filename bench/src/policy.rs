@@ -120,24 +120,24 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 async fn measure(args: &Args) -> anyhow::Result<Measured> {
     let say = |line: &str| eprintln!("bench: {line}");
     let lab = Lab::start_with(world::plan(), &say).await?;
-    let world = TestClusters::up(&lab, &say).await?;
+    let clusters = TestClusters::up(&lab, &say).await?;
     let mut measured = Measured {
-        backend: world.backend().await?,
+        backend: clusters.backend().await?,
         ..Measured::default()
     };
     let wanted = |part| args.only.is_empty() || args.only.contains(&part);
     if wanted(Part::Idle) {
-        measured.idle = load::idle(&world).await?;
+        measured.idle = load::idle(&clusters).await?;
         eprintln!("bench: {:?}", measured.idle);
     }
     if wanted(Part::Grants) {
-        measured.grants(&world, args.changes).await?;
+        measured.grants(&clusters, args.changes).await?;
     }
     if wanted(Part::Throughput) {
-        measured.samples = load::throughput(&world, args.seconds, args.rounds).await?;
+        measured.samples = load::throughput(&clusters, args.seconds, args.rounds).await?;
     }
     if wanted(Part::Gateways) {
-        measured.gateways(&world, args.changes).await?;
+        measured.gateways(&clusters, args.changes).await?;
     }
     Ok(measured)
 }
@@ -208,13 +208,13 @@ fn markdown(measured: &Measured, args: &Args) -> String {
     }
     let names: std::collections::BTreeSet<Option<usize>> = samples.iter().map(|sample| sample.grants).collect();
     for grants in names {
-        let of = |value: fn(&Sample) -> f64| samples.iter().filter(|s| s.grants == grants).map(value).collect();
+        let values = |value: fn(&Sample) -> f64| samples.iter().filter(|s| s.grants == grants).map(value).collect();
         let cells = [
-            spread(of(|s| s.gigabits_per_second), 3),
-            spread(of(|s| s.p50), 0),
-            spread(of(|s| s.p99), 0),
-            spread(of(|s| s.resident.unwrap_or(f64::NAN) / 1e6), 1),
-            spread(of(|s| s.applied.unwrap_or(f64::NAN)), 1),
+            spread(values(|s| s.gigabits_per_second), 3),
+            spread(values(|s| s.p50), 0),
+            spread(values(|s| s.p99), 0),
+            spread(values(|s| s.resident.unwrap_or(f64::NAN) / 1e6), 1),
+            spread(values(|s| s.applied.unwrap_or(f64::NAN)), 1),
         ];
         let name = grants.map_or_else(|| "cluster-meshed member".to_owned(), |n| format!("{n} grants"));
         out.push_str(&format!("| {name} | {} |\n", cells.join(" | ")));

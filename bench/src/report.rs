@@ -132,12 +132,12 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
          round trip p50, us | p99 | 64-byte packets, k/s |\n|---|---|---|---|---|---|---|---|---|\n"
     );
     for variant in variants(samples.iter().map(|sample| sample.variant)) {
-        let of = |value: &dyn Fn(&Sample) -> f64, digits| {
+        let cell = |value: &dyn Fn(&Sample) -> f64, digits| {
             let rows = samples.iter().filter(|sample| sample.variant == variant);
             spread(rows.map(|sample| value(sample)).collect(), digits)
         };
         let run = |streams: u32, value: fn(&Throughput) -> f64, digits| {
-            of(
+            cell(
                 &|sample| sample.throughput.get(&streams).map_or(f64::NAN, value),
                 digits,
             )
@@ -146,9 +146,9 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
         cells.extend(STREAMS.map(|streams| run(streams, |run| run.gigabits_per_second, 2)));
         cells.push(run(4, |run| run.daemons_per_gigabit, 2));
         cells.push(run(4, |run| run.machine_per_gigabit, 2));
-        cells.push(of(&|sample| sample.latency.p50 * 1e6, 0));
-        cells.push(of(&|sample| sample.latency.p99 * 1e6, 0));
-        cells.push(of(&|sample| sample.small_packets / 1e3, 0));
+        cells.push(cell(&|sample| sample.latency.p50 * 1e6, 0));
+        cells.push(cell(&|sample| sample.latency.p99 * 1e6, 0));
+        cells.push(cell(&|sample| sample.small_packets / 1e3, 0));
         let _ = writeln!(text, "| {} |", cells.join(" | "));
     }
 }
@@ -156,28 +156,28 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
 fn crowd_table(text: &mut String, crowds: &[(Variant, Crowd)]) {
     let _ = write!(
         text,
-        "\n{CROWD} peers of three ranges each, that nobody speaks to:\n\n\
+        "\n{CROWD} idle peers with three allowed IPs each:\n\n\
          | | programmed, ms | one changed, ms | memory for 1,000, MB |\n|---|---|---|---|\n"
     );
     for variant in variants(crowds.iter().map(|(variant, _)| *variant)) {
-        let of = |value: fn(&Crowd) -> f64, digits| {
-            let rows = crowds.iter().filter(|(of, _)| *of == variant);
+        let cell = |value: fn(&Crowd) -> f64, digits| {
+            let rows = crowds.iter().filter(|(other, _)| *other == variant);
             spread(rows.map(|(_, crowd)| value(crowd)).collect(), digits)
         };
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} |",
             variant.name(),
-            of(|crowd| crowd.programmed * 1e3, 0),
-            of(|crowd| crowd.changed * 1e3, 2),
-            of(|crowd| crowd.memory_per_thousand / 1e6, 1),
+            cell(|crowd| crowd.programmed * 1e3, 0),
+            cell(|crowd| crowd.changed * 1e3, 2),
+            cell(|crowd| crowd.memory_per_thousand / 1e6, 1),
         );
     }
 }
 
 /// Each variant once, in order.
-fn variants(of: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Variant> {
-    of.collect()
+fn variants(all: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Variant> {
+    all.collect()
 }
 
 /// The median (the lower of two in the middle), with minimum and maximum if there is more than one value.

@@ -266,7 +266,7 @@ fn markdown(until: Duration, done: &Events, replies: &[Replies]) -> String {
     }
     let answers: u64 = replies.iter().map(|replies| replies.answers).sum();
     let mut text = format!(
-        "{} minutes, {:.1} GB over TCP, {answers} answers to questions from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
+        "{} minutes, {:.1} GB over TCP, {answers} echoes from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
          | | times | longest wait for an answer, s |\n|---|---|---|\n",
         until.as_secs() / 60,
         moved / 1e9,

@@ -177,7 +177,7 @@ impl Daemon {
     fn line(&mut self) -> anyhow::Result<String> {
         let (_, output) = self.pipes.as_mut().context("a program that is not ours")?;
         let mut line = String::new();
-        output.read_line(&mut line).context("read what our device says")?;
+        output.read_line(&mut line).context("read the output of our device")?;
         if line.is_empty() {
             bail!("our device has ended; see its message above");
         }

@@ -27,40 +27,40 @@ const LATE: u128 = 500;
 
 impl Measured {
     /// Removes a grant and adds it again `rounds` times, then quarantines and releases the sandbox `rounds` times.
-    pub(super) async fn grants(&mut self, world: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
-        let revoked = world.changed(|entry| {
+    pub(super) async fn grants(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
+        let revoked = clusters.changed(|entry| {
             entry["egress"].as_array_mut().and_then(Vec::pop);
         });
-        let quarantined = world.changed(|entry| entry["quarantine"] = json!(true));
-        self.toggle(world, rounds, &revoked, [Time::Revoked, Time::Granted])
+        let quarantined = clusters.changed(|entry| entry["quarantine"] = json!(true));
+        self.toggle(clusters, rounds, &revoked, [Time::Revoked, Time::Granted])
             .await?;
-        self.toggle(world, rounds, &quarantined, [Time::Quarantined, Time::Released])
+        self.toggle(clusters, rounds, &quarantined, [Time::Quarantined, Time::Released])
             .await
     }
 
     async fn toggle(
         &mut self,
-        world: &TestClusters<'_>,
+        clusters: &TestClusters<'_>,
         rounds: u32,
         closed: &[Value],
         [closes, opens]: [Time; 2],
     ) -> anyhow::Result<()> {
-        let flows = flows(world, &world.gateways().await?).await?;
+        let flows = flows(clusters, &clusters.gateways().await?).await?;
         for round in 1..=rounds {
             tokio::time::sleep(PAUSE).await;
-            let called = world.apply(closed).await?;
+            let changed_at = clusters.apply(closed).await?;
             for flow in &flows {
                 flow.silent_for(SILENCE).await?;
             }
             tokio::time::sleep(PAUSE).await;
-            // Replies after the silence count, too.
+            // A late reply may still have come during the pause, so take the last one only now.
             let last: Vec<u128> = flows.iter().filter_map(|flow| flow.answers().pop()).collect();
-            let last = last.into_iter().map(|last| last.saturating_sub(called));
+            let last = last.into_iter().map(|last| last.saturating_sub(changed_at));
             let closed_after: Vec<u128> = last.collect();
-            let called = world.apply(&world.members).await?;
+            let changed_at = clusters.apply(&clusters.members).await?;
             let mut open_after = Vec::new();
             for flow in &flows {
-                open_after.push(flow.answered_after(called).await? - called);
+                open_after.push(flow.answered_after(changed_at).await? - changed_at);
             }
             eprintln!("bench: round {round} of {rounds}: {closes:?} {closed_after:?} ms, {opens:?} {open_after:?} ms");
             closed_after.into_iter().for_each(|time| self.add(closes, time));
@@ -71,12 +71,12 @@ impl Measured {
 
     /// In each round kills the process of one gateway, then deletes its pod; the gateways take turns. Each round needs a new pod, because
     /// the kubelet waits longer before each further restart of a container.
-    pub(super) async fn gateways(&mut self, world: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
+    pub(super) async fn gateways(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
         for round in 1..=rounds {
-            let gateways = world.gateways().await?;
+            let gateways = clusters.gateways().await?;
             let gateway = &gateways[round as usize % gateways.len()];
-            self.restart(world, gateway).await?;
-            self.replace(world, gateway).await?;
+            self.restart(clusters, gateway).await?;
+            self.replace(clusters, gateway).await?;
             let last = self.times.iter().filter(|(time, _)| **time >= Time::Restarted);
             let last: Vec<_> = last.map(|(time, values)| (time, values.last())).collect();
             eprintln!("bench: round {round} of {rounds}, {}: {last:?}", gateway.name);
@@ -84,56 +84,64 @@ impl Measured {
         Ok(())
     }
 
-    async fn restart(&mut self, world: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
-        let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
+    async fn restart(&mut self, clusters: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+        let flow = flows(clusters, std::slice::from_ref(gateway)).await?.remove(0);
         tokio::time::sleep(PAUSE).await;
-        let pod = world.gateway_pod(&gateway.name).await?;
-        let key = world.status(&gateway.name).await?["publicKey"].clone();
-        let (peers, old) = (world.peers().await?, world.process(&pod)?);
-        let called = now();
+        let pod = clusters.gateway_pod(&gateway.name).await?;
+        let key = clusters.status(&gateway.name).await?["publicKey"].clone();
+        let (peers, old) = (clusters.peers().await?, clusters.process(&pod)?);
+        let changed_at = now();
         kill(Pid::from_raw(old), Signal::SIGKILL)?;
-        wait_until("the next process", TIMEOUT, async || match world.process(&pod) {
+        wait_until("the next process", TIMEOUT, async || match clusters.process(&pod) {
             Ok(new) if new != old => Ok(()),
             other => Err(format!("{other:?}")),
         })
         .await?;
-        let (_, answered) = longest_silence(&flow, called).await?;
-        self.add(Time::Restarted, answered - called);
+        let (_, answered) = longest_silence(&flow, changed_at).await?;
+        self.add(Time::Restarted, answered - changed_at);
         tokio::time::sleep(PAUSE).await;
-        let written = world.peers().await?;
+        let written = clusters.peers().await?;
         let changed = written
             .iter()
             .filter(|(name, version)| peers.get(*name) != Some(version));
         self.peers_written += changed.count();
-        self.keys_changed += u32::from(world.status(&gateway.name).await?["publicKey"] != key);
+        self.keys_changed += u32::from(clusters.status(&gateway.name).await?["publicKey"] != key);
         Ok(())
     }
 
-    async fn replace(&mut self, world: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
-        let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
-        let connections = world.lab.watch_connections(&world.pod, world.mirrored().await?)?;
+    async fn replace(&mut self, clusters: &TestClusters<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+        let flow = flows(clusters, std::slice::from_ref(gateway)).await?.remove(0);
+        let connections = clusters
+            .lab
+            .watch_connections(&clusters.pod, clusters.mirrored().await?)?;
         tokio::time::sleep(PAUSE).await;
         let kind = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"));
-        let pods: Api<DynamicObject> = Api::namespaced_with(world.hub.client().await?, GATEWAYS, &kind);
+        let pods: Api<DynamicObject> = Api::namespaced_with(clusters.hub.client().await?, GATEWAYS, &kind);
         let old = pods.get(&gateway.name).await?.metadata.uid;
-        let called = now();
+        let changed_at = now();
         pods.delete(&gateway.name, &DeleteParams::default()).await?;
         wait_until("the next pod's status", TIMEOUT, async || {
-            let status = world.status(&gateway.name).await.map_err(|error| error.to_string())?;
+            let status = clusters
+                .status(&gateway.name)
+                .await
+                .map_err(|error| error.to_string())?;
             match status["podUID"].as_str().map(str::to_owned) {
                 Some(new) if Some(&new) != old.as_ref() => Ok(()),
                 other => Err(format!("{other:?}")),
             }
         })
         .await?;
-        let (silence, answered) = longest_silence(&flow, called).await?;
-        self.add(Time::Replaced, answered - called);
+        let (silence, answered) = longest_silence(&flow, changed_at).await?;
+        self.add(Time::Replaced, answered - changed_at);
         self.add(Time::ReplacedSilent, silence);
-        world.hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await?;
-        // Connections that are still not open then are lost.
+        clusters
+            .hub
+            .rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}"))
+            .await?;
+        // A connection that is not established by the end of this pause counts as lost.
         tokio::time::sleep(PAUSE * 2).await;
         let attempts = connections.attempts();
-        let attempts = attempts.into_iter().filter(|(began, _)| *began >= called);
+        let attempts = attempts.into_iter().filter(|(began, _)| *began >= changed_at);
         let (mut waited, mut late) = (0, 0);
         for (began, opened) in attempts {
             self.connections += 1;
@@ -142,7 +150,7 @@ impl Measured {
             self.connections_lost += u64::from(opened.is_none());
             waited = waited.max(wait);
             if wait > LATE {
-                late = began - called;
+                late = began - changed_at;
             }
         }
         self.add(Time::ConnectionWaited, waited);
@@ -152,13 +160,13 @@ impl Measured {
 }
 
 /// Starts a flow from the sandbox's pod to the echo server through each gateway, and waits for a reply.
-async fn flows(world: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
-    let port = world.port("echo").await?;
+async fn flows(clusters: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
+    let port = clusters.port("echo").await?;
     let mut flows = Vec::new();
     for gateway in gateways {
-        let flow = world
+        let flow = clusters
             .lab
-            .watch_udp(&world.pod, SocketAddr::new(gateway.wireguard, port))?;
+            .watch_udp(&clusters.pod, SocketAddr::new(gateway.wireguard, port))?;
         flow.answered_after(now()).await?;
         flows.push(flow);
     }

@@ -59,11 +59,11 @@ fn memory(pid: u32) -> anyhow::Result<f64> {
     Ok(resident(pid)? as f64)
 }
 
-pub(super) async fn idle(world: &TestClusters<'_>) -> anyhow::Result<Vec<Idle>> {
+pub(super) async fn idle(clusters: &TestClusters<'_>) -> anyhow::Result<Vec<Idle>> {
     let mut before = Vec::new();
-    for gateway in world.gateways().await? {
-        let pod = world.gateway_pod(&gateway.name).await?;
-        let pid = u32::try_from(world.process(&pod)?)?;
+    for gateway in clusters.gateways().await? {
+        let pod = clusters.gateway_pod(&gateway.name).await?;
+        let pid = u32::try_from(clusters.process(&pod)?)?;
         before.push((gateway.name, pid, Cpu::now(&[pid])?));
     }
     tokio::time::sleep(Duration::from_secs(IDLE.into())).await;
@@ -78,22 +78,22 @@ pub(super) async fn idle(world: &TestClusters<'_>) -> anyhow::Result<Vec<Idle>> 
     used.collect()
 }
 
-pub(super) async fn throughput(world: &TestClusters<'_>, seconds: u32, rounds: u32) -> anyhow::Result<Vec<Sample>> {
-    let (load, echo) = (world.port("load").await?, world.port("echo").await?);
-    let gateways = world.gateways().await?;
+pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds: u32) -> anyhow::Result<Vec<Sample>> {
+    let (load, echo) = (clusters.port("load").await?, clusters.port("echo").await?);
+    let gateways = clusters.gateways().await?;
     let mut chosen = None;
     for gateway in &gateways {
-        let pod = world.gateway_pod(&gateway.name).await?;
+        let pod = clusters.gateway_pod(&gateway.name).await?;
         // The gateway on the server's node, where the member's tunnel also ends.
-        if pod.node == world.server.node {
-            chosen = Some((gateway, u32::try_from(world.process(&pod)?)?));
+        if pod.node == clusters.server.node {
+            chosen = Some((gateway, u32::try_from(clusters.process(&pod)?)?));
         }
     }
     let (gateway, pid) = chosen.context("no gateway on the server's node")?;
     let mut samples = Vec::new();
-    let client = world.hub.client().await?;
+    let client = clusters.hub.client().await?;
     let mut fillers = Fillers {
-        world,
+        clusters,
         accesses: objects(client, "SandboxAccess", "sandboxaccesses", None),
         gateways: gateways.clone(),
         count: 0,
@@ -103,13 +103,13 @@ pub(super) async fn throughput(world: &TestClusters<'_>, seconds: u32, rounds: u
         let applied = fillers.grow(grants).await?;
         for round in 1..=rounds {
             let through = [load, echo].map(|port| SocketAddr::new(gateway.wireguard, port));
-            let straight = [LOAD_PORT, ECHO_PORT].map(|port| SocketAddr::new(world.server.ip, port));
-            let mut sandbox = sample(world, &world.pod, through, seconds).await?;
+            let direct = [LOAD_PORT, ECHO_PORT].map(|port| SocketAddr::new(clusters.server.ip, port));
+            let mut sandbox = sample(clusters, &clusters.pod, through, seconds).await?;
             sandbox.grants = Some(fillers.grants);
             sandbox.resident = Some(memory(pid)?);
             sandbox.applied = (grants > OWN_GRANTS).then_some(applied);
-            let member = sample(world, &world.member_pod, straight, seconds).await?;
-            eprintln!("bench: round {round} of {rounds}: {sandbox:?}, beside it {member:?}");
+            let member = sample(clusters, &clusters.member_pod, direct, seconds).await?;
+            eprintln!("bench: round {round} of {rounds}: sandbox {sandbox:?}, cluster-meshed member {member:?}");
             samples.extend([sandbox, member]);
         }
     }
@@ -125,7 +125,7 @@ pub(super) async fn throughput(world: &TestClusters<'_>, seconds: u32, rounds: u
 
 /// Additional SandboxAccesses, of sandboxes without nodes: nothing uses their grants.
 struct Fillers<'a> {
-    world: &'a TestClusters<'a>,
+    clusters: &'a TestClusters<'a>,
     accesses: Api<DynamicObject>,
     gateways: Vec<Gateway>,
     count: usize,
@@ -167,7 +167,7 @@ impl Fillers<'_> {
         for gateway in &self.gateways {
             let what = format!("{} to serve {} grants", gateway.name, self.grants);
             wait_until(what, TIMEOUT, async || {
-                let status = self.world.status(&gateway.name).await;
+                let status = self.clusters.status(&gateway.name).await;
                 let status = status.map_err(|error| error.to_string())?;
                 if status["grants"] == self.grants {
                     Ok(())
@@ -182,7 +182,7 @@ impl Fillers<'_> {
 }
 
 async fn sample(
-    world: &TestClusters<'_>,
+    clusters: &TestClusters<'_>,
     from: &Asker,
     [load, echo]: [SocketAddr; 2],
     seconds: u32,
@@ -192,7 +192,7 @@ async fn sample(
     let words = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
     let words = [&words[..], &["--connect-timeout", "5000"]].concat();
     let run = wait_until(format!("iperf3 from {from}"), TIMEOUT, async || {
-        let run = world
+        let run = clusters
             .lab
             .run_at(from, &words)
             .await
@@ -203,8 +203,11 @@ async fn sample(
             .ok_or_else(|| run["error"].to_string())
     })
     .await?;
-    let (probe, socket) = (world.lab.prober()?, echo.to_string());
-    let trips = world.lab.run_at(from, &[&probe, "udp-trips", &socket, &half]).await?;
+    let (probe, socket) = (clusters.lab.prober()?, echo.to_string());
+    let trips = clusters
+        .lab
+        .run_at(from, &[&probe, "udp-trips", &socket, &half])
+        .await?;
     let mut trips: Vec<u128> = trips.stdout.lines().filter_map(|line| line.parse().ok()).collect();
     anyhow::ensure!(!trips.is_empty(), "no echo from {echo} to {from}");
     trips.sort_unstable();

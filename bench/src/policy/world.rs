@@ -106,7 +106,7 @@ impl<'a> TestClusters<'a> {
         let meshes = objects(hub.client().await?, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
         let mesh = meshes.get(MESH).await?;
         let members = mesh.data["spec"]["clusters"].as_array().context("spec.clusters")?;
-        let world = Self {
+        let clusters = Self {
             lab,
             product,
             hub,
@@ -117,8 +117,8 @@ impl<'a> TestClusters<'a> {
             members: members.clone(),
             _servers: servers,
         };
-        world.answered().await?;
-        Ok(world)
+        clusters.answered().await?;
+        Ok(clusters)
     }
 
     /// Waits until every gateway answers the sandbox, and the server the member.
@@ -225,9 +225,9 @@ impl<'a> TestClusters<'a> {
         let meshes = objects(client, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
         // Opens the connection before the time starts.
         meshes.get(MESH).await?;
-        let called = now();
+        let changed_at = now();
         let patch = Patch::Merge(json!({"spec": {"clusters": members}}));
         meshes.patch(MESH, &PatchParams::default(), &patch).await?;
-        Ok(called)
+        Ok(changed_at)
     }
 }

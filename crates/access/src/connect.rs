@@ -93,7 +93,8 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        // The resolver never sees an address, and the hub's addresses may have been learned after the kubeconfig was read.
+        // The resolver is not called for a host that is an address. It was checked when the kubeconfig was read, but the hub's
+        // addresses may have been learned since then.
         let (host, port) = (host_of(uri.host().unwrap_or_default()), uri.port_u16().unwrap_or(443));
         if let Ok(address) = host.parse::<IpAddr>()
             && let Err(refused) = self.hub.check(address, port)
@@ -112,13 +113,14 @@ mod tests {
     use super::*;
     use crate::{cause, kubeconfig::Refused};
 
-    /// Dials `uri` with a resolver that returns one element of `answers` for each look-up.
+    /// Dials `uri` with a resolver that returns one element of `answers` for each look-up. Also
+    /// returns the number of look-ups.
     async fn dial(hub: &HubHosts, uri: &str, answers: &[&[&str]]) -> (Result<(), String>, usize) {
         let answers: Vec<Vec<IpAddr>> = (answers.iter())
             .map(|addresses| addresses.iter().map(|text| text.parse().unwrap()).collect())
             .collect();
-        let asked = Arc::new(AtomicUsize::new(0));
-        let counted = Arc::clone(&asked);
+        let lookups = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&lookups);
         let lookup = move |_| -> Pending<Vec<SocketAddr>> {
             let answer = answers.get(counted.fetch_add(1, Ordering::Relaxed)).cloned();
             Box::pin(async move {
@@ -133,7 +135,7 @@ mod tests {
             let refused = cause::<Refused>(&*error);
             refused.map_or_else(|| format!("not refused: {error:?}"), |refused| refused.to_string())
         });
-        (refused, asked.load(Ordering::Relaxed))
+        (refused, lookups.load(Ordering::Relaxed))
     }
 
     // threat: kubeconfig-address
@@ -153,8 +155,8 @@ mod tests {
     // threat: kubeconfig-address
     #[tokio::test]
     async fn name_that_cannot_be_looked_up_is_not_dialled() {
-        let (dialled, asked) = dial(&HubHosts::default(), "https://api.tenant.example:6443", &[]).await;
-        assert_eq!(asked, 1);
+        let (dialled, lookups) = dial(&HubHosts::default(), "https://api.tenant.example:6443", &[]).await;
+        assert_eq!(lookups, 1);
         assert!(dialled.unwrap_err().contains("no such name"));
     }
 

@@ -87,7 +87,7 @@ impl HubHosts {
     /// Refuses an address at which no member's API server may be: those that [`check_address`] refuses, and those of the hub's API server.
     ///
     /// # Errors
-    /// [`Refused::Server`], which says what kind of address it is.
+    /// [`Refused::Server`], which names the kind of address.
     pub fn check(&self, address: IpAddr, port: u16) -> Result<(), Refused> {
         check_address(address)?;
         let learned = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
@@ -337,7 +337,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
 /// refused too if a translator or tunnel would turn it into such an IPv4 address.
 ///
 /// # Errors
-/// [`Refused::Server`], which says what kind of address it is.
+/// [`Refused::Server`], which names the kind of address.
 pub fn check_address(address: IpAddr) -> Result<(), Refused> {
     translated_addresses(address).into_iter().try_for_each(check_one)
 }

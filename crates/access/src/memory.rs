@@ -48,7 +48,7 @@ impl OverBudget {
 /// Called with the member and the limit each time something is refused.
 type Report = dyn Fn(&str, OverBudget) + Send + Sync;
 
-/// The memory that all members share. Cheap to clone; all clones are the same.
+/// The memory that all members share. Cheap to clone; all clones share one value.
 ///
 /// A member may take half of the limit. When all of them together have taken the limit, a member may grow only up to an equal
 /// share of it, so members that take much cannot keep the others from being read. The sum stays below twice the limit.
@@ -97,7 +97,7 @@ impl Memory {
     }
 }
 
-/// The account of one member. Cheap to clone; all clones are the same.
+/// The account of one member. Cheap to clone; all clones share one value.
 #[derive(Debug, Clone)]
 pub struct Account(Arc<AccountState>);
 

@@ -142,22 +142,22 @@ pub fn desired(plan: &Plan<'_>) -> Firewall {
 }
 
 fn sets(plan: &Plan<'_>, family: Family) -> Sets {
-    let of = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
+    let of_family = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
     let closed = plan.policies.iter().filter(|policy| policy.closed);
     let closed = closed.flat_map(|policy| policy.sources.iter().chain(&policy.networks));
     let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
     for policy in plan.policies {
-        let networks = of(&policy.networks);
+        let networks = of_family(&policy.networks);
         for net in &networks {
             pairs.entry(*net).or_default().extend(&networks);
         }
     }
     Sets {
-        mesh: of(plan.mesh),
-        throw: of(plan.throw),
-        published: of(plan.published),
-        served: of(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
-        listeners: of(&listeners(plan)),
+        mesh: of_family(plan.mesh),
+        throw: of_family(plan.throw),
+        published: of_family(plan.published),
+        served: of_family(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
+        listeners: of_family(&listeners(plan)),
         pairs: disjoint(&pairs),
         allow: source_pairs(plan.policies, family, PolicySpec::allowed),
         deny: source_pairs(plan.policies, family, not_unicast),
@@ -177,7 +177,7 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         // Not aggregated, so that a node with a neighbouring CIDR adds one element. With aggregation, one deny element would be deleted
         // and another added, and then `update` writes the whole table.
         pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
-        closed: of(&closed.copied().collect()),
+        closed: of_family(&closed.copied().collect()),
     }
 }
 

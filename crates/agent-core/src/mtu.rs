@@ -155,10 +155,10 @@ mod tests {
 
     #[test]
     fn ipv6_route_mtu_is_at_least_1280() {
-        let of = |device, size| Family::BOTH.map(|family| of_route(device, size, family));
-        assert_eq!(of(1440, 1328), [Some(1328), Some(1328)]);
-        assert_eq!(of(1440, 1200), [Some(1200), Some(1280)]);
-        assert_eq!(of(1280, 1216), [Some(1216), None]);
+        let route_mtus = |device, size| Family::BOTH.map(|family| of_route(device, size, family));
+        assert_eq!(route_mtus(1440, 1328), [Some(1328), Some(1328)]);
+        assert_eq!(route_mtus(1440, 1200), [Some(1200), Some(1280)]);
+        assert_eq!(route_mtus(1280, 1216), [Some(1216), None]);
     }
 
     #[test]

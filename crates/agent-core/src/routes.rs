@@ -134,7 +134,7 @@ pub fn desired(plan: &Plan) -> Routes {
         .into_iter()
         .filter(|f| plan.mesh.iter().any(|net| Family::of(net) == *f))
     {
-        // The default route may lead to any peer, so its MTU fits all of them.
+        // A packet on the default route may go to any peer, so its MTU fits all of them.
         let sizes = plan.sizes.iter().filter(|(net, _)| Family::of(net) == family);
         let kind = Kind::Device {
             source: None,

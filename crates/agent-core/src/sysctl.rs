@@ -82,7 +82,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         ),
         on(
             Name::Interface(underlay.clone(), "src_valid_mark"),
-            "a strict reverse path filter has to look a mesh source up as an answer to it would be routed",
+            "a strict reverse path filter must look up a mesh source with the mark that its reply has",
         ),
     ];
     if routes.rules.iter().any(|rule| rule.family == Family::V6) {

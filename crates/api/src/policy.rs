@@ -24,7 +24,7 @@ use crate::{
     kind = "PeerPolicy",
     plural = "peerpolicies",
     derive = "PartialEq",
-    doc = "PeerPolicy says what one source member of a ClusterMesh may reach in this cluster. Written by the clustermesh controller and enforced by wg-agent on every node.",
+    doc = "PeerPolicy limits what one source member of a ClusterMesh may reach in this cluster. Written by the clustermesh controller and enforced by wg-agent on every node.",
     printcolumn(
         name = "Source",
         type_ = "string",

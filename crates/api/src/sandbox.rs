@@ -24,7 +24,7 @@ use crate::schema;
     kind = "SandboxAccess",
     plural = "sandboxaccesses",
     derive = "PartialEq",
-    doc = "SandboxAccess says what one sandbox member of a ClusterMesh may reach in this cluster. Written by the clustermesh controller and enforced by the gateways here (wg-agent --mode=gateway).",
+    doc = "SandboxAccess lists what one sandbox member of a ClusterMesh may reach in this cluster. Written by the clustermesh controller and enforced by the gateways here (wg-agent --mode=gateway).",
     printcolumn(
         name = "Sandbox",
         type_ = "string",

@@ -52,7 +52,7 @@ pub(crate) enum Command {
     /// protocol is TCP. For a Service write its own port, by number or name. Without a port the
     /// answer is true for any port.
     ///
-    /// Reads the same input as `plan`. The answer is the planner's; it also tells which of the
+    /// Reads the same input as `plan`. The answer is from the plan; it also shows which of the
     /// objects are written already. It does not consider NetworkPolicies or the underlay.
     ///
     /// Exit code: 0 allowed (for a Service or a node: at least one of its addresses is),
@@ -66,7 +66,7 @@ pub(crate) enum Command {
     /// rights. They open TCP connections to every other cluster: to the declared ports of pods, to
     /// Services (ClusterIP, NodePort, load balancer), to nodes at all their addresses (ports of
     /// kubelet, etcd, API server, agent, SSH), and to the API server. The report compares the open
-    /// sockets with the plan, and tells whether the route leads into the tunnel or to the underlay.
+    /// sockets with the plan, and shows whether the route is into the tunnel or to the underlay.
     ///
     /// A sandbox may reach only what is granted, also on the underlay. The same applies to standard
     /// and quarantined members. With --underlay-allows, name what their nodes need on the underlay

@@ -1,4 +1,4 @@
-//! `clustermeshctl explain`: tells whether a connection is allowed.
+//! `clustermeshctl explain`: shows whether a connection is allowed, and why.
 //!
 //! It parses the two ends ([`end`]), finds their addresses in the input ([`locate`]), gets the explanation for each pair of
 //! addresses ([`crate::explanation`]), and prints the answer ([`show`]).
@@ -38,7 +38,7 @@ struct Answer {
     to: String,
     /// How the two ends were interpreted.
     notes: Vec<String>,
-    /// One row for each address of the destination. Empty = an end was not found; the notes tell which.
+    /// One row for each address of the destination. Empty = the source or the destination was not found; the notes name it.
     rows: Vec<Row>,
 }
 

@@ -46,7 +46,7 @@ impl LiveClusters {
         let mut notes = Vec::new();
         let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::usage(why)])?;
         if meshes.is_empty() {
-            // The notes tell why each ClusterMesh was left out, and with it the remedy.
+            // The notes have the reason for which each ClusterMesh was left out, and the remedy.
             let why = format!("the hub ({}) has no ClusterMesh that can be read", hub.url);
             return Err(notes.into_iter().chain([why]).map(Problem::usage).collect());
         }

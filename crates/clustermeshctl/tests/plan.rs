@@ -155,10 +155,10 @@ fn foreign_peers_keep_their_keys_and_are_not_changed() {
 
 #[test]
 fn applied_plan_leaves_nothing_to_change() {
-    for (world, clusters) in [(AGENTS, ["mgmt", "tenant-a"]), (KILO, ["c1", "c2"])] {
-        let first = plan(&format!("{world} -o json")).json();
+    for (fixture, clusters) in [(AGENTS, ["mgmt", "tenant-a"]), (KILO, ["c1", "c2"])] {
+        let first = plan(&format!("{fixture} -o json")).json();
         let applied = Applied::new(&first);
-        let args = format!("{world}{}", applied.flags(&clusters));
+        let args = format!("{fixture}{}", applied.flags(&clusters));
         let table = plan(&format!("{args} --exit-code"));
         assert!(table.out.ends_with("\nNothing would change.\n"), "{}", table.out);
         assert_eq!(table.code, Some(0));

@@ -23,8 +23,8 @@ pub struct Args {
 
     /// Namespace whose ClusterMeshes may connect the hub itself (`local: true`). PROFILE is the widest isolation profile of
     /// their other entries: cluster-meshed (default), sandbox or standard. If CIDRs follow, allowedNetworks must lie inside
-    /// them. `sandbox` needs CIDRs: without them no mesh is served there. It may grant Services of its own namespace, and
-    /// those with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable; `*` = every namespace. Default:
+    /// them. `sandbox` needs CIDRs: without them no mesh is served there. Its meshes may grant Services of the same namespace,
+    /// and those with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable; `*` = every namespace. Default:
     /// the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE[,CIDR...]]")]
     pub hub_namespaces: Vec<HubNamespace>,
@@ -49,8 +49,8 @@ pub struct Args {
     #[arg(long, value_name = "ID", value_parser = label_value)]
     pub hub_id: Option<String>,
 
-    /// Memory limit of the process in bytes. Three eighths hold data of members; one member may use half of that, and is Stale
-    /// beyond it, with the reason. The manifests set it to the pod's limit.
+    /// Memory limit of the process in bytes. Three eighths of it are for data of members. One member may use half of that; a
+    /// member that needs more is Stale, and its status has the reason. The manifests set this to the pod's limit.
     #[arg(long, value_name = "BYTES", env = "MEMORY_LIMIT", default_value_t = 1 << 30, value_parser = clap::value_parser!(u64).range(64 << 20..))]
     pub memory_limit: u64,
 

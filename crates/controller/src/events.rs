@@ -19,7 +19,7 @@ use crate::api_error;
 
 /// The longest note that the API accepts.
 const MAX_NOTE: usize = 1024;
-/// Events published for one report of one mesh, at most.
+/// At most this many Events are published for one report of one mesh.
 const MAX_EVENTS: usize = 20;
 
 /// For the request of one Event.

@@ -53,9 +53,9 @@ pub(crate) struct Row<V> {
 }
 
 impl<V> Row<V> {
-    /// Whether a list or an event may still show the state before our own write of this row.
+    /// Whether this row is from our own write, so that a list or an event may still show the state before it.
     ///
-    /// That ends after [`WRITE_AHEAD`], because versions can go back: when a cluster is restored from a backup, or when a
+    /// After [`WRITE_AHEAD`] it counts as seen by the API server, because versions can go back: when a cluster is restored from a backup, or when a
     /// kubeconfig points to another cluster.
     fn may_be_ahead(&self) -> bool {
         self.written_at.is_some_and(|at| at.elapsed() < WRITE_AHEAD)
@@ -270,8 +270,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         true
     }
 
-    /// Lets lists and events replace rows of our own writes, whatever their version. Called for a new connection, which may lead
-    /// to another cluster.
+    /// Lets lists and events of any version replace rows of our own writes. Called for a new connection, which may reach another
+    /// cluster.
     pub(crate) fn forget_writes(&self) {
         self.lock().rows.values_mut().for_each(|row| row.written_at = None);
     }

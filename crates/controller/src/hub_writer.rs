@@ -85,6 +85,7 @@ struct Entry {
     object: Arc<ClusterMesh>,
     finalizer: Option<FinalizerChange>,
     report: Option<Report>,
+    /// The notices that already have an Event.
     reported: Option<Reported>,
     /// Kinds of writes that the hub refused, with the status code: the keys of their backoff in [`Queue::refused`].
     blocked: BTreeMap<WriteKind, u16>,

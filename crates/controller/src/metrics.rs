@@ -16,7 +16,7 @@ use prometheus_client::{
 };
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Write {
+struct WriteLabels {
     kind: &'static str,
     action: &'static str,
     result: &'static str,
@@ -46,7 +46,7 @@ struct MemberState {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Over {
+struct OverBudgetLabels {
     member: String,
     limit: &'static str,
 }
@@ -56,9 +56,9 @@ struct Over {
 pub(crate) struct Metrics {
     passes: Counter,
     pass_seconds: Histogram,
-    writes: Family<Write, Counter>,
+    writes: Family<WriteLabels, Counter>,
     entries: Entries,
-    over: Family<Over, Counter>,
+    over: Family<OverBudgetLabels, Counter>,
 }
 
 /// The gauges of one entry.
@@ -168,7 +168,7 @@ impl Metrics {
     /// Counts data of a member that exceeded a limit.
     pub(crate) fn count_over_budget(&self, member: &str, limit: &'static str) {
         let member = member.to_owned();
-        self.over.get_or_create(&Over { member, limit }).inc();
+        self.over.get_or_create(&OverBudgetLabels { member, limit }).inc();
     }
 
     /// Counts a pass and its duration.
@@ -179,7 +179,7 @@ impl Metrics {
 
     /// Counts a write by its result.
     pub(crate) fn record_write(&self, kind: &'static str, action: &'static str, result: &'static str) {
-        self.writes.get_or_create(&Write { kind, action, result }).inc();
+        self.writes.get_or_create(&WriteLabels { kind, action, result }).inc();
     }
 
     /// Replaces the gauges of all entries.
@@ -213,15 +213,15 @@ mod tests {
             gauges.map(str::to_owned).collect::<Vec<_>>()
         };
         metrics.replace(vec![gauges("a", "Fresh")]);
-        let of = |cluster: &str, state: &str| {
+        let series_of = |cluster: &str, state: &str| {
             [
                 format!("registered_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\"}} 2"),
                 format!("skipped_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\",reason=\"NodeNoPodCIDR\"}} 3"),
                 format!("member_state{{mesh=\"ns/m\",cluster=\"{cluster}\",state=\"{state}\"}} 1"),
             ]
         };
-        assert_eq!(scrape(), of("a", "Fresh"));
+        assert_eq!(scrape(), series_of("a", "Fresh"));
         metrics.replace(vec![gauges("b", "Stale")]);
-        assert_eq!(scrape(), of("b", "Stale"));
+        assert_eq!(scrape(), series_of("b", "Stale"));
     }
 }

@@ -23,20 +23,20 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, link_topic, node_topic, truncate};
 use crate::reconcile::RemovedRow;
 
-/// Skipped nodes of a member that the status lists, and that have Events, at most.
+/// The status lists at most this many skipped nodes of a member. Only these have Events.
 const MAX_SKIPPED: usize = 20;
-/// Removed clusters that the status lists, at most.
+/// The status lists at most this many removed clusters.
 const MAX_REMOVED: usize = 64;
-/// Anchored networks of a member that the status lists, and nodes of each, at most. The CRD has the same limit.
+/// The status lists at most this many anchored networks of a member, and nodes of each network. The CRD has the same limit.
 const MAX_ANCHORED: usize = 64;
 /// The longest message of a row. The CRD has the same limit.
 const MAX_MESSAGE: usize = 1024;
 /// The longest message of a condition. Kubernetes has the same limit.
 const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 
-/// What is known of one member apart from its plan.
+/// What is known of one member in addition to its plan: the state of its API server, agents and objects.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Facts {
+pub(crate) struct MemberFacts {
     /// Its API server answers, and all tables are current.
     pub(crate) is_fresh: bool,
     pub(crate) uid: Option<String>,
@@ -53,10 +53,10 @@ pub(crate) struct Facts {
 pub(crate) struct ReportInput<'a> {
     /// The object as the hub has it.
     pub(crate) object: &'a ClusterMesh,
-    /// The planner's input made from it. If it is refused, its last valid content.
+    /// The planner's input that was made from `object`. If the spec is refused, the input from its last valid version.
     pub(crate) mesh: &'a Mesh,
     pub(crate) plan: &'a MeshPlan,
-    /// Why it is refused: the condition's reason and message.
+    /// Why the spec is refused: the condition's reason and message.
     pub(crate) refused: Option<&'a (&'static str, String)>,
     /// Fields whose values were accepted in another form than written.
     pub(crate) warnings: &'a [Finding],
@@ -67,7 +67,7 @@ pub(crate) struct ReportInput<'a> {
     /// By entry and source: the number of objects that are not as planned.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// By entry.
-    pub(crate) facts: &'a BTreeMap<String, Facts>,
+    pub(crate) facts: &'a BTreeMap<String, MemberFacts>,
     /// Links between entries with tunnels down.
     pub(crate) broken: &'a [Broken],
     /// Revocations that do not take effect everywhere yet.
@@ -130,12 +130,12 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
             }]
         }
         None => {
-            let left = input.removed.iter();
-            let left = left.filter_map(|removed| Some((removed.row.name.clone(), removed.problem.clone()?)));
+            let leftovers = input.removed.iter();
+            let leftovers = leftovers.filter_map(|removed| Some((removed.row.name.clone(), removed.problem.clone()?)));
             let mut conditions = status::conditions(
                 input.plan,
                 input.unwritten,
-                &left.collect(),
+                &leftovers.collect(),
                 input.broken,
                 input.outstanding,
             );
@@ -387,7 +387,7 @@ mod tests {
         assert_eq!(times, [("Ready", "True", time(2)), ("Degraded", "True", time(1))]);
     }
 
-    /// After a restart only the status knows a member that does not answer.
+    /// After a restart, the status is the only source of these values while the member does not answer.
     #[test]
     fn row_of_a_member_never_observed_keeps_its_values() {
         let row = serde_json::json!({

@@ -108,7 +108,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
     )
 }
 
-/// Like [`diff`], but as if no mesh were paused. It tells how far the member is from its plan, and must not be written.
+/// Like [`diff`], but as if no mesh were paused. The result shows how far the member is from its plan; it must not be written.
 #[must_use]
 pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(

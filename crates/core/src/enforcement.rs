@@ -1,6 +1,6 @@
 //! Derives the condition `PolicyEnforced`: the nodes and gateways of a mesh that do not enforce the current PeerPolicies or
 //! SandboxAccesses. The input is what each node reports about itself. These reports are untrusted: they are quoted in messages,
-//! and a false report affects only what the status says about the reporting node's own cluster.
+//! and a false report affects only the status of the reporting node's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

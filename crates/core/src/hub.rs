@@ -134,7 +134,7 @@ impl HubNamespaces {
             return Some(("LocalNotAllowed", message));
         }
         rights
-            .too_wide(namespace, &mesh.clusters)
+            .forbidden_profile(namespace, &mesh.clusters)
             .map(|message| ("ProfileNotAllowed", message))
             .or_else(|| {
                 self.unlisted(rights, namespace, &mesh.clusters)
@@ -192,8 +192,8 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Removes from a mesh what it must not claim, because a refused mesh still takes part in the plan: networks outside the
-    /// lists, and a profile or quarantine of the hub's own entry.
+    /// Removes networks outside the lists, and a profile or quarantine of the hub's own entry. A refused mesh still takes part
+    /// in the plan, and must not claim these.
     pub fn confine(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);
@@ -231,7 +231,7 @@ impl HubNamespaces {
 impl Rights {
     /// Reports the first entry with a less restrictive profile than the namespace allows. Also reports a local entry that restricts
     /// the hub, if the namespace has a list of networks: the profile and quarantine of the hub in one mesh apply in all meshes.
-    fn too_wide(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
+    fn forbidden_profile(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         let members = || clusters.iter().filter(|entry| !is_local(entry));
         if let Some(wide) = members().find(|entry| entry.profile < self.max_profile) {
             return Some(format!(

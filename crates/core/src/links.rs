@@ -1,5 +1,5 @@
 //! Finds the pairs of members between which tunnels are down, from the reports of their nodes. Reports are untrusted: counts are
-//! limited to the number of planned Peers, and a false report affects only what the status says about the reporter's own links.
+//! limited to the number of planned Peers, and a false report affects only the status of the reporter's own links.
 
 use std::collections::BTreeMap;
 
@@ -34,9 +34,9 @@ pub struct Broken {
 /// How many links are listed: the limit of the CRD.
 const MAX_LISTED: usize = 256;
 
-/// The links with a tunnel that is down, sorted. `reports` = for each entry, the report of each of its nodes, by entry of the other
-/// end. Unknown entries and reports about the node's own cluster are ignored. If there are too many links, those with most tunnels
-/// down are listed.
+/// The links with a tunnel that is down, sorted. `reports` = by entry, one report for each of its nodes; a report contains the
+/// tunnels by entry of the other end. Unknown entries and reports about the node's own cluster are ignored. If there are too many
+/// links, those with most tunnels down are listed.
 #[must_use]
 pub fn broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
     let mut broken = Vec::new();
@@ -110,7 +110,7 @@ mod tests {
         }
     }
 
-    fn says(to: &str, up: u32, down: u32, total: u32) -> BTreeMap<String, Tunnels> {
+    fn report(to: &str, up: u32, down: u32, total: u32) -> BTreeMap<String, Tunnels> {
         [(to.to_owned(), Tunnels { up, down, total })].into()
     }
 
@@ -128,8 +128,8 @@ mod tests {
     #[test]
     fn down_tunnels_are_summed_over_reporting_nodes() {
         let reports = [
-            ("a".to_owned(), vec![says("b", 1, 1, 2), says("b", 0, 1, 2)]),
-            ("b".to_owned(), vec![says("a", 2, 0, 2), BTreeMap::new()]),
+            ("a".to_owned(), vec![report("b", 1, 1, 2), report("b", 0, 1, 2)]),
+            ("b".to_owned(), vec![report("a", 2, 0, 2), BTreeMap::new()]),
         ];
         assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 2, 4)]);
         assert_eq!(broken(&mesh(), &BTreeMap::new()), []);
@@ -143,13 +143,13 @@ mod tests {
             (
                 "a".to_owned(),
                 vec![
-                    says("b", max, max, 0),
-                    says("b", max, 1, max),
-                    says("nobody", 0, 1, 1),
-                    says("a", 0, 1, 1),
+                    report("b", max, max, 0),
+                    report("b", max, 1, max),
+                    report("unknown", 0, 1, 1),
+                    report("a", 0, 1, 1),
                 ],
             ),
-            ("nobody".to_owned(), vec![says("a", 0, 1, 1)]),
+            ("unknown".to_owned(), vec![report("a", 0, 1, 1)]),
         ];
         assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 3, 4)]);
     }
@@ -162,7 +162,7 @@ mod tests {
             let name = format!("m{n:03}");
             let target = mesh().targets.remove("a").expect("is there");
             plan.targets.insert(name.clone(), target);
-            reports.insert(name, vec![says("b", 0, 1 + u32::from(n >= 100), 2)]);
+            reports.insert(name, vec![report("b", 0, 1 + u32::from(n >= 100), 2)]);
         }
         let listed = broken(&plan, &reports);
         assert_eq!(listed.len(), MAX_LISTED);

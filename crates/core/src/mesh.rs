@@ -165,7 +165,7 @@ pub enum Addressing {
 pub enum PodNetwork {
     /// Pods of a node have addresses from its podCIDRs.
     PerNode,
-    /// podCIDRs say nothing about pod addresses (kube-ovn, Calico or Cilium pools). Pods are reached through `exports` and
+    /// podCIDRs do not contain the pods' addresses (kube-ovn, Calico or Cilium pools). Pods are reached through `exports` and
     /// anchors.
     Shared,
 }
@@ -186,7 +186,7 @@ pub struct Cluster {
     /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
-    /// Without `anchored`, a network of `allowed` that is in here stays anchored whatever Nodes claim.
+    /// Without `anchored`, a network of `allowed` that is in here stays anchored, even if a Node claims a part of it.
     pub carriers: BTreeMap<IpNet, BTreeSet<String>>,
     /// Over how many nodes the anchored networks are spread, at least 1.
     pub anchors: u16,
@@ -194,7 +194,7 @@ pub struct Cluster {
     pub pod_network: PodNetwork,
     /// Pods published as host routes on the node that runs them (`Shared` only).
     pub exports: Vec<Export>,
-    /// UDP port where the Node publishes none.
+    /// UDP port of Nodes that publish no endpoint.
     pub wireguard_port: u16,
     /// Seconds; 0 = only where a NAT requires it.
     pub persistent_keepalive: u16,
@@ -213,7 +213,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// The addressing that applies: a sandbox is masqueraded whatever its entry says.
+    /// The addressing that applies: a sandbox is masqueraded even if its entry has another value.
     #[must_use]
     pub fn effective_addressing(&self) -> Addressing {
         if self.profile == Profile::Sandbox {

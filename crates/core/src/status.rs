@@ -24,21 +24,21 @@ pub struct Condition {
 /// Derives the conditions of a mesh.
 ///
 /// - `unwritten`: members, by entry name, into which something could not be written, and why.
-/// - `left`: clusters that the spec no longer names and whose objects cannot be deleted now, and why.
+/// - `leftovers`: clusters that the spec no longer names and whose objects cannot be deleted now, and why.
 /// - `broken`: links with tunnels that are down.
 /// - `outstanding`: the number of objects that differ from the plan, by (target entry, source entry).
 #[must_use]
 pub fn conditions(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
-    left: &BTreeMap<String, String>,
+    leftovers: &BTreeMap<String, String>,
     broken: &[Broken],
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Vec<Condition> {
     let mut conditions = vec![
-        ready_condition(plan, unwritten, left, outstanding),
+        ready_condition(plan, unwritten, leftovers, outstanding),
         overlap_condition(plan),
-        degraded_condition(plan, left, broken),
+        degraded_condition(plan, leftovers, broken),
     ];
     if !plan.egress.is_empty() {
         conditions.push(egress_condition(plan));
@@ -61,7 +61,7 @@ pub fn conditions(
 fn ready_condition(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
-    left: &BTreeMap<String, String>,
+    leftovers: &BTreeMap<String, String>,
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Condition {
     let mut problems: Vec<(&'static str, String)> = Vec::new();
@@ -102,7 +102,8 @@ fn ready_condition(
     // Objects left in a removed cluster do not make a mesh unready, unless the mesh is being deleted and waits for them.
     if plan.deleting {
         problems.extend(
-            left.iter()
+            leftovers
+                .iter()
                 .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
         );
     }
@@ -211,10 +212,11 @@ pub fn describe_broken_link(link: &Broken) -> String {
     )
 }
 
-fn degraded_condition(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
+fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
     let mut problems: Vec<(&'static str, String)> = Vec::new();
     problems.extend(
-        left.iter()
+        leftovers
+            .iter()
             .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
     );
     for (name, report) in plan.clusters.iter().filter(|(_, report)| !report.skipped.is_empty()) {
@@ -313,13 +315,13 @@ fn degraded_condition(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: 
 }
 
 fn egress_condition(plan: &MeshPlan) -> Condition {
-    let open: Vec<String> = plan
+    let unresolved: Vec<String> = plan
         .egress
         .iter()
         .filter(|grant| !grant.message.is_empty())
         .map(|grant| format!("{} in cluster {:?}: {}", grant.service, grant.cluster, grant.message))
         .collect();
-    if open.is_empty() {
+    if unresolved.is_empty() {
         let message = format!("{} Service(s) are mirrored", plan.egress.len());
         return Condition {
             kind: "EgressResolved",
@@ -332,7 +334,7 @@ fn egress_condition(plan: &MeshPlan) -> Condition {
         kind: "EgressResolved",
         status: false,
         reason: "Unresolved",
-        message: join_first_five(open.iter()),
+        message: join_first_five(unresolved.iter()),
     }
 }
 

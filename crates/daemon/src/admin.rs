@@ -212,7 +212,7 @@ async fn show_readiness(extract::State(state): extract::State<State>) -> (Status
     (status, text + &remarks)
 }
 
-/// 200 `ok`, or 503 with one line for each thing in the way.
+/// 200 `ok`, or 503 with one line for each pending item or problem.
 fn verdict(obstacles: &[String]) -> (StatusCode, String) {
     if obstacles.is_empty() {
         (StatusCode::OK, "ok\n".to_owned())

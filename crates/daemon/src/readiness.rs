@@ -90,8 +90,8 @@ impl Drop for Pending {
             if *count == 0 {
                 list.remove(&self.item);
                 drop(list);
-                let left = self.list.list();
-                tracing::info!(done = %self.item.1, pending = %left.join(", "), "readiness");
+                let items = self.list.list();
+                tracing::info!(done = %self.item.1, pending = %items.join(", "), "readiness");
             }
         }
     }

@@ -14,12 +14,12 @@ pub enum LogFormat {
     Json,
 }
 
-/// The filter without `RUST_LOG`: our own events from level info, warnings of libraries. boringtun calls an unreachable peer an error, every
-/// 90 s; the agent's status shows such a peer.
+/// The filter without `RUST_LOG`: our own events from level info, warnings of libraries. boringtun logs an error about each unreachable peer
+/// every 90 s; the agent's status shows such a peer instead.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
 /// kube-client logs whole responses with their newlines, and an API server may be hostile. Our callers log failures themselves.
-const NEVER: &str = "kube_client=off";
+const ALWAYS_OFF: &str = "kube_client=off";
 
 /// Makes the filter of the log. `given` is the value of `RUST_LOG`.
 ///
@@ -31,7 +31,7 @@ pub fn filter(given: Option<&str>) -> anyhow::Result<EnvFilter> {
             .map_err(|error| anyhow::anyhow!("RUST_LOG={text:?} does not parse ({error}); try RUST_LOG=debug"))?,
         _ => EnvFilter::new(DEFAULT_FILTER),
     };
-    Ok(filter.add_directive(NEVER.parse()?))
+    Ok(filter.add_directive(ALWAYS_OFF.parse()?))
 }
 
 /// Sets up the log of this process. `RUST_LOG` filters it (tracing-subscriber's `EnvFilter` syntax).

@@ -17,7 +17,7 @@ const TABLE: &str = "5182";
 /// Selects its routes into the tunnel.
 const INTO_TUNNEL: [&str; 2] = ["dev", "kilo0"];
 /// How long the agent may take to change routes on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(90);
 
 impl Cluster<'_> {
     /// Every socket of these clusters (see [`Cluster::sockets`]) that does not belong to this cluster. Addresses in
@@ -112,9 +112,9 @@ impl<'a> Attacker<'a> {
         })
     }
 
-    /// Lets the controller read in the sandbox again, and still not write. The controller knows no node of a sandbox
-    /// that it cannot read, so a Peer that was deleted with the last grant would not return with the next. A running
-    /// controller reads again within half a minute.
+    /// Allows the controller to read in the sandbox again, but not to write. While the controller cannot read a
+    /// sandbox, it knows none of its nodes. Then a Peer that was deleted with the last grant is not planned again when
+    /// the next grant is added. A running controller reads again within half a minute.
     ///
     /// # Errors
     /// When the sandbox's API server does not answer.
@@ -122,13 +122,13 @@ impl<'a> Attacker<'a> {
         self.sandbox.apply(READ_ONLY_RIGHTS).await.map(drop)
     }
 
-    /// The node of the other cluster that a Peer is about.
+    /// The node of the other cluster that a Peer describes, from the name of the Peer.
     #[must_use]
     pub fn node_of(peer: &str) -> &str {
         peer.rsplit_once("--").map_or(peer, |(_, node)| node)
     }
 
-    /// Sets a Peer's public key, as its Node now publishes it.
+    /// Sets a Peer's public key to the one that its Node publishes now.
     ///
     /// # Errors
     /// When there is no such Peer.
@@ -137,7 +137,7 @@ impl<'a> Attacker<'a> {
     }
 
     /// Routes all addresses through one Peer and waits until the routing table does so. Returns the addresses that the
-    /// sandbox's node keeps on the underlay (a `throw` route) whatever a Peer says, such as its next hop.
+    /// sandbox's node keeps on the underlay (a `throw` route) although a Peer contains them, such as its next hop.
     ///
     /// # Errors
     /// When the routes do not change within 90 s.
@@ -156,7 +156,7 @@ impl<'a> Attacker<'a> {
             0 => Ok(()),
             tunneled => Err(format!("{tunneled} addresses")),
         };
-        wait_until("kilo0 to carry none of these addresses", PATIENCE, none).await?;
+        wait_until("none of these addresses to have a route to kilo0", TIMEOUT, none).await?;
         self.set_allowed_ips(chosen, addresses).await?;
         let all = async || {
             let (tunneled, left) = (matching(&INTO_TUNNEL).await?, matching(&["type", "throw"]).await?);
@@ -166,7 +166,7 @@ impl<'a> Attacker<'a> {
                 Err(format!("{} of {} addresses", tunneled.len(), addresses.len()))
             }
         };
-        wait_until("kilo0 to carry every address", PATIENCE, all).await
+        wait_until("every address to have a route to kilo0", TIMEOUT, all).await
     }
 
     async fn set_allowed_ips(&self, peer: &str, addresses: &BTreeSet<IpAddr>) -> Result<()> {

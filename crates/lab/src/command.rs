@@ -84,7 +84,7 @@ fn spawn_error(program: &str, source: std::io::Error) -> Error {
     if source.kind() == std::io::ErrorKind::NotFound {
         return Error::Missing {
             what: format!("the program {program}"),
-            remedy: "`cargo xtask test` says which package has it".into(),
+            remedy: "`cargo xtask test` names the package that has it".into(),
         };
     }
     Error::Io {

@@ -1,4 +1,4 @@
-//! Errors of the lab. Each says what was being done and what a person can do about it.
+//! Errors of the lab. Each names the action that failed, and what a person can do about it.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of the lab itself (not of the software under test).
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Something that the machine lacks; `remedy` says how to get it.
+    /// Something that the machine lacks; `remedy` = how to get it.
     #[error("{what} is missing: {remedy}")]
     Missing {
         /// What is missing.

@@ -191,7 +191,7 @@ impl ImageSpec {
         Ok(hex(&done.hash.finalize()))
     }
 
-    /// The parent directories that no entry names, each before its content.
+    /// The parent directories of all entries that are not entries themselves, sorted, so that each comes before its children.
     fn parents(&self) -> BTreeSet<String> {
         let ancestors = |path: &String| {
             let above = Path::new(path).ancestors().skip(1).filter(|p| p.parent().is_some());

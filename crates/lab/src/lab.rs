@@ -22,7 +22,7 @@ pub use node::Node;
 pub(crate) use pods::worker_namespace;
 
 /// Longest wait for an API server or a node on a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 /// The network namespace of the bridge, the API servers and etcd.
 const UNDERLAY: &str = "underlay";
 
@@ -128,7 +128,7 @@ impl Lab {
         if plan.clusters.iter().any(|cluster| cluster.controllers) {
             self.write_base_images()?;
         }
-        // Workers in pods need the nodes that carry them.
+        // Workers in pods need the nodes that run these pods.
         let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()

@@ -13,7 +13,7 @@
 //!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
 //!        +------------------------->|-- node tenant-a-1 ...
 //! ```
-//! The pipe is the life line: when it closes, for whatever reason, the supervisor takes everything down. Its file
+//! When the pipe closes, for any reason, the supervisor takes everything down. Its file
 //! descriptors hold the network namespaces, and all mounts are in its mount namespace. So even `kill -9` of the
 //! supervisor leaves only cgroup directories and plain files, which the next lab removes.
 #![forbid(unsafe_code)]

@@ -91,11 +91,11 @@ pub enum Workers {
     /// pod range of one of that cluster's nodes. The API server still listens on the underlay, but nodes and pods reach
     /// it at a ClusterIP of that cluster.
     Pods {
-        /// Name of the carrying cluster, whose own nodes are on the underlay.
+        /// Name of the host cluster, which runs these pods. Its own nodes are on the underlay.
         of: String,
-        /// Number, from 1, of the carrying node.
+        /// Number, from 1, of the host node: the node that runs these pods.
         node: u8,
-        /// The ClusterIP of this cluster's API server in the carrying cluster, port 6443.
+        /// The ClusterIP of this cluster's API server in the host cluster, port 6443.
         api: Ipv4Addr,
     },
 }
@@ -108,7 +108,7 @@ pub enum Uplink {
     Underlay,
     /// The pods' bridge of a node of another cluster.
     Pods {
-        /// The carrying node.
+        /// The host node.
         of: NodeName,
         /// The pod range of that node; its first address is the gateway.
         range: Ipv4Net,
@@ -288,17 +288,17 @@ impl LabPlan {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(());
         };
-        let can_carry = |host: &&ClusterPlan| {
+        let can_host = |host: &&ClusterPlan| {
             host.name == *of && host.controllers && host.workers == Workers::Underlay && (1..=host.nodes).contains(node)
         };
-        let shares_carrier = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
-        if !cluster.controllers || !self.clusters.iter().any(|one| can_carry(&one)) {
+        let shares_host_node = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
+        if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Plan(format!(
                 "{}: its workers want to be pods of {of}-{node}: no whole cluster has such a node on the underlay",
                 cluster.name
             )));
         }
-        if cluster.nodes > 5 || self.clusters.iter().filter(shares_carrier).count() > 1 {
+        if cluster.nodes > 5 || self.clusters.iter().filter(shares_host_node).count() > 1 {
             return Err(Error::Plan(format!(
                 "{of}-{node}: has room for five workers of one cluster"
             )));

@@ -30,7 +30,7 @@ pub const AGENT_NAMESPACE: &str = "clustermesh-agent";
 pub const MESH: &str = "demo";
 
 /// How long a mesh may take to come up on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// The WireGuard implementation of the installed agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -181,7 +181,7 @@ impl<'a> Product<'a> {
         let server = format!("https://{}:6443", member.plan().api_address());
         let argv = [vec![script, server], member.kubectl_argv(vec![])?].concat();
         let what = format!("the token of the controller's account in {}", member.plan().name);
-        let kubeconfig = wait_until(what, PATIENCE, async || {
+        let kubeconfig = wait_until(what, TIMEOUT, async || {
             command::run(&argv, None)
                 .await
                 .map(|output| output.stdout)
@@ -241,7 +241,7 @@ impl<'a> Product<'a> {
     }
 
     /// A ClusterMesh of all clusters. If a cluster's nodes are pods, its `endpointNetworks` is the pod range of the
-    /// carrying cluster. `egress` = YAML of each member's `egress`, by the member's name.
+    /// host cluster. `egress` = YAML of each member's `egress`, by the member's name.
     #[must_use]
     pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
         self.mesh_with(&[], egress)
@@ -317,7 +317,7 @@ impl<'a> Product<'a> {
                     .count()
             })
             .collect();
-        wait_until(format!("ClusterMesh {MESH} to be Ready"), PATIENCE, async || {
+        wait_until(format!("ClusterMesh {MESH} to be Ready"), TIMEOUT, async || {
             let mesh = meshes.get(MESH).await.map_err(|error| error.to_string())?;
             let status = &mesh.data["status"];
             let ready = status["conditions"]

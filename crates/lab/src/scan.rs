@@ -215,7 +215,7 @@ impl Lab {
         parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
     }
 
-    /// Scans these sockets over TCP again and again, until the result is dropped.
+    /// Starts a scan of these sockets over TCP that repeats until the returned value is dropped.
     ///
     /// # Errors
     /// When the scanner cannot be started.
@@ -226,7 +226,7 @@ impl Lab {
         Ok(Watch { running, _list: list })
     }
 
-    /// Sends a datagram to a UDP echo server every 10 ms, until the result is dropped.
+    /// Sends a datagram to a UDP echo server every 10 ms, until the returned value is dropped.
     ///
     /// # Errors
     /// When the program cannot be started.
@@ -234,7 +234,7 @@ impl Lab {
         self.watch("udp-watch", from, socket)
     }
 
-    /// Sends lines to a TCP echo server over one connection, until the result is dropped. It waits for an echo as long
+    /// Sends lines to a TCP echo server over one connection, until the returned value is dropped. It waits for an echo as long
     /// as the kernel keeps the connection.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ impl Lab {
         self.watch("stream-watch", from, socket)
     }
 
-    /// Opens a new TCP connection every 20 ms, until the result is dropped.
+    /// Opens a new TCP connection every 20 ms, until the returned value is dropped.
     ///
     /// # Errors
     /// When the program cannot be started.

@@ -193,7 +193,7 @@ fn web(pod: Pod) -> Option<Web> {
 }
 
 impl Lab {
-    /// Runs a host program in the client's network namespace, whatever its exit status.
+    /// Runs a host program in the client's network namespace. A failure of the program is no error.
     ///
     /// # Errors
     /// When it cannot be started.

@@ -24,7 +24,7 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
         let path = folder.join(&file);
         if fs::read_to_string(&path).ok().as_deref() != Some(&*text) {
             if check {
-                stale.push(format!("crds/{file} is not what crates/api says"));
+                stale.push(format!("crds/{file} differs from the types in crates/api"));
             } else {
                 fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
                 println!("wrote crds/{file}");

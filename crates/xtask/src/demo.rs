@@ -98,7 +98,7 @@ async fn show(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
     if keep {
         lab.keep()?;
         println!(
-            "\nEverything stands until `cargo xtask demo --down`.\n{}",
+            "\nEverything keeps running until `cargo xtask demo --down`.\n{}",
             lab.join_hint()
         );
     } else {
@@ -125,7 +125,7 @@ impl<'a> Demo<'a> {
 
     async fn run(&mut self) -> anyhow::Result<()> {
         let (hub, member) = (self.lab.cluster(HUB), self.lab.cluster(MEMBER));
-        self.title("install: crds/ and deploy/, with kubectl as README.md tells");
+        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
         let product = Product::install(self.lab, &[HUB, MEMBER], Tunnel::Shipped, &|line| println!("  {line}")).await?;
         let (hub_webs, member_webs) = (hub.run_web().await?, member.run_web().await?);
 

@@ -14,7 +14,7 @@ use anyhow::{Context, bail};
 /// A killed program and its network namespace disappear after a delay.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Files, links, nftables tables, rules, cgroups, mounts and processes of the machine, each after its kind.
+/// Files, links, nftables tables, rules, cgroups, mounts and processes of the machine: the kind of each, then its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Machine(BTreeSet<String>);
 

@@ -81,7 +81,7 @@ fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl 
     } else if let Some(target) = normalized(&from.with_file_name("").join(path)) {
         target
     } else {
-        return Some("leads out of the repository".to_owned());
+        return Some("points outside the repository".to_owned());
     };
     if !exists(&target) {
         return Some(format!("there is no {}", target.display()));
@@ -146,7 +146,7 @@ fn links_of_all_markdown_files_have_targets() {
             }
         }
     }
-    assert!(faults.is_empty(), "links that lead nowhere:{faults}");
+    assert!(faults.is_empty(), "links without a target:{faults}");
 }
 
 #[test]
@@ -201,8 +201,8 @@ fn broken_links_are_reported() {
             "../Cargo.toml#x",
             "Cargo.toml is no Markdown file, so it has no anchors",
         ),
-        ("../../x.md", "leads out of the repository"),
-        ("/README.md", "leads out of the repository"),
+        ("../../x.md", "points outside the repository"),
+        ("/README.md", "points outside the repository"),
     ];
     for (link, want) in faults {
         assert_eq!(fault(link).as_deref(), Some(want), "{link}");

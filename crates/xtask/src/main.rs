@@ -40,7 +40,7 @@ enum Command {
     /// Run the benchmarks of bench/README.md.
     #[command(disable_help_flag = true)]
     Bench {
-        /// Arguments of the program in bench/, which also explains `--help`.
+        /// Arguments of the program in bench/, which also handles `--help`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<OsString>,
     },
@@ -53,17 +53,18 @@ enum Command {
     /// Build the images of wg-agent and clustermesh-controller with podman, docker or buildah.
     Images(images::Args),
     /// Write crds/ from the API types.
-    Crds(Drift),
+    Crds(GeneratedArgs),
     /// Write the manifests in deploy/.
-    Manifests(Drift),
+    Manifests(GeneratedArgs),
     /// Write docs/threats-index.md from the tags in the tests.
-    Threats(Drift),
+    Threats(GeneratedArgs),
     /// Check the dependencies: imports against ARCHITECTURE.md, licences, and crates in several versions.
     Deps,
 }
 
+/// Arguments of the commands that write generated files.
 #[derive(Debug, clap::Args)]
-struct Drift {
+struct GeneratedArgs {
     /// Change nothing; fail if a file differs from what would be written.
     #[arg(long)]
     check: bool,
@@ -79,9 +80,9 @@ fn main() -> anyhow::Result<()> {
         Command::Tools => tools::run(),
         Command::Vm(args) => vm::run(args),
         Command::Images(args) => images::run(&args),
-        Command::Crds(Drift { check }) => crds::run(check),
-        Command::Manifests(Drift { check }) => manifests::run(check),
-        Command::Threats(Drift { check }) => threats::run(check),
+        Command::Crds(GeneratedArgs { check }) => crds::run(check),
+        Command::Manifests(GeneratedArgs { check }) => manifests::run(check),
+        Command::Threats(GeneratedArgs { check }) => threats::run(check),
         Command::Deps => deps::run(),
     }
 }

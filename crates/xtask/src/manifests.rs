@@ -52,7 +52,9 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
             continue;
         }
         if check {
-            stale.push(format!("deploy/{name} is not what crates/xtask/src/manifests.rs says"));
+            stale.push(format!(
+                "deploy/{name} differs from the output of crates/xtask/src/manifests.rs"
+            ));
         } else {
             fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
             println!("wrote deploy/{name}");

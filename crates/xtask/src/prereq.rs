@@ -110,7 +110,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());
-    // The checks run the programs above; without these, a failure would not be the kernel's.
+    // The checks run the programs above; without these, a failure would have another cause than the kernel.
     problems.extend(kernel_problems(root && missing.is_empty()));
     if problems.is_empty() {
         return Ok(());

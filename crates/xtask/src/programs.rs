@@ -13,9 +13,9 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A cargo command for this workspace, with the environment of a shell. `cargo run` sets variables about the running package, and ring's
-/// build script treats them as a change. If they stayed, ring and its dependents (rustls, kube, every program) would be rebuilt each time
-/// after a call from a shell.
+/// A cargo command for this workspace, without the variables that `cargo run` sets for this program (`CARGO_PKG_*`,
+/// `CARGO_MANIFEST_*`). ring's build script runs again if they change. With them, each change between a build by this program and one
+/// from a shell would rebuild ring and its dependents (rustls, kube, every program).
 pub fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
@@ -69,13 +69,13 @@ fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
     // The whole workspace, as in `cargo test`: with other features, dependencies would be built twice.
     show(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
     // Cargo puts the programs next to this one.
-    let program = std::env::current_exe().context("where this program is")?;
+    let program = std::env::current_exe().context("find the path of this program")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())
 }
 
 /// The target directory in which this program was built.
 pub fn target() -> anyhow::Result<PathBuf> {
-    let program = std::env::current_exe().context("where this program is")?;
+    let program = std::env::current_exe().context("find the path of this program")?;
     let target = program.ancestors().nth(2);
     Ok(target.context("a program without a target directory")?.to_owned())
 }
@@ -105,7 +105,7 @@ pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Re
         .args(["--root", &text(&unfinished)?])
         .env("CARGO_TARGET_DIR", unfinished.join("target"));
     show(&mut install)?;
-    std::fs::remove_dir_all(unfinished.join("target")).context("remove what it was built from")?;
+    std::fs::remove_dir_all(unfinished.join("target")).context("remove the build directory")?;
     std::fs::rename(&unfinished, &directory).with_context(|| format!("rename to {}", directory.display()))?;
     if !path.exists() {
         bail!("{package} {version} has no program {program}");

@@ -80,10 +80,10 @@ async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
 async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
     let long = "x".repeat(1000);
     let (answer, event) = (OverBudget::Answer(MAX_ANSWER), OverBudget::Event(MAX_ANSWER));
-    let of = |second| [(Some(answer), 4), (Some(second), 4), (Some(answer), 4)];
-    assert_eq!(verdicts(200, &long).await, of(event));
+    let with_second = |second| [(Some(answer), 4), (Some(second), 4), (Some(answer), 4)];
+    assert_eq!(verdicts(200, &long).await, with_second(event));
     // The body of an error has the limit of a response, also for a watch.
-    assert_eq!(verdicts(500, &long).await, of(answer));
+    assert_eq!(verdicts(500, &long).await, with_second(answer));
 }
 
 // threat: endless-answer

@@ -149,8 +149,9 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
 /// Why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
 /// A network that contains an address of this node or of the API server is accepted only if a PeerPolicy declares it as a network of
-/// the member: a worker that is a virtual machine in the other cluster has its own address and its API server there. Destinations
-/// that the underlay needs then get `throw` routes. A network that is only such an address (/32 or /128) is never accepted.
+/// the member: if this node is a virtual machine inside the other cluster, its own address and its API server lie in that cluster's
+/// networks. Destinations that the underlay needs then get `throw` routes. A network that is only such an address (/32 or /128) is
+/// never accepted.
 fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
@@ -173,10 +174,13 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
             ),
         ));
     }
-    let declared = |alone: bool| !alone && covered(net, networks);
+    let is_declared = |is_host: bool| !is_host && covered(net, networks);
     let wireguard = node.wireguard_ips.iter().copied().find(|a| net.contains(a));
     let own = node.addresses.iter().chain(&node.underlay_addresses).copied();
-    let own = wireguard.or_else(|| own.into_iter().find(|a| net.contains(a) && !declared(*net == host(*a))));
+    let own = wireguard.or_else(|| {
+        own.into_iter()
+            .find(|a| net.contains(a) && !is_declared(*net == host(*a)))
+    });
     if let Some(own) = own {
         return Some((
             Reason::OwnNodeAddress,
@@ -186,7 +190,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
         ));
     }
     let mut api = inputs.api_servers.iter().map(|a| a.ip().to_canonical());
-    if let Some(api) = api.find(|a| net.contains(a) && !declared(*net == host(*a))) {
+    if let Some(api) = api.find(|a| net.contains(a) && !is_declared(*net == host(*a))) {
         return Some((
             Reason::ApiServerAddress,
             format!(

@@ -356,7 +356,7 @@ fn masqueraded_member_publishes_only_wireguard_addresses() {
 }
 
 #[test]
-fn anchored_pod_network_closes_no_pod_cidr_of_other_nodes() {
+fn anchored_pod_cidrs_of_other_nodes_are_not_closed() {
     let mut inputs = hub_node();
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
     policy_of(&mut inputs).anchored = nets(&["10.101.0.0/16"]);
@@ -443,14 +443,14 @@ fn policy_that_allows_everything_allows_unicast_only() {
     policy_of(&mut inputs).allow = everything.into();
     let before = compile(&hub_node()).firewall;
     let after = compile(&inputs).firewall;
-    let closed = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, never: &[&str]| {
-        let of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
+    let closed = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, not_unicast: &[&str]| {
+        let targets_of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
             pairs.iter().filter(|(s, _)| *s == source).map(|(_, to)| *to).collect()
         };
         let sources: BTreeSet<IpNet> = after.iter().map(|(source, _)| *source).collect();
         for source in sources {
-            let own: BTreeSet<IpNet> = of(before, source);
-            assert_eq!(of(after, source), &own | &nets(never), "from {source}");
+            let own: BTreeSet<IpNet> = targets_of(before, source);
+            assert_eq!(targets_of(after, source), &own | &nets(not_unicast), "from {source}");
         }
     };
     let v4 = [
@@ -469,7 +469,7 @@ fn policy_that_allows_everything_allows_unicast_only() {
 }
 
 #[test]
-fn without_peers_and_policies_only_the_table_is_written() {
+fn node_without_peers_gets_addresses_and_no_routes() {
     let got = compile(&Inputs {
         peers: vec![],
         policies: BTreeMap::new(),

@@ -133,7 +133,7 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         "into the tunnel",
     );
     add_rule(&mut out, "oifname \"lo\" accept", "loopback");
-    out.push_str("    # Only our two bits: Cilium adds its own to what the host sends, in filter output.\n");
+    out.push_str("    # Matches only our two mark bits: Cilium sets other bits in the mark of packets from the host, in filter output.\n");
     add_rule(
         &mut out,
         &format!(
@@ -147,8 +147,8 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         "reply to an underlay connection",
     );
     out.push_str(
-        "    # For neighbours on the underlay's link whose addresses lie in the mesh, as hub pods are for a worker in the hub. These
-    # packets do what ARP does for IPv4: they are never forwarded, and answered without a look at routes.
+        "    # A neighbour on the underlay's link may have an address in the mesh: for a worker in the hub, pods of the hub are such
+    # neighbours. These packets are what ARP is for IPv4. They are never forwarded, and no route is looked up for the answer.
 ",
     );
     add_rule(
@@ -165,7 +165,7 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         );
     }
     out.push_str(
-        "    # When a prefix leaves the mesh, conntrack still keeps the published source of its connections.\n",
+        "    # When a prefix is removed from the mesh, conntrack still has its connections, with the published source as translated.\n",
     );
     add_rule(
         &mut out,
@@ -192,7 +192,7 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
     add_rule_pair(
         &mut out,
         &format!("ct direction reply {from_tunnel} {{ip}} saddr @served{{n}} accept"),
-        "reply of an anchor: its source is the ClusterIP again",
+        "reply of an anchor: conntrack has restored the ClusterIP as its source",
     );
     add_rule_pair(
         &mut out,

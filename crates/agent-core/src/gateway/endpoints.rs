@@ -95,13 +95,13 @@ pub(super) fn resolve(
     }
     resolved.standing = ready.union(&draining).copied().collect();
     for v6 in [false, true] {
-        let of = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
+        let of_this_family = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
             all.iter().filter(|socket| socket.is_ipv6() == v6).copied().collect()
         };
         // As kube-proxy does: if none is ready, terminating ones take new connections.
-        let chosen = Some(of(&ready))
+        let chosen = Some(of_this_family(&ready))
             .filter(|all| !all.is_empty())
-            .unwrap_or_else(|| of(&draining));
+            .unwrap_or_else(|| of_this_family(&draining));
         if v6 {
             resolved.balancer.v6 = chosen;
         } else {

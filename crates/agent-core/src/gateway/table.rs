@@ -54,7 +54,7 @@ pub struct Frame {
     pub endpoint_connections: Option<NonZeroU32>,
 }
 
-/// A grant: what a port of the gateway leads to.
+/// A grant: the endpoints behind a port of the gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
     /// The mark of its connections.

@@ -43,9 +43,9 @@ pub fn to_core(service: &Service) -> observe::Service {
     }
 }
 
-/// The IP families of a Service. One with a dual-stack policy counts as having both: if the cluster has only one family, another update
-/// would not change that. A Service that does not exist yet will get the first family of its cluster; IPv4 is assumed, and if that is
-/// wrong, the next pass sees it.
+/// The IP families of a Service. A Service with a dual-stack policy counts as having both, even if its cluster has only one: an update
+/// cannot add a family that the cluster lacks, so none is sent. A Service that does not exist yet will get the first family of its
+/// cluster; IPv4 is assumed, and if that is wrong, the next pass corrects it.
 fn service_families(spec: Option<&ServiceSpec>) -> Families {
     let policy = spec.and_then(|s| s.ip_family_policy.as_deref());
     if policy.is_some_and(|policy| policy != "SingleStack") {

@@ -45,21 +45,24 @@ fn nodes_with_address(
         // No Peer can be written there.
         return found;
     }
-    for (target, of) in target_plans(plan, holder) {
-        let peers = target.peers.values().filter(|peer| of(&peer.source) == Some(source));
-        let carry = peers.filter(|peer| peer.spec.allowed_ips.iter().any(|net| net.contains(&address)));
-        found.extend(carry.map(|peer| peer.node.clone()));
+    for (target, resolve) in target_plans(plan, holder) {
+        let peers = target
+            .peers
+            .values()
+            .filter(|peer| resolve(&peer.source) == Some(source));
+        let containing = peers.filter(|peer| peer.spec.allowed_ips.iter().any(|net| net.contains(&address)));
+        found.extend(containing.map(|peer| peer.node.clone()));
     }
     found
 }
 
 fn planned_policies<'p>(plan: &'p Plan, holder: &'p ClusterIdentity, source: &ClusterIdentity) -> Vec<&'p PolicySpec> {
     let mut found = Vec::new();
-    for (target, of) in target_plans(plan, holder) {
+    for (target, resolve) in target_plans(plan, holder) {
         let policies = target
             .policies
             .values()
-            .filter(|policy| of(&policy.source) == Some(source));
+            .filter(|policy| resolve(&policy.source) == Some(source));
         found.extend(policies.map(|policy| &policy.spec));
     }
     found
@@ -77,8 +80,8 @@ fn addresses(member: &Member) -> BTreeSet<IpAddr> {
         .collect()
 }
 
-/// Whether a sandbox reaches the port through a gateway: a planned SandboxAccess grants it, and a Peer contains the gateway's
-/// address, if the SandboxAccess exists already.
+/// Whether a sandbox reaches the port through a gateway: a planned SandboxAccess grants it, and a planned Peer contains the gateway's
+/// address. The Peer is not needed while the SandboxAccess does not exist yet.
 fn enters_through_gateway(
     plan: &Plan,
     member: &Member,
@@ -87,27 +90,27 @@ fn enters_through_gateway(
     port: (Protocol, u16),
 ) -> bool {
     let accesses = || {
-        target_plans(plan, &to.cluster).flat_map(|(target, of)| {
+        target_plans(plan, &to.cluster).flat_map(|(target, resolve)| {
             let of_source = target
                 .accesses
                 .values()
-                .filter(move |access| of(&access.source) == Some(&from.cluster));
+                .filter(move |access| resolve(&access.source) == Some(&from.cluster));
             of_source.map(|access| &access.spec)
         })
     };
-    let stands = accesses().any(|planned| {
+    let access_exists = accesses().any(|planned| {
         let mut existing = member.accesses.iter().flat_map(|existing| existing.values());
         existing.any(|access| access.spec.as_ref().is_ok_and(|spec| spec.id == planned.id))
     });
     let peers = target_plans(plan, &from.cluster).flat_map(|(target, _)| target.peers.values());
-    let carried = peers
+    let has_peer = peers
         .into_iter()
         .any(|peer| peer.spec.allowed_ips.contains(&to.address.into()));
-    let here = member
+    let is_gateway = member
         .gateways
         .values()
         .any(|gateway| gateway.addresses.contains(&to.address));
-    here && accesses().any(|access| access.grants.contains_key(&port)) && (carried || !stands)
+    is_gateway && accesses().any(|access| access.grants.contains_key(&port)) && (has_peer || !access_exists)
 }
 
 /// Whether the planned objects admit a packet with one of these source addresses to its destination.
@@ -120,13 +123,13 @@ fn is_open(
     port: (Protocol, u16),
 ) -> bool {
     let nodes = nodes_with_address(scenario, plan, &from.cluster, &to.cluster, to.address);
-    let shut = planned_policies(plan, &from.cluster, &to.cluster)
+    let is_closed = planned_policies(plan, &from.cluster, &to.cluster)
         .into_iter()
         .any(|spec| spec.closed && spec.networks.iter().any(|net| net.contains(&to.address)));
     let Some(member) = scenario.seen.members[&to.cluster].last() else {
         return false;
     };
-    if nodes.is_empty() || shut {
+    if nodes.is_empty() || is_closed {
         return enters_through_gateway(plan, member, from, to, port);
     }
     sources.iter().any(|source| {
@@ -138,7 +141,7 @@ fn is_open(
             .into_iter()
             .filter(of_source)
             .collect();
-        let any = |says: &dyn Fn(&PolicySpec) -> bool| specs.iter().any(|spec| says(spec));
+        let any = |matches: &dyn Fn(&PolicySpec) -> bool| specs.iter().any(|spec| matches(spec));
         if port.0 == Protocol::Tcp && any(&|spec| spec.deny.contains(&(to.address, port.1).into())) {
             return false;
         }
@@ -279,9 +282,9 @@ fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination)
     Explainer::new(meshes, seen, &Settings::default(), &TestNaming, plan).explain(from, to)
 }
 
-/// Whether the Peer of another node contains the address of `from`, because kg uses location granularity: which one is decided by
-/// the planner, so it is not checked here.
-fn is_led(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> bool {
+/// Whether the address of `from` is in the Peer of another node, the leader of its location (kg with location granularity). The
+/// planner chooses the leader, so this model cannot check it.
+fn is_behind_leader(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> bool {
     let Some(address) = from.address else { return false };
     let nodes = scenario.seen.members[&from.cluster].last().map(|member| &member.nodes);
     let located = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
@@ -306,7 +309,7 @@ proptest! {
                 && has_crd(&to.cluster)
                 && is_open(&scenario, &plan, &arriving_sources(&scenario, &plan, from, to), from, to, to.port.unwrap());
             match answer.verdict() {
-                Verdict::Allowed if is_led(&scenario, &plan, from, to) => {}
+                Verdict::Allowed if is_behind_leader(&scenario, &plan, from, to) => {}
                 Verdict::Allowed => prop_assert!(opens, "no object allows {from:?} -> {to:?}: {answer:?}"),
                 Verdict::Denied => prop_assert!(!opens, "the objects allow {from:?} -> {to:?}: {answer:?}"),
                 Verdict::Unknown => {

@@ -18,13 +18,13 @@ use crate::{
 /// Objects in one page.
 const PAGE_SIZE: u32 = 500;
 
-/// Pages of one list, at most. A hostile API server can return empty pages, each with a token for the next one, without end.
+/// At most this many pages of one list are read. A hostile API server can return empty pages, each with a token for the next one, without end.
 const MAX_PAGES: usize = 400;
 
 /// For all lists of one cluster.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Notes on one cluster, at most.
+/// At most this many notes on one cluster are kept.
 const MAX_NOTES: usize = 20;
 
 /// The longest name that Kubernetes allows for an object or a namespace.

@@ -72,7 +72,7 @@ struct Skipped {
     message: String,
 }
 
-/// The desired objects of a mesh in one member, and the changes that lead there.
+/// The desired objects of a mesh in one member, and the changes that produce them.
 #[derive(Debug, Serialize)]
 struct Target {
     cluster: String,

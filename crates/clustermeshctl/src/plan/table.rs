@@ -18,7 +18,7 @@ use clustermesh_core::{
 use super::PlanResult;
 use crate::page;
 
-/// Items of a list that are printed, at most.
+/// At most this many items of a list are printed.
 const MAX_ITEMS: usize = 24;
 
 /// Renders the whole plan.

@@ -33,7 +33,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(90);
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
 /// For the deletion at the end.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The size of all arguments of one Job in bytes, at most. etcd accepts objects of 1.5 MiB.
+/// The largest size of all arguments of one Job, in bytes. etcd accepts objects of 1.5 MiB.
 const MAX_ARGUMENTS: usize = 1 << 20;
 
 /// One Job that probes from one source.
@@ -362,7 +362,7 @@ async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     })
 }
 
-/// Parses the log of a pod. It must end with the line that tells the number of answers.
+/// Parses the log of a pod. Its last line must be the number of answers.
 fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     let mut answers = BTreeMap::new();
     let mut expected = None;

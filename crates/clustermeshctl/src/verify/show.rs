@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{args::Output, page, problem::Problem};
 
-/// Findings of one kind in the table, at most. JSON and YAML have all.
+/// The table has at most this many findings of one kind. JSON and YAML have all.
 const MAX_LINES: usize = 40;
 
 /// Renders the report in the requested format.

@@ -193,7 +193,7 @@ fn add_pod(sockets: &mut Collector, name: &ObjectName, pod: &Pod) {
             let socket = Socket {
                 what: format!("pod {name}"),
                 node: spec.node_name.clone(),
-                // A declared port does not tell on which address a process listens. In the host network it may be only the
+                // A declared port does not show on which address a process listens. In the host network it may be only the
                 // loopback address.
                 should_answer: is_ready && spec.host_network != Some(true),
                 ..Socket::default()
@@ -258,7 +258,7 @@ fn add_service(
             sockets.add(*at, number, socket("ClusterIP", at, None));
         }
         for at in &load_balancer_addresses {
-            // The objects do not tell from where such an address is reachable.
+            // The objects do not show from where such an address is reachable.
             let may_be_silent = Socket {
                 should_answer: false,
                 ..socket("load-balancer address", at, None)
@@ -285,7 +285,7 @@ fn cluster_ips(service: &Service) -> BTreeSet<IpAddr> {
     texts.filter_map(|text| address(text)).collect()
 }
 
-/// Returns the addresses and ports of gateways that lead a sandbox to one port of a Service.
+/// Returns the addresses and ports of gateways at which a sandbox reaches one port of a Service.
 fn gateway_backends(
     to: &ReadCluster,
     sandbox: &str,

@@ -33,7 +33,7 @@ async fn planned() -> PlanResult {
 }
 
 /// The results from a pod with this address if the hub's sockets answer with `answer`. Only the routes to 10.244.1.20 and, from the
-/// sandbox, to the gateway lead into the tunnel.
+/// sandbox, to the gateway are routes into the tunnel.
 fn row(
     outcome: &PlanResult,
     (cluster, node, pod): (&str, &str, &str),

@@ -104,7 +104,7 @@ impl Fixture {
                 let sent = request.into_body().collect_bytes().await.expect("a body");
                 let name = serde_json::from_slice::<Value>(&sent).unwrap_or_default()["metadata"]["name"].clone();
                 let name = name.as_str().or(path.rsplit('/').next()).unwrap_or_default();
-                log.lock().expect("sound").push(format!("{method} {name}"));
+                log.lock().expect("not poisoned").push(format!("{method} {name}"));
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 let (code, body) = answer(method.as_str(), &path);
                 let body = body.unwrap_or_else(|| {
@@ -160,7 +160,7 @@ impl Fixture {
     }
 
     fn requests(&self) -> Vec<String> {
-        self.requests.lock().expect("sound").clone()
+        self.requests.lock().expect("not poisoned").clone()
     }
 }
 
@@ -197,13 +197,13 @@ async fn sources_take_turns() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let requests = fixture.requests();
     assert_eq!(requests.len(), 300);
-    let of = |source: &str| {
+    let count_of = |source: &str| {
         requests[..90]
             .iter()
             .filter(|line| line.contains(&format!("{source}-")))
             .count()
     };
-    assert_eq!((of("a"), of("b"), of("c")), (30, 30, 30));
+    assert_eq!((count_of("a"), count_of("b"), count_of("c")), (30, 30, 30));
 }
 
 // threat: restless-nodes
@@ -217,10 +217,10 @@ async fn source_with_many_steps_is_paced_alone() {
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(20)).await;
     let requests = fixture.requests();
-    let of = |source: &str| requests.iter().filter(|line| line.contains(source)).count();
-    assert_eq!(of("other"), 900);
+    let count_of = |source: &str| requests.iter().filter(|line| line.contains(source)).count();
+    assert_eq!(count_of("other"), 900);
     // A burst of a thousand, then fifty a second for 20 s.
-    assert!((1980..=2010).contains(&of("rotator")), "{}", of("rotator"));
+    assert!((1980..=2010).contains(&count_of("rotator")), "{}", count_of("rotator"));
 }
 
 // threat: restless-nodes

@@ -18,9 +18,9 @@ use crate::api_error;
 /// Objects in the first page of a list; with Nodes about 1 MB. A page over the budget is requested again with half as many
 /// objects, down to one. So the limit for one answer is no limit for the number of objects.
 const PAGE_SIZE: u32 = 50;
-/// Objects of one kind, at most. Without a limit a hostile API server could send objects forever.
+/// At most this many objects of one kind are read. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
-/// Pages of one list, at most. They may be almost empty.
+/// At most this many pages of one list are read. They may be almost empty.
 const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
 /// The longest `continue` token. We send it back in the URL.
 const MAX_TOKEN: usize = 16 * 1024;

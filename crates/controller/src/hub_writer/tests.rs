@@ -41,11 +41,11 @@ impl TestHub {
                 let line = format!("{} {path}", request.method());
                 let sent = request.into_body().collect_bytes().await.expect("a body");
                 let sent: serde_json::Value = serde_json::from_slice(&sent).unwrap_or_default();
-                log.lock().expect("sound").push((line, sent.clone()));
+                log.lock().expect("not poisoned").push((line, sent.clone()));
                 tokio::time::sleep(delay).await;
                 let body = if code == 200 && path.contains("clustermeshes") {
                     let name = path.split('/').nth(7).expect("a name").to_owned();
-                    let mut objects = objects.lock().expect("sound");
+                    let mut objects = objects.lock().expect("not poisoned");
                     let new = || mesh(&name, &serde_json::Value::Null);
                     let object: &mut serde_json::Value = objects.entry(name.clone()).or_insert_with(new);
                     if path.ends_with("/status") {
@@ -121,9 +121,9 @@ impl TestHub {
         (id(name), desired)
     }
 
-    /// A summary of each request so far: the last part of its path and the reason, or the number of finalizers, that it sent.
+    /// A summary of each request so far: the last part of its path, and the reason or the number of finalizers in its body.
     fn requests(&self) -> Vec<String> {
-        let requests = self.requests.lock().expect("sound");
+        let requests = self.requests.lock().expect("not poisoned");
         let summaries = requests.iter().map(|(line, sent)| {
             let reason = sent["status"]["conditions"][0]["reason"]
                 .as_str()
@@ -143,7 +143,7 @@ async fn seconds(seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn report_while_the_hub_is_slow_is_replaced_by_the_last() {
+async fn slow_hub_gets_only_the_newest_report() {
     let hub = TestHub::new(&["m"], 200, Duration::from_secs(3));
     let writer = hub.writer();
     for reason in ["First", "Second", "Third"] {
@@ -219,7 +219,7 @@ async fn status_that_always_changes_is_written_every_five_seconds() {
         writer.publish([hub.desired("m", None, Some(reason))].into());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let requests = hub.requests.lock().expect("sound");
+    let requests = hub.requests.lock().expect("not poisoned");
     let count = |part: &str| requests.iter().filter(|(line, _)| line.contains(part)).count();
     let (statuses, events) = (count("/status"), count("/events"));
     // A burst of ten, then one every 5 s for 100 s.

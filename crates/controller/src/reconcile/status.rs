@@ -28,10 +28,10 @@ use crate::{
     hub_writer::{Desired, HubWriter},
     metrics::{Entry, EntryGauges, Metrics},
     outdated_agents::OutdatedAgents,
-    report::{Facts, ReportInput, build_report},
+    report::{MemberFacts, ReportInput, build_report},
 };
 
-/// How long a report waits for writes in flight, at most.
+/// The longest time that a report waits for writes in flight.
 const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
 /// The message for an entry with accepted networks that the spec does not contain any more.
@@ -194,7 +194,7 @@ impl Reconciler {
         plan: &MeshPlan,
         object: &ClusterMesh,
         now: &Time,
-    ) -> BTreeMap<String, Facts> {
+    ) -> BTreeMap<String, MemberFacts> {
         let mut facts = BTreeMap::new();
         for (entry, identity) in &plan.identities {
             let Some(member) = self.members.get(identity) else {
@@ -244,7 +244,7 @@ impl Reconciler {
             }
             facts.insert(
                 entry.clone(),
-                Facts {
+                MemberFacts {
                     is_fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),

@@ -107,7 +107,7 @@ fn removed_cluster_or_deleted_mesh_is_cleaned_up() {
 }
 
 #[test]
-fn secret_with_one_working_key_is_used_through_that_key() {
+fn objects_are_deleted_through_the_key_that_the_entry_names() {
     let key = |key: &str| ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "s".into(),

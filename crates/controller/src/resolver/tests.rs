@@ -51,7 +51,7 @@ async fn unanswered_names_do_not_delay_other_members() {
     names.send_replace(wanted);
     changed.notified().await;
     assert!(added.elapsed() <= LOOKUP_TIMEOUT, "{:?}", added.elapsed());
-    let resolved: Vec<(String, IpAddr)> = addresses.lock().expect("sound").clone().into_iter().collect();
+    let resolved: Vec<(String, IpAddr)> = addresses.lock().expect("not poisoned").clone().into_iter().collect();
     assert_eq!(
         resolved,
         [("node.example".to_owned(), "192.0.2.7".parse().expect("an address"))]
@@ -61,7 +61,7 @@ async fn unanswered_names_do_not_delay_other_members() {
     // No name is wanted any more.
     names.send_replace(NamesByMember::new());
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert!(addresses.lock().expect("sound").is_empty());
+    assert!(addresses.lock().expect("not poisoned").is_empty());
 }
 
 #[test]

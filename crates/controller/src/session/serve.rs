@@ -24,7 +24,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone());
         connection.unresponsive = None;
-        // The new client may lead to another cluster, to which the old UID does not belong.
+        // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;
     });
     shared.tables.mark_unconfirmed();

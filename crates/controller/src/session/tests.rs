@@ -50,7 +50,7 @@ impl http_body::Body for Answer {
 
 impl Server {
     async fn answer(&self, path: String) -> Response<Answer> {
-        let latency = *self.latency.lock().expect("sound");
+        let latency = *self.latency.lock().expect("not poisoned");
         tokio::time::sleep(latency).await;
         let answer = |status: u16, body: serde_json::Value| {
             let body = Answer(Some(format!("{body}\n").into()));
@@ -62,7 +62,7 @@ impl Server {
                 json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": "", "message": ""}),
             )
         };
-        let forbidden_path = self.forbidden_path.lock().expect("sound").clone();
+        let forbidden_path = self.forbidden_path.lock().expect("not poisoned").clone();
         if path == "/version" {
             self.probes.fetch_add(1, Ordering::Relaxed);
             match self.version.load(Ordering::Relaxed) {
@@ -192,7 +192,7 @@ async fn unresponsive_server_is_later_watched_without_a_list() {
 #[tokio::test(start_paused = true)]
 async fn interest_that_is_dropped_and_restored_is_followed() {
     let server = Arc::new(Server::default());
-    *server.latency.lock().expect("sound") = Duration::from_secs(2);
+    *server.latency.lock().expect("not poisoned") = Duration::from_secs(2);
     let (session, _task) = session(&server);
     session.set_interest(&services_of("team"));
     seconds(13).await;
@@ -221,7 +221,7 @@ async fn interest_that_is_dropped_and_restored_is_followed() {
 #[tokio::test(start_paused = true)]
 async fn forbidden_namespace_leaves_the_member_fresh() {
     let server = Arc::new(Server::default());
-    *server.forbidden_path.lock().expect("sound") = "/namespaces/team/".into();
+    *server.forbidden_path.lock().expect("not poisoned") = "/namespaces/team/".into();
     let (session, _task) = session(&server);
     let mut interest = services_of("team");
     interest.services.extend(services_of("open").services);
@@ -232,12 +232,12 @@ async fn forbidden_namespace_leaves_the_member_fresh() {
         panic!("{:?}", session.observe().trouble());
     };
     let why = |what: &str| format!("the account may not list and watch {what} in namespace team (403)");
-    let of = |what: &str| [("team".to_owned(), why(what))].into();
+    let unlisted = |what: &str| [("team".to_owned(), why(what))].into();
     assert_eq!(
         member.unlisted,
         Unlisted {
-            services: of("services"),
-            pods: of("pods"),
+            services: unlisted("services"),
+            pods: unlisted("pods"),
         }
     );
 }

@@ -189,21 +189,24 @@ fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
 // threat: mesh-without-local
 #[test]
 fn mesh_without_local_entry_obeys_namespace_rights() {
-    let of = |hub: &HubNamespaces, namespace, profile| reason(hub, &without_local(namespace, profile));
+    let refusal = |hub: &HubNamespaces, namespace, profile| reason(hub, &without_local(namespace, profile));
     let default = hub(&[]);
-    assert_eq!(of(&default, "own", Profile::ClusterMeshed), None);
+    assert_eq!(refusal(&default, "own", Profile::ClusterMeshed), None);
     assert_eq!(
-        of(&default, "other", Profile::ClusterMeshed),
+        refusal(&default, "other", Profile::ClusterMeshed),
         Some("NamespaceNotAllowed")
     );
     let confined = hub(&["t=sandbox,100.80.0.0/16"]);
-    assert_eq!(of(&confined, "t", Profile::Sandbox), None);
-    assert_eq!(of(&confined, "t", Profile::ClusterMeshed), Some("ProfileNotAllowed"));
+    assert_eq!(refusal(&confined, "t", Profile::Sandbox), None);
+    assert_eq!(
+        refusal(&confined, "t", Profile::ClusterMeshed),
+        Some("ProfileNotAllowed")
+    );
     let wide = allowed(without_local("t", Profile::Sandbox), 0, &["10.9.0.0/16"]);
     assert_eq!(reason(&confined, &wide), Some("NetworksNotAllowed"));
 
     let members = rights(&[], &["t,100.80.0.0/16"], &["10.1.0.0/16"]);
-    assert_eq!(of(&members, "t", Profile::ClusterMeshed), None);
+    assert_eq!(refusal(&members, "t", Profile::ClusterMeshed), None);
     assert_eq!(
         reason(&members, &mesh("t", Profile::ClusterMeshed)),
         Some("LocalNotAllowed")
@@ -212,7 +215,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
     let why = message(&members, &wide);
     assert!(why.ends_with("--member-namespace=t,CIDR,..."), "{why}");
     // `--member-namespace` does not change the rights of the controller's own namespace.
-    assert_eq!(of(&members, "own", Profile::ClusterMeshed), None);
+    assert_eq!(refusal(&members, "own", Profile::ClusterMeshed), None);
     assert_eq!(reason(&members, &mesh("own", Profile::ClusterMeshed)), None);
 }
 
@@ -251,9 +254,9 @@ fn restricted_namespace_grants_only_its_own_services() {
     let confined = |flags: &[&str], namespace: &str| {
         let mut mesh = mesh(namespace, Profile::Sandbox);
         hub(flags).confine(&mut mesh);
-        let of: Vec<Option<String>> = mesh.clusters.into_iter().map(|entry| entry.confined_to).collect();
-        assert_eq!(of[1], None);
-        of[0].is_some()
+        let confined: Vec<Option<String>> = mesh.clusters.into_iter().map(|entry| entry.confined_to).collect();
+        assert_eq!(confined[1], None);
+        confined[0].is_some()
     };
     assert!(confined(&["t=sandbox"], "t") && confined(&["t=standard"], "t") && confined(&["*=sandbox"], "any"));
     assert!(!confined(&["t"], "t") && !confined(&[], "own") && !confined(&["*=sandbox", "t"], "t"));

@@ -156,7 +156,7 @@ pub(super) fn assign(
 }
 
 /// The rendezvous weight of a node. The standard hasher with fixed keys gives the same value in every run of one build. That is
-/// enough, because an existing assignment is kept whatever the weights are.
+/// enough, because an existing assignment is kept, even if the weights change with the next build.
 fn weight(node: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     node.hash(&mut hasher);

@@ -248,7 +248,7 @@ pub(super) fn choose_for_gateway(
 /// Chooses the endpoint candidates of a node, best first. If an explicit annotation has an address to which this target must not
 /// send, the node is refused in this target.
 ///
-/// Explicit endpoints come first whatever their family, because the target's Nodes may not list all of their addresses. The
+/// Explicit endpoints come first, whatever their family is, because the target's Nodes may not list all of their addresses. The
 /// others are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();

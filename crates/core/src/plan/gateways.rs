@@ -321,9 +321,9 @@ impl<'a> MeshInputs<'a> {
         for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // The Services of this namespace are not known: existing grants for this Service are kept, and none is added.
-                let of = existing.into_iter().flat_map(|access| &access.grants);
-                let of = of.filter(|(_, port)| port.service == grant.service);
-                granted.extend(of.map(|((protocol, _), port)| (*protocol, port.clone())));
+                let ports = existing.into_iter().flat_map(|access| &access.grants);
+                let ports = ports.filter(|(_, port)| port.service == grant.service);
+                granted.extend(ports.map(|((protocol, _), port)| (*protocol, port.clone())));
                 continue;
             }
             let reach = Reach::Gateways(&no_gateways);

@@ -43,14 +43,14 @@ pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> 
         return Err(NotConnected::SameCluster);
     }
     let both = [source, target];
-    let of = |profile| {
+    let members_with = |profile| {
         both.iter()
             .filter(move |mesh_member| mesh_member.cluster.profile == profile)
     };
-    if let Some(mesh_member) = of(Profile::Standard).next() {
+    if let Some(mesh_member) = members_with(Profile::Standard).next() {
         return Err(NotConnected::Standard(mesh_member.cluster.name.clone()));
     }
-    if of(Profile::Sandbox).count() == 2 {
+    if members_with(Profile::Sandbox).count() == 2 {
         return Err(NotConnected::Sandboxes);
     }
     if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.can_connect) {

@@ -76,11 +76,11 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                         .map(|(network, owner)| (network, (owner, address))),
                 );
             }
-            if let Some(transit) = transit(view) {
+            if let Some(kg_network) = kg_network(view) {
                 let inside = networks
-                    .entry(transit)
-                    .or_insert_with(|| listed.inside(transit).collect());
-                hits.extend(inside.iter().map(|(network, owner)| (*network, (*owner, transit))));
+                    .entry(kg_network)
+                    .or_insert_with(|| listed.inside(kg_network).collect());
+                hits.extend(inside.iter().map(|(network, owner)| (*network, (*owner, kg_network))));
             }
             for (network, (owner, address)) in hits
                 .into_iter()
@@ -113,8 +113,8 @@ fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     addresses.map(|address| IpNet::from(*address)).chain(wireguard)
 }
 
-/// The WireGuard network of kg: kg routes all of it into its own interface.
-fn transit(node: &Node) -> Option<IpNet> {
+/// The WireGuard network of a node of kg: kg routes all of it into its own interface.
+fn kg_network(node: &Node) -> Option<IpNet> {
     let claim = node.wireguard_ip.value().filter(|_| node.server != Server::Agent)?;
     (claim.prefix_len() < claim.max_prefix_len()).then(|| claim.trunc())
 }

@@ -68,7 +68,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         for (peer, observed) in &existing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
-            // A Peer that stays in the target whatever is planned keeps its key and prefixes. This is a foreign Peer (a
+            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (a
             // person's laptop), or one of ours whose source was not observed, or whose mesh is paused or does not exist.
             // Otherwise a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
@@ -127,8 +127,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let names = [false, true].map(|taken| self.inputs.naming.peer(mesh, source, node.node, taken));
         let unlabelled = names.into_iter().find(|name| {
             self.existing.get(&**name).is_some_and(|peer| {
-                let of = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
-                of == Ownership::Unlabelled
+                let ownership = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
+                ownership == Ownership::Unlabelled
                     && ownership::can_readopt(&peer.owner, mesh, source)
                     && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
             })

@@ -299,7 +299,7 @@ pub struct ClusterReport {
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
     /// network. Sorted by the age of the nodes.
     pub uncovered: Vec<Uncovered>,
-    /// Its profile is sandbox, by this mesh or by another one that is more restrictive.
+    /// Its profile is sandbox. If meshes differ, this is the most restrictive profile of all.
     pub sandbox: bool,
     /// Its nodes are connected to some other member. False for a sandbox without grants, for example.
     pub linked: bool,

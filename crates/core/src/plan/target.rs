@@ -268,7 +268,7 @@ impl<'a> MeshInputs<'a> {
             })
     }
 
-    /// Whether an existing Peer of another mesh stays whatever that mesh plans: the mesh is paused, or the Peer's source was not
+    /// Whether an existing Peer of another mesh stays regardless of the plan of that mesh: the mesh is paused, or the Peer's source was not
     /// observed since this controller started. `None` = it does not stay. `Some` contains the source's identity, if that mesh
     /// still names the source.
     pub(super) fn kept_source(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
@@ -399,9 +399,9 @@ impl<'a> MeshInputs<'a> {
     ) -> String {
         let readable = self.naming.policy(self.mesh, source, false);
         let ours = |owner| {
-            let of = ownership::of(owner, &self.seen.hub, self.claimants);
-            of == Ownership::Mesh(self.mesh)
-                || of == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
+            let ownership = ownership::of(owner, &self.seen.hub, self.claimants);
+            ownership == Ownership::Mesh(self.mesh)
+                || ownership == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
         };
         let foreign = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
             || self.used_names(target).policies.contains(&readable);

@@ -1,6 +1,6 @@
-//! Property tests for a hostile administrator of a sandbox, whose Nodes claim keys, addresses and prefixes of others, another
-//! cluster's UID, or number ten thousand. Objects for other members do not change, and the sandbox's own objects stay within its
-//! entry.
+//! Property tests for a hostile administrator of a sandbox: its Nodes claim keys, addresses and prefixes of others, its API server
+//! claims the UID of another cluster, or it has ten thousand Nodes. Objects for other members do not change, and the sandbox's own
+//! objects stay within its entry.
 
 use std::net::IpAddr;
 
@@ -218,10 +218,10 @@ fn ten_thousand_sandbox_nodes_do_not_affect_others() {
     let plan = planned(&attacked);
     assert_eq!(state_without_sandbox(&plan), before);
     let mesh = plan.meshes.values().next().unwrap();
-    let mut held = mesh.targets["c0"].accesses.values();
-    let held = held.find(|access| access.source == "c2").unwrap().spec.nodes.len();
+    let mut accesses = mesh.targets["c0"].accesses.values();
+    let served = accesses.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
     let many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
     // Only the oldest 5,000 Nodes are used. One of them is "a", which publishes nothing.
-    assert_eq!((held, many.count()), (4_999, 5_001));
+    assert_eq!((served, many.count()), (4_999, 5_001));
 }

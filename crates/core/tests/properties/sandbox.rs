@@ -66,10 +66,10 @@ proptest! {
         let plan = planned(&scenario);
         for mesh in plan.meshes.values() {
             for (name, target) in &mesh.targets {
-                let of = profile(&scenario, &mesh.identities[name]);
+                let target_profile = profile(&scenario, &mesh.identities[name]);
                 for peer in target.peers.values() {
                     prop_assert_ne!(profile(&scenario, &mesh.identities[&peer.source]), Profile::Sandbox);
-                    prop_assert!(of != Profile::Standard);
+                    prop_assert!(target_profile != Profile::Standard);
                 }
                 for policy in target.policies.values() {
                     let PolicySpec { sources, networks, allow, closed, .. } = &policy.spec;
@@ -79,7 +79,7 @@ proptest! {
                 }
                 for access in target.accesses.values() {
                     // Two sandboxes are never connected.
-                    prop_assert_eq!((of, profile(&scenario, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
+                    prop_assert_eq!((target_profile, profile(&scenario, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
                     let accepted = &mesh.clusters[&access.source].accepted;
                     let addresses = access.spec.nodes.values().flat_map(|node| &node.addresses);
                     for address in addresses {
@@ -97,9 +97,9 @@ proptest! {
         for mesh in plan.meshes.values() {
             for (_, target) in mesh.targets.iter().filter(|(name, _)| profile(&scenario, &mesh.identities[*name]) == Profile::Sandbox) {
                 for peer in target.peers.values() {
-                    let of = scenario.seen.members[&mesh.identities[&peer.source]].last().unwrap();
+                    let member = scenario.seen.members[&mesh.identities[&peer.source]].last().unwrap();
                     // Several gateways may publish one key; the Peer belongs to one of them.
-                    let mut gateways = of.gateways.values().filter(|gateway| gateway.public_key == peer.spec.public_key);
+                    let mut gateways = member.gateways.values().filter(|gateway| gateway.public_key == peer.spec.public_key);
                     let is_of_gateway = gateways.any(|gateway| {
                         peer.spec.allowed_ips.iter().all(|net| is_host(net) && gateway.addresses.contains(&net.addr()))
                     });

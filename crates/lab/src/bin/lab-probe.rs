@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 const USAGE: &str = "usage:
-  lab-probe serve ADDRESS              HTTP: says hello, who it is, and from whom the request came
+  lab-probe serve ADDRESS              HTTP: answers with its own name and the client's address
   lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses, so that each answers with its own
@@ -25,7 +25,7 @@ const USAGE: &str = "usage:
   lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
   lab-probe pause                      waits for ever
 ADDRESS is host:port; a server takes :port as any address.";
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -93,7 +93,7 @@ fn serve(address: &str) -> Outcome {
 }
 
 fn answer_http(mut stream: TcpStream) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut line = String::new();
     while reader.read_line(&mut line)? > 2 {
@@ -211,9 +211,9 @@ fn echoes(address: &SocketAddr) -> std::io::Result<()> {
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
     let mut last = format!("{address} has no address").into();
     for target in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&target, PATIENCE) {
+        match TcpStream::connect_timeout(&target, TIMEOUT) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
                 return Ok(stream);
             }
             Err(error) => last = error.into(),
@@ -291,12 +291,12 @@ fn udp_watch(address: &str) -> Outcome {
     }
 }
 
-/// Measures round trips. One that takes longer than `PATIENCE` is not printed.
+/// Measures round trips. One that takes longer than `TIMEOUT` is not printed.
 fn udp_trips(address: &str, seconds: f64) -> Outcome {
     let target: SocketAddr = address.parse()?;
     let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(target)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(TIMEOUT))?;
     let mut round_trips = Vec::new();
     let start = Instant::now();
     for number in 0_u64.. {
@@ -322,13 +322,13 @@ fn udp_trips(address: &str, seconds: f64) -> Outcome {
     Ok(())
 }
 
-/// Prints `lost` for a connection that is not established after `PATIENCE`.
+/// Prints `lost` for a connection that is not established after `TIMEOUT`.
 fn connect_watch(address: &str) -> Outcome {
     let target: SocketAddr = address.parse()?;
     loop {
         let began = now()?;
         std::thread::spawn(move || {
-            let opened = TcpStream::connect_timeout(&target, PATIENCE).is_ok();
+            let opened = TcpStream::connect_timeout(&target, TIMEOUT).is_ok();
             match now() {
                 Ok(now) if opened => println!("{began} {now}"),
                 _ => println!("{began} lost"),

@@ -1,10 +1,10 @@
-//! Gives every whole cluster its base: images, DNS, and the wait until its nodes are Ready.
+//! Prepares every cluster with nodes: writes the base images, installs DNS, and waits until the nodes are Ready.
 
 use k8s_openapi::api::core::v1 as core;
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 
-use super::{Cluster, Lab, PATIENCE};
+use super::{Cluster, Lab, TIMEOUT};
 use crate::{Error, ImageSpec, Result, run, wait_until};
 
 /// Applets of busybox that the test image has links for.
@@ -56,7 +56,7 @@ impl Cluster<'_> {
     pub async fn wait_for_nodes(&self) -> Result<()> {
         let api: Api<core::Node> = Api::all(self.client().await?);
         let what = format!("the nodes of {} to be Ready", self.plan().name);
-        wait_until(what, PATIENCE, async || {
+        wait_until(what, TIMEOUT, async || {
             let nodes = api
                 .list(&ListParams::default())
                 .await

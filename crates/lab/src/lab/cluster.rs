@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
-use super::{Lab, Node, PATIENCE};
+use super::{Lab, Node, TIMEOUT};
 use crate::command::{self, Output, argv};
 use crate::control_plane::AUDIT_LOG;
 use crate::{ClusterPlan, Error, Result, wait_until};
@@ -155,7 +155,7 @@ impl<'a> Cluster<'a> {
         Ok(all)
     }
 
-    /// Waits until the API server says ready.
+    /// Waits until the API server's `/readyz` succeeds.
     ///
     /// # Errors
     /// After three minutes, with its last answer.
@@ -166,7 +166,7 @@ impl<'a> Cluster<'a> {
             self.plan.name,
             self.api_log().display()
         );
-        wait_until(what, PATIENCE, async || {
+        wait_until(what, TIMEOUT, async || {
             let request = http_get("/readyz");
             // A server that is just starting may accept a connection and then not answer.
             match tokio::time::timeout(Duration::from_secs(5), client.request_text(request)).await {
@@ -189,9 +189,9 @@ impl<'a> Cluster<'a> {
     /// Waits for a Deployment, DaemonSet or StatefulSet (`deployment/web`) to be rolled out.
     ///
     /// # Errors
-    /// After three minutes, with what kubectl says.
+    /// After three minutes, with the output of kubectl.
     pub async fn rollout(&self, namespace: &str, object: &str) -> Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         self.kubectl(["rollout", "status", "-n", namespace, object, &timeout])
             .await
             .map(drop)

@@ -8,21 +8,21 @@ use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 
-use super::{Lab, PATIENCE, UNDERLAY};
+use super::{Lab, TIMEOUT, UNDERLAY};
 use crate::plan::NodeName;
 use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until};
 
 impl Lab {
-    /// The plan of node number `n` of a cluster. For a worker in a pod it waits until the carrying node has a pod
+    /// The plan of node number `n` of a cluster. For a worker in a pod it waits until the host node has a pod
     /// range.
     pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(cluster.node(n));
         };
-        let carrier = self.cluster(of);
-        let of = carrier.plan().node(*node);
-        let nodes: Api<Node> = Api::all(carrier.client().await?);
-        let range = wait_until(format!("the pod range of {}", of.name), PATIENCE, async || {
+        let host = self.cluster(of);
+        let of = host.plan().node(*node);
+        let nodes: Api<Node> = Api::all(host.client().await?);
+        let range = wait_until(format!("the pod range of {}", of.name), TIMEOUT, async || {
             let node = nodes.get(&of.name).await.map_err(|error| error.to_string())?;
             let range = node.spec.and_then(|spec| spec.pod_cidr).unwrap_or_default();
             range.parse().map_err(|_| format!("spec.podCIDR is {range:?}"))
@@ -31,7 +31,7 @@ impl Lab {
         Ok(cluster.node_in_pods(n, &of, range))
     }
 
-    /// Creates the Service of the API server in the carrying cluster. Does nothing for other clusters.
+    /// Creates the Service of the API server in the host cluster. Does nothing for other clusters.
     pub(super) async fn publish_api_to_pods(&self, cluster: &ClusterPlan) -> Result<()> {
         let Workers::Pods { of, api, .. } = &cluster.workers else {
             return Ok(());
@@ -51,30 +51,24 @@ ports: [{{name: https, port: 6443}}]
 endpoints: [{{addresses: [{at}]}}]
 "
         );
-        let carrier = self.cluster(of);
+        let host = self.cluster(of);
         // The control plane creates this namespace some time after its API server answers.
         wait_until(
             format!("the Service {name} in {of}"),
             Duration::from_secs(60),
-            async || {
-                carrier
-                    .apply(&manifest)
-                    .await
-                    .map(drop)
-                    .map_err(|error| error.to_string())
-            },
+            async || host.apply(&manifest).await.map(drop).map_err(|error| error.to_string()),
         )
         .await
     }
 
-    /// Creates the pod that represents the worker in the carrying cluster, like KubeVirt's virt-launcher, so that
+    /// Creates the pod that represents the worker in the host cluster, like KubeVirt's virt-launcher, so that
     /// NetworkPolicies can select it. No kubelet runs it, so its status is written here.
     pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
         let Uplink::Pods { of, .. } = &worker.uplink else {
             return Ok(());
         };
         let cluster = self.cluster(&worker.cluster);
-        let Workers::Pods { of: carrier, .. } = &cluster.plan().workers else {
+        let Workers::Pods { of: host, .. } = &cluster.plan().workers else {
             return Ok(());
         };
         let (namespace, pod) = (
@@ -109,12 +103,12 @@ spec:
             "podIP": worker.address, "podIPs": [{"ip": worker.address}],
         }})
         .to_string();
-        let carrier = self.cluster(carrier);
+        let host = self.cluster(host);
         wait_until(
             format!("the pod {namespace}/{pod} of {}", worker.name),
             Duration::from_secs(60),
             async || {
-                carrier.apply(&manifest).await.map_err(|error| error.to_string())?;
+                host.apply(&manifest).await.map_err(|error| error.to_string())?;
                 let words = [
                     "-n",
                     &namespace,
@@ -126,17 +120,13 @@ spec:
                     "-p",
                     &status,
                 ];
-                carrier
-                    .kubectl(words)
-                    .await
-                    .map(drop)
-                    .map_err(|error| error.to_string())
+                host.kubectl(words).await.map(drop).map_err(|error| error.to_string())
             },
         )
         .await
     }
 
-    /// Connects the worker's namespace with a veth pair to the pods' bridge of the carrying node. That node is the
+    /// Connects the worker's namespace with a veth pair to the pods' bridge of the host node. That node is the
     /// worker's gateway, and routes packets from the API server on the underlay to it.
     pub(super) async fn connect_in_pods(
         &self,
@@ -155,8 +145,8 @@ spec:
              ip link add {port} type veth peer name eth0 netns {} && ip link set {port} master cni0 up",
             self.namespace(name).display()
         );
-        let carrier = format!("--net={}", self.namespace(&of.name).display());
-        command::run(&command::argv(["nsenter", &carrier, "sh", "-c", &cable]), None).await?;
+        let host_netns = format!("--net={}", self.namespace(&of.name).display());
+        command::run(&command::argv(["nsenter", &host_netns, "sh", "-c", &cable]), None).await?;
         let inside = format!(
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
@@ -167,12 +157,12 @@ spec:
     }
 }
 
-/// The namespace of a cluster's worker pods in the carrying cluster, named as in Cozystack.
+/// The namespace of a cluster's worker pods in the host cluster, named as in Cozystack.
 pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
     format!("tenant-{}", cluster.name)
 }
 
-/// The bridge port on the carrying node for a worker's link.
+/// The bridge port on the host node for a worker's link.
 pub(super) fn port(address: Ipv4Addr) -> String {
     format!("vm{}", address.octets()[3])
 }

@@ -60,15 +60,15 @@ fn clusters_may_share_pod_and_service_ranges_only() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("a", 1), ("b", 1)]).dual_stack();
     let equal = plan.clone().with_ranges_of("b", "a");
     let [a, b, before] = [&equal.clusters[1], &equal.clusters[2], &plan.clusters[2]];
-    let of = |one: &ClusterPlan| {
+    let ranges = |one: &ClusterPlan| {
         let v6 = one.v6.clone().unwrap();
         (one.pod_cidr, one.service_cidr, v6.pod_cidr, v6.service_cidr)
     };
-    assert_eq!(of(b), of(a));
+    assert_eq!(ranges(b), ranges(a));
     assert_eq!(
         (b.wireguard_cidr, b.node(1)),
         (before.wireguard_cidr, before.node(1)),
-        "nodes are told apart"
+        "nodes have different addresses"
     );
     equal.validate().unwrap();
 }

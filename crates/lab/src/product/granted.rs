@@ -50,11 +50,11 @@ impl Granted {
     }
 
     fn at(&self, ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
-        let of = |gateway: &Gateway| {
+        let sockets = |gateway: &Gateway| {
             let ip = gateway.wireguard;
             ports.iter().map(move |port| SocketAddr::new(ip, *port))
         };
-        self.gateways.iter().flat_map(of).collect()
+        self.gateways.iter().flat_map(sockets).collect()
     }
 
     /// The same grants at one gateway only.

@@ -132,7 +132,7 @@ impl<'a> Demo<'a> {
         self.scan_underlay(&scene).await?;
         self.attack_through_tunnel(&scene).await?;
         self.check_trusted_member(&scene).await?;
-        self.title("as a user sees it: notebooks takes nothing from the controller any more, and the mesh says so");
+        self.title("as a user sees it: notebooks refuses the controller's writes, and the mesh reports it");
         for (cluster, kinds) in [
             (&scene.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
             (&scene.sandbox, "peers,services"),
@@ -147,7 +147,7 @@ impl<'a> Demo<'a> {
     async fn set_up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl as README.md tells");
+        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
         let clusters = [HUB, MEMBER, SANDBOX];
         let mut product = Product::install(lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
         println!(
@@ -235,7 +235,7 @@ impl<'a> Demo<'a> {
         let boundary = lab.boundary(SANDBOX)?;
         let all = boundary.sockets(&[&scene.member], &scene.through).await?;
         println!(
-            "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches what the underlay lets through, beside the mesh."
+            "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches whatever the underlay allows, outside the mesh."
         );
         let mut open = OpenSockets::default();
         for from in &scene.askers {

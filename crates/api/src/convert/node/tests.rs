@@ -86,10 +86,10 @@ fn last_seen_and_leader_annotations_are_read() {
     let seen = |text: &str| last_seen(&with(json!({"kilo.squat.ai/last-seen": text})));
     assert_eq!(seen("1795411942"), Some(1_795_411_942));
     assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
-    let leads = |annotations| to_core(&with(annotations)).leader;
+    let leader_of = |annotations| to_core(&with(annotations)).leader;
     // For kg the annotation counts whatever its value is.
-    assert!(leads(json!({"kilo.squat.ai/leader": "true"})) && leads(json!({"kilo.squat.ai/leader": "false"})));
-    assert!(!leads(json!({})));
+    assert!(leader_of(json!({"kilo.squat.ai/leader": "true"})) && leader_of(json!({"kilo.squat.ai/leader": "false"})));
+    assert!(!leader_of(json!({})));
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
         .bypassed
     };
     assert_eq!(
-        ["", IPVS, "datapath-mode is netkit", "whatever a later agent says"].map(read),
+        ["", IPVS, "datapath-mode is netkit", "a reason of a later version"].map(read),
         [
             None,
             Some(Bypass::Ipvs),

@@ -222,16 +222,16 @@ fn mirror_becomes_dual_stack_only_for_a_missing_family() {
     assert_eq!(after(json!({}), V4), (None, true));
     assert_eq!(after(json!({}), V6), both);
     assert_eq!(after(json!({}), Families::BOTH), both);
-    let of = |family: &str, policy: &str| json!({"spec": {"ipFamilies": [family], "ipFamilyPolicy": policy}});
-    assert_eq!(after(of("IPv6", "SingleStack"), V4), both);
+    let service_with = |family: &str, policy: &str| json!({"spec": {"ipFamilies": [family], "ipFamilyPolicy": policy}});
+    assert_eq!(after(service_with("IPv6", "SingleStack"), V4), both);
     assert_eq!(
-        after(of("IPv6", "SingleStack"), V6),
+        after(service_with("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
     // In a single-stack cluster the policy already asks for both.
-    assert_eq!(after(of("IPv4", "PreferDualStack"), V6), both);
+    assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), both);
     assert_eq!(
-        after(of("IPv4", "RequireDualStack"), V6),
+        after(service_with("IPv4", "RequireDualStack"), V6),
         (Some("RequireDualStack".to_owned()), true)
     );
 }

@@ -70,7 +70,7 @@ fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Ve
                 .and_then(|(_, value)| value.parse::<usize>().ok())
         };
         let (size, from) = (number("limit").expect("a limit"), number("continue").unwrap_or(0));
-        recorded.lock().expect("sound").push(size);
+        recorded.lock().expect("not poisoned").push(size);
         let until = count.min(from + size);
         let node =
             |n: usize| json!({"metadata": {"name": format!("n-{n}"), "resourceVersion": "1"}, "x": "y".repeat(length)});
@@ -248,7 +248,7 @@ async fn page_over_the_budget_is_requested_in_smaller_pages() {
     let feed = feed();
     let list = list(&resource, &feed).await.expect("a list");
     assert_eq!((list.objects.len(), list.version.as_str()), (10, "1"));
-    let sizes = sizes.lock().expect("sound").clone();
+    let sizes = sizes.lock().expect("not poisoned").clone();
     assert_eq!(sizes, [50, 25, 12, 6, 3, 3, 3, 3]);
 }
 
@@ -261,7 +261,7 @@ async fn object_over_the_budget_leaves_the_table_broken() {
     assert!(followed.is_err());
     let why = "over its budget: its API server answers with more than 4 MiB at once (nodes)";
     assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), false));
-    assert_eq!(sizes.lock().expect("sound")[..6], [50, 25, 12, 6, 3, 1]);
+    assert_eq!(sizes.lock().expect("not poisoned")[..6], [50, 25, 12, 6, 3, 1]);
 }
 
 // threat: endless-answer

@@ -21,7 +21,7 @@ pub(super) struct OnDemandFeeds {
     pub(super) pods: BTreeMap<String, OnDemandFeed<Pod>>,
 }
 
-/// A feed that a mesh needs. Readers must tell a feed that was not listed yet from an empty one ([`Self::rows`]).
+/// A feed that a mesh needs. A feed that was not listed yet is not the same as an empty one: read it by [`Self::rows`].
 #[derive(Debug, Clone)]
 pub(super) struct OnDemandFeed<V> {
     pub(super) feed: Feed<V>,

@@ -15,7 +15,8 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Adds each of `parts` to the Peer of one eligible node. Parts that a held Peer keeps are not in `parts`.
+    /// Adds each of `parts` to the Peer of one eligible node. Parts that a held Peer keeps are not in `parts`. `added` = the names
+    /// of the member's planned Peers, by node.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,

@@ -248,7 +248,7 @@ fn unlisted_namespaces_cause_no_writes() {
         ),
         ((1, 2), (1, 2))
     );
-    let of = |seen: &Observations| {
+    let allowed_ips = |seen: &Observations| {
         let peers = seen.members[&ClusterIdentity::Local]
             .fresh()
             .unwrap()
@@ -257,7 +257,10 @@ fn unlisted_namespaces_cause_no_writes() {
             .unwrap();
         peers["m--tenant--x"].spec.clone().unwrap().allowed_ips
     };
-    assert_eq!(of(&seen), net_set(&["10.2.9.9/32", "100.66.2.1/32", "10.2.0.0/16"]));
+    assert_eq!(
+        allowed_ips(&seen),
+        net_set(&["10.2.9.9/32", "100.66.2.1/32", "10.2.0.0/16"])
+    );
 
     let listed = seen.clone();
     mark_namespaces_unlisted(&mut seen);

@@ -124,14 +124,14 @@ fn location_with_policy_mode_agents_has_one_leader() {
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(mesh_plan.clusters["tenant"].skipped, vec![]);
-    let carried = [
+    let expected = [
         "10.2.1.0/24",
         "10.2.2.0/24",
         "100.66.2.1/32",
         "172.30.2.1/32",
         "172.30.2.2/32",
     ];
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), net_set(&carried));
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), net_set(&expected));
 }
 
 /// The tenant's nodes: (those with a Peer in the hub, held ones, skipped ones).
@@ -157,7 +157,7 @@ fn silent_leader_is_replaced() {
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(outcome(&mesh_plan), (vec!["k2"], vec![], vec![]));
-    let carried = [
+    let expected = [
         "10.2.1.0/24",
         "10.2.2.0/24",
         "10.2.3.0/24",
@@ -165,7 +165,7 @@ fn silent_leader_is_replaced() {
         "172.30.2.1/32",
         "172.30.2.2/32",
     ];
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), net_set(&carried));
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), net_set(&expected));
     // The new leader restarts while the annotations of the dead one still exist.
     write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
@@ -176,27 +176,27 @@ fn silent_leader_is_replaced() {
 
 #[test]
 fn leader_is_chosen_in_the_order_of_kg() {
-    let leads = |change: fn(&mut BTreeMap<String, Node>)| {
+    let leader_after = |change: fn(&mut BTreeMap<String, Node>)| {
         let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg(n, Granularity::Location)));
         edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         outcome(&mesh_plan).0.join(" ")
     };
-    assert_eq!(leads(|_| ()), "k1", "the first by name");
+    assert_eq!(leader_after(|_| ()), "k1", "the first by name");
     assert_eq!(
-        leads(|nodes| nodes.get_mut("k1").unwrap().created = 9),
+        leader_after(|nodes| nodes.get_mut("k1").unwrap().created = 9),
         "k1",
         "age does not matter"
     );
-    assert_eq!(leads(|nodes| nodes.get_mut("k2").unwrap().leader = true), "k2");
+    assert_eq!(leader_after(|nodes| nodes.get_mut("k2").unwrap().leader = true), "k2");
     // kg treats shared address space as public.
     assert_eq!(
-        leads(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
+        leader_after(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
             Claim::Valid(Endpoint::Ip("100.64.0.3:51820".parse().unwrap()))),
         "k3"
     );
     assert_eq!(
-        leads(|nodes| {
+        leader_after(|nodes| {
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
             nodes.get_mut("k2").unwrap().leader = true;
@@ -205,7 +205,7 @@ fn leader_is_chosen_in_the_order_of_kg() {
         "a node with the leader annotation comes before one with a public endpoint"
     );
     assert_eq!(
-        leads(|nodes| {
+        leader_after(|nodes| {
             nodes.values_mut().for_each(|node| node.leader = true);
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));

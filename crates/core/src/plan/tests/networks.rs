@@ -124,14 +124,18 @@ fn exported_pods_use_their_node_and_other_pods_the_anchor() {
         m.pods.insert(name("default", "other"), pod("b", "10.1.77.2"));
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
-    let of = |node: &str| allowed(&mesh_plan, "tenant", &format!("m--mgmt--{node}"));
+    let allowed_ips_of = |node: &str| allowed(&mesh_plan, "tenant", &format!("m--mgmt--{node}"));
     let shared: IpNet = "10.1.0.0/16".parse().unwrap();
     let anchors: Vec<&str> = ["a", "b"]
         .into_iter()
-        .filter(|node| of(node).contains(&shared))
+        .filter(|node| allowed_ips_of(node).contains(&shared))
         .collect();
     assert_eq!(anchors.len(), 1, "podCIDRs are not used, so the network is anchored");
-    let own: BTreeSet<IpNet> = of("b").iter().copied().filter(|net| net.prefix_len() == 32).collect();
+    let own: BTreeSet<IpNet> = allowed_ips_of("b")
+        .iter()
+        .copied()
+        .filter(|net| net.prefix_len() == 32)
+        .collect();
     assert_eq!(own, net_set(&["10.1.77.1/32", "100.66.1.2/32"]));
     assert!(
         mesh_plan.targets["mgmt"].policies["m--tenant"]

@@ -147,8 +147,8 @@ fn location_leader_peer_contains_prefixes_of_followers() {
         mesh_plan.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
         vec!["m--tenant--k1"]
     );
-    let carried = net_set(&["10.2.1.0/24", "10.2.2.0/24", "10.2.3.0/24", "100.66.2.1/32"]);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), carried);
+    let expected = net_set(&["10.2.1.0/24", "10.2.2.0/24", "10.2.3.0/24", "100.66.2.1/32"]);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), expected);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn predecessor_peer_is_adopted_by_changing_only_labels() {
+fn peer_of_old_operator_is_adopted_by_changing_labels() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -98,7 +98,7 @@ fn copied_key_stays_with_the_local_cluster() {
     );
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
-        "only the copying node is skipped, because wg-agent serves there"
+        "only the copy is skipped: without kg in tenant, the owner keeps its Peer there"
     );
 }
 
@@ -158,7 +158,7 @@ fn key_of_existing_peer_of_unseen_member_is_not_reused() {
     assert_eq!(
         third.keys().collect::<Vec<_>>(),
         vec!["m--mgmt--b"],
-        "the standing Peer of x has that key"
+        "the existing Peer of x has that key"
     );
 }
 
@@ -199,7 +199,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         owners(&seen),
         BTreeMap::from([("a".into(), "m".into()), ("b".into(), "m".into())])
     );
-    // An existing Peer is kept even if its mesh is the younger one: here that of `a`, with the anchored network.
+    // The younger mesh has an existing Peer for `a`, with the anchored network. That Peer is kept; `b` stays with the older mesh.
     let spec = plan_mesh(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"]
         .spec
         .clone();
@@ -229,7 +229,7 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     deleted.id.name = "n".into();
     let mut seen = seen();
     write_plan(&deleted, &mut seen);
-    // A Peer that lost its source label still belongs to it.
+    // A Peer that lost its source label still belongs to this mesh.
     edit(&mut seen, &secret("tenant"), |m| {
         let peer = m.peers.as_mut().unwrap().get_mut("n--mgmt--a").unwrap();
         peer.owner.source_cluster = None;

@@ -30,7 +30,9 @@ const KINDS: [(&str, &str); 8] = [
 impl Demo<'_> {
     /// Scans through each gateway in turn, and revokes the grant while everything is routed through the last one.
     pub(super) async fn attack_through_tunnel(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
-        self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
+        self.title(
+            "root of notebooks attacks: it revokes the controller's rights, and routes everything into the tunnel",
+        );
         let worker = scene
             .sandbox
             .nodes()
@@ -56,7 +58,9 @@ impl Demo<'_> {
             );
             let left = attacker.leads_through(chosen, &addresses).await?;
             for ip in &left {
-                println!("  Its own agent leaves {ip} to eth0 whatever a Peer says: its next hop, scanned above.");
+                println!(
+                    "  Its own agent keeps {ip} on eth0 although a Peer contains it: its next hop, scanned above."
+                );
             }
             all = every.clone();
             all.retain(|socket, _| !left.contains(&socket.ip()));
@@ -109,12 +113,12 @@ impl Demo<'_> {
         }
         let mesh = scene.product.mesh_with(&[SANDBOX], &[]);
         println!("$ kubectl --context {HUB} apply -f -   # the same without egress; {socket}/UDP is asked every 10 ms");
-        let called = now()?;
+        let changed_at = now()?;
         scene.hub.apply(&mesh).await?;
         let mut lasts = Vec::new();
         for (from, watch) in scene.askers.iter().zip(&watches) {
             let last = watch.silent_for(SILENCE).await?;
-            let after = last.unwrap_or_default().saturating_sub(called);
+            let after = last.unwrap_or_default().saturating_sub(changed_at);
             self.check(
                 &format!("{from}: the last packet came"),
                 Ok(format!("{after} ms after kubectl was called")),
@@ -135,8 +139,8 @@ impl Demo<'_> {
 }
 
 fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
-    let of: BTreeMap<IpAddr, &String> = all.iter().map(|(socket, what)| (socket.ip(), what)).collect();
-    let count = |begins: &str| of.values().filter(|what| what.starts_with(begins)).count();
+    let owners: BTreeMap<IpAddr, &String> = all.iter().map(|(socket, what)| (socket.ip(), what)).collect();
+    let count = |begins: &str| owners.values().filter(|what| what.starts_with(begins)).count();
     let kinds = KINDS.map(|(begins, words)| (count(begins), words));
     let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
     let kinds: Vec<String> = kinds.map(|(count, words)| format!("{count} {words}")).collect();
@@ -152,7 +156,7 @@ fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSe
         ports.len()
     );
     println!("    {}", ports.join(" "));
-    println!("  (The lab's etcd listens at the loopback of its own machine: 2379 and 2380 are asked all the same.)");
+    println!("  (The lab's etcd listens at the loopback of its own machine: 2379 and 2380 are scanned, too.)");
 }
 
 /// Milliseconds since 1970, as in an [`Echo`]'s answers.

@@ -65,7 +65,7 @@ fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
     })
 }
 
-/// A line of a script after those of `render::frame`.
+/// A line of a script, after the lines of `render::frame`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Line<'a> {
     AddElement(&'a str, &'a str, Option<&'a str>),
@@ -182,7 +182,7 @@ impl Kernel {
         self.check_backends()
     }
 
-    /// Each chain finds an endpoint for every number that it may draw, and there are no other endpoints.
+    /// There is an endpoint for every number that a chain can compute (by numgen or jhash), and there are no other endpoints.
     fn check_backends(&self) -> Result<(), String> {
         let mut backends = BTreeSet::new();
         for ((set, key), data) in &self.elements {

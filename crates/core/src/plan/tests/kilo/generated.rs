@@ -122,9 +122,9 @@ proptest! {
             pods.chain(node.wireguard_ip.value().map(|net| IpNet::from(net.addr())))
         }).collect();
         for peer in peers {
-            let of = &nodes[&peer.node];
-            let near = nodes.values().filter(|node| node.location == of.location && node.granularity != Some(Granularity::Full));
-            let own: BTreeSet<IpAddr> = near.chain([of]).flat_map(|node| node.internal_ips.iter().copied()).collect();
+            let planned_node = &nodes[&peer.node];
+            let near = nodes.values().filter(|node| node.location == planned_node.location && node.granularity != Some(Granularity::Full));
+            let own: BTreeSet<IpAddr> = near.chain([planned_node]).flat_map(|node| node.internal_ips.iter().copied()).collect();
             for net in peer.spec.allowed_ips.iter().filter(|net| !owned.contains(net)) {
                 let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
                 let held = addresses.find(|address| net.contains(*address));

@@ -9,8 +9,8 @@ fn access(seen: &Observations) -> AccessSpec {
 }
 
 fn postgres_port(access: &AccessSpec) -> u16 {
-    let mut of = access.grants.iter().filter(|(_, port)| **port == of_postgres("pg"));
-    of.next().unwrap().0.1
+    let mut grants = access.grants.iter().filter(|(_, port)| **port == of_postgres("pg"));
+    grants.next().unwrap().0.1
 }
 
 // threat: sandbox-forged-endpoint
@@ -256,7 +256,8 @@ fn gateway_network_is_not_routed_to_other_members() {
     let range: IpNet = "100.127.255.0/28".parse().unwrap();
     mesh.clusters[0].allowed.push(range);
     edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
-    let carried = |plan: &MeshPlan| {
+    // Whether `tenant` has the range in a Peer, and whether a policy of `mgmt` opens it.
+    let routed_and_open = |plan: &MeshPlan| {
         let peers = plan.targets["tenant"].peers.values();
         let mut nets = peers.flat_map(|peer| &peer.spec.allowed_ips);
         let policies = plan.targets["mgmt"].policies.values();
@@ -265,7 +266,7 @@ fn gateway_network_is_not_routed_to_other_members() {
     };
     // Without gateways it is an anchored network like any other, and the status stores that.
     let (_, plan) = plan_mesh(&mesh, &seen);
-    assert_eq!(carried(&plan), (true, true));
+    assert_eq!(routed_and_open(&plan), (true, true));
     mesh.clusters[0].carriers = plan.clusters["mgmt"].anchored.clone();
     for (number, address) in ["100.127.255.1", "100.127.255.2"].into_iter().enumerate() {
         let (name, mut gateway) = gateway(u8::try_from(number).unwrap(), true);
@@ -276,7 +277,7 @@ fn gateway_network_is_not_routed_to_other_members() {
     }
     write_plan(&mesh, &mut seen);
     let (_, plan) = plan_mesh(&mesh, &seen);
-    assert_eq!(carried(&plan), (false, false));
+    assert_eq!(routed_and_open(&plan), (false, false));
     assert!(plan.clusters["mgmt"].accepted.contains(&range) && !plan.clusters["mgmt"].anchored.contains_key(&range));
     assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
     // A gateway that publishes an address of the Service network does not remove that network from other members.
@@ -352,7 +353,7 @@ fn unseen_sandbox_keeps_its_nodes_in_sandbox_access() {
 }
 
 #[test]
-fn service_without_selector_or_sctp_is_not_granted() {
+fn selectorless_service_and_sctp_port_are_not_granted() {
     let (mesh, mut seen) = mesh_with_sandbox();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.services.get_mut(&postgres()).unwrap().selectorless = true;
@@ -380,9 +381,9 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
         grant(postgres(), &[9187], "metrics"),
     ];
     let meshes = [mesh, younger];
-    let of = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &TestNaming);
+    let plan_both = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &TestNaming);
     for _ in 0..3 {
-        let plan = of(&seen);
+        let plan = plan_both(&seen);
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             let steps = diff(&plan, &ClusterIdentity::Local, m);
             apply(m, &steps);

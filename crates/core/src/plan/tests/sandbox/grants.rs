@@ -113,9 +113,9 @@ fn unreachable_endpoints_are_left_out_of_the_mirror() {
         (report.endpoints, report.message)
     };
     endpoints(&mut seen, &["10.1.2.9", "192.0.2.9"]);
-    let (found, told) = report(&seen);
+    let (found, message) = report(&seen);
     assert_eq!(found, 1);
-    assert!(told.contains("(192.0.2.9)"), "{told}");
+    assert!(message.contains("(192.0.2.9)"), "{message}");
     // Endpoints of the other family are usually the same pods, so they are left out without a message.
     endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
