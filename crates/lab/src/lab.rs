@@ -6,6 +6,7 @@ mod node;
 mod pods;
 mod underlay;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,6 +26,12 @@ pub(crate) use pods::worker_namespace;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 /// The network namespace of the bridge, the API servers and etcd.
 const UNDERLAY: &str = "underlay";
+
+/// The environment of Kubernetes' programs: they collect garbage less often, which saves a sixth of the processor time of an API server that
+/// starts, for half as much memory again.
+fn go_environment() -> BTreeMap<String, String> {
+    [("GOGC".to_owned(), "400".to_owned())].into()
+}
 
 /// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When it is dropped by a panic, it
 /// prints how to look inside and keeps the logs in the lab's cache directory.
@@ -185,12 +192,12 @@ impl Lab {
             argv,
         ]
         .concat();
-        // A larger heap saves a sixth of the processor time that an API server takes to start.
-        let env = [("GOMAXPROCS", "2"), ("GOGC", "400")].map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let mut env = go_environment();
+        env.insert("GOMAXPROCS".to_owned(), "2".to_owned());
         self.run.ask(&Request::Start {
             name: name.into(),
             argv: inside,
-            env: env.into(),
+            env,
             log: self.log(name),
         })?;
         Ok(())

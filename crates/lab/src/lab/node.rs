@@ -78,7 +78,7 @@ impl Lab {
         self.run.ask(&Request::Start {
             name: plan.name.clone(),
             argv,
-            env: [].into(),
+            env: super::go_environment(),
             log,
         })?;
         let mut state = self.state();
