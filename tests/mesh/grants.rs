@@ -18,7 +18,9 @@ use serde_json::Value;
 
 use crate::setup::{HUB, PATIENCE, host, json, pod, state::versions, wireguard};
 
+/// The sandbox with IPv4 WireGuard addresses.
 const OLD: &str = "notebooks";
+/// The sandbox with IPv6 WireGuard addresses.
 const NEW: &str = "workflows";
 
 /// Services whose endpoints are pods.
@@ -79,7 +81,7 @@ impl Side<'_> {
         [pod(&self.web), host(&self.web.node)]
     }
 
-    /// The address of the family of this sandbox's WireGuard address.
+    /// Picks the address with the IP family of this sandbox's WireGuard address.
     fn of(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
         let mut all = all.into_iter();
         all.find(|ip| ip.is_ipv4() == self.wireguard.is_ipv4()).unwrap()
@@ -170,7 +172,7 @@ impl<'a> TestEnv<'a> {
         env
     }
 
-    /// Grants these Services and `hosted` to both sandboxes. Returns when kubectl was called.
+    /// Grants these Services and `hosted` to both sandboxes. Returns the time at which kubectl was called.
     async fn apply(&self, services: &[&str]) -> u128 {
         let grants = grants(services);
         let mesh = self.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
@@ -265,7 +267,7 @@ async fn granted_services_answer_under_their_names(env: &TestEnv<'_>, side: &Sid
     }
 }
 
-/// Before this, all other Services have answered.
+/// The other Services work: they have answered in the steps before.
 async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
     let hosted = env.hub.labelled("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
@@ -300,7 +302,7 @@ async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
     for side in &env.sides {
         let mut sockets: BTreeSet<SocketAddr> = env.gateway_sockets(side, "hosted", "http").await.into_iter().collect();
         sockets.extend(env.gateway_sockets(side, "hosted", "echo").await);
-        // Only the underlay could close its nodes' own addresses, so they are not scanned.
+        // The hub nodes' own addresses are not scanned: only a firewall on the underlay could close them.
         for port in [80, 9000] {
             sockets.insert(side.service("hosted", port).await);
         }
@@ -383,7 +385,7 @@ async fn written(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
     all
 }
 
-/// Afterwards everything is still routed through one gateway.
+/// Leaves the forged allowed IPs in place: afterwards the sandbox routes all addresses through the last gateway.
 // threat: gateway-ungranted
 async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, side: &Side<'_>, other: &Side<'_>) {
     let mut granted = BTreeSet::new();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::setup::{PATIENCE, assert_answers, expected_answer, json, pod, url};
 
 #[tokio::test]
-async fn members_mesh_without_objects_in_the_hub() {
+async fn mesh_without_hub_entry_writes_nothing_in_the_hub() {
     let mut plan = LabPlan::clusters(&[("mgmt", 0), ("tenant-a", 1), ("tenant-b", 1)]);
     plan.clusters[0].controllers = false;
     let env = TestEnv::start_plan(plan).await;

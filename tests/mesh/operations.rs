@@ -1,6 +1,6 @@
 //! Tests the operation of a mesh of two whole clusters: rights of our processes, nodes that join and leave, deleted
 //! pods of ours, a frozen API server of a member, new credentials, backends that change. At the end the mesh is deleted
-//! and the nodes are cleaned up as README.md says.
+//! and the nodes are cleaned up as docs/operations/removal.md says.
 
 mod credentials;
 mod enforced;

@@ -27,9 +27,10 @@ use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer, wide};
 /// Longer than any wait takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The IPv6 addresses and networks of a cluster; the IPv4 ones are in its site.
+/// The IPv6 networks and addresses of a cluster. Its IPv4 networks are in its site, its IPv4 addresses in [`IPV4`].
 struct Ipv6 {
     pods: &'static str,
+    /// The /32 around `pods`: the pod network of the whole cluster.
     wide: &'static str,
     gateway: &'static str,
     pod: &'static str,
@@ -145,9 +146,9 @@ impl Testbed {
             ],
             closed: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
             back: vec![
-                start("their pod", &self.pod(MGMT), at(IPV4[TENANT][0])),
-                start("their pod", &self.pod(MGMT), at(IPV6[TENANT].pod)),
-                start("their host", &self.host(MGMT), at(IPV4[TENANT][0])),
+                start("mgmt pod", &self.pod(MGMT), at(IPV4[TENANT][0])),
+                start("mgmt pod", &self.pod(MGMT), at(IPV6[TENANT].pod)),
+                start("mgmt host", &self.host(MGMT), at(IPV4[TENANT][0])),
             ],
             unassigned: vec![
                 start("pod", &pod, at(unassigned)),
@@ -280,15 +281,15 @@ async fn mesh_packets_never_leave_unencrypted() {
     let testbed = Testbed::start().await;
     let clusters = &testbed.clusters;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
-    let mut their = testbed.agent(MGMT, "mgmt");
-    let mut ours = testbed.agent(TENANT, "tenant");
+    let mut mgmt_agent = testbed.agent(MGMT, "mgmt");
+    let mut tenant_agent = testbed.agent(TENANT, "tenant");
     testbed.write_peer(MGMT, TENANT).await;
     testbed.write_peer(TENANT, MGMT).await;
     clusters.wait_until_ready(mgmt).await;
     sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
     // Without a mesh the capture shows every packet. This proves that it would also show later leaks.
-    ours.terminate(TIMEOUT).await.expect("it ends");
+    tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(tenant, &["cleanup"]);
     clusters.host(tenant).exec(cleanup).await.expect("cleanup");
     let senders = testbed.senders().await;
@@ -297,7 +298,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     let began = Instant::now();
     let step = |what: &str| println!("{:6.1} s {what}", began.elapsed().as_secs_f64());
     // The capture runs from the moment the table exists until the end.
-    ours = testbed.agent(TENANT, "tenant-1");
+    tenant_agent = testbed.agent(TENANT, "tenant-1");
     testbed.wait_for_table(TENANT).await;
     let filter = format!("({INNER}) and not udp port 51820");
     let capture = clusters
@@ -312,14 +313,14 @@ async fn mesh_packets_never_leave_unencrypted() {
         .await;
 
     step("the peer's agent is killed");
-    their.signal(Signal::SIGKILL).expect("kill");
-    their.ends(TIMEOUT).await.expect("dead");
+    mgmt_agent.signal(Signal::SIGKILL).expect("kill");
+    mgmt_agent.ends(TIMEOUT).await.expect("dead");
     let host = senders
         .back
         .iter()
-        .filter(|sender| sender.name.starts_with("their host"));
+        .filter(|sender| sender.name.starts_with("mgmt host"));
     wait_for_new_errors(host, "the peer's agent is dead").await;
-    their = testbed.agent(MGMT, "mgmt-2");
+    mgmt_agent = testbed.agent(MGMT, "mgmt-2");
     senders.wait_for_answers("the peer is back").await;
 
     step("the Peer is deleted");
@@ -352,9 +353,9 @@ async fn mesh_packets_never_leave_unencrypted() {
     senders.wait_for_answers("the right key is back").await;
 
     step("the agent is stopped");
-    ours.terminate(TIMEOUT).await.expect("it ends");
+    tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     senders.wait_for_errors("the agent is stopped").await;
-    ours = testbed.agent(TENANT, "tenant-2");
+    tenant_agent = testbed.agent(TENANT, "tenant-2");
     senders.wait_for_answers("the agent is started again").await;
 
     step("the agent is upgraded");
@@ -362,18 +363,18 @@ async fn mesh_packets_never_leave_unencrypted() {
     let files = tempfile::tempdir().expect("a directory");
     let newer = files.path().join("wg-agent");
     std::fs::copy(agent_program(), &newer).expect("copy the program");
-    ours.terminate(TIMEOUT).await.expect("it ends");
+    tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let mut words = clusters.command(tenant, &[]);
     words[0] = newer.display().to_string();
-    ours = clusters
+    tenant_agent = clusters
         .host(tenant)
         .spawn("tenant-3", words)
         .expect("start the newer one");
     senders.wait_for_answers("the agent is upgraded").await;
 
     step("the agent is killed repeatedly");
-    ours.signal(Signal::SIGKILL).expect("kill");
-    ours.ends(TIMEOUT).await.expect("dead");
+    tenant_agent.signal(Signal::SIGKILL).expect("kill");
+    tenant_agent.ends(TIMEOUT).await.expect("dead");
     for (round, milliseconds) in [0, 20, 60, 120, 250, 500, 1000].into_iter().enumerate() {
         let mut crashing = testbed.agent(TENANT, &format!("tenant-crash-{round}"));
         // Kills the agent at whatever stage of its start it has reached.
@@ -386,11 +387,11 @@ async fn mesh_packets_never_leave_unencrypted() {
     step("its API server is down");
     let cluster = clusters.lab.cluster(tenant.cluster);
     cluster.kill_api().expect("kill the API server");
-    ours = testbed.agent(TENANT, "tenant-4");
+    tenant_agent = testbed.agent(TENANT, "tenant-4");
     senders.wait_for_errors_about_unassigned("the API server is down").await;
-    ours.signal(Signal::SIGKILL).expect("kill");
-    ours.ends(TIMEOUT).await.expect("dead");
-    ours = testbed.agent(TENANT, "tenant-5");
+    tenant_agent.signal(Signal::SIGKILL).expect("kill");
+    tenant_agent.ends(TIMEOUT).await.expect("dead");
+    tenant_agent = testbed.agent(TENANT, "tenant-5");
     cluster.start_api().await.expect("start the API server");
     senders.wait_for_answers("the API server is back").await;
 
@@ -418,9 +419,9 @@ async fn mesh_packets_never_leave_unencrypted() {
         "{} unencrypted packets",
         seen.len()
     );
-    drop(their);
+    drop(mgmt_agent);
     // The capture would have shown an unencrypted packet.
-    ours.terminate(TIMEOUT).await.expect("it ends");
+    tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(tenant, &["cleanup"]);
     clusters.host(tenant).exec(cleanup).await.expect("cleanup");
     wait_for_unencrypted(&testbed, "after", "nothing of ours is left").await;

@@ -148,7 +148,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
 }
 
 #[tokio::test]
-async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
+async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(TENANT);
     let now = std::time::SystemTime::now()
@@ -231,7 +231,7 @@ async fn agent_waits_for_kg_and_withdraws_when_it_is_back() {
 }
 
 #[tokio::test]
-async fn foreign_interface_of_the_name_stops_all_writes() {
+async fn foreign_interface_with_the_device_name_stops_all_writes() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let host = clusters.host(tenant);

@@ -214,7 +214,7 @@ impl TwoClusters {
         words
     }
 
-    /// Starts an agent with what the DaemonSet gives and no more: NET_ADMIN, and a read-only `/proc/sys`.
+    /// Starts an agent with the privileges of the DaemonSet and no more: NET_ADMIN, and a read-only `/proc/sys`.
     pub(crate) fn agent(&self, site: &Site, log: &str) -> Running {
         self.agent_with(site, log, &[])
     }

@@ -88,7 +88,7 @@ async fn passes(env: &TestEnv) -> (u64, u64) {
 }
 
 #[tokio::test]
-async fn new_kubeconfig_is_used_and_hostile_one_names_field() {
+async fn new_kubeconfig_is_used_and_refused_field_is_named() {
     let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
     let pid = controller.pid();
@@ -150,7 +150,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
 
-    // The old Secret still exists. The session that reads it ends in the pass in which the new one has read the cluster.
+    // The old Secret still exists. Its session is kept until the session of the new Secret has read the cluster.
     env.give_secret_as("renamed", &env.kubeconfig("tenant-a").await).await;
     let mut mesh = env.mesh();
     mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");

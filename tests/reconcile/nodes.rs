@@ -1,4 +1,4 @@
-//! Tests that Peers follow Nodes, and that an invalid Node is skipped alone.
+//! Tests that Peers follow Nodes, and that only the invalid Node is skipped.
 
 use clustermesh_api::names;
 use clustermesh_lab::{NAMESPACE, wait_until};
@@ -96,7 +96,7 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
         before["prod--tenant-a--tenant-a-1"]
     );
 
-    // Each event was published once.
+    // Each Event was published once: none has a series.
     let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     let series_counts = |word: &str| {
         let lines = events.lines().filter(|line| line.starts_with(word));

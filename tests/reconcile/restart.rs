@@ -26,7 +26,7 @@ async fn many_slices(env: &TestEnv) {
     made.buffer_unordered(32).try_collect::<Vec<_>>().await.unwrap();
 }
 
-/// Waits until the controller has read all of them and serves the mesh.
+/// Waits until the controller has listed all EndpointSlices and watches them.
 async fn until_read(env: &TestEnv) {
     wait_until("all slices to be read", LATER, async || {
         let state = env.ask("/debug/state").await;
@@ -78,7 +78,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
 
     let controller = env.controller().await;
     until_read(&env).await;
-    // A write of this change shows that all earlier decisions were written.
+    // When the Peers of this new node exist, all writes that the restart caused have been sent, too.
     env.node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     env.until_peers("mgmt", &peers, SOON).await;

@@ -8,7 +8,7 @@ pub fn agent_program() -> &'static str {
     &AGENT
 }
 
-/// A shell script that runs its arguments with what the DaemonSet gives and no more: NET_ADMIN, and a read-only
+/// A shell script that runs its arguments with the privileges of the DaemonSet and no more: NET_ADMIN, and a read-only
 /// `/proc/sys`.
 pub const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                             exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";

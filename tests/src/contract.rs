@@ -1,4 +1,4 @@
-//! Tests that every device backend must pass; each takes the backend. `wg`, `ip`, `nft` and `ping` read the results.
+//! Tests that every device backend must pass; each takes the backend. They check it with `wg`, `ip`, `nft` and `ping`.
 //! Tests of a single backend are elsewhere.
 
 use std::{
@@ -99,6 +99,7 @@ impl Node {
         self.device = Some(opened.expect("open a device").device);
     }
 
+    /// Adds the inner addresses to the interface.
     pub fn address(&self) {
         let Self { number, interface, .. } = self;
         self.ns.ip(&format!("addr add 10.9.0.{number}/24 dev {interface}"));

@@ -46,7 +46,7 @@ pub enum Scope {
     #[default]
     Tunnel,
     /// Another program owns the device and its routes, and also uses it for other traffic: only packets from the tunnel with a mesh
-    /// source, and the sources of packets into the tunnel with a mesh destination.
+    /// source, and packets into the tunnel with a mesh destination, whose published sources are kept.
     Mesh,
 }
 
@@ -76,7 +76,8 @@ pub struct Sets {
     pub throw: BTreeSet<IpNet>,
     /// Prefixes of this node that are in the allowed IPs of the other members' Peers for it. Only these may be sources in the tunnel.
     pub published: BTreeSet<IpNet>,
-    /// This cluster's networks that other members may reach. This node is an anchor for the part that is not `published`.
+    /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
+    /// masqueraded, because this node is then an anchor and the replies have to return through it.
     pub served: BTreeSet<IpNet>,
     /// (network, network) of one member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,

@@ -60,7 +60,7 @@ enum Outcome {
     Conflict { by: Option<String> },
     /// The member refuses this object, for this reason.
     Refused(String),
-    /// The member asks to slow down.
+    /// The member throttles requests (429).
     Throttled(String),
     /// The member does not answer, or refuses the credentials.
     Unavailable(String),

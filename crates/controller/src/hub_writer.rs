@@ -75,7 +75,7 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     meshes: BTreeMap<MeshId, Entry>,
-    /// Delays all writes while the hub does not answer or asks to slow down.
+    /// Delays all writes while the hub does not answer or throttles requests.
     outage: Option<Backoff>,
     /// Delays writes that the hub refuses, by kind of write and status code.
     refused: BTreeMap<(WriteKind, u16), Backoff>,

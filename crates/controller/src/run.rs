@@ -116,8 +116,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let (_resume, resumed) = tokio::sync::watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
     });
-    // The first session needs these addresses to refuse kubeconfigs that point at the hub. A hub that does not answer must not
-    // block the start.
+    // The first session needs these addresses to refuse kubeconfigs that point at the hub. If the hub does not answer
+    // here, the start continues after a timeout.
     learn_addresses(&client, &hosts).await;
     let (learning, learned) = (client.clone(), hosts.clone());
     let learning = tokio::spawn(async move {

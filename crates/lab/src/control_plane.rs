@@ -161,7 +161,7 @@ impl Commands<'_> {
             "--endpoint-reconciler-type=lease".into(),
         ];
         if !cluster.controllers {
-            // Without a controller-manager nothing creates the default ServiceAccount, and no pod will run.
+            // Without a controller-manager nothing creates the default ServiceAccount, so the plugin would reject Pods.
             flags.push("--disable-admission-plugins=ServiceAccount".into());
         }
         self.argv("kube-apiserver", flags)

@@ -60,7 +60,7 @@ pub enum Error {
         /// The cause.
         source: Box<kube::Error>,
     },
-    /// The plan, or a name in a call, is invalid.
+    /// The plan, or a name that a test passed to the lab, is invalid.
     #[error("{0}")]
     Plan(String),
 }

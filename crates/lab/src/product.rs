@@ -65,8 +65,8 @@ pub(crate) fn manifest(path: &str) -> Result<String> {
 }
 
 impl<'a> Product<'a> {
-    /// Builds the images and installs agents in all clusters, the controller in the first, and there a Secret with the
-    /// kubeconfig of each other one. It creates no mesh.
+    /// Builds the images and installs agents in all clusters. Installs the controller in the first cluster, and there,
+    /// for each other cluster, a Secret with its kubeconfig. It creates no mesh.
     ///
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
@@ -282,7 +282,7 @@ impl<'a> Product<'a> {
         text
     }
 
-    /// Applies the mesh and waits until it is Ready and every agent has its Peers.
+    /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::ready`]).
     ///
     /// # Errors
     /// After three minutes, with the mesh's conditions.

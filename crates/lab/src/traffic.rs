@@ -20,7 +20,7 @@ pub const WEB: &str = include_str!("traffic/web.yaml");
 /// [`Cluster::run_store`].
 pub const STORE: &str = include_str!("traffic/store.yaml");
 
-/// A running pod of the web Deployment.
+/// A running pod, such as one of the web Deployment.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Web {
     /// Its node.

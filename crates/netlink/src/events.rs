@@ -12,7 +12,7 @@ use crate::{
     socket::{connect, receive},
 };
 
-/// Most datagrams that one call returns, so that a flood delays no other task.
+/// Maximum number of datagrams that one call returns, so that a flood delays no other task.
 const BATCH: usize = 1_024;
 /// NLMSG_ERROR and NLMSG_OVERRUN.
 const TROUBLE: [u16; 2] = [2, 4];

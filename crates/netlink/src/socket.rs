@@ -44,7 +44,7 @@ pub enum Protocol {
     Netfilter,
 }
 
-/// A socket for requests. Several threads may share it: a request waits for the one before.
+/// A socket for requests. Several threads may share it: a request waits for the previous one.
 pub struct Socket(Mutex<Exchange>);
 
 impl fmt::Debug for Socket {

@@ -29,9 +29,9 @@ struct TrackedPeer {
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// Our sent bytes when the peer last sent something (keepalives since then are not counted), and since when our
-    /// packets are unanswered.
+    /// Our sent bytes when the peer last sent something, plus our persistent keepalives since then.
     tx_at_last_receive: u64,
+    /// Since when our packets are unanswered.
     unanswered_since: Option<Instant>,
     /// When the peer's received bytes last grew.
     last_received: Option<Instant>,
@@ -43,7 +43,7 @@ struct TrackedPeer {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerTracker {
     peers: BTreeMap<PublicKey, TrackedPeer>,
-    /// The endpoint from which each peer last sent, also by an earlier process. A peer that is new on the
+    /// The endpoint from which each peer last sent to this process or an earlier one. A peer that is new on the
     /// device is tried there first.
     live: BTreeMap<PublicKey, SocketAddr>,
     /// When peers without candidates (for example behind NAT) were removed. A Peer may be missing for a moment between
@@ -131,7 +131,7 @@ impl PeerTracker {
         moved
     }
 
-    /// The state of a peer; unknown if the peer is.
+    /// The state of a peer; [`State::Unknown`] if it is not tracked.
     pub(crate) fn state(&self, key: &PublicKey, now: Instant) -> State {
         self.peers
             .get(key)

@@ -62,7 +62,7 @@ pub fn main() -> ExitCode {
                     Some(args::Command::Prepare(args)) => prepare::run(flags.port(), args.conntrack_min).await,
                     Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
-                    // Handled above, without a log: their output on stdout must be theirs alone.
+                    // Handled above, before the log starts: these commands print only their own output.
                     Some(args::Command::Status(_) | args::Command::Probe(_)) => Ok(()),
                     None => match flags.mode() {
                         args::ModeFlag::Full => run::run(flags.into_config()?).await,

@@ -154,7 +154,7 @@ impl Metrics {
         );
         registry.register(
             "peers_refused",
-            "Peers and policies' networks left out, by reason",
+            "Peers and networks of PeerPolicies that are left out, by reason",
             refused,
         );
         registry.register("device_drops", "Packets the device dropped, by reason", dropped);
@@ -163,7 +163,7 @@ impl Metrics {
         registry.register("errors", "Errors, which are retried, by part", errors);
         registry.register(
             "remembered_kinds",
-            "Kinds of objects that are only known from the cache, since the API server has not answered since the start",
+            "Kinds of objects known only from the cache: the API server has not answered since the agent started",
             cached_kinds,
         );
         metrics

@@ -1,5 +1,5 @@
 //! Checks what the node must provide before the agent starts, with a remedy for each missing part. Also implements
-//! `wg-agent preflight`, which checks the kernel settings that `prepare` writes as well.
+//! `wg-agent preflight`, which additionally checks the kernel settings that `prepare` writes.
 
 use std::{
     fs::{self, OpenOptions},

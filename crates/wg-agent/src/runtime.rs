@@ -142,8 +142,8 @@ impl RuntimeBuilder {
             stop.clone(),
         ));
         let (problem_sender, datapath_problem) = watch::channel(datapath::initial());
-        let found = datapath::run(client(), problem_sender, store.clone(), metrics.clone(), stop.clone());
-        tasks.spawn(found);
+        let check = datapath::run(client(), problem_sender, store.clone(), metrics.clone(), stop.clone());
+        tasks.spawn(check);
         Ok((
             runtime,
             NodeChannels {

@@ -139,11 +139,11 @@ impl PassReporter {
 
     /// Reports the troubles of a pass. Returns whether all are harmless.
     pub(crate) fn set_troubles(&mut self, troubles: Vec<Trouble>) -> bool {
-        let is_done = troubles.iter().all(|trouble| trouble.harmless);
+        let are_all_harmless = troubles.iter().all(|trouble| trouble.harmless);
         let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
         self.dump.set("troubles", json!(views));
         self.troubles.set(troubles);
-        is_done
+        are_all_harmless
     }
 
     /// Reports objects that are left out, as (reason, line for people): once in the log, always in the metric.

@@ -1,4 +1,4 @@
-//! `cargo xtask tools`: builds the programs that the lab runs into its cache. The lab crate has the build steps.
+//! `cargo xtask tools`: builds the lab's programs and puts them into its cache. The lab crate has the build steps.
 
 use clustermesh_lab::{ArtefactSet, Tools, lab_home};
 

@@ -15,7 +15,7 @@ pub(super) struct Gateway {
 }
 
 impl Gateway {
-    /// Its WireGuard address in the family of the sandbox's.
+    /// Its WireGuard address with the IP family of the sandbox's WireGuard address.
     pub(super) fn of(&self, side: &Side<'_>) -> IpAddr {
         side.of(self.wireguard.iter().copied())
     }

@@ -70,7 +70,7 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     links.iter().map(text).collect()
 }
 
-/// Checks that the agent of a node that sends to a dead node reports the link as down, and that the mesh does.
+/// Checks that the mesh's status and the agent of a node that sends to a dead node report the link as down.
 pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
     let link = format!("{}->{} of 3", crate::setup::HUB, crate::setup::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {

@@ -70,7 +70,7 @@ pub(crate) struct Testbed {
     prober: Prober,
     pods: Vec<Witness>,
     passed: Witness,
-    members: Witness,
+    member_witness: Witness,
     starts: u32,
     _pods: [NetNs; 2],
     _surroundings: surroundings::Surroundings,
@@ -98,7 +98,7 @@ impl Testbed {
             .lab
             .add_host("tenant-b-1", MEMBER_UNDERLAY.parse().expect("an address"))
             .await;
-        let members = NetNs::open("the member's node", &host.expect("add a host").netns());
+        let member_ns = NetNs::open("the member's node", &host.expect("add a host").netns());
         let pods = ["a pod", "another pod"].map(NetNs::new);
         set_up_node(&node, &pods);
         let surroundings = surroundings::Surroundings::new(&node);
@@ -111,7 +111,7 @@ impl Testbed {
         // Without a route the kernel sends no IPv6 packet, not even by a raw socket.
         let routes = ["10.10.0.0/16", "::/0"];
         let (interface, key) = (unique_name("km"), StaticSecret::from([78; 32]));
-        let member = Arc::new(Tunnel::open(&members, &interface, key, &MEMBER.map(ip), &routes));
+        let member = Arc::new(Tunnel::open(&member_ns, &interface, key, &MEMBER.map(ip), &routes));
 
         let agent = clusters.agent(mgmt, "agent");
         let annotations = clusters.wait_for_published(mgmt).await;
@@ -119,9 +119,9 @@ impl Testbed {
         member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
         let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
-        let flood = Flood::start(&members, &member.interface, attack::all(wireguard), (&node, 51820));
+        let flood = Flood::start(&member_ns, &member.interface, attack::all(wireguard), (&node, 51820));
         let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
-        let prober = Prober::udp(&members, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
+        let prober = Prober::udp(&member_ns, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
         let [first, second] = &pods;
         let witness = |name, ns: &NetNs, interface: &str| {
             Witness::new(
@@ -136,9 +136,9 @@ impl Testbed {
                 witness("a pod", first, "eth0"),
                 witness("another pod", second, "eth0"),
                 witness("the node's neighbour", &surroundings.neighbour, "eth0"),
-                witness("a container of the node's", &surroundings.container, "eth0"),
+                witness("a container of the node", &surroundings.container, "eth0"),
             ],
-            members: witness("the member", &members, &member.interface),
+            member_witness: witness("the member", &member_ns, &member.interface),
             passed: Witness::new(
                 "the target's node",
                 NetNs::open("the target's node", node.path().as_ref()),
@@ -243,7 +243,7 @@ impl Testbed {
         });
         ObservedTraffic {
             passed: self.passed.new_counts(),
-            members: sources(&self.members.new_counts()),
+            members: sources(&self.member_witness.new_counts()),
             arrived,
         }
     }

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 ///
 /// A network may also have its own NAT64 prefix, which is unknown here. With the length used in practice (/96, bits 64 to 71 are zero)
 /// the IPv4 address is at the end. So a loopback or link-local address at the end of an address with zeros in these bits is returned,
-/// too. Addresses of hosts do not end in one by chance.
+/// too. The address of a host does not contain such an IPv4 address there by chance.
 pub(super) fn translated_addresses(address: IpAddr) -> Vec<IpAddr> {
     let v6 = match address.to_canonical() {
         v4 @ IpAddr::V4(_) => return vec![v4],
@@ -37,7 +37,7 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
         .into_iter()
         .filter(|(_, end)| bytes[*end..].iter().all(|byte| *byte == 0))
         .map(|(at, _)| v4(at))
-        // The length is unknown, so each is tried. These cannot be addresses of hosts.
+        // The length is unknown, so each is tried. No host has an address in 0.0.0.0/8 or from 224.0.0.0 up.
         .filter(|v4| !matches!(v4.octets()[0], 0 | 224..))
         .collect(),
         [0x2002, ..] => vec![v4([2, 3, 4, 5])],

@@ -246,7 +246,8 @@ fn refusal_names_the_field_and_what_to_do() {
 }
 
 #[test]
-fn worker_in_the_hub_keeps_peers_with_its_own_address() {
+fn worker_in_the_hub_accepts_peers_that_cover_its_address() {
+    // Unlike in `hub_node`, the PeerPolicy declares the network that contains the address.
     let got = compile(&worker());
     assert_eq!(got.refused, []);
     let routes: Vec<String> = got.routes.routes.iter().map(Route::to_string).collect();
@@ -356,7 +357,7 @@ fn masqueraded_member_publishes_only_wireguard_addresses() {
 }
 
 #[test]
-fn anchored_pod_cidrs_of_other_nodes_are_not_closed() {
+fn pod_cidrs_of_other_nodes_are_dropped_unless_anchored() {
     let mut inputs = hub_node();
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
     policy_of(&mut inputs).anchored = nets(&["10.101.0.0/16"]);
@@ -443,7 +444,7 @@ fn policy_that_allows_everything_allows_unicast_only() {
     policy_of(&mut inputs).allow = everything.into();
     let before = compile(&hub_node()).firewall;
     let after = compile(&inputs).firewall;
-    let closed = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, not_unicast: &[&str]| {
+    let assert_denies = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, not_unicast: &[&str]| {
         let targets_of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
             pairs.iter().filter(|(s, _)| *s == source).map(|(_, to)| *to).collect()
         };
@@ -460,8 +461,8 @@ fn policy_that_allows_everything_allows_unicast_only() {
         "224.0.0.0/4",
         "255.255.255.255/32",
     ];
-    closed(&before.v4.deny, &after.v4.deny, &v4);
-    closed(&before.v6.deny, &after.v6.deny, &["::/127", "fe80::/10", "ff00::/8"]);
+    assert_denies(&before.v4.deny, &after.v4.deny, &v4);
+    assert_denies(&before.v6.deny, &after.v6.deny, &["::/127", "fe80::/10", "ff00::/8"]);
     assert_eq!(
         (after.v4.deny.len(), after.v6.deny.len()),
         (before.v4.deny.len() + 10, 3)
@@ -484,7 +485,7 @@ fn node_without_peers_gets_addresses_and_no_routes() {
 }
 
 #[test]
-fn largest_mesh_has_three_routes_a_peer_and_few_elements() {
+fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
     let mut inputs = hub_node();
     inputs.peers = (0..5000u16)
         .map(|i| {
@@ -507,6 +508,7 @@ fn largest_mesh_has_three_routes_a_peer_and_few_elements() {
     let got = compile(&inputs);
     let by_metric = |metric| got.routes.routes.iter().filter(|r| r.metric == metric).count();
     assert_eq!((got.peers.len(), got.refused), (5000, vec![]));
+    // One route for each allowed IP, and for each family the default route of the tunnel table.
     assert_eq!(
         (
             by_metric(crate::numbers::METRIC_PEER),

@@ -9,7 +9,7 @@ use crate::prefixes::Family;
 /// up all others in its list (nf_conncount): with 15,500 in one list the first packet of a connection took 4.2 ms, without a limit
 /// 0.08 ms.
 const LIST_LENGTH: u32 = 64;
-/// Most lists for one limit.
+/// Maximum number of lists for one limit.
 const MAX_LISTS: u32 = 256;
 /// Size of a set of lists. Each list holds at least one connection, and few machines allow more connections (nf_conntrack_max).
 const SET_SIZE: u32 = 1 << 18;

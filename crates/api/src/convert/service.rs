@@ -226,7 +226,7 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
             .ports
             .iter()
             .map(|port| EndpointPort {
-                // The name of a Service's only port may be empty. Its endpoints need the empty name; without one they do not match.
+                // A Service's only port may have the empty name; the slice's port then has it, too. (It is the API server's default.)
                 name: Some(port.name.clone()),
                 port: Some(port.port.into()),
                 protocol: Some(port.protocol.as_str().to_owned()),

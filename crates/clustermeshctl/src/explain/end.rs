@@ -21,7 +21,7 @@ const FORMS: &str = "write CLUSTER/NAMESPACE/POD, CLUSTER/NAMESPACE/svc/NAME, CL
 /// Parses one end and its port.
 ///
 /// # Errors
-/// A message with the valid forms.
+/// A message that says what is wrong, or lists the valid forms.
 pub(super) fn parse(text: &str) -> Result<(ConnectionEnd, Option<Port>), String> {
     if let Ok(address) = text.parse::<IpAddr>() {
         return Ok((ConnectionEnd::Address(address.to_canonical()), None));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_end_is_refused_with_the_valid_forms() {
+    fn invalid_end_is_refused_with_a_reason() {
         for (text, why) in [
             ("web-0", FORMS),
             ("mgmt//web-0", FORMS),

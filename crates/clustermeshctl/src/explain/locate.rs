@@ -53,7 +53,7 @@ fn unknown_source(cluster: ClusterIdentity) -> Source {
 }
 
 impl Finder<'_> {
-    /// Returns the possible sources: one for each address family.
+    /// Returns the possible sources: one for each address of a pod, else one.
     pub(super) fn sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
         match end {
             ConnectionEnd::Service { cluster, name } => Err(LocateError::Usage(format!(
@@ -231,7 +231,7 @@ impl Finder<'_> {
         let gateways = from
             .first()
             .map(|from| self.gateways(&from.cluster, cluster, read, name));
-        let wanted = |(of, _): &(String, Target)| port.is_none_or(|port| port.name == *of);
+        let wanted = |(port_name, _): &(String, Target)| port.is_none_or(|port| port.name == *port_name);
         let gateways = gateways.into_iter().flatten().filter(wanted);
         located.targets.extend(gateways.map(|(_, target)| target));
         if !located.targets.is_empty() {
@@ -294,13 +294,13 @@ impl Finder<'_> {
                             address: *address,
                             port: Some(*port),
                         };
-                        let target = Target {
+                        let reached = Target {
                             to,
                             kind: "gateway",
                             is_cluster_ip: false,
                             is_ready: gateway.ready,
                         };
-                        found.push((granted.port.clone(), target));
+                        found.push((granted.port.clone(), reached));
                     }
                 }
             }

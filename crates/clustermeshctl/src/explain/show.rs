@@ -50,6 +50,7 @@ fn table(answer: &Answer) -> String {
         } = row;
         let to = &target.to;
         let mut what = format!("{} {}", target.kind, to.address);
+        // `ANYWHERE` in locate.rs: the cluster was not given, so its addresses are unknown.
         if to.address.is_unspecified() {
             "its addresses".clone_into(&mut what);
         }

@@ -105,7 +105,7 @@ async fn sandbox_open_socket_without_grant_is_a_violation() {
     let row = row(&planned().await, SANDBOX, |_| "open");
     assert_eq!(on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
     let tunnel = on(&row.violations, Path::Tunnel);
-    // The endpoint itself, a grant that is no longer planned, the gateway's own port.
+    // Two ports of the endpoint itself, the gateway port of a grant that is no longer planned, and the gateway's own port.
     for socket in [
         "10.244.1.20:5432",
         "10.244.1.20:9187",
@@ -150,6 +150,7 @@ async fn silent_gateway_is_reported_with_a_hint() {
 async fn infrastructure_port_is_probed_on_every_node() {
     let outcome = planned().await;
     let read = outcome.inputs.clusters.get("mgmt").unwrap();
+    // Only TCP ports are probed.
     let ports = ["8132/TCP", "8133/UDP"].map(|text| text.parse().unwrap());
     let more = sockets::collect(read, &Settings::closing(&ports).unwrap(), &[]);
     let before = sockets::collect(read, &outcome.settings, &[]);

@@ -78,21 +78,21 @@ pub(super) struct Queue {
     observed: Option<Instant>,
     lanes: BTreeMap<(Lane, Source), VecDeque<Batch>>,
     next_batch: u64,
-    /// Steps in backoff, by its end.
+    /// Steps in backoff, keyed by the time at which it ends.
     waiting: BTreeMap<Instant, Vec<(Lane, Source, Step)>>,
     /// Steps whose object has another write in flight.
     blocked: BTreeMap<Key, (Lane, Source, Step)>,
     in_flight: BTreeMap<Key, MeshId>,
-    /// The batch in flight of each lane and group, and its number of requests in flight.
+    /// For each lane and group: the batch in flight, and how many of its requests are in flight.
     batch_in_flight: BTreeMap<(Lane, Source), (u64, usize)>,
-    /// The group of each lane that sent last.
+    /// For each lane: the group that sent last.
     last_group: BTreeMap<Lane, Source>,
     /// Objects that were written after the last pass began to observe. A step of that pass may contain the same write.
     written: BTreeMap<Key, (Instant, Item)>,
     buckets: BTreeMap<Source, TokenBucket>,
     /// Set while the member does not answer or refuses the credentials, with the reason.
     outage: Option<(Backoff, String)>,
-    /// Sources that the member asks to slow down, with the reason.
+    /// Lanes of sources whose requests the member throttles, with the reason.
     throttled: BTreeMap<(Lane, Source), (Backoff, String)>,
     refused: BTreeMap<MeshId, BTreeMap<Key, Refused>>,
     /// Refused objects with the same cause share a backoff.

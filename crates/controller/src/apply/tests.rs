@@ -181,6 +181,7 @@ async fn closing_step_does_not_wait_for_a_large_batch() {
     // The next pass sees all writes except the last eight, which are in flight.
     let written = |step: &Step| requests[..before - 8].contains(&format!("POST {}", step.item.name()));
     steps.retain(|step| !written(step));
+    // The create of a PeerPolicy may revoke something, so it is a closing step (`Lanes::closing`).
     steps.insert(0, policy("other"));
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;
@@ -330,6 +331,7 @@ async fn unavailable_member_is_probed_with_backoff() {
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests();
     assert!((10..=40).contains(&requests.len()), "{}", requests.len());
+    // A probe sends the first step of a lane again.
     assert_eq!(
         requests
             .last()

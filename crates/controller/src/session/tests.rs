@@ -175,7 +175,7 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn unresponsive_server_is_later_watched_without_a_list() {
+async fn recovered_server_is_watched_again_without_new_lists() {
     let server = Arc::new(Server::default());
     let (session, _task) = session(&server);
     seconds(1).await;
@@ -188,7 +188,7 @@ async fn unresponsive_server_is_later_watched_without_a_list() {
     assert_eq!((state(&session), server.lists.load(Ordering::Relaxed)), (FRESH, lists));
 }
 
-/// Each answer takes two seconds, so the interest changes twice while a probe waits for its answer.
+/// Each answer takes two seconds, so in some rounds the interest changes twice while a probe waits.
 #[tokio::test(start_paused = true)]
 async fn interest_that_is_dropped_and_restored_is_followed() {
     let server = Arc::new(Server::default());
@@ -200,7 +200,7 @@ async fn interest_that_is_dropped_and_restored_is_followed() {
     let listed = server.team_lists.load(Ordering::Relaxed);
     let unlisted = |session: &Session| session.observe().last().expect("seen").unlisted.clone();
     assert_eq!((listed, unlisted(&session)), (1, Unlisted::default()));
-    // Some of these rounds fall into a probe, which lasts two of every twelve seconds.
+    // A probe runs for two of every twelve seconds, so some of these rounds happen during one.
     for round in 1..=12 {
         session.set_interest(&Interest::default());
         session.set_interest(&services_of("team"));

@@ -55,6 +55,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
     {
         let cluster = &mesh_member.cluster;
         let foreign = |owner: &str, network: IpNet| {
+            // This member's Nodes may have addresses in these networks of other members (KubeVirt workers).
             let hosted = cluster
                 .endpoint_networks
                 .iter()

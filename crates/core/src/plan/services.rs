@@ -22,7 +22,7 @@ const SLICE_SIZE: usize = 100;
 /// The result of resolving one grant.
 pub(super) struct GrantOutcome {
     pub(super) report: EgressReport,
-    /// `None` = no mirrored Service is planned under that name.
+    /// `None` = no mirrored Service is planned for the grant.
     pub(super) service: Option<PlannedService>,
     /// The state needed to resolve the grant was not observed: an existing mirrored Service is kept.
     pub(super) keep: bool,
@@ -42,7 +42,7 @@ pub(super) struct GrantResolver<'a> {
     pub(super) importer: &'a Cluster,
     /// The observed state of the importing member.
     pub(super) importer_state: Option<&'a Member>,
-    /// The entry that has the Service, with `allowed` reduced to the accepted networks; else why the grant cannot use it.
+    /// The exporting member's entry, with `allowed` reduced to accepted networks; `Err` = why the grant is unusable.
     pub(super) exporter: Result<&'a Cluster, String>,
     /// The observed state of the member that has the Service.
     pub(super) exporter_state: Option<&'a Observation<Member>>,
@@ -159,8 +159,8 @@ pub(super) struct Resolved {
 
 /// Resolves a grant against the observed state of the member that has the Service.
 ///
-/// Endpoints of an IP family in which the importer has no network are left out without a message: the importer has no source
-/// address for them, and they are usually addresses of the same pods.
+/// Endpoints of an IP family in which the importer has no network are left out: it has no source address for them.
+/// A message reports this only if no endpoint remains. Usually the same pods have endpoints of the other family.
 ///
 /// # Errors
 /// Why the grant cannot be mirrored, and the remedy.

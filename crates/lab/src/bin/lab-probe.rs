@@ -12,7 +12,7 @@ const USAGE: &str = "usage:
   lab-probe serve ADDRESS              HTTP: answers with its own name and the client's address
   lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
-  lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses, so that each answers with its own
+  lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
   lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
   lab-probe udp-watch ADDRESS          a datagram each 10 ms; prints for each echo when it came, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  one datagram after the other, each awaits its echo; prints each round trip in microseconds

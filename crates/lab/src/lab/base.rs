@@ -1,4 +1,4 @@
-//! Prepares every cluster with nodes: writes the base images, installs DNS, and waits until the nodes are Ready.
+//! Prepares each cluster that has nodes: writes the base images, installs DNS, and waits until the nodes are Ready.
 
 use k8s_openapi::api::core::v1 as core;
 use kube::ResourceExt;
@@ -49,7 +49,7 @@ impl Cluster<'_> {
         self.apply(&manifest).await.map(drop)
     }
 
-    /// Waits until every node with power is Ready and has routes to the pods of all the others.
+    /// Waits until every powered-on node is Ready and has routes to the pods of all Ready nodes.
     ///
     /// # Errors
     /// After three minutes, with what is missing.

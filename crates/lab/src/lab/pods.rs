@@ -20,15 +20,15 @@ impl Lab {
             return Ok(cluster.node(n));
         };
         let host = self.cluster(of);
-        let of = host.plan().node(*node);
+        let host_node = host.plan().node(*node);
         let nodes: Api<Node> = Api::all(host.client().await?);
-        let range = wait_until(format!("the pod range of {}", of.name), TIMEOUT, async || {
-            let node = nodes.get(&of.name).await.map_err(|error| error.to_string())?;
+        let range = wait_until(format!("the pod range of {}", host_node.name), TIMEOUT, async || {
+            let node = nodes.get(&host_node.name).await.map_err(|error| error.to_string())?;
             let range = node.spec.and_then(|spec| spec.pod_cidr).unwrap_or_default();
             range.parse().map_err(|_| format!("spec.podCIDR is {range:?}"))
         })
         .await?;
-        Ok(cluster.node_in_pods(n, &of, range))
+        Ok(cluster.node_in_pods(n, &host_node, range))
     }
 
     /// Creates the Service of the API server in the host cluster. Does nothing for other clusters.
@@ -64,7 +64,7 @@ endpoints: [{{addresses: [{at}]}}]
     /// Creates the pod that represents the worker in the host cluster, like KubeVirt's virt-launcher, so that
     /// NetworkPolicies can select it. No kubelet runs it, so its status is written here.
     pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
-        let Uplink::Pods { of, .. } = &worker.uplink else {
+        let Uplink::Pods { of: host_node, .. } = &worker.uplink else {
             return Ok(());
         };
         let cluster = self.cluster(&worker.cluster);
@@ -99,7 +99,7 @@ spec:
         );
         let status = serde_json::json!({"status": {
             "phase": "Running",
-            "hostIP": of.address, "hostIPs": [{"ip": of.address}],
+            "hostIP": host_node.address, "hostIPs": [{"ip": host_node.address}],
             "podIP": worker.address, "podIPs": [{"ip": worker.address}],
         }})
         .to_string();
@@ -126,14 +126,14 @@ spec:
         .await
     }
 
-    /// Connects the worker's namespace with a veth pair to the pods' bridge of the host node. That node is the
-    /// worker's gateway, and routes packets from the API server on the underlay to it.
+    /// Connects the worker's network namespace with a veth pair to the pods' bridge of the host node. The host node is
+    /// the worker's gateway, and forwards packets from the API server on the underlay to the worker.
     pub(super) async fn connect_in_pods(
         &self,
         name: &str,
         address: Ipv4Addr,
         api: Ipv4Addr,
-        (of, range): (&NodeName, Ipv4Net),
+        (host_node, range): (&NodeName, Ipv4Net),
     ) -> Result<()> {
         let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
         let length = range.prefix_len();
@@ -145,14 +145,14 @@ spec:
              ip link add {port} type veth peer name eth0 netns {} && ip link set {port} master cni0 up",
             self.namespace(name).display()
         );
-        let host_netns = format!("--net={}", self.namespace(&of.name).display());
+        let host_netns = format!("--net={}", self.namespace(&host_node.name).display());
         command::run(&command::argv(["nsenter", &host_netns, "sh", "-c", &cable]), None).await?;
         let inside = format!(
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
         self.ip_batch(name, &inside).await?;
-        // With the API server's own address as source: the bridge has the addresses of all clusters.
-        let back = format!("route replace {address} via {} src {api}\n", of.address);
+        // `src`: the underlay's bridge has the addresses of all API servers, and this one has to send from its own.
+        let back = format!("route replace {address} via {} src {api}\n", host_node.address);
         self.ip_batch(UNDERLAY, &back).await
     }
 }

@@ -238,7 +238,7 @@ fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     Ok(kernel)
 }
 
-/// Decompresses xz or zstd, and ignores what follows the first stream (the length of a kernel).
+/// Decompresses the first xz or zstd stream. After it, a bzImage has the uncompressed size, which is ignored.
 fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let mut file = tempfile::tempfile().map_err(Error::io("make a temporary file"))?;
     std::io::Write::write_all(&mut file, packed)

@@ -15,7 +15,7 @@ use crate::cgroup::Cgroups;
 enum Stage {
     /// Show the labs that run on this machine.
     List,
-    /// Build everything that the lab runs into its cache.
+    /// Build the lab's programs and put them into its cache.
     Build,
     /// Take every kept lab down and remove what dead ones left.
     Down,

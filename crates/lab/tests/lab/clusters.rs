@@ -1,4 +1,4 @@
-//! The lab's upper floor: whole clusters carry pods, survive power cuts, and leave nothing behind.
+//! Tests the lab with whole clusters: they run pods, recover from power cuts, and leave nothing behind.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use kube::api::{Api, ListParams};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Where the owner that will be killed writes its lab's directory.
+/// Environment variable: the file into which the process of [`owner_with_a_lab`] writes its lab's directory.
 const OWNER_FILE: &str = "LAB_TEST_OWNER_FILE";
 
 /// A pod of the test's Deployment.
@@ -39,7 +39,7 @@ async fn webs(cluster: &Cluster<'_>) -> Vec<Web> {
 }
 
 #[tokio::test]
-async fn two_clusters_run_pods_with_all_that_an_agent_needs_and_do_not_reach_each_other() {
+async fn two_clusters_run_pods_and_do_not_reach_each_other() {
     let start = Instant::now();
     let lab = Lab::start(LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 2)]))
         .await
@@ -54,7 +54,7 @@ async fn two_clusters_run_pods_with_all_that_an_agent_needs_and_do_not_reach_eac
     }
     println!("rolled out and checked after {:.1} s", start.elapsed().as_secs_f64());
 
-    // The flat underlay carries nodes to nodes, but no pod of one cluster reaches a pod of the other.
+    // The flat underlay connects all nodes, but no pod of one cluster reaches a pod of the other.
     let (ours, theirs) = (webs(&lab.cluster("mgmt")).await, webs(&lab.cluster("tenant-a")).await);
     let url = format!("http://{}:8080", theirs[0].ip);
     let from = &ours[0];
@@ -72,7 +72,7 @@ async fn two_clusters_run_pods_with_all_that_an_agent_needs_and_do_not_reach_eac
     assert_eq!(left_behind(&directory), Vec::<String>::new());
 }
 
-/// Logs, exec, pod to pod, Service, DNS, API access, seccomp, TUN.
+/// Checks what an agent needs: logs, exec, pod to pod, Service, DNS, API access, seccomp, TUN.
 async fn serves(cluster: &Cluster<'_>) {
     let webs = webs(cluster).await;
     let nodes: Vec<_> = cluster.nodes().iter().map(|node| node.name().to_owned()).collect();
@@ -171,7 +171,7 @@ async fn serves(cluster: &Cluster<'_>) {
     );
 }
 
-/// A pod that leaves its cluster's range is seen with its node's address, as under any CNI.
+/// Checks that a pod's connection to a host outside the cluster is masqueraded to its node's address, as most CNIs do.
 async fn captures_and_masquerades(lab: &Lab, web: &Web) {
     let node = lab.node(&web.node);
     let outside = lab.add_host("outside", "172.30.9.9".parse().unwrap()).await.unwrap();
@@ -206,7 +206,7 @@ async fn captures_and_masquerades(lab: &Lab, web: &Web) {
     );
 }
 
-/// A power cut and its end, a node that joins, an image loaded later.
+/// Checks a power cut and a restart, a node that joins, and an image that is loaded later.
 async fn nodes_go_and_come(lab: &Lab) {
     let tenant = lab.cluster("tenant-a");
     let cut = lab.node("tenant-a-2");
@@ -255,7 +255,7 @@ async fn nodes_go_and_come(lab: &Lab) {
         .kubectl(["wait", "pod/late", "--for=condition=Ready", "--timeout=60s"])
         .await
         .unwrap();
-    // From an old node to the new node's pod: routes came by themselves.
+    // A node that existed before reaches the new node's pod, so it got a route to it.
     let ip = tenant
         .kubectl(["get", "pod", "late", "-o", "jsonpath={.status.podIP}"])
         .await
@@ -309,7 +309,7 @@ async fn a_killed_owner_leaves_nothing_behind() {
 }
 
 #[tokio::test]
-async fn a_killed_supervisor_takes_every_process_along_and_the_next_lab_sweeps_the_rest() {
+async fn killed_supervisor_ends_its_processes_and_next_lab_cleans_up() {
     let (mut owner, directory) = owner_with_a_lab().await;
     let pid: i32 = std::fs::read_to_string(directory.join("supervisor.pid"))
         .unwrap()
@@ -335,13 +335,13 @@ async fn a_killed_supervisor_takes_every_process_along_and_the_next_lab_sweeps_t
     .unwrap();
     owner.kill().unwrap();
     owner.wait().unwrap();
-    // Any next lab sweeps.
+    // The start of any lab removes what dead labs left.
     drop(Lab::start(LabPlan::default()).await.unwrap());
     assert_eq!(left_behind(&directory), Vec::<String>::new());
 }
 
 #[tokio::test]
-async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
+async fn kept_lab_outlives_its_handle_until_it_is_taken_down() {
     let mut lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     lab.keep().unwrap();
     let directory = lab.directory().to_owned();
@@ -357,7 +357,7 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
         "ok"
     );
     let owned = Lab::start(LabPlan::default()).await.unwrap();
-    // As a developer keeps one while this runs.
+    // Another kept lab, such as a developer's, must survive `down_kept`.
     let mut other = Lab::start(LabPlan::default()).await.unwrap();
     other.keep().unwrap();
     let others = other.directory().to_owned();
@@ -368,13 +368,14 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
         standing().contains(&owned.directory().to_owned()),
         "a lab with a living owner was taken down"
     );
-    assert!(again.down().is_ok(), "what is gone needs no taking down");
+    assert!(again.down().is_ok(), "taking down a lab that is gone is no error");
     assert!(!standing().contains(&directory));
     assert!(standing().contains(&others), "another kept lab was taken down");
     assert!(Lab::attach(&others).unwrap().down().is_ok());
 }
 
-/// Another process of this program that owns a lab with one node: the first of the tests that kill one.
+/// Starts this test program again as the owner of a lab with one node, and returns the process and the lab's directory.
+/// It runs only `a_killed_owner_leaves_nothing_behind`, which starts the lab and waits if [`OWNER_FILE`] is set.
 async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("lab");

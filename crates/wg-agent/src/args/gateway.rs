@@ -18,12 +18,12 @@ use crate::device::Backend;
 /// Flags for a gateway only.
 #[derive(Debug, Args)]
 pub(crate) struct GatewayFlags {
-    /// Gateway: range of the gateways' WireGuard addresses, as 100.66.255.0/28; one of each family. The pod with
-    /// ordinal N takes its address N + 1.
+    /// Gateway: range of the gateways' WireGuard addresses, such as 100.66.255.0/28; one for each IP family. The pod
+    /// with ordinal N has address N + 1 of this range.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) gateway_cidr: Vec<IpNet>,
-    /// Gateway: a pod network of this cluster. Endpoints outside these networks are not served. May be repeated;
-    /// without it no endpoint is served.
+    /// Gateway: a pod network of this cluster. Endpoints outside these networks are not served. Required;
+    /// may be repeated.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) endpoint_network: Vec<IpNet>,
     /// Gateway: name of a sandbox to serve. May be repeated; without it all sandboxes are served.
@@ -163,7 +163,7 @@ pub enum GatewayArgsError {
 }
 
 impl GatewayFlags {
-    /// Address N + 1 of the range; the first and the last address of the range are not used.
+    /// Address N + 1 of the range for `ordinal` N. The network address and the IPv4 broadcast address are not used.
     fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
         range.hosts().nth(
             usize::try_from(ordinal)

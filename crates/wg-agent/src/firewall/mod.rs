@@ -129,7 +129,7 @@ impl<B: Backend> FirewallManager<B> {
         Ok(self.was_written_as(listing.as_ref()))
     }
 
-    /// Whether this manager has written the table that exists, as far as it knows.
+    /// Whether this manager wrote the table, or recognized it as an earlier process's, at its last pass.
     #[must_use]
     pub const fn has_written(&self) -> bool {
         self.written.is_some()
@@ -139,8 +139,8 @@ impl<B: Backend> FirewallManager<B> {
         listing == self.written.as_ref().map(|(_, written)| written)
     }
 
-    /// Forgets the written table if the kernel's differs, unless that is the desired one as written by an earlier
-    /// process.
+    /// If the kernel's table is not the one written last, forgets that one. If the record says that an earlier process
+    /// wrote the kernel's table as `desired`, remembers it as written.
     fn recognize(&mut self, desired: &Firewall, listing: Option<&Listing>) {
         if !self.was_written_as(listing) {
             let is_known = |listing: &&Listing| {
@@ -154,8 +154,8 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Makes the table as `desired`. Writes nothing if it is, set elements if only they differ, and the whole table
-    /// otherwise or after an external change. Returns what was written.
+    /// Makes the kernel's table equal to `desired`. Writes nothing if it is equal, only set elements if nothing else
+    /// differs, and the whole table otherwise or after an external change. Returns what was written.
     ///
     /// # Errors
     /// The table cannot be listed or written. The kernel then has the old table or a part of the update, and the next

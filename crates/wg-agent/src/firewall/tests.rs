@@ -113,14 +113,14 @@ async fn next_process_does_not_write_an_unchanged_table() {
     let wanted = table("10.2.0.0/16");
     let mut first = FirewallManager::new(Memory::default()).with_record(record());
     first.converge(&wanted).await.unwrap();
-    let there = first.backend().clone();
-    let start = async |there: &Memory, wanted: &Firewall| {
-        let mut manager = FirewallManager::new(there.clone()).with_record(record());
+    let kernel = first.backend().clone();
+    let start = async |kernel: &Memory, wanted: &Firewall| {
+        let mut manager = FirewallManager::new(kernel.clone()).with_record(record());
         let first = manager.converge(wanted).await.unwrap();
         (first.is_some(), manager.converge(wanted).await.unwrap().is_some())
     };
-    assert_eq!(start(&there, &wanted).await, (false, false));
-    let mut changed = there.clone();
+    assert_eq!(start(&kernel, &wanted).await, (false, false));
+    let mut changed = kernel.clone();
     changed
         .scripts
         .push("flush chain inet clustermesh from_mesh".to_owned());
@@ -130,20 +130,21 @@ async fn next_process_does_not_write_an_unchanged_table() {
         (true, false),
         "after a reboot"
     );
-    assert_eq!(start(&there, &wanted).await, (false, false), "and unchanged");
+    assert_eq!(start(&kernel, &wanted).await, (false, false), "and unchanged");
     assert_eq!(
-        start(&there, &table("10.3.0.0/16")).await,
+        start(&kernel, &table("10.3.0.0/16")).await,
         (true, false),
         "other policies"
     );
     assert_eq!(
-        start(&there, &wanted).await,
+        start(&kernel, &wanted).await,
         (true, false),
         "written by the process before, with other policies"
     );
     record().remove().unwrap();
+    // Removing a missing record is no error.
     record().remove().unwrap();
-    assert_eq!(start(&there, &wanted).await, (true, false), "no record");
+    assert_eq!(start(&kernel, &wanted).await, (true, false), "no record");
 }
 
 #[tokio::test]

@@ -85,7 +85,7 @@ struct PodNetwork {
 }
 
 impl Gateway {
-    /// Writes a table without grants to a pod that has none, before the first connection. From its first moment the
+    /// If the pod has no table, writes one without grants before the first connection. From its first moment the
     /// table uses conntrack, which would take replies of an older connection for new requests, and the table would drop
     /// them.
     pub(super) async fn write_closed_table(&mut self) -> Result<(), Trouble> {
@@ -112,15 +112,16 @@ impl Gateway {
         }
     }
 
-    /// False = the table needs a further step. Until then the status does not report the grants as applied.
+    /// Applies table, device, routes and peers, and reports them. False = the table needs a further step; until then
+    /// the status does not report the grants as applied.
     async fn steps(&mut self, snapshot: &GatewaySnapshot, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
         let pod_network = self.pod_network().await?;
         let inputs = self.inputs(snapshot, &pod_network);
         let compiled = compile(&inputs);
         // A new pod gets a closed table before it has a device. A restarted container finds the table and peers of the
-        // one before, which stay until all objects are known and the table is renewed. Otherwise a table without the
-        // endpoints of a namespace that is still being listed would end connections, and a table that is not renewed
-        // would interrupt them.
+        // previous container. They stay until all granted objects are listed and the API server has answered.
+        // Otherwise the new table would lack the endpoints of a namespace that is still being listed, and end their
+        // connections; or it would be closed (see `can_open`), and interrupt all of them.
         let is_known = snapshot.is_listed()
             && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.can_open());
         if (is_known || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
@@ -162,7 +163,7 @@ impl Gateway {
         })
     }
 
-    /// Renews the timeout of what is open. False = the table could not be written.
+    /// Renews the timeout of the table. `answered` = when the API server answered. False = it could not be written.
     pub(super) async fn renew(&mut self, answered: Instant) -> bool {
         match self.table_manager.renew(answered + self.config.grant_timeout).await {
             Ok(()) => true,
@@ -179,7 +180,7 @@ impl Gateway {
         let underlay = underlay::read(&own, &self.config.interface).await;
         let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
         Ok(PodNetwork {
-            // Large enough for the overhead of either family.
+            // Leaves room for the outer headers of either family.
             mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
             addresses: underlay.addresses.into_keys().chain(own).collect(),
         })
@@ -379,7 +380,7 @@ impl Gateway {
     }
 }
 
-/// The keys on the device, by the SandboxAccess of the nodes.
+/// For each served SandboxAccess: the public keys of its nodes that the device should have as peers.
 fn node_keys(inputs: &Inputs, compiled: &Compiled) -> readiness_gate::NodeKeys {
     let served = inputs
         .accesses

@@ -1,4 +1,4 @@
-//! Counts repairs: changes of a pass to objects that the pass before had applied as they should be. Another program has
+//! Counts repairs: changes of a pass to objects that the previous pass had applied as desired. Another program has
 //! changed them in between.
 
 use std::collections::BTreeSet;

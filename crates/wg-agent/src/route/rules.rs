@@ -12,8 +12,8 @@ use netlink_packet_route::{
 
 use super::address_family;
 
-/// The message that adds or deletes a rule. For [`Action::Other`] it contains only the priority, which deletes one rule
-/// of that priority.
+/// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and our
+/// protocol number, which deletes one rule of that priority.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = address_family(rule.family);
@@ -34,8 +34,9 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// A rule of ours. A rule with our protocol number and one of our priorities, but with a selector that we never use, was
-/// made by hand and is ignored. To delete it by its priority would delete our own rule, too.
+/// Decodes a rule with our protocol number; `None` = the rule is ignored. A rule in a form that we never write becomes
+/// [`Action::Other`], which is deleted by its priority. At one of our priorities such a rule was made by hand and is
+/// ignored, because deleting it by its priority would delete our own rule, too.
 pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,

@@ -70,7 +70,7 @@ impl ParsedPeer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPolicy {
-    /// What to enforce. A policy that cannot be parsed allows nothing; its networks still must not leave unencrypted.
+    /// What to enforce. An unparsable policy allows nothing; packets to its networks still must not leave unencrypted.
     pub spec: PolicySpec,
     /// Why it cannot be parsed.
     pub problem: Option<String>,
@@ -106,7 +106,7 @@ impl ParsedPolicy {
     }
 }
 
-/// A Node: the claims that concern all nodes, and further values of this one.
+/// A Node: the values that are needed of every Node, and in `own` those that are needed only of this node's own.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedNode {
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_own_nodes_heartbeat_is_a_change() {
+    fn heartbeat_of_another_node_is_no_change() {
         let node = |seen: &str| -> Node {
             serde_json::from_value(serde_json::json!({
                 "metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen, "kilo.squat.ai/wireguard-ip": "10.4.0.1/16"}},

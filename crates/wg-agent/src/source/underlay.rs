@@ -66,7 +66,7 @@ struct Hop {
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
     // In the caller's network namespace.
     let socket = Socket::open(Protocol::Route)?;
-    // On a thread of its own, since other programs decide how many routes there are.
+    // On a blocking thread, because the dump takes long if other programs add many routes.
     let dumped = tokio::task::spawn_blocking(move || dump(&socket)).await;
     let (links, hops) = dumped.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     choose(internal, device, &links, &hops).ok_or_else(|| UnderlayError::None(internal.clone()))
@@ -89,7 +89,7 @@ fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     }
     let mut hops = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // The kernel returns only this table.
+        // The kernel returns only this table. Before Linux 4.20 it returns all, so `main_table` filters, too.
         let mut filter = RouteMessage::default();
         filter.header.address_family = family;
         filter.header.table = RouteHeader::RT_TABLE_MAIN;

@@ -1,4 +1,4 @@
-//! Sends packets that no normal kernel sends through the data path of a target node, whose administrator has allowed
+//! Tests the data path of a target node with packets that no normal kernel sends. The node's administrator has enabled
 //! settings that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 use std::{
@@ -25,9 +25,9 @@ fn target(mesh: &Mesh) -> Inputs {
     inputs
 }
 
-/// A node that accepts source routes forwards such a packet after its filters, to an address that the filters have not
-/// seen. One open port of the node would open the same port of every other address. (`conf.all` is off by default;
-/// `conf.default` is on.)
+/// A node that accepts source routes forwards a packet with this IP option after its filters, to an address that they
+/// have not seen. One open port of the node would open the same port of every other address. (`conf.all` is off by
+/// default; `conf.default` is on.)
 // threat: ip-source-route
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {

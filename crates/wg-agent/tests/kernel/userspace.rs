@@ -1,5 +1,5 @@
-//! Tests of the userspace device, with any offload and number of workers; `ping`, TCP, UDP, `ip`, `wg` and `nft` read
-//! the results. Tests of both backends are in `contract`.
+//! Tests of the userspace device, each with offload and four workers, and without offload and with one worker. They
+//! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. Tests of both backends are in `contract`.
 
 mod drops;
 mod endpoints;

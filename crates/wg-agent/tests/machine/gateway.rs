@@ -212,7 +212,7 @@ impl Testbed {
         );
     }
 
-    /// Starts the gateway with what its container gives and no more.
+    /// Starts the gateway with the privileges of its container and no more.
     fn gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
         let mut command = Command::new("unshare");

@@ -43,7 +43,7 @@ pub struct Segments<'a> {
     transport: usize,
     /// Length of all headers, and so the offset of the payload.
     header: usize,
-    /// Most payload bytes of one packet.
+    /// Maximum payload bytes of one packet.
     size: usize,
     /// Offset of the payload that is not cut yet.
     next_payload: usize,

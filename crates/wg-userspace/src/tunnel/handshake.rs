@@ -28,7 +28,7 @@ impl Tunnel {
         self.must_reschedule = true;
         self.forget_expired();
         let index = sender(&response);
-        // If both use one slot, boringtun has overwritten our session with the new one, which the peer has not confirmed yet.
+        // If the new session has the slot of the current one, boringtun has overwritten the current one.
         self.session.take_if(|session| same_slot(session.index, index));
         self.unconfirmed.retain(|(other, _)| !same_slot(*other, index));
         if self.unconfirmed.len() == MAX_UNCONFIRMED {
@@ -69,7 +69,7 @@ impl Tunnel {
         }
         match self.protocol.initiate(scratch) {
             Some(initiation) => self.send_initiation(&initiation, now, out),
-            // The peer's key is invalid (low order): retry no sooner than with another key.
+            // The peer's key is invalid (low order). The next attempt waits as long as after an initiation.
             None => self.delay_next_initiation(&[], now),
         }
     }

@@ -74,7 +74,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 /// Each pure crate, and the third-party crates that it may import: no runtime, client, clock or log.
 const PURE: &[(&str, &[&str])] = &[
     ("clustermesh-core", &["base64", "ipnet", "serde", "thiserror"]),
-    ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
+    ("clustermesh-agent-core", &["ipnet", "thiserror"]),
 ];
 
 /// Crates that are useful without this project: their tests and examples import none of ours either.

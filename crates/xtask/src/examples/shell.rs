@@ -72,7 +72,7 @@ fn without_here_documents(script: &str) -> String {
     kept
 }
 
-/// Removes what stands before the program: keywords and variables.
+/// Removes the words before the program: keywords, variable assignments and `sudo`.
 fn drop_keywords(command: &mut Vec<String>) {
     let is_variable = |word: &str| {
         word.split_once('=').is_some_and(|(name, _)| {

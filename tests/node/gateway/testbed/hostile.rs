@@ -203,11 +203,11 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
         let forged =
             |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
         // A valid entry is served, so the gateway relies on these entries.
-        let stream = forged(&own, 0, 0);
-        let (asked, answered) = stream.counters(testbed);
+        let entry = forged(&own, 0, 0);
+        let (asked, answered) = entry.counters(testbed);
         wait_until("packets of both directions", TIMEOUT, async || {
-            stream.ask(testbed);
-            stream.answer(testbed);
+            entry.ask(testbed);
+            entry.answer(testbed);
             match (asked.packets(), answered.packets()) {
                 (1.., 1..) => Ok(()),
                 other => Err(format!("{other:?}")),
@@ -218,14 +218,14 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
         // Stale entries: an endpoint that the grant no longer has, and the grant of another sandbox with either
         // endpoint.
         for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
-            let stream = forged(mark, pod, number);
-            let (asked, answered) = stream.counters(testbed);
-            stream.ask(testbed);
+            let entry = forged(mark, pod, number);
+            let (asked, answered) = entry.counters(testbed);
+            entry.ask(testbed);
             // This reply comes after the gateway has processed the packet before.
             assert!(a.datagram(at(gateway, LOG)).is_some());
             assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
             if *mark == own {
-                stream.answer(testbed);
+                entry.answer(testbed);
                 assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
             }
         }
@@ -234,8 +234,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     testbed.apply_access("m--b", b.access(&[sql])).await;
 }
 
-/// Forges entries from a pod to a sandbox, through the gateway to another pod, and for a reply past the address
-/// translation.
+/// Forges three entries: from a pod to a sandbox, from a pod to another pod, and from a sandbox without source NAT, so
+/// that the reply goes to the sandbox's own address.
 // threat: gateway-inbound
 fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let [db, other] = &testbed.pods;

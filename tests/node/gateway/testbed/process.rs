@@ -1,4 +1,4 @@
-//! Runs the gateway's process with what its pod gives it and no more.
+//! Runs the gateway's process with the privileges of its pod and no more, and with the pod's environment variables.
 
 use std::{
     os::unix::fs::PermissionsExt,

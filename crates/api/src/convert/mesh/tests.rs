@@ -242,7 +242,7 @@ fn values_read_differently_than_written_cause_warnings() {
 }
 
 #[test]
-fn invalid_field_is_named_with_what_to_write() {
+fn problem_names_the_invalid_field() {
     let egress = |cluster: &str, name: &str| json!({"service": {"cluster": cluster, "namespace": "d", "name": name}});
     let port = |port: Value| json!([{"service": {"cluster": "mgmt", "namespace": "d", "name": "s"}, "ports": [{"port": port}]}]);
     let cases = [

@@ -1,4 +1,4 @@
-//! Tests that a sandbox reaches only the Services it is granted: the objects in the target and in the sandbox.
+//! Tests the objects planned in the target and in the sandbox: a sandbox reaches only the Services granted to it.
 
 use super::*;
 use crate::{
@@ -112,7 +112,7 @@ pub(super) fn mesh_with_sandbox() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// The policy for `nb` while it has old Peers that will be deleted.
+/// The closed policy for `nb` in `mgmt`, planned until the old Peers of `nb` there are deleted.
 fn closed() -> PolicySpec {
     PolicySpec {
         sources: net_set(&["100.66.3.0/24"]),

@@ -2,11 +2,11 @@
 //! names.
 //!
 //! Three workarounds for what the netlink interface lacks:
-//! - **Removing one range.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves it without
-//!   any for a moment. So the range moves to a temporary peer, which the same message removes.
+//! - **Removing one allowed IP.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves it
+//!   without any for a moment. So the allowed IP moves to a temporary peer, which the same message removes.
 //! - **Starting a handshake.** Turning keepalive on sends a keepalive at once, which needs a handshake if there is no
-//!   session. So the message turns keepalive on and then to its configured value. No other packet has to be sent, for
-//!   which the firewall would need an exception.
+//!   session. So the message sets keepalive off, on, and to its configured value. Sending a packet into the tunnel
+//!   instead would need an exception in the firewall.
 //! - **Using a new preshared key at once.** The kernel uses it from the next handshake on, up to two minutes later. So
 //!   one message removes the peer and adds it again; it loses its session and its counters.
 
@@ -29,7 +29,7 @@ use sha2::{Digest, Sha256};
 /// Bytes of peer entries in one message, so that it fits into a page together with headers.
 const MESSAGE_BYTES: usize = 2_000;
 /// Allowed IPs in one entry; a peer with more has several entries.
-const RANGES_PER_ENTRY: usize = 40;
+const ALLOWED_IPS_PER_ENTRY: usize = 40;
 
 /// The live endpoint of each peer, which may differ from the configured one.
 pub(super) type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
@@ -169,7 +169,7 @@ fn remove_entry(key: &PublicKey) -> WireguardPeer {
     WireguardPeer(attributes.into())
 }
 
-/// The key of the temporary peer that takes ranges away from `key`. No private key for it is known.
+/// The key of the temporary peer to which allowed IPs of `key` move. No private key for it is known.
 fn temporary_key(key: &PublicKey) -> PublicKey {
     let digest = Sha256::new_with_prefix("clustermesh wg-agent heir")
         .chain_update(key.as_bytes())
@@ -177,22 +177,22 @@ fn temporary_key(key: &PublicKey) -> PublicKey {
     PublicKey::new(digest.into())
 }
 
-fn chunks(ranges: &BTreeSet<IpNet>) -> Vec<Attribute> {
-    let all: Vec<_> = ranges.iter().map(range).collect();
-    all.chunks(RANGES_PER_ENTRY)
+fn chunks(allowed_ips: &BTreeSet<IpNet>) -> Vec<Attribute> {
+    let all: Vec<_> = allowed_ips.iter().map(allowed_ip).collect();
+    all.chunks(ALLOWED_IPS_PER_ENTRY)
         .map(|chunk| Attribute::AllowedIps(chunk.to_vec()))
         .collect()
 }
 
-fn range(range: &IpNet) -> WireguardAllowedIp {
-    let family = match range {
+fn allowed_ip(net: &IpNet) -> WireguardAllowedIp {
+    let family = match net {
         IpNet::V4(_) => WireguardAddressFamily::Ipv4,
         IpNet::V6(_) => WireguardAddressFamily::Ipv6,
     };
     WireguardAllowedIp(vec![
         WireguardAllowedIpAttr::Family(family),
-        WireguardAllowedIpAttr::IpAddr(range.addr()),
-        WireguardAllowedIpAttr::Cidr(range.prefix_len()),
+        WireguardAllowedIpAttr::IpAddr(net.addr()),
+        WireguardAllowedIpAttr::Cidr(net.prefix_len()),
     ])
 }
 

@@ -31,7 +31,7 @@ pub(super) struct DeviceDump {
     pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
 }
 
-/// Assembles one dump. A peer with many ranges is spread over several messages.
+/// Assembles one dump. A peer with many allowed IPs is spread over several messages.
 pub(super) fn parse_dump(messages: Vec<WireguardMessage>, now: SystemTime) -> DeviceDump {
     let mut seen = DeviceDump::default();
     for attribute in messages.into_iter().flat_map(|message| message.attributes) {

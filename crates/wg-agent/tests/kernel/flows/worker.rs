@@ -42,7 +42,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
     // UDP from an unbound socket fails here: its route is looked up before netfilter can mark the reply, and is
-    // `unreachable`. This is why the device is the first fallback while it exists.
+    // `unreachable`. For this reason a fallback route into the device (`METRIC_FALLBACK`) precedes `unreachable`.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),
         f.hub_pod,
@@ -78,7 +78,7 @@ pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static 
     // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
     w.node_port(30080, f.hub2_pod);
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
-    // The endpoint sees the anchor, since the first hub node carries the pods of the second one here.
+    // The endpoint sees the anchor's address: here the first hub node is the anchor for the second one's pods.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
     assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
 }

@@ -74,7 +74,7 @@ fn new_peer_gets_a_handshake_by_toggled_keepalive() {
 }
 
 #[test]
-fn removed_range_moves_to_a_temporary_peer() {
+fn removed_allowed_ip_moves_to_a_temporary_peer() {
     let held: Peers = [
         (
             key(1),
@@ -96,7 +96,7 @@ fn removed_range_moves_to_a_temporary_peer() {
         endpoint: at("192.0.2.1:7"),
         keepalive: Some(NonZeroU16::new(9)),
         add_allowed_ips: ranges(&["10.3.0.0/16"]),
-        // The last range is not the peer's, so no peer loses it.
+        // The last allowed IP is not the peer's, so no peer loses it.
         remove_allowed_ips: ranges(&["10.2.0.0/16", "10.9.0.0/16"]),
         ..PeerUpdate::default()
     };
@@ -149,7 +149,7 @@ fn new_preshared_key_recreates_the_peer_at_its_live_endpoint() {
 }
 
 #[test]
-fn many_ranges_are_split_into_messages_below_a_page() {
+fn many_allowed_ips_are_split_into_messages_below_a_page() {
     let many: BTreeSet<IpNet> = (0..1_000_u32)
         .map(|n| IpNet::new((0xfd00_u128 << 112 | u128::from(n)).to_be_bytes().into(), 128).unwrap())
         .collect();
