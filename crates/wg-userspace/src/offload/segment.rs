@@ -65,7 +65,7 @@ impl<'a> Segments<'a> {
         let least = if protocol == TCP { 20 } else { 8 };
         let fits = transport >= if v6 { 40 } else { 20 }
             && transport + least <= packet.len()
-            && packet.len() <= 65_535 + 40
+            && packet.len() <= 65_535 + if v6 { 40 } else { 0 }
             && usize::from(header.checksum_offset) == headers::checksum_at(protocol)
             && header.flags & NEEDS_CHECKSUM != 0
             && header.gso_size > 0

@@ -255,6 +255,24 @@ fn cwr_is_only_in_the_first_part_and_fin_in_the_last() {
 }
 
 #[test]
+fn packet_longer_than_its_length_field_is_malformed() {
+    for (v6, longest) in [(false, 65_535), (true, 65_575)] {
+        let parts = [0, 100].map(|sequence| {
+            Template {
+                v6,
+                ..tcp(sequence, &[0; 100])
+            }
+            .packet()
+        });
+        let (header, mut packet, _) = joined(&parts, false).swap_remove(0);
+        packet.resize(longest, 0);
+        assert!(Segments::new(&header, &packet).is_ok(), "{longest}");
+        packet.push(0);
+        assert!(Segments::new(&header, &packet).is_err(), "{longest}");
+    }
+}
+
+#[test]
 fn partial_checksum_is_completed() {
     for v6 in [false, true] {
         for protocol in [TCP, UDP] {
