@@ -331,7 +331,7 @@ fn echo(ns: &NetNs, at: IpAddr) {
     });
 }
 
-/// Sends an unfragmentable packet of each size (bytes including the IP header) to an [`echo`]. Returns the range of
+/// Sends an unfragmentable packet of each size (bytes including the IP header) to an `echo`. Returns the range of
 /// sizes that were echoed, which must have no hole. For every other size the sender must get "too large"; panics at a
 /// size that gets neither.
 pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
