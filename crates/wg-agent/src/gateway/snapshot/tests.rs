@@ -1,6 +1,11 @@
+use kube::runtime::watcher;
 use serde_json::json;
 
-use super::*;
+use super::{
+    watches::{REFUSAL_GRACE, SnapshotSink},
+    *,
+};
+use crate::source::watch::WatchSink;
 
 fn access(name: &str, spec: &serde_json::Value) -> (String, ParsedAccess) {
     let object = json!({
