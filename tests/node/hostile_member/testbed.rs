@@ -49,6 +49,8 @@ pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
 pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
 /// The WireGuard addresses of a third member's node, which is also a peer of the target.
 pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
+/// Addresses of the third member's networks that no peer has: the target's route to them is `unreachable`.
+pub(crate) const UNUSED: [&str; 2] = ["100.66.4.9", "fd00:66:4::9"];
 /// The ports on which every pod and every machine of [`surroundings`] listens.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;

@@ -184,6 +184,15 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         "ct state untracked counter drop",
         "untracked: not translated, so the source is unchecked",
     );
+    // The kernel answers a packet without a route before its forward hook, so no policy has accepted the packet and its conntrack
+    // entry is not confirmed. Without this drop a member learns which addresses of other members have a route here. frag-needed
+    // has to pass: UDP learns the path's MTU from it.
+    for rule in [
+        "icmp type destination-unreachable icmp code != frag-needed ct status & confirmed == 0 counter drop",
+        "icmpv6 type destination-unreachable ct status & confirmed == 0 counter drop",
+    ] {
+        add_rule(&mut out, rule, "ICMP error about a packet that no policy has accepted");
+    }
     add_rule_pair(
         &mut out,
         "{ip} daddr @closed{n} counter drop",

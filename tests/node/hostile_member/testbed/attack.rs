@@ -9,7 +9,7 @@ use clustermesh_tests::attacker::{
 };
 
 use super::{
-    DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, OTHER, TCP_PORT, THIRD, UDP_PORT, ip,
+    DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, OTHER, TCP_PORT, THIRD, UDP_PORT, UNUSED, ip,
     objects::infrastructure,
     surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
 };
@@ -65,7 +65,7 @@ pub(crate) fn all(wireguard: IpAddr) -> Vec<FloodPacket> {
 
 /// Addresses that are not pods of the target: surrounding machines, members, multicast and unrelated addresses.
 fn closed_addresses(family: usize) -> Vec<IpAddr> {
-    let mut all: Vec<IpAddr> = [NEIGHBOUR, METADATA, CONTAINER, THIRD]
+    let mut all: Vec<IpAddr> = [NEIGHBOUR, METADATA, CONTAINER, THIRD, UNUSED]
         .map(|pair| ip(pair[family]))
         .into();
     let more: &[&str] = match family {

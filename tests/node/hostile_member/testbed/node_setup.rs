@@ -37,6 +37,9 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
         echo 1 > /proc/sys/net/ipv4/ip_forward
         echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+        # The kernel limits ICMP errors to one a second for a destination, which would hide most of them.
+        echo 0 > /proc/sys/net/ipv4/icmp_ratelimit
+        echo 0 > /proc/sys/net/ipv6/icmp/ratelimit
         ip addr add fd00:30::1:11/64 dev eth0 nodad
         ip -6 route add default via fd00:30::1 dev eth0
         ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
