@@ -11,12 +11,17 @@ server=$1
 shift
 [ $# -gt 0 ] || set -- kubectl
 secret() { "$@" -n clustermesh get secret clustermesh-controller -o "jsonpath={.data.$field}"; }
-field=token
-token=$(secret "$@" | base64 -d)
-field='ca\.crt'
-ca=$(secret "$@")
+# Kubernetes writes the token into the Secret some moments after it is created.
+for second in 1 2 3 4 5 6 7 8 9 10; do
+  field=token
+  token=$(secret "$@" | base64 -d)
+  field='ca\.crt'
+  ca=$(secret "$@")
+  [ -z "$token" ] || [ -z "$ca" ] || break
+  sleep 1
+done
 if [ -z "$token" ] || [ -z "$ca" ]; then
-  echo "Secret clustermesh/clustermesh-controller holds no token yet: apply deploy/member-account.yaml and try again" >&2
+  echo "Secret clustermesh/clustermesh-controller contains no token after $second seconds: does kube-controller-manager run?" >&2
   exit 1
 fi
 cat <<Y

@@ -1,5 +1,6 @@
 //! Tests the whole product on whole clusters, installed from `deploy/` as a user does. Needs root.
 
+mod documents;
 mod dual;
 mod flows;
 mod grants;

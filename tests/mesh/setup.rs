@@ -11,6 +11,7 @@ use std::{
 };
 
 use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Tunnel, Web, wait_until};
+use kube::config::Kubeconfig;
 use serde_json::Value;
 
 /// The hub's name.
@@ -22,6 +23,27 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 /// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+/// A kubeconfig with one context for each cluster, of the cluster's name. `of` = the kubeconfig of one cluster.
+pub(crate) fn operator_kubeconfig<'a, 'b: 'a>(
+    clusters: impl IntoIterator<Item = &'a Cluster<'b>>,
+    of: impl Fn(&Cluster<'b>) -> String,
+) -> String {
+    let mut all = Kubeconfig::default();
+    for cluster in clusters {
+        let name = cluster.plan().name.clone();
+        let mut one = Kubeconfig::from_yaml(&of(cluster)).unwrap();
+        one.clusters[0].name.clone_from(&name);
+        one.auth_infos[0].name.clone_from(&name);
+        one.contexts[0].name.clone_from(&name);
+        let context = one.contexts[0].context.as_mut().unwrap();
+        context.cluster.clone_from(&name);
+        context.user = Some(name.clone());
+        one.current_context = Some(name);
+        all = all.merge(one).unwrap();
+    }
+    serde_json::to_string(&all).unwrap()
+}
 
 /// Starts two clusters of two nodes each.
 pub(crate) async fn two_clusters() -> Lab {

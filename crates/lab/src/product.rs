@@ -180,14 +180,7 @@ impl<'a> Product<'a> {
         let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
         let server = format!("https://{}:6443", member.plan().api_address());
         let argv = [vec![script, server], member.kubectl_argv(vec![])?].concat();
-        let what = format!("the token of the controller's account in {}", member.plan().name);
-        let kubeconfig = wait_until(what, TIMEOUT, async || {
-            command::run(&argv, None)
-                .await
-                .map(|output| output.stdout)
-                .map_err(|error| error.to_string())
-        })
-        .await?;
+        let kubeconfig = command::run(&argv, None).await?.stdout;
         let file = self
             .lab
             .directory()

@@ -8,12 +8,10 @@ use std::{
     time::Instant,
 };
 
-use clustermesh_lab::Cluster;
-use kube::config::Kubeconfig;
 use serde_json::Value;
 
 use super::{GRANT, SANDBOX, TestEnv};
-use crate::setup::HUB;
+use crate::setup::{HUB, operator_kubeconfig};
 
 /// The nftables table that takes the place of NetworkPolicies here.
 const POLICIES: &str = "inet networkpolicies";
@@ -110,25 +108,14 @@ fn node<'a>(env: &TestEnv<'a>) -> clustermesh_lab::Node<'a> {
     env.lab.node(&env.sandbox_webs[0].node)
 }
 
-/// A kubeconfig with one context for each cluster, named as in the mesh.
 fn kubeconfig(env: &TestEnv<'_>) -> std::path::PathBuf {
-    let mut all = Kubeconfig::default();
-    let own = |cluster: &Cluster<'_>| {
-        let name = cluster.plan().name.clone();
-        let mut own = Kubeconfig::from_yaml(&cluster.kubeconfig().unwrap()).unwrap();
-        own.clusters[0].name.clone_from(&name);
-        own.auth_infos[0].name.clone_from(&name);
-        own.contexts[0].name.clone_from(&name);
-        let context = own.contexts[0].context.as_mut().unwrap();
-        context.cluster.clone_from(&name);
-        context.user = Some(name);
-        own
-    };
-    for cluster in [&env.hub, &env.member, &env.sandbox] {
-        all = all.merge(own(cluster)).unwrap();
-    }
+    let clusters = [&env.hub, &env.member, &env.sandbox];
     let file = env.lab.directory().join("operator.kubeconfig");
-    std::fs::write(&file, serde_json::to_string(&all).unwrap()).unwrap();
+    std::fs::write(
+        &file,
+        operator_kubeconfig(clusters, |cluster| cluster.kubeconfig().unwrap()),
+    )
+    .unwrap();
     file
 }
 
