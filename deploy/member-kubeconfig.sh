@@ -1,12 +1,12 @@
 #!/bin/sh
-# Prints the kubeconfig that gives a hub's controller the least-privilege account of deploy/member-account.yaml.
+# Prints a kubeconfig with the account of deploy/member-account.yaml, for the controller in the hub.
 #   deploy/member-kubeconfig.sh SERVER [KUBECTL ...]
 # SERVER = https://HOST:PORT of this member's API server as the hub's pods reach it. KUBECTL = the kubectl command that
 # reaches this member (default: kubectl). Put the output into a Secret of the hub, under the key `value`:
 #   deploy/member-kubeconfig.sh https://tenant-a.example:6443 kubectl --context tenant-a |
 #     kubectl --context hub -n clustermesh create secret generic tenant-a-kubeconfig --from-file=value=/dev/stdin
 set -eu
-[ $# -ge 1 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 server=$1
 shift
 [ $# -gt 0 ] || set -- kubectl

@@ -17,7 +17,7 @@ pub(crate) struct Cpu {
 }
 
 impl Cpu {
-    /// Reads both.
+    /// Reads the CPU time of the machine and of these processes.
     pub(crate) fn now(daemons: &[u32]) -> anyhow::Result<Self> {
         let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
         let machine = busy_ticks(&stat).context("/proc/stat has another format")?;
@@ -51,11 +51,11 @@ pub(crate) fn resident(pid: u32) -> anyhow::Result<u64> {
         .with_context(|| format!("{path} has no VmRSS"))
 }
 
-/// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)). Not idle and iowait; user contains guest.
+/// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)), without idle and iowait. user already contains guest.
 fn busy_ticks(stat: &str) -> Option<u64> {
     let words = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
     let ticks: Vec<u64> = words.map(|word| word.parse().ok()).collect::<Option<_>>()?;
-    [0, 1, 2, 5, 6, 7].iter().map(|at| ticks.get(*at).copied()).sum()
+    [0, 1, 2, 5, 6, 7].iter().map(|index| ticks.get(*index).copied()).sum()
 }
 
 /// Fields 14 and 15 (proc_pid_stat(5)), counted after the program's name, which may contain spaces and brackets.
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_files_are_parsed_as_the_manual_pages_say() {
+    fn proc_files_are_parsed_as_documented() {
         assert_eq!(
             busy_ticks("cpu  10 20 30 4000 5000 1 2 3 900 900\ncpu0 1 1 1 1\n"),
             Some(10 + 20 + 30 + 1 + 2 + 3)

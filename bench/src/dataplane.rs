@@ -1,5 +1,5 @@
 //! `cargo xtask bench dataplane`: measures every variant once in each round. Each round starts with another variant, so that other load on
-//! the machine, and the state that one variant leaves for the next, affect all of them equally.
+//! the machine, and the state that a variant leaves behind, affect all variants equally.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -9,14 +9,14 @@ use crate::{
     kernel,
     load::{self, Latency, Throughput},
     report,
-    tunnel::{self, Crowd, Keys, Tunnel, Variant},
+    tunnel::{self, IdlePeers, Keys, Tunnel, Variant},
     wire::Wire,
 };
 
 /// Numbers of TCP streams in the throughput runs.
 pub(crate) const STREAMS: [u32; 3] = [1, 4, 16];
 
-/// What `cargo xtask bench dataplane` takes.
+/// Arguments of `cargo xtask bench dataplane`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// One round of two seconds, only with the underlay's offload: shows that everything works, not how fast.
@@ -61,14 +61,14 @@ pub(crate) struct Measured {
     pub(crate) seconds: u32,
     pub(crate) samples: Vec<Sample>,
     /// Measurements with many idle peers, one for each round.
-    pub(crate) crowds: Vec<(Variant, Crowd)>,
-    /// What could not be built or measured, and why; the other results are valid.
+    pub(crate) crowds: Vec<(Variant, IdlePeers)>,
+    /// The variants that could not be built or measured, and why; the other results are valid.
     pub(crate) failed: Vec<String>,
 }
 
 impl Measured {
-    /// Records a failure and goes on, so that one failure does not lose half an hour of results.
-    fn note<T>(&mut self, variant: Variant, result: anyhow::Result<T>) -> Option<T> {
+    /// Records a failure and continues, so that one failure does not lose half an hour of results.
+    fn ok_or_record<T>(&mut self, variant: Variant, result: anyhow::Result<T>) -> Option<T> {
         result
             .map_err(|error| {
                 let failure = format!("{}: {error:#}", variant.name());
@@ -106,7 +106,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let mut programs = BTreeMap::new();
     for variant in all.iter().filter(|variant| only.is_empty() || only.contains(variant)) {
-        if let Some(program) = measured.note(*variant, variant.build()) {
+        if let Some(program) = measured.ok_or_record(*variant, variant.build()) {
             programs.insert(*variant, program);
         }
     }
@@ -132,7 +132,7 @@ fn measure(
             wire.set_udp_offload(udp_offload)?;
             for &(variant, program) in &order {
                 let sample = sample(variant, program, udp_offload, &wire, &keys, measured.seconds);
-                if let Some(sample) = measured.note(variant, sample) {
+                if let Some(sample) = measured.ok_or_record(variant, sample) {
                     eprintln!("bench: round {round} of {rounds}: {}", report::line(&sample));
                     measured.samples.push(sample);
                 }
@@ -140,8 +140,8 @@ fn measure(
         }
         for &(variant, program) in &order {
             if let Some(program) = program {
-                let crowd = tunnel::crowd(variant, program, &wire, &keys);
-                if let Some(crowd) = measured.note(variant, crowd) {
+                let crowd = tunnel::measure_idle(variant, program, &wire, &keys);
+                if let Some(crowd) = measured.ok_or_record(variant, crowd) {
                     measured.crowds.push((variant, crowd));
                 }
             }

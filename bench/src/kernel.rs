@@ -1,6 +1,6 @@
-//! Compares the agent's kernel backend, with firewall table, routes and rules, to WireGuard configured by hand with `wg` and `ip`; and
-//! flows of a sandbox through a gateway. All variants take turns in the same namespaces. Needs a kernel with WireGuard: this machine's, or
-//! that of the lab's virtual machine.
+//! Compares the agent's kernel backend, with firewall table, routes and rules, to WireGuard configured by hand with `wg` and `ip`, and
+//! measures flows of a sandbox through a gateway. All variants take turns in the same namespaces. Needs a kernel with WireGuard: this
+//! machine's, or that of the lab's virtual machine.
 
 use std::{
     collections::BTreeMap,
@@ -11,8 +11,8 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use clustermesh_lab::{Clock, Ended, Machine};
-use xtask::programs::{cargo, show};
+use clustermesh_lab::{Clock, CommandEnd, Machine};
+use xtask::programs::{cargo, run_command};
 
 use crate::{
     load::{self, Latency},
@@ -29,7 +29,7 @@ const SETUP: Duration = Duration::from_secs(300);
 /// The real time that an emulated second of one variant may take, with other programs on the machine.
 const EMULATED: Duration = Duration::from_secs(60);
 
-/// What `cargo xtask bench kernel` takes.
+/// Arguments of `cargo xtask bench kernel`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The directory with wg-agent's built examples `node` and `gateway`.
@@ -50,7 +50,7 @@ pub(crate) struct Args {
 #[serde(rename_all = "kebab-case")]
 enum Variant {
     ByHand,
-    /// By hand, with conntrack, which kube-proxy enables on every node.
+    /// By hand, with connection tracking, which kube-proxy enables on every node.
     Tracked,
     Ours,
     /// A node configured by hand -> a gateway -> a pod.
@@ -100,14 +100,14 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
         "--example",
         "gateway",
     ]);
-    show(&mut build)?;
+    run_command(&mut build)?;
     let own = std::env::current_exe().context("find the path of this program")?;
     let examples = own.with_file_name("examples");
-    let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
+    let utf8 = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
     let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
-    let mut command = vec![word(&own)?, "kernel".into()];
+    let mut command = vec![utf8(&own)?, "kernel".into()];
     for (flag, value) in [
-        ("--examples", word(&examples)?),
+        ("--examples", utf8(&examples)?),
         ("--seconds", seconds.to_string()),
         ("--rounds", rounds.to_string()),
         ("--output", output),
@@ -116,14 +116,16 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
     }
     let machine = Machine {
         limit: SETUP + EMULATED * seconds * rounds * Variant::ALL.len() as u32,
-        // Ratios without noise. This clock does not show what a real processor does in parallel.
+        // The clock counts instructions, so ratios have no noise. It does not show the effect of parallel execution on a real processor.
         clock: Clock::Instructions,
         ..Machine::default()
     };
     match machine.run(&command)? {
-        Ended::Code(0) => Ok(()),
-        Ended::Code(code) => bail!("the measurement in the virtual machine ended with exit code {code}; see above"),
-        Ended::TimeLimit => bail!("the virtual machine was ended after {} s", machine.limit.as_secs()),
+        CommandEnd::Code(0) => Ok(()),
+        CommandEnd::Code(code) => {
+            bail!("the measurement in the virtual machine ended with exit code {code}; see above")
+        }
+        CommandEnd::TimeLimit => bail!("the virtual machine was ended after {} s", machine.limit.as_secs()),
     }
 }
 
@@ -163,7 +165,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What every variant uses.
+/// The resources that all variants share.
 struct Bench<'a> {
     examples: &'a Path,
     wire: &'a Wire,
@@ -176,14 +178,14 @@ impl Bench<'_> {
         let wire = self.wire;
         let (by_hand, programs) = match variant {
             Variant::ByHand | Variant::Tracked => ([0, 1].as_slice(), Vec::new()),
-            Variant::Ours => ([].as_slice(), vec![self.ours(0)?, self.ours(1)?]),
-            Variant::GatewayByHand => ([0].as_slice(), vec![self.gateway()?]),
-            Variant::Gateway => ([].as_slice(), vec![self.gateway()?, self.ours(0)?]),
+            Variant::Ours => ([].as_slice(), vec![self.start_node(0)?, self.start_node(1)?]),
+            Variant::GatewayByHand => ([0].as_slice(), vec![self.start_gateway()?]),
+            Variant::Gateway => ([].as_slice(), vec![self.start_gateway()?, self.start_node(0)?]),
         };
         for &end in by_hand {
-            self.by_hand(end)?;
+            self.configure_by_hand(end)?;
             if variant == Variant::Tracked {
-                track(&wire.ends[end])?;
+                track_connections(&wire.ends[end])?;
             }
         }
         let target = wire.ends[1].inner();
@@ -193,7 +195,7 @@ impl Bench<'_> {
                 wire.ends[0].until_answered(&target)?;
                 load::latency(wire, &target, half)?
             }
-            // A gateway answers no ping. WireGuard stages the first request until the handshake is done.
+            // A gateway does not answer pings. WireGuard stages the first request until the handshake is done.
             Variant::GatewayByHand | Variant::Gateway => {
                 load::latency_of(&load::bind(self.pod, POD, load::ECHO_PORT)?, wire, &target, half)?
             }
@@ -215,8 +217,8 @@ impl Bench<'_> {
         })
     }
 
-    /// Configures WireGuard without firewall and with one route, as by hand.
-    fn by_hand(&self, end: usize) -> anyhow::Result<()> {
+    /// Configures WireGuard with `wg` and `ip`, without a firewall and with one route.
+    fn configure_by_hand(&self, end: usize) -> anyhow::Result<()> {
         let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
         end.ip(&format!("link add {INTERFACE} mtu {MTU} type wireguard"))?;
         let (file, endpoint, allowed_ip) = (
@@ -240,7 +242,7 @@ impl Bench<'_> {
     }
 
     /// Starts a node of wg-agent at one end of the veth.
-    fn ours(&self, end: usize) -> anyhow::Result<Example> {
+    fn start_node(&self, end: usize) -> anyhow::Result<Example> {
         let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
         let peer = format!("{},{}:{PORT},{}", self.keys.public(far), far.outer(), far.inner());
         let underlay = format!("eth0,{}", end.outer());
@@ -248,7 +250,7 @@ impl Bench<'_> {
     }
 
     /// Starts a gateway at the far end, which grants the near end the ports of the pod.
-    fn gateway(&self) -> anyhow::Result<Example> {
+    fn start_gateway(&self) -> anyhow::Result<Example> {
         let [near, end] = &self.wire.ends;
         let peer = format!("{},{}", self.keys.public(near), near.inner());
         let [tcp, udp] = [load::IPERF_PORT, load::ECHO_PORT].map(|port| port.to_string());
@@ -257,7 +259,7 @@ impl Bench<'_> {
     }
 
     /// Starts an example of wg-agent, and waits until it is ready.
-    fn start(&self, example: &str, end: &End, more: &[&str]) -> anyhow::Result<Example> {
+    fn start(&self, example: &str, end: &End, extra_args: &[&str]) -> anyhow::Result<Example> {
         let program = self.examples.join(example);
         let program = program.to_str().context("a program whose path is not UTF-8")?;
         let mut command = end.command(program);
@@ -269,7 +271,7 @@ impl Bench<'_> {
                 "--address",
                 &end.inner(),
             ])
-            .args(more)
+            .args(extra_args)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut running = Running::start(&mut command)?;
@@ -287,7 +289,7 @@ impl Bench<'_> {
 }
 
 /// Adds one rule that matches `ct state`, which makes the kernel track every connection.
-fn track(end: &End) -> anyhow::Result<()> {
+fn track_connections(end: &End) -> anyhow::Result<()> {
     let rules = "table inet tracked { chain input { type filter hook input priority filter; ct state new accept; }; }";
     end.run("nft", &[rules]).map(drop)
 }
@@ -304,7 +306,7 @@ impl Example {
         drop(stdin);
         let status = running.child.wait().context("wait for a node or gateway of ours")?;
         if !status.success() {
-            bail!("a node or gateway of ours did not take everything away: {status}");
+            bail!("a node or gateway of ours did not remove all its state: {status}");
         }
         Ok(())
     }
@@ -325,8 +327,8 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     ];
     let mut rows = vec![vec![String::new()], vec!["---".to_owned()]];
     rows.extend(Variant::ALL.map(|variant| vec![variant.name().to_owned()]));
-    rows.push(vec!["ours to by hand".to_owned()]);
-    rows.push(vec!["ours to by hand, tracked".to_owned()]);
+    rows.push(vec!["wg-agent / by hand".to_owned()]);
+    rows.push(vec!["wg-agent / by hand, tracked".to_owned()]);
     for (name, digits, value) in columns {
         let all = Variant::ALL.map(|variant| values_of(variant, value));
         let [hand, tracked, ours, ..] = &all;
@@ -340,7 +342,7 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     }
     let lines = rows.iter().map(|row| format!("| {} |\n", row.join(" | ")));
     format!(
-        "{}; medians [least-most], {seconds} s a run.\n\n{}",
+        "{}; medians [min-max], {seconds} s a run.\n\n{}",
         report::Machine::here(),
         lines.collect::<String>()
     )
@@ -385,8 +387,8 @@ mod tests {
                 "| **wg-agent**, kernel backend | 1.500 [1.000-1.900] | 1.500 [1.000-1.900] | 125 [125-125] | 125 [125-125] |",
                 "| `wg` by hand, through a gateway | 1.250 | 1.250 | 200 | 200 |",
                 "| **wg-agent**, through a gateway | 1.250 | 1.250 | 200 | 200 |",
-                "| ours to by hand | 0.75x | 0.75x | 1.25x | 1.25x |",
-                "| ours to by hand, tracked | 0.75x | 0.75x | 0.50x | 0.50x |",
+                "| wg-agent / by hand | 0.75x | 0.75x | 1.25x | 1.25x |",
+                "| wg-agent / by hand, tracked | 0.75x | 0.75x | 0.50x | 0.50x |",
             ]
         );
     }

@@ -34,7 +34,7 @@ pub(crate) struct Throughput {
     pub(crate) retransmits: u64,
     /// CPU seconds of both daemons for a gigabit.
     pub(crate) daemons_per_gigabit: f64,
-    /// CPU seconds of the whole machine for a gigabit, with traffic generators and kernel.
+    /// CPU seconds of the whole machine for a gigabit, including traffic generators and kernel.
     pub(crate) machine_per_gigabit: f64,
 }
 
@@ -132,15 +132,15 @@ pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: 
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| echo(server, &done));
-        let asked = ask(&client, during);
+        let latency = measure_round_trips(&client, during);
         done.store(true, Ordering::Release);
-        // Wake the server, so that it checks the flag now.
+        // Wake the server, so that it checks the flag at once.
         let _ = client.send(&[0; SMALL]);
-        asked
+        latency
     })
 }
 
-/// Answers requests until `stop` is set. It checks `stop` after each request, and after its socket's timeout.
+/// Echoes datagrams until `stop` is set. It checks `stop` after each datagram and each timeout of its socket.
 pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
     let mut buffer = [0; SMALL];
     while !stop.load(Ordering::Acquire) {
@@ -150,35 +150,35 @@ pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
     }
 }
 
-fn ask(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
+fn measure_round_trips(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
     let mut trips = Vec::new();
     let mut lost = 0;
     let mut buffer = [0; SMALL];
     let began = Instant::now();
     for number in 0_u64.. {
-        let asked = Instant::now();
-        if asked.duration_since(began) >= during {
+        let sent_at = Instant::now();
+        if sent_at.duration_since(began) >= during {
             break;
         }
-        let mut question = [0; SMALL];
-        question[..8].copy_from_slice(&number.to_be_bytes());
-        let answered = client.send(&question).is_ok()
+        let mut request = [0; SMALL];
+        request[..8].copy_from_slice(&number.to_be_bytes());
+        let has_reply = client.send(&request).is_ok()
             && loop {
                 match client.recv(&mut buffer) {
-                    Ok(_) if buffer == question => break true,
+                    Ok(_) if buffer == request => break true,
                     // A late reply to an earlier request, which counted as lost.
                     Ok(_) => {}
                     Err(_) => break false,
                 }
             };
-        if answered {
-            trips.push(asked.elapsed());
+        if has_reply {
+            trips.push(sent_at.elapsed());
         } else {
             lost += 1;
         }
     }
     if trips.is_empty() {
-        bail!("no question was answered");
+        bail!("no request was answered");
     }
     trips.sort_unstable();
     let at = |share: f64| trips[((trips.len() - 1) as f64 * share).round() as usize].as_secs_f64();

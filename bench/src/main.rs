@@ -32,8 +32,8 @@ enum Bench {
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
     /// the virtual machine.
     Kernel(kernel::Args),
-    /// Measure gateways for sandboxes on whole clusters: how fast a grant closes and opens, how long a restarted or replaced gateway is
-    /// unreachable, throughput by the number of grants, and the resources of an idle gateway.
+    /// Measure gateways for sandboxes on whole clusters: how fast an added or removed grant takes effect, how long a restarted or replaced
+    /// gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
     Policy(policy::Args),
     /// Send traffic through our device for minutes, with rekeys, killed processes and changed addresses.
     Soak(soak::Args),
@@ -53,7 +53,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn command_line_has_no_contradiction() {
+    fn command_line_is_valid() {
         super::Cli::command().debug_assert();
     }
 }

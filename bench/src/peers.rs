@@ -4,20 +4,20 @@ use std::path::PathBuf;
 
 use clustermesh_lab::ArtefactSet;
 use xtask::{
-    programs::{cargo, root, show, target},
+    programs::{cargo, root, run_command, target},
     tools,
 };
 
-/// Our device alone (crates/wg-userspace/examples/device.rs), with the release profile.
-pub(crate) fn ours() -> anyhow::Result<PathBuf> {
+/// Builds our device alone (crates/wg-userspace/examples/device.rs), with the release profile.
+pub(crate) fn build_our_device() -> anyhow::Result<PathBuf> {
     let mut build = cargo();
     build.args(["build", "--release", "--package", "wg-userspace", "--example", "device"]);
-    show(&mut build)?;
+    run_command(&mut build)?;
     Ok(target()?.join("release/examples/device"))
 }
 
-/// Current wireguard-go (tools/wireguard/go.mod).
-pub(crate) fn wireguard_go() -> anyhow::Result<PathBuf> {
+/// Builds the current wireguard-go (tools/wireguard/go.mod).
+pub(crate) fn build_wireguard_go() -> anyhow::Result<PathBuf> {
     Ok(tools::build(&[ArtefactSet::WireguardGo])?.path("wireguard-go")?)
 }
 

@@ -1,5 +1,6 @@
-//! `cargo xtask bench policy`: measures gateways on whole clusters with packets of a sandbox: how fast a grant closes and opens, how long a
-//! restarted or replaced gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
+//! `cargo xtask bench policy`: measures gateways on whole clusters with packets of a sandbox: how fast an added or removed grant takes
+//! effect, how long a restarted or replaced gateway is unreachable, throughput by the number of grants, and the resources of an idle
+//! gateway.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +16,7 @@ mod world;
 use load::{Idle, Sample};
 use world::TestClusters;
 
-/// What `cargo xtask bench policy` takes.
+/// Arguments of `cargo xtask bench policy`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Only these parts. Default: all.
@@ -72,7 +73,7 @@ impl Time {
     const fn describe(self) -> &'static str {
         match self {
             Self::Revoked => "grant removed: last answer",
-            Self::Granted => "grant given again: first answer",
+            Self::Granted => "grant added again: first answer",
             Self::Quarantined => "quarantine: last answer",
             Self::Released => "quarantine ended: first answer",
             Self::Restarted => "gateway's process killed: its address answers again",
@@ -118,9 +119,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn measure(args: &Args) -> anyhow::Result<Measured> {
-    let say = |line: &str| eprintln!("bench: {line}");
-    let lab = Lab::start_with(world::plan(), &say).await?;
-    let clusters = TestClusters::up(&lab, &say).await?;
+    let print_progress = |line: &str| eprintln!("bench: {line}");
+    let lab = Lab::start_with(world::plan(), &print_progress).await?;
+    let clusters = TestClusters::up(&lab, &print_progress).await?;
     let mut measured = Measured {
         backend: clusters.backend().await?,
         ..Measured::default()
@@ -154,7 +155,7 @@ fn quantile(sorted: &[u128], share: f64) -> u128 {
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         clippy::cast_precision_loss,
-        reason = "some ten thousand values at most"
+        reason = "there are at most tens of thousands of values"
     )]
     let rank = (sorted.len() as f64 * share).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
@@ -181,14 +182,14 @@ fn markdown(measured: &Measured, args: &Args) -> String {
         report::Machine::here()
     );
     if !times.is_empty() {
-        out.push_str("\n| ms | p50 | p99 | most | count |\n|---|---|---|---|---|\n");
+        out.push_str("\n| ms | p50 | p99 | max | count |\n|---|---|---|---|---|\n");
     }
     for (time, values) in times {
         let mut values = values.clone();
         values.sort_unstable();
-        let [p50, p99, most] = [0.5, 0.99, 1.0].map(|share| quantile(&values, share));
+        let [p50, p99, max] = [0.5, 0.99, 1.0].map(|share| quantile(&values, share));
         out.push_str(&format!(
-            "| {} | {p50} | {p99} | {most} | {} |\n",
+            "| {} | {p50} | {p99} | {max} | {} |\n",
             time.describe(),
             values.len()
         ));
@@ -201,7 +202,7 @@ fn markdown(measured: &Measured, args: &Args) -> String {
     }
     if !samples.is_empty() {
         out.push_str(&format!(
-            "\nMedians [least-most], {} s a run.\n\n| | 1 stream, Gbit/s | round trip p50, us | p99 | gateway's VmRSS, MB | \
+            "\nMedians [min-max], {} s a run.\n\n| | 1 stream, Gbit/s | round trip p50, us | p99 | gateway's VmRSS, MB | \
              new table applied after, s |\n|---|---|---|---|---|---|\n",
             args.seconds
         ));

@@ -6,7 +6,7 @@ use crate::{
     dataplane::{Measured, STREAMS, Sample},
     load::Throughput,
     peers,
-    tunnel::{CROWD, Crowd, Variant},
+    tunnel::{IDLE_PEERS, IdlePeers, Variant},
 };
 
 /// How the figures are printed.
@@ -28,7 +28,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// This machine. A value that cannot be read is "unknown"; the figures are useful all the same.
+    /// This machine. A value that cannot be read is "unknown"; the figures are still useful.
     pub(crate) fn here() -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_else(|_| "unknown".into());
         let info = read("/proc/cpuinfo");
@@ -103,7 +103,7 @@ fn markdown(measured: &Measured) -> String {
         failed,
     } = measured;
     let mut text = format!(
-        "{machine}; medians [least-most], {seconds} s a run. Both ends of the tunnel, iperf3's two \
+        "{machine}; medians [min-max], {seconds} s a run. Both ends of the tunnel, iperf3's two \
          ends and the kernel share these CPUs.\n"
     );
     for udp_offload in [true, false] {
@@ -113,7 +113,7 @@ fn markdown(measured: &Measured) -> String {
         }
     }
     if !crowds.is_empty() {
-        crowd_table(&mut text, crowds);
+        idle_peers_table(&mut text, crowds);
     }
     for failure in failed {
         // Writing to a string cannot fail.
@@ -153,14 +153,14 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
     }
 }
 
-fn crowd_table(text: &mut String, crowds: &[(Variant, Crowd)]) {
+fn idle_peers_table(text: &mut String, crowds: &[(Variant, IdlePeers)]) {
     let _ = write!(
         text,
-        "\n{CROWD} idle peers with three allowed IPs each:\n\n\
+        "\n{IDLE_PEERS} idle peers with three allowed IPs each:\n\n\
          | | programmed, ms | one changed, ms | memory for 1,000, MB |\n|---|---|---|---|\n"
     );
     for variant in variants(crowds.iter().map(|(variant, _)| *variant)) {
-        let cell = |value: fn(&Crowd) -> f64, digits| {
+        let cell = |value: fn(&IdlePeers) -> f64, digits| {
             let rows = crowds.iter().filter(|(other, _)| *other == variant);
             spread(rows.map(|(_, crowd)| value(crowd)).collect(), digits)
         };
@@ -187,9 +187,9 @@ pub(crate) fn spread(mut values: Vec<f64>, digits: usize) -> String {
     match values[..] {
         [] => "-".into(),
         [one] => format!("{one:.digits$}"),
-        [least, .., most] => {
+        [min, .., max] => {
             let median = values[(values.len() - 1) / 2];
-            format!("{median:.digits$} [{least:.digits$}-{most:.digits$}]")
+            format!("{median:.digits$} [{min:.digits$}-{max:.digits$}]")
         }
     }
 }

@@ -23,12 +23,12 @@ use crate::{
 
 /// Time from one request to the next.
 const INTERVAL: Duration = Duration::from_millis(10);
-/// A shorter time without a reply is no stall, because busy CPUs alone cause some.
+/// A shorter time without a reply does not count as a stall, because busy CPUs alone cause such times.
 const MIN_STALL: Duration = Duration::from_millis(100);
 /// The goal for the longest stall.
 const GOAL: Duration = Duration::from_secs(1);
 
-/// What `cargo xtask bench soak` takes.
+/// Arguments of `cargo xtask bench soak`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[arg(long, default_value_t = 10)]
@@ -43,7 +43,7 @@ pub(crate) struct Args {
     prereq: prereq::Prereq,
 }
 
-/// What is done to an end of the tunnel.
+/// A disturbance of one end of the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Disturbance {
     /// Kill the process with SIGKILL, and start a new one at once.
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         prereq,
     } = args;
     prereq::ensure(prereq)?;
-    let program = peers::ours()?;
+    let program = peers::build_our_device()?;
     let until = Duration::from_secs(minutes * 60);
     let plan = plan(
         until,
@@ -87,35 +87,36 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tunnel = Tunnel::open(Variant::WgAgent, Some(&program), &wire, &keys)?;
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
-        let _stop = Stop(&stop);
+        let _stop = StopOnDrop(&stop);
         let begin = Instant::now();
-        let mut askers = Vec::new();
+        let mut clients = Vec::new();
         for (from, to) in [(0, 1), (1, 0)] {
-            let (asking, answering) = sockets(&wire, from, to)?;
+            let (client, server) = sockets(&wire, from, to)?;
             let stop = &stop;
-            scope.spawn(move || load::echo(&answering, stop));
-            askers.push(scope.spawn(move || ask(&asking, begin, stop)));
+            scope.spawn(move || load::echo(&server, stop));
+            clients.push(scope.spawn(move || send_requests(&client, begin, stop)));
         }
-        let done = disturb(&wire, &keys, &program, tunnel, begin, until, &plan)?;
+        let events = disturb(&wire, &keys, &program, tunnel, begin, until, &plan)?;
         stop.store(true, Ordering::Release);
-        let replies = askers
+        let replies = clients
             .into_iter()
-            .map(|asker| asker.join().expect("a thread that sends requests"));
-        print!("{}", markdown(until, &done, &replies.collect::<Vec<_>>()));
+            .map(|client| client.join().expect("a thread that sends requests"));
+        print!("{}", markdown(until, &events, &replies.collect::<Vec<_>>()));
         Ok(())
     })
 }
 
-/// Stops the threads, also after an error.
-struct Stop<'a>(&'a AtomicBool);
+/// Stops the threads when it is dropped, also after an error.
+struct StopOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Stop<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
     }
 }
 
-/// The time, kind and end of each disturbance: a quiet time, then each kind at each end; repeated until the end.
+/// Plans the disturbances: time, kind and tunnel end of each. After a quiet time, each kind happens at each tunnel end; this repeats until
+/// `until`.
 fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Disturbance, usize)> {
     let set = [
         (Disturbance::Restart, 0),
@@ -127,7 +128,7 @@ fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Dis
     let mut at = Duration::ZERO;
     for (index, (what, end)) in set.into_iter().cycle().enumerate() {
         at += if index % set.len() == 0 { quiet } else { pause };
-        // Leave time to see the effect of the last one.
+        // Leave time to see the effect of the last disturbance.
         if at + pause.min(quiet) > until {
             break;
         }
@@ -142,7 +143,7 @@ struct Events {
     /// Handshakes that the near end reported, counted by their times.
     handshakes: usize,
     /// Bytes that the far end received.
-    moved: f64,
+    received_bytes: f64,
 }
 
 fn disturb(
@@ -161,7 +162,7 @@ fn disturb(
     let mut stream: Option<Running> = None;
     let before = received(wire)?;
     while begin.elapsed() < until {
-        // A disturbance may end the connection; start the next one at once.
+        // A disturbance may end the TCP connection; start the next one at once.
         if stream
             .as_mut()
             .is_none_or(|stream| !matches!(stream.child.try_wait(), Ok(None)))
@@ -181,11 +182,11 @@ fn disturb(
                 // As an agent does, start with the other end's current endpoint.
                 Disturbance::Restart => tunnel.restart(*end, program, wire, keys, &addresses[1 - end])?,
                 Disturbance::Roam => {
-                    let end_of = &wire.ends[*end];
-                    let [home, away] = [end_of.outer(), end_of.away()];
-                    let next = if addresses[*end] == home { away } else { home };
-                    end_of.ip(&format!("addr add {next}/24 dev eth0"))?;
-                    end_of.ip(&format!("addr del {}/24 dev eth0", addresses[*end]))?;
+                    let roaming_end = &wire.ends[*end];
+                    let [first, away] = [roaming_end.outer(), roaming_end.away()];
+                    let next = if addresses[*end] == first { away } else { first };
+                    roaming_end.ip(&format!("addr add {next}/24 dev eth0"))?;
+                    roaming_end.ip(&format!("addr del {}/24 dev eth0", addresses[*end]))?;
                     addresses[*end] = next;
                 }
             }
@@ -196,7 +197,7 @@ fn disturb(
     Ok(Events {
         disturbances,
         handshakes: handshakes.len(),
-        moved: received(wire)? - before,
+        received_bytes: received(wire)? - before,
     })
 }
 
@@ -212,21 +213,21 @@ fn received(wire: &Wire) -> anyhow::Result<f64> {
 
 fn sockets(wire: &Wire, from: usize, to: usize) -> anyhow::Result<(UdpSocket, UdpSocket)> {
     let target = wire.ends[to].inner();
-    let answering = load::bind(&wire.ends[to], &target, load::ECHO_PORT)?;
-    let asking = load::connect(&wire.ends[from], &target, load::ECHO_PORT)?;
-    answering.set_read_timeout(Some(MIN_STALL))?;
-    asking.set_read_timeout(Some(INTERVAL))?;
-    Ok((asking, answering))
+    let server = load::bind(&wire.ends[to], &target, load::ECHO_PORT)?;
+    let client = load::connect(&wire.ends[from], &target, load::ECHO_PORT)?;
+    server.set_read_timeout(Some(MIN_STALL))?;
+    client.set_read_timeout(Some(INTERVAL))?;
+    Ok((client, server))
 }
 
 /// Sends requests until `stop` is set. Any reply counts, also a late one.
-fn ask(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Replies {
+fn send_requests(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Replies {
     let mut replies = Replies {
         answers: 0,
         stalls: Vec::new(),
     };
     let mut last = Instant::now();
-    let mut note = |last: Instant, now: Instant| {
+    let mut record_stall = |last: Instant, now: Instant| {
         if now - last >= MIN_STALL {
             replies.stalls.push(Stall {
                 began: last - begin,
@@ -235,26 +236,26 @@ fn ask(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Replies {
         }
     };
     while !stop.load(Ordering::Acquire) {
-        let asked = Instant::now();
+        let sent_at = Instant::now();
         // Without the interface the send fails at once; the loop still sends only every 10 ms.
         if socket.send(b"are you there?").is_ok() && socket.recv(&mut [0; 64]).is_ok() {
             let now = Instant::now();
-            note(last, now);
+            record_stall(last, now);
             last = now;
             replies.answers += 1;
         }
-        thread::sleep(INTERVAL.saturating_sub(asked.elapsed()));
+        thread::sleep(INTERVAL.saturating_sub(sent_at.elapsed()));
     }
-    note(last, Instant::now());
+    record_stall(last, Instant::now());
     replies
 }
 
-fn markdown(until: Duration, done: &Events, replies: &[Replies]) -> String {
+fn markdown(until: Duration, events: &Events, replies: &[Replies]) -> String {
     let Events {
         disturbances,
         handshakes,
-        moved,
-    } = done;
+        received_bytes,
+    } = events;
     let mut longest: BTreeMap<Option<Disturbance>, Duration> = BTreeMap::new();
     longest.insert(None, Duration::ZERO);
     for (_, what) in disturbances {
@@ -269,12 +270,12 @@ fn markdown(until: Duration, done: &Events, replies: &[Replies]) -> String {
         "{} minutes, {:.1} GB over TCP, {answers} echoes from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
          | | times | longest wait for an answer, s |\n|---|---|---|\n",
         until.as_secs() / 60,
-        moved / 1e9,
+        received_bytes / 1e9,
         MIN_STALL.as_millis(),
     );
     for (what, length) in &longest {
         let (name, times) = match what {
-            None => ("nothing but traffic and new keys", String::new()),
+            None => ("no disturbance (only traffic and rekeys)", String::new()),
             Some(what) => {
                 let times = disturbances.iter().filter(|(_, other)| other == what).count();
                 let name = match what {
@@ -314,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_of_disturbances_start_after_a_quiet_time() {
+    fn each_set_of_disturbances_starts_after_a_quiet_time() {
         let at = |plan: Vec<(Duration, Disturbance, usize)>| plan.into_iter().map(|(at, ..)| at).collect::<Vec<_>>();
         assert_eq!(
             at(plan(s(600), s(150), s(30))),
@@ -325,14 +326,14 @@ mod tests {
 
     #[test]
     fn stall_is_caused_by_the_disturbance_just_before_it() {
-        let done = [(s(100), Disturbance::Restart), (s(130), Disturbance::Roam)];
+        let events = [(s(100), Disturbance::Restart), (s(130), Disturbance::Roam)];
         let stall = |began, length| Stall {
             began: s(began),
             length: s(length),
         };
-        assert_eq!(cause(&done, stall(99, 2)), Some(Disturbance::Restart));
-        assert_eq!(cause(&done, stall(131, 1)), Some(Disturbance::Roam));
-        assert_eq!(cause(&done, stall(50, 1)), None);
-        assert_eq!(cause(&done, stall(200, 1)), None);
+        assert_eq!(cause(&events, stall(99, 2)), Some(Disturbance::Restart));
+        assert_eq!(cause(&events, stall(131, 1)), Some(Disturbance::Roam));
+        assert_eq!(cause(&events, stall(50, 1)), None);
+        assert_eq!(cause(&events, stall(200, 1)), None);
     }
 }

@@ -56,8 +56,8 @@ impl Variant {
     pub(crate) fn build(self) -> anyhow::Result<Option<PathBuf>> {
         Ok(match self {
             Self::Veth => None,
-            Self::WgAgent | Self::WgAgentNoOffload => Some(peers::ours()?),
-            Self::WireguardGo => Some(peers::wireguard_go()?),
+            Self::WgAgent | Self::WgAgentNoOffload => Some(peers::build_our_device()?),
+            Self::WireguardGo => Some(peers::build_wireguard_go()?),
             Self::Boringtun => Some(from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
             Self::Gotatun => Some(from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
         })
@@ -68,7 +68,7 @@ impl Variant {
     }
 }
 
-/// A key pair in two files, as `wg genkey` and `wg pubkey` print them.
+/// A key pair for each end, as `wg genkey` and `wg pubkey` print them.
 pub(crate) struct Keys {
     directory: tempfile::TempDir,
     public: [String; 2],
@@ -187,12 +187,12 @@ impl Daemon {
     /// Sends a command to our device; returns how long it took.
     fn command(&mut self, request: &str) -> anyhow::Result<Duration> {
         let (input, _) = self.pipes.as_mut().context("a program that is not ours")?;
-        writeln!(input, "{request}").context("speak to our device")?;
+        writeln!(input, "{request}").context("write to our device")?;
         let line = self.line()?;
         let micros = line.trim().strip_prefix("done ").and_then(|micros| micros.parse().ok());
         micros
             .map(Duration::from_micros)
-            .with_context(|| format!("our device said {line:?}"))
+            .with_context(|| format!("our device printed {line:?}"))
     }
 }
 
@@ -223,16 +223,16 @@ impl Tunnel {
         };
         let mut daemons = Vec::new();
         for end in 0..2 {
-            clear(&wire.ends[end])?;
+            delete_interface(&wire.ends[end])?;
             let other = wire.ends[1 - end].outer();
-            daemons.push(join(variant, program, wire, keys, end, &other)?);
+            daemons.push(open(variant, program, wire, keys, end, &other)?);
         }
         let target = wire.ends[1].inner();
         wire.ends[0].until_answered(&target)?;
         Ok(Self { daemons, target })
     }
 
-    /// Kills one of our processes and starts it again at once; the other end is at `other` now.
+    /// Kills our process at `end` and starts a new one at once, with the peer's endpoint at `other`.
     pub(crate) fn restart(
         &mut self,
         end: usize,
@@ -243,7 +243,7 @@ impl Tunnel {
     ) -> anyhow::Result<()> {
         // The old process must release the port first.
         drop(self.daemons.remove(end));
-        let daemon = join(Variant::WgAgent, program, wire, keys, end, other)?;
+        let daemon = open(Variant::WgAgent, program, wire, keys, end, other)?;
         self.daemons.insert(end, daemon);
         Ok(())
     }
@@ -267,8 +267,8 @@ fn interface(end: &End) -> String {
     format!("bn{}x{}", std::process::id(), end.number)
 }
 
-/// Removes the interface that outlived a killed process of ours.
-fn clear(end: &End) -> anyhow::Result<()> {
+/// Deletes the interface that outlived our killed process.
+fn delete_interface(end: &End) -> anyhow::Result<()> {
     let interface = interface(end);
     if end.output("ip", &["link", "show", "dev", &interface])?.status.success() {
         end.ip(&format!("link del {interface}"))?;
@@ -277,7 +277,7 @@ fn clear(end: &End) -> anyhow::Result<()> {
 }
 
 /// Opens one end of a tunnel; `other` is the outer address of the other end.
-fn join(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, other: &str) -> anyhow::Result<Daemon> {
+fn open(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, other: &str) -> anyhow::Result<Daemon> {
     let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
     let endpoint = format!("{other}:{PORT}");
     let allowed_ip = format!("{}/32", far.inner());
@@ -311,29 +311,29 @@ fn join(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, 
     Ok(daemon)
 }
 
-/// The cost of many peers without traffic.
+/// The cost of [`IDLE_PEERS`] peers without traffic.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
-pub(crate) struct Crowd {
-    /// Seconds to add all of them.
+pub(crate) struct IdlePeers {
+    /// Seconds to add all peers.
     pub(crate) programmed: f64,
-    /// Seconds to add a network to the allowed IPs of one of them; NaN if the program refuses that.
+    /// Seconds to add a network to the allowed IPs of one peer; NaN if the program refuses that.
     pub(crate) changed: f64,
     /// Bytes of memory for a thousand peers.
     pub(crate) memory_per_thousand: f64,
 }
 
-/// Their number: the largest supported mesh.
-pub(crate) const CROWD: u32 = 5_000;
+/// Number of idle peers: the largest supported mesh.
+pub(crate) const IDLE_PEERS: u32 = 5_000;
 
 /// Adds many peers to one device, and measures time and memory.
-pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) -> anyhow::Result<Crowd> {
+pub(crate) fn measure_idle(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) -> anyhow::Result<IdlePeers> {
     let end = &wire.ends[0];
-    clear(end)?;
+    delete_interface(end)?;
     let mut daemon = Daemon::start(variant, program, end, keys, None)?;
     let before = cpu::resident(daemon.running.pid())?;
     let (programmed, changed, after);
     if variant.is_ours() {
-        programmed = daemon.command(&format!("idle {CROWD}"))?;
+        programmed = daemon.command(&format!("idle {IDLE_PEERS}"))?;
         after = cpu::resident(daemon.running.pid())?;
         changed = Some(daemon.command("change")?);
     } else {
@@ -351,17 +351,17 @@ pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) 
         // boringtun-cli cannot change an existing peer.
         changed = timed(&["set", &daemon.interface, "peer", &key(17), "allowed-ips", &allowed_ips]).ok();
     }
-    Ok(Crowd {
+    Ok(IdlePeers {
         programmed: programmed.as_secs_f64(),
         changed: changed.map_or(f64::NAN, |took| took.as_secs_f64()),
-        memory_per_thousand: after.saturating_sub(before) as f64 * 1000.0 / f64::from(CROWD),
+        memory_per_thousand: after.saturating_sub(before) as f64 * 1000.0 / f64::from(IDLE_PEERS),
     })
 }
 
 /// A configuration with the peers that our example adds for `idle`.
 fn configuration() -> String {
     let mut text = String::new();
-    for number in 0..CROWD {
+    for number in 0..IDLE_PEERS {
         // Writing to a string cannot fail.
         let _ = writeln!(
             text,

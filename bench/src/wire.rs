@@ -1,7 +1,7 @@
 //! Creates two network namespaces with a veth between them, and runs programs in them.
 //!
-//! A namespace has neither name nor mount, only a file descriptor of this process. So it is removed when this process ends in any way, and
-//! so are the programs in it.
+//! A namespace has no name and no mount, only a file descriptor of this process. The kernel removes it when this process exits for any
+//! reason, and kills the programs in it.
 
 use std::{
     fs::File,
@@ -19,17 +19,17 @@ const MTU: u16 = 1500;
 /// Addresses of the pod behind the far end, and of the far end in the pod's network.
 pub(crate) const POD: &str = "10.244.0.2";
 const GATEWAY: &str = "10.244.0.1";
-/// How long to wait for a peer or a program to be ready.
+/// The longest wait for a peer or a program to be ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// One end: a namespace with its half of the veth.
 pub(crate) struct End {
     namespace: File,
-    /// 1 or 2: the last number of its addresses.
+    /// 1 or 2, the last number of its addresses on the veth and in the tunnel. 3 for the pod.
     pub(crate) number: u8,
 }
 
-/// Both ends.
+/// The veth pair with both ends.
 pub(crate) struct Wire {
     pub(crate) ends: [End; 2],
 }
@@ -75,7 +75,8 @@ impl Wire {
         Ok(pod)
     }
 
-    /// Sets whether the veth accepts UDP super-packets, as a NIC with USO and a receiver with GRO, or the kernel splits them before.
+    /// Sets whether the veth accepts UDP super-packets, as a NIC with USO and a receiver with GRO do. Otherwise the kernel segments them
+    /// first.
     pub(crate) fn set_udp_offload(&self, on: bool) -> anyhow::Result<()> {
         let state = if on { "on" } else { "off" };
         for end in &self.ends {
@@ -87,14 +88,14 @@ impl Wire {
 
 impl End {
     fn new(number: u8) -> anyhow::Result<Self> {
-        let made = thread::spawn(|| {
+        let created = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET)?;
             Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
         });
-        let namespace = made
+        let namespace = created
             .join()
-            .expect("the thread that makes a namespace")
-            .context("making a network namespace needs root (CAP_SYS_ADMIN)")?
+            .expect("the thread that creates a namespace")
+            .context("creating a network namespace needs root (CAP_SYS_ADMIN)")?
             .context("open the new namespace")?;
         let end = Self { namespace, number };
         end.ip("link set lo up")?;
@@ -106,22 +107,22 @@ impl End {
         Ok(end)
     }
 
-    /// Its address on the veth.
+    /// The end's address on the veth.
     pub(crate) fn outer(&self) -> String {
         format!("192.0.2.{}", self.number)
     }
 
-    /// Its other address on the veth, for roaming.
+    /// The end's second address on the veth, for roaming.
     pub(crate) fn away(&self) -> String {
         format!("192.0.2.10{}", self.number)
     }
 
-    /// Its address inside a tunnel.
+    /// The end's address inside a tunnel.
     pub(crate) fn inner(&self) -> String {
         format!("10.9.0.{}", self.number)
     }
 
-    /// The path of its namespace, valid while this process runs.
+    /// The path of the end's namespace, valid while this process runs.
     fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespace.as_raw_fd())
     }
@@ -130,7 +131,7 @@ impl End {
     pub(crate) fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let run = scope.spawn(|| {
-                setns(&self.namespace, CloneFlags::CLONE_NEWNET).expect("enter a namespace that we made");
+                setns(&self.namespace, CloneFlags::CLONE_NEWNET).expect("enter the namespace");
                 inside()
             });
             run.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -169,7 +170,7 @@ impl End {
         Ok(text(&output.stdout))
     }
 
-    /// `ip`, its arguments in one string.
+    /// Runs `ip` with these arguments.
     pub(crate) fn ip(&self, line: &str) -> anyhow::Result<()> {
         self.run("ip", &line.split_whitespace().collect::<Vec<_>>()).map(drop)
     }
@@ -190,7 +191,7 @@ impl Running {
         Ok(Self { child })
     }
 
-    /// Its process id: nsenter and setpriv replace themselves with the program.
+    /// The program's process id: nsenter and setpriv replace themselves with the program.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -203,11 +204,11 @@ impl Drop for Running {
     }
 }
 
-/// Calls `ask` until it returns a value.
-pub(crate) fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
+/// Calls `probe` until it returns a value.
+pub(crate) fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
     let deadline = Instant::now() + READY_TIMEOUT;
     loop {
-        if let Some(value) = ask() {
+        if let Some(value) = probe() {
             return Ok(value);
         }
         if Instant::now() >= deadline {

@@ -1,5 +1,5 @@
-//! Runs the fuzz targets on a stable compiler: every input of fuzz/corpus, and some thousand mutations of them. A panic
-//! prints the input. `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` change the mutations; equal seeds give equal inputs.
+//! Runs the fuzz targets as tests, with every input in fuzz/corpus and a few thousand mutations of these inputs. After a
+//! panic the input is printed. `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` change the mutations; equal seeds give equal inputs.
 
 use std::{
     fs,
@@ -11,9 +11,10 @@ use serde_json::Value;
 
 use crate::{objects, packets};
 
+/// Number of mutations for each target.
 const ROUNDS: u64 = 4_000;
-/// Rounds of the targets that begin with a handshake.
-const SESSIONS: u64 = 1_000;
+/// Number of mutations for targets that begin with a slow handshake.
+const SESSION_ROUNDS: u64 = 1_000;
 /// Tokens that often break parsers.
 const TOKENS: [&[u8]; 16] = [
     b"0.0.0.0/0",
@@ -34,10 +35,11 @@ const TOKENS: [&[u8]; 16] = [
     b"\\u0000",
 ];
 
-/// Xorshift: random enough, and the same on every machine.
+/// The generator xorshift64, with the same results on every machine.
 struct Random(u64);
 
 impl Random {
+    /// The next number, less than `bound`.
     fn below(&mut self, bound: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -45,19 +47,19 @@ impl Random {
         (self.0 % bound.max(1) as u64) as usize
     }
 
-    /// A JSON document with some values changed: mutated bytes are hardly ever valid JSON.
-    fn near_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
-        let any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
-        let mut value = any(self)?;
+    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = the inputs are not JSON.
+    fn mutate_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
+        let parse_any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
+        let mut value = parse_any(self)?;
         for _ in 0..=self.below(3) {
-            let mut other = any(self)?;
-            let (at, from) = (self.below(leaves(&value)), self.below(leaves(&other)));
+            let mut other = parse_any(self)?;
+            let (at, from) = (self.below(count_leaves(&value)), self.below(count_leaves(&other)));
             let token = String::from_utf8_lossy(TOKENS[self.below(TOKENS.len())]);
-            let place = leaf(&mut value, &mut { at })?;
-            *place = match self.below(4) {
+            let target = leaf(&mut value, &mut { at })?;
+            *target = match self.below(4) {
                 0 => token.into(),
                 1 => self.below(70_000).into(),
-                2 => place
+                2 => target
                     .as_str()
                     .map_or(Value::Null, |text| format!("{text}{token}").into()),
                 _ => leaf(&mut other, &mut { from })?.take(),
@@ -66,10 +68,10 @@ impl Random {
         serde_json::to_vec(&value).ok()
     }
 
-    /// A mutation: a few small changes of one input, with parts of another.
-    fn near(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
+    /// Mutates one input with a few small changes and parts of other inputs.
+    fn mutate(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
         if self.below(4) > 0
-            && let Some(changed) = self.near_json(corpus)
+            && let Some(changed) = self.mutate_json(corpus)
         {
             return changed;
         }
@@ -95,11 +97,11 @@ impl Random {
     }
 }
 
-/// The number of leaf values of a JSON document.
-fn leaves(value: &Value) -> usize {
+/// The number of leaf values in a JSON document.
+fn count_leaves(value: &Value) -> usize {
     match value {
-        Value::Array(values) => values.iter().map(leaves).sum(),
-        Value::Object(fields) => fields.values().map(leaves).sum(),
+        Value::Array(values) => values.iter().map(count_leaves).sum(),
+        Value::Object(fields) => fields.values().map(count_leaves).sum(),
         _ => 1,
     }
 }
@@ -117,12 +119,13 @@ fn leaf<'v>(value: &'v mut Value, n: &mut usize) -> Option<&'v mut Value> {
     }
 }
 
-fn number(variable: &str, otherwise: u64) -> u64 {
-    std::env::var(variable).map_or(otherwise, |text| text.parse().expect(variable))
+/// The number in an environment variable.
+fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |text| text.parse().expect(variable))
 }
 
-/// Runs a fuzz target. At least `least` percent of the mutations must pass its first parser; otherwise the run tests
-/// next to nothing.
+/// Runs a fuzz target, which returns whether an input was useful. At least `least` percent of the mutations must be useful;
+/// otherwise the run would test almost nothing.
 fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);
     let mut files: Vec<_> = fs::read_dir(&directory)
@@ -135,7 +138,7 @@ fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let attempt = |bytes: &[u8], origin: &dyn Fn() -> String| {
         catch_unwind(AssertUnwindSafe(|| body(bytes))).unwrap_or_else(|panic| {
             println!("{target}, {}: {:?}", origin(), String::from_utf8_lossy(bytes));
-            println!("as bytes: {bytes:?}");
+            println!("the same input as bytes: {bytes:?}");
             resume_unwind(panic)
         })
     };
@@ -145,16 +148,16 @@ fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let seed = number("FUZZ_SEED", 0x9e37_79b9_7f4a_7c15);
     let mut random = Random(seed.max(1));
     let rounds = number("FUZZ_ROUNDS", rounds);
-    let mut reached = 0;
+    let mut useful = 0;
     for round in 0..rounds {
-        reached += u64::from(attempt(&random.near(&corpus), &|| {
+        useful += u64::from(attempt(&random.mutate(&corpus), &|| {
             format!("seed {seed}, round {round}")
         }));
     }
-    println!("{target}: {reached} of {rounds}");
+    println!("{target}: {useful} of {rounds} inputs were useful");
     assert!(
-        reached * 100 >= least * rounds,
-        "{reached} of {rounds} inputs pass the first parser"
+        useful * 100 >= least * rounds,
+        "{useful} of {rounds} inputs were useful"
     );
 }
 
@@ -172,7 +175,7 @@ fn mutated_annotations_never_panic_or_give_invalid_hosts() {
 
 // threat: hostile-object
 #[test]
-fn mutated_peers_and_policies_never_open_a_node() {
+fn mutated_peers_and_policies_compile_to_a_safe_node_state() {
     run_target("compiled", ROUNDS, 30, objects::compiled);
 }
 
@@ -197,5 +200,5 @@ fn icmp_errors_are_valid_small_and_cause_no_further_error() {
 // threat: replayed-message
 #[test]
 fn session_delivers_only_sent_packets_and_each_once() {
-    run_target("datagram", SESSIONS, 35, packets::datagram);
+    run_target("datagram", SESSION_ROUNDS, 35, packets::datagram);
 }

@@ -1,4 +1,4 @@
-//! What the fuzz targets run. The test `corpus` runs it on a stable compiler, without libFuzzer.
+//! The code of the fuzz targets. The tests in `corpus` run it without libFuzzer.
 
 #[cfg(test)]
 mod corpus;

@@ -1,6 +1,6 @@
-//! Fuzz targets for untrusted objects and annotations: no parser panics, and an accepted value survives a round trip.
+//! Fuzz targets for untrusted objects and annotations: no parser panics, and a round trip does not change an accepted value.
 //!
-//! Each target returns whether the input passed the first parser; other inputs test nothing more.
+//! Each target returns whether the input was useful: an object with a kind, an accepted annotation, or a node with a peer.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,24 +22,24 @@ use kube::{ResourceExt, api::DynamicObject};
 use serde_json::Value;
 use wg_agent::source::objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
 
-/// Parses one JSON object as every kind that its fields allow.
+/// Parses a JSON object as every kind with which its fields agree.
 pub fn object(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
         return false;
     };
-    let is_object = value.get("kind").is_some();
+    let has_kind = value.get("kind").is_some();
     if let Ok(object) = serde_json::from_value::<DynamicObject>(value.clone()) {
         assert_invalid_policy_allows_nothing(&ParsedPolicy::new(object.clone()));
         let _ = ParsedPeer::new(object);
     }
     if let Ok(peer) = serde_json::from_value::<peer::Peer>(value.clone()) {
         let _ = convert::peer::to_core(&peer);
-        if let Ok(spec) = convert::peer::exact(&peer) {
+        if let Ok(spec) = convert::peer::parse_strictly(&peer) {
             let written = convert::peer::from_core("p", &spec, &Owner::default());
             assert_eq!(
-                convert::peer::exact(&written),
+                convert::peer::parse_strictly(&written),
                 Ok(spec),
-                "an accepted Peer survives a round trip"
+                "a round trip does not change an accepted Peer"
             );
         }
     }
@@ -50,7 +50,7 @@ pub fn object(bytes: &[u8]) -> bool {
         assert_eq!(
             convert::policy::to_core(&written).spec,
             Ok(spec),
-            "an accepted PeerPolicy survives a round trip"
+            "a round trip does not change an accepted PeerPolicy"
         );
     }
     if let Ok(node) = serde_json::from_value::<core::Node>(value.clone()) {
@@ -79,10 +79,10 @@ pub fn object(bytes: &[u8]) -> bool {
     if let Ok(pod) = serde_json::from_value::<core::Pod>(value) {
         let _ = convert::service::pod_to_core(&pod);
     }
-    is_object
+    has_kind
 }
 
-/// Parses one text as each annotation.
+/// Parses a text as every annotation.
 pub fn annotation(bytes: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return false;
@@ -97,7 +97,7 @@ pub fn annotation(bytes: &[u8]) -> bool {
             assert!(
                 name.bytes()
                     .all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte)),
-                "{name:?} would reach a resolver"
+                "the invalid name {name:?} would be sent to a resolver"
             );
         }
         Err(why) => assert!(!why.is_empty()),
@@ -107,7 +107,7 @@ pub fn annotation(bytes: &[u8]) -> bool {
     accepted |= !found.is_empty();
     if let Ok(agent) = annotations::Agent::parse(text) {
         accepted = true;
-        // The output contains the defaults of omitted fields, so a text near the limit may exceed it.
+        // The output also contains the defaults of omitted fields, so it may exceed the length limit of 4096 bytes.
         let again = agent.to_string();
         assert!(again.len() > 4096 || annotations::Agent::parse(&again) == Ok(agent));
     }
@@ -118,7 +118,7 @@ pub fn annotation(bytes: &[u8]) -> bool {
     accepted
 }
 
-/// Compiles a JSON list of Peers and PeerPolicies for a node with the pod CIDR 10.101.0.0/24.
+/// Compiles a JSON list of Peers and PeerPolicies to the desired state of a node with the pod CIDR 10.101.0.0/24.
 pub fn compiled(bytes: &[u8]) -> bool {
     let Ok(objects) = serde_json::from_slice::<Vec<DynamicObject>>(bytes) else {
         return false;
@@ -139,7 +139,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
         "{text}"
     );
     for name in inputs.policies.keys().filter(|name| name.len() > 20) {
-        assert!(!text.contains(name.as_str()), "{name:?} is in the table");
+        assert!(!text.contains(name.as_str()), "the text of nftables contains {name:?}");
     }
     assert_eq!(routes::diff(&out.routes, &out.routes), None);
     !out.peers.is_empty()
@@ -198,15 +198,15 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
     }
 }
 
-fn assert_invalid_policy_allows_nothing(seen: &ParsedPolicy) {
-    assert!(seen.problem.is_none() || seen.spec.allow.is_empty(), "{seen:?}");
+fn assert_invalid_policy_allows_nothing(policy: &ParsedPolicy) {
+    assert!(policy.problem.is_none() || policy.spec.allow.is_empty(), "{policy:?}");
 }
 
 fn assert_allowed_ips_have_one_owner(out: &Compiled) {
     let mut owned = BTreeSet::new();
     for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {
         assert_eq!(*net, net.trunc());
-        assert!(owned.insert(*net), "{net} has two owners");
+        assert!(owned.insert(*net), "two peers have the allowed IP {net}");
     }
     let nothing = device::ObservedPeers::new();
     assert_eq!(device::diff(&nothing, &out.peers).is_none(), out.peers.is_empty());
@@ -217,12 +217,12 @@ fn assert_routes_stay_in_the_mesh(inputs: &Inputs, out: &Compiled) {
     let closed = mesh_routes().filter(|route| route.kind == Kind::Unreachable);
     let closed: BTreeSet<_> = closed.map(|route| route.prefix).collect();
     for route in mesh_routes() {
-        assert!(route.prefix.prefix_len() > 0, "{route} takes everything");
-        assert!(
-            covered(&route.prefix, &closed),
-            "{route} has no unreachable route that covers it"
-        );
+        assert!(route.prefix.prefix_len() > 0, "{route} is a default route");
+        assert!(covered(&route.prefix, &closed), "no unreachable route covers {route}");
         let pods = inputs.node.pod_cidrs.iter().any(|pods| overlap(pods, &route.prefix));
-        assert!(!pods || route.kind == Kind::Throw, "{route} touches this node's pods");
+        assert!(
+            !pods || route.kind == Kind::Throw,
+            "{route} overlaps the pod CIDR of this node"
+        );
     }
 }

@@ -1,12 +1,12 @@
 //! Fuzz targets for packets: offload headers of the kernel, packets of a malicious peer, and datagrams from a malicious network.
 //!
-//! Each target returns whether the input reached the code under test: was split, joined, answered or delivered.
+//! Each target returns whether the input was useful: the target has split, joined, answered or delivered a packet of it.
 
 use std::collections::BTreeMap;
 
-use wg_userspace::fuzzing::{self, Coalescer, HEADER, Header, Segments, complete};
+use wg_userspace::fuzzing::{self, Coalescer, HEADER, Header, Segments, complete_checksum};
 
-/// Splits and joins a packet as a TUN device passes it, after its virtio-net header.
+/// Splits a packet that follows its virtio-net header, as a TUN device passes it, and joins the parts again.
 pub fn superpacket(bytes: &[u8]) -> bool {
     let Some((header, packet)) = bytes.split_first_chunk::<HEADER>() else {
         return false;
@@ -15,7 +15,7 @@ pub fn superpacket(bytes: &[u8]) -> bool {
     let mut packet = packet.to_vec();
     if !header.is_large() {
         let before = packet.clone();
-        if complete(&header, &mut packet).is_err() {
+        if complete_checksum(&header, &mut packet).is_err() {
             assert_eq!(packet, before, "a refused packet is unchanged");
         }
         return false;
@@ -48,7 +48,7 @@ fn split(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Joins packets from peers, each after its length (two bytes). Splitting the joined ones gives the original packets.
+/// Joins packets from peers; in the input, two bytes before each packet are its length. Splitting must restore the packets.
 pub fn inner(bytes: &[u8]) -> bool {
     let mut buffer = Vec::new();
     let mut spans = Vec::new();
@@ -87,8 +87,7 @@ pub fn inner(bytes: &[u8]) -> bool {
     joined
 }
 
-/// A packet with the IPv4 identification and header checksum set to zero if "don't fragment" is set: the identification has no meaning
-/// then.
+/// A packet that can be compared: if "don't fragment" is set, the IPv4 identification has no meaning, so it and the checksum are zero.
 fn comparable(packet: &[u8]) -> Vec<u8> {
     let mut packet = packet.to_vec();
     if packet.len() >= 20 && packet[0] >> 4 == 4 && packet[6] & 0x40 != 0 {
@@ -98,9 +97,9 @@ fn comparable(packet: &[u8]) -> Vec<u8> {
     packet
 }
 
-/// Answers an unroutable packet with an ICMP error that is well-formed, short, quotes the packet, and causes no further error.
+/// Answers an unroutable packet. The ICMP error must be well-formed and short, quote the packet, and cause no further error.
 pub fn unreachable(bytes: &[u8]) -> bool {
-    let Some(error) = fuzzing::unreachable(bytes) else {
+    let Some(error) = fuzzing::icmp_unreachable(bytes) else {
         return false;
     };
     let v4 = bytes[0] >> 4 == 4;
@@ -109,7 +108,7 @@ pub fn unreachable(bytes: &[u8]) -> bool {
     assert_eq!(
         without_padding(&error),
         Some(&error[..]),
-        "its length is that in its header"
+        "the length differs from the length field of the header"
     );
     let half = addresses.len() / 2;
     let swapped = [
@@ -122,7 +121,7 @@ pub fn unreachable(bytes: &[u8]) -> bool {
     assert_eq!(quoted, &bytes[..quoted.len()]);
     assert!(
         quoted.len() == bytes.len() || error.len() == largest,
-        "truncated without need"
+        "the quoted packet is truncated too early"
     );
     let mut summed = if v4 { Vec::new() } else { error[addresses].to_vec() };
     if v4 {
@@ -132,7 +131,7 @@ pub fn unreachable(bytes: &[u8]) -> bool {
     }
     summed.extend(&error[header..]);
     assert_eq!(sum(&summed), 0xffff);
-    assert_eq!(fuzzing::unreachable(&error), None);
+    assert_eq!(fuzzing::icmp_unreachable(&error), None);
     true
 }
 
@@ -145,7 +144,7 @@ fn sum(bytes: &[u8]) -> u64 {
     (0..4).fold(sum, |sum, _| (sum & 0xffff) + (sum >> 16))
 }
 
-/// Runs a session over a malicious network: the interface gets no packet twice, and none that was not sent.
+/// Runs a session over a malicious network. The interface must get only packets that were sent, and each at most once.
 pub fn datagram(bytes: &[u8]) -> bool {
     let (sent, delivered) = fuzzing::run(bytes);
     let has_delivered = !delivered.is_empty();
@@ -157,12 +156,12 @@ pub fn datagram(bytes: &[u8]) -> bool {
     }
     for packet in delivered {
         let count = left.get_mut(&packet).filter(|count| **count > 0);
-        *count.unwrap_or_else(|| panic!("{packet:?} was not sent, or came twice")) -= 1;
+        *count.unwrap_or_else(|| panic!("{packet:?} was not sent, or was delivered twice")) -= 1;
     }
     has_delivered
 }
 
-/// The packet without its padding, by the length in its header; `None` = not an IP packet.
+/// The packet without padding, according to the length field of its header; `None` = not an IP packet.
 fn without_padding(packet: &[u8]) -> Option<&[u8]> {
     let number = |at: usize| {
         Some(usize::from(u16::from_be_bytes([

@@ -1,4 +1,4 @@
-//! Fuzz target of the same name in src/objects.rs.
+//! Runs `objects::compiled` with libFuzzer.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

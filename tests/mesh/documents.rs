@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clustermesh_lab::{Lab, LabPlan, Output, ProductImages, our_program, wait_until};
+use clustermesh_lab::{Lab, LabPlan, Output, ProductImages, wait_until, workspace_program};
 
 use crate::setup::{HUB, MEMBER, PATIENCE, operator_kubeconfig};
 
@@ -99,7 +99,7 @@ impl<'a> Operator<'a> {
         fs::create_dir(&programs).unwrap();
         for (name, program) in [
             ("kubectl", lab.tools().path("kubectl").unwrap()),
-            ("clustermeshctl", our_program("clustermeshctl").unwrap()),
+            ("clustermeshctl", workspace_program("clustermeshctl").unwrap()),
         ] {
             std::os::unix::fs::symlink(program, programs.join(name)).unwrap();
         }
@@ -278,7 +278,7 @@ async fn commands_of_the_documents_work_on_two_clusters() {
         .await;
     assert!(status.contains("mgmt-1 {\"version\""), "{status}");
     let on_node = operator.script("troubleshooting.md", "wg-agent status", &[]);
-    let agent = our_program("wg-agent").unwrap();
+    let agent = workspace_program("wg-agent").unwrap();
     let on_node = format!("PATH=$PATH:{}\n{on_node}", agent.parent().unwrap().display());
     let printed = hub.nodes()[0].exec(["bash", "-euc", &on_node]).await.unwrap().stdout;
     assert!(

@@ -1,17 +1,17 @@
-//! Tests the flows of `flows` in IPv6, between two dual-stack clusters. The tunnel's outer packets are IPv4 until
-//! the last step, then IPv6.
+//! Tests the flows of the module `flows` over IPv6, between two dual-stack clusters. The tunnel's outer packets are
+//! IPv4, and IPv6 in the last step.
 
 use std::{
     net::{IpAddr, Ipv6Addr},
     time::Instant,
 };
 
-use clustermesh_lab::{Answer, Lab, LabPlan, MESH, NAMESPACE, Web, wait_until};
+use clustermesh_lab::{Answer, Lab, LabPlan, MESH, NAMESPACE, RunningPod, wait_until};
 
 use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, pod};
 
 #[tokio::test]
-async fn dual_stack_members_exchange_ipv6_only_encrypted() {
+async fn ipv6_flows_between_members_work_and_are_encrypted() {
     let start = Instant::now();
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).dual_stack();
     let lab = Lab::start(plan).await.unwrap();
@@ -27,24 +27,24 @@ async fn dual_stack_members_exchange_ipv6_only_encrypted() {
     infrastructure_ports_are_closed_to_other_cluster(&mesh).await;
     let captured = capture.stop().await.unwrap();
     assert!(
-        mesh.tunnelled(&captured).await > 0,
+        mesh.count_wireguard_packets(&captured).await > 0,
         "the capture contains WireGuard packets"
     );
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
-    assert_eq!(mesh.in_clear_v6(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted_v6(&captured).await, Vec::<String>::new());
 
     annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;
 }
 
-/// Sets IPv6 endpoints as docs/operations/nat.md describes for nodes server_address other addresses. The mesh is created anew,
-/// because an established tunnel keeps its endpoint.
+/// Sets IPv6 endpoints by annotation (docs/operations/nat.md). The mesh is created anew, because an established tunnel
+/// keeps its endpoint.
 async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();
     for cluster in [&mesh.hub, &mesh.member] {
         for node in cluster.nodes() {
-            let at = std::net::SocketAddr::new(node_v6(mesh, node.name()), 51820);
-            let endpoint = format!("kilo.squat.ai/clustermesh-endpoint={at}");
+            let address = std::net::SocketAddr::new(node_v6(mesh, node.name()), 51820);
+            let endpoint = format!("kilo.squat.ai/clustermesh-endpoint={address}");
             cluster
                 .kubectl(["annotate", "node", node.name(), &endpoint])
                 .await
@@ -55,8 +55,8 @@ async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
     for cluster in [&mesh.hub, &mesh.member] {
         for node in cluster.nodes() {
             wait_until(format!("{} to use IPv6 endpoints", node.name()), PATIENCE, async || {
-                let words = ["wg", "show", "kilo0", "endpoints"];
-                let shown = node.exec(words).await.map_err(|error| error.to_string())?.stdout;
+                let args = ["wg", "show", "kilo0", "endpoints"];
+                let shown = node.exec(args).await.map_err(|error| error.to_string())?.stdout;
                 match shown.lines().all(|line| line.contains("\t[")) && shown.lines().count() == 2 {
                     true => Ok(()),
                     false => Err(shown),
@@ -74,16 +74,20 @@ async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
         captured.packets("ip and udp port 51820").await.unwrap(),
         Vec::<String>::new()
     );
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
-    assert_eq!(mesh.in_clear_v6_except_wireguard(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
+    assert_eq!(
+        mesh.unencrypted_v6_except_wireguard(&captured).await,
+        Vec::<String>::new()
+    );
 }
 
 fn url(address: IpAddr, port: u16) -> String {
     format!("http://{}", std::net::SocketAddr::new(address, port))
 }
 
-fn second(web: &Web) -> IpAddr {
-    web.second.unwrap_or_else(|| panic!("{web:?} has one family only"))
+fn second_ip(web: &RunningPod) -> IpAddr {
+    web.second_ip
+        .unwrap_or_else(|| panic!("{web:?} has only one IP family"))
 }
 
 fn node_v6(mesh: &Mesh<'_>, node: &str) -> IpAddr {
@@ -91,10 +95,10 @@ fn node_v6(mesh: &Mesh<'_>, node: &str) -> IpAddr {
 }
 
 async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for from in ours {
-            for to in theirs {
-                for (to_ip, from_ip) in [(second(to), second(from)), (to.ip, from.ip)] {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in clients {
+            for to in servers {
+                for (to_ip, from_ip) in [(second_ip(to), second_ip(from)), (to.ip, from.ip)] {
                     let answer = mesh.wait_for_answer(&pod(from), &url(to_ip, 8080)).await;
                     assert_eq!(answer, mesh.expected_answer(to, from_ip));
                     let answered = mesh.lab.ping(&pod(from), to_ip).await.unwrap();
@@ -111,31 +115,31 @@ async fn mirrored_service_has_both_families_and_keeps_source(mesh: &Mesh<'_>) {
         let want: Vec<Answer> = mesh
             .hub_webs
             .iter()
-            .map(|to| mesh.expected_answer(to, second(from)))
+            .map(|to| mesh.expected_answer(to, second_ip(from)))
             .collect();
         mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
     }
 }
 
 async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
-    for (importer, exporter, ours, theirs) in [
+    for (importer, exporter, clients, servers) in [
         (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
         (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
     ] {
         let services = exporter.plan().v6.as_ref().unwrap().service_cidr;
         let anchor = mesh.anchor_of(&services.to_string(), importer).await;
-        // As in IPv4: a pod on the anchor sees the anchor's bridge address, a pod on another node the anchor's own
-        // address.
-        let saw = |to: &Web| {
+        // The anchor masquerades, as in IPv4: a pod on the anchor sees the anchor's bridge address, and a pod on
+        // another node sees the anchor's own address.
+        let source = |to: &RunningPod| {
             if to.node == anchor {
-                bridge(to)
+                bridge_address(to)
             } else {
                 node_v6(mesh, &anchor)
             }
         };
-        let want: Vec<Answer> = theirs.iter().map(|to| mesh.expected_answer(to, saw(to))).collect();
+        let want: Vec<Answer> = servers.iter().map(|to| mesh.expected_answer(to, source(to))).collect();
         let service = exporter.second_cluster_ip("default", "web").await.unwrap();
-        for from in ours {
+        for from in clients {
             mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
             mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
         }
@@ -143,39 +147,43 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
 }
 
 /// The address of the pod's node on the pods' bridge.
-fn bridge(web: &Web) -> IpAddr {
-    match second(web) {
+fn bridge_address(web: &RunningPod) -> IpAddr {
+    match second_ip(web) {
         IpAddr::V6(address) => {
             let [a, b, c, d, ..] = address.segments();
             Ipv6Addr::new(a, b, c, d, 0, 0, 0, 1).into()
         }
-        IpAddr::V4(address) => panic!("{address} is no second family"),
+        IpAddr::V4(address) => panic!("{address} is not an IPv6 address"),
     }
 }
 
 /// WireGuard addresses are IPv4 here; allowedNetworks also contains the nodes' own IPv6 addresses and their pod ranges.
-/// The kernel chooses a host's source address: the one with the longest common prefix (RFC 6724, rule 8).
+/// For a host's packets, the kernel chooses the source address that has the longest common prefix with the destination
+/// (RFC 6724, rule 8).
 async fn hosts_send_from_a_published_address(mesh: &Mesh<'_>) {
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for server in theirs {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for server in servers {
             let name = format!("NODE={}", server.node);
-            let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
-            let mut serving = mesh.lab.node(&server.node).spawn("host-service", words).unwrap();
-            serving.says("serving on", PATIENCE).await.unwrap();
-            let at = node_v6(mesh, &server.node);
-            for from in ours {
+            let args = ["env", &name, &mesh.probe(), "serve", ":9090"];
+            let mut serving = mesh.lab.node(&server.node).spawn("host-service", args).unwrap();
+            serving.wait_for_log("serving on", PATIENCE).await.unwrap();
+            let address = node_v6(mesh, &server.node);
+            for from in clients {
                 let answer = mesh
-                    .wait_for_answer(&host(&from.node), &url(second(server), 8080))
+                    .wait_for_answer(&host(&from.node), &url(second_ip(server), 8080))
                     .await;
-                assert_eq!(answer, mesh.expected_answer(server, bridge(from)));
-                for (asker, saw) in [(pod(from), second(from)), (host(&from.node), node_v6(mesh, &from.node))] {
-                    let answer = mesh.wait_for_answer(&asker, &url(at, 9090)).await;
+                assert_eq!(answer, mesh.expected_answer(server, bridge_address(from)));
+                for (client, source) in [
+                    (pod(from), second_ip(from)),
+                    (host(&from.node), node_v6(mesh, &from.node)),
+                ] {
+                    let answer = mesh.wait_for_answer(&client, &url(address, 9090)).await;
                     let want = Answer {
                         pod: server.node.clone(),
                         node: server.node.clone(),
-                        saw,
+                        client_ip: source,
                     };
-                    assert_eq!(answer, want, "{asker} -> {at}");
+                    assert_eq!(answer, want, "{client} -> {address}");
                 }
             }
         }
@@ -187,11 +195,11 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         (&mesh.member_webs[0], &mesh.hub_webs[0]),
         (&mesh.hub_webs[0], &mesh.member_webs[1]),
     ] {
-        let to_ip = second(to).to_string();
-        // The MTU is 1440 bytes, because WireGuard travels over IPv4. The headers of IPv6 and ICMPv6 take 48 of them.
+        let to_ip = second_ip(to).to_string();
+        // The MTU is 1440 bytes, because the outer packets are IPv4. The headers of IPv6 and ICMPv6 take 48 bytes.
         for (size, fits) in [("1392", true), ("1393", false)] {
-            let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
-            let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
+            let args = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
+            let output = mesh.lab.run_at(&pod(from), &args).await.unwrap();
             let printed = format!("{}{}", output.stdout, output.stderr);
             assert_eq!(
                 output.status.success(),
@@ -200,7 +208,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
             );
             assert!(fits || printed.contains("1440"), "the error names the MTU: {printed}");
         }
-        // Delete the path MTU that the pings taught, so that only MSS clamping is left.
+        // Delete the path MTU that the kernel learned from the pings, so that only MSS clamping limits TCP segments.
         for web in [from, to] {
             let forget = ["ip", "-6", "route", "flush", "cache"];
             mesh.lab.run_at(&pod(web), &forget).await.unwrap();
@@ -208,10 +216,10 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         let node = mesh.lab.node(&to.node);
         let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
         let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
-        let words = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
-        let _serving = node.pod_spawn("mib6", to.ip, words).unwrap();
-        let fetch = format!("curl -sS -m 20 {}/f | md5sum", url(second(to), 5202));
-        wait_until("1 MB to arrive whole", PATIENCE, async || {
+        let args = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+        let _serving = node.pod_spawn("mib6", to.ip, args).unwrap();
+        let fetch = format!("curl -sS -m 20 {}/f | md5sum", url(second_ip(to), 5202));
+        wait_until("all of 1 MB to arrive", PATIENCE, async || {
             let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
             if got.stdout == sum {
                 Ok(())
@@ -226,18 +234,18 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
 
 async fn infrastructure_ports_are_closed_to_other_cluster(mesh: &Mesh<'_>) {
     let node = mesh.hub_webs[0].node.clone();
-    let at = node_v6(mesh, &node);
+    let address = node_v6(mesh, &node);
     // The lab's kubelet listens on the node's IPv4 address only, so another server has to listen on this port.
-    let server_address = std::net::SocketAddr::new(at, 10250).to_string();
+    let server_address = std::net::SocketAddr::new(address, 10250).to_string();
     let serve = [&mesh.probe(), "serve", &server_address];
     let mut serving = mesh.lab.node(&node).spawn("kubelet-port", serve).unwrap();
-    serving.says("serving on", PATIENCE).await.unwrap();
-    let target = url(at, 10250);
-    let home = pod(&mesh.hub_webs[1]);
-    assert_eq!(mesh.status(&home, &target).await, "200", "{home} -> {target}");
+    serving.wait_for_log("serving on", PATIENCE).await.unwrap();
+    let target = url(address, 10250);
+    let own_pod = pod(&mesh.hub_webs[1]);
+    assert_eq!(mesh.status(&own_pod, &target).await, "200", "{own_pod} -> {target}");
     for web in &mesh.member_webs {
-        for tenant in [pod(web), host(&web.node)] {
-            mesh.assert_closed(&tenant, &target).await;
+        for client in [pod(web), host(&web.node)] {
+            mesh.assert_closed(&client, &target).await;
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Tests every kind of flow between Routed members on two whole clusters: which server answers, which source address it
-//! sees, what is closed, and that only WireGuard packets pass between the clusters in every failure.
+//! sees, and which destinations are closed. Even when an agent dies or the mesh is deleted, only
+//! WireGuard packets may pass between the clusters.
 
 use std::{
     collections::BTreeSet,
@@ -7,16 +8,16 @@ use std::{
     time::Instant,
 };
 
-use clustermesh_lab::{Answer, Asker, Lab, LabPlan, NAMESPACE, Web, wait_until};
+use clustermesh_lab::{Answer, Lab, LabPlan, NAMESPACE, RunningPod, TrafficClient, wait_until};
 use nix::sys::signal::Signal;
 
 use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, json, pod, url};
 
 #[tokio::test]
-async fn routed_members_exchange_every_flow_only_encrypted() {
+async fn flows_between_routed_members_work_and_are_encrypted() {
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).with_policies(HUB);
     let lab = Lab::start(plan).await.unwrap();
-    // Bring the hub's API server into the mesh, so that only the policy can keep it closed.
+    // Add the hub's API server to allowedNetworks, so that only the firewall closes it to the member.
     let api = format!("{}/32", lab.cluster(HUB).plan().api_address());
     let mesh = Mesh::up(&lab, &[api]).await;
 
@@ -29,19 +30,22 @@ async fn routed_members_exchange_every_flow_only_encrypted() {
     infrastructure_ports_are_open_only_in_own_cluster(&mesh).await;
     packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
     let captured = capture.stop().await.unwrap();
-    println!("{} packets of WireGuard passed", mesh.tunnelled(&captured).await);
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    println!(
+        "{} WireGuard packets passed",
+        mesh.count_wireguard_packets(&captured).await
+    );
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
 
-    member_pods_get_no_metrics_of_controller(&mesh).await;
-    network_policy_admits_only_needs_of_controller(&mesh).await;
+    member_pods_cannot_read_controller_metrics(&mesh).await;
+    controller_policy_opens_only_required_sockets(&mesh).await;
     dead_agent_closes_tunnel_and_leaks_nothing(&mesh).await;
     deletion_of_mesh_leaks_no_tunnelled_flow(&mesh).await;
 }
 
 async fn pods_reach_remote_pods_with_own_address(mesh: &Mesh<'_>) {
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for from in ours {
-            for to in theirs {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in clients {
+            for to in servers {
                 let answer = mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
                 assert_eq!(answer, mesh.expected_answer(to, from.ip));
                 let answered = mesh.lab.ping(&pod(from), to.ip).await.unwrap();
@@ -76,8 +80,12 @@ async fn node_port_of_mirrored_service_reaches_remote_pods(mesh: &Mesh<'_>) {
         .await
         .unwrap();
     for node in mesh.member.nodes() {
-        let saw = mesh.wireguard[node.name()];
-        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.expected_answer(to, saw)).collect();
+        let source = mesh.wireguard[node.name()];
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, source))
+            .collect();
         let url = url(node.address(), u16::try_from(port).unwrap());
         mesh.assert_answers(&host(outside.name()), &url, &want).await;
     }
@@ -87,20 +95,20 @@ async fn node_port_of_mirrored_service_reaches_remote_pods(mesh: &Mesh<'_>) {
 }
 
 async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
-    for (importer, exporter, ours, theirs) in [
+    for (importer, exporter, clients, servers) in [
         (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
         (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
     ] {
         let anchor = mesh.anchor(exporter, importer).await;
-        // The anchor masquerades: a pod on the anchor sees the anchor's bridge address, a pod on another node the
-        // anchor's own address.
-        let want: Vec<Answer> = theirs
+        // The anchor masquerades: a pod on the anchor sees the anchor's bridge address, and a pod on another node sees
+        // the anchor's own address.
+        let want: Vec<Answer> = servers
             .iter()
             .map(|to| {
                 mesh.expected_answer(
                     to,
                     if to.node == anchor {
-                        bridge(to)
+                        bridge_address(to)
                     } else {
                         mesh.lab.node(&anchor).address().into()
                     },
@@ -108,7 +116,7 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
             })
             .collect();
         let service = exporter.cluster_ip("default", "web").await.unwrap();
-        for from in ours {
+        for from in clients {
             mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
             mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
         }
@@ -116,7 +124,7 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
 }
 
 /// The address of the pod's node on the pods' bridge.
-fn bridge(web: &Web) -> IpAddr {
+fn bridge_address(web: &RunningPod) -> IpAddr {
     let [a, b, c, _] = as_v4(web.ip).octets();
     IpAddr::from([a, b, c, 1])
 }
@@ -130,9 +138,9 @@ fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
 
 async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
     let mirrored = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for node in ours.iter().map(|web| &web.node) {
-            for to in theirs {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for node in clients.iter().map(|web| &web.node) {
+            for to in servers {
                 let answer = mesh.wait_for_answer(&host(node), &url(to.ip, 8080)).await;
                 assert_eq!(answer, mesh.expected_answer(to, mesh.wireguard[node]));
             }
@@ -148,29 +156,33 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
     }
     // A server in a node's host network is reachable at the node's own address if allowedNetworks contains it, but
     // never at its WireGuard address. A client in a pod keeps its source address.
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for server in theirs.iter().map(|web| &web.node) {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for server in servers.iter().map(|web| &web.node) {
             let node = mesh.lab.node(server);
             let name = format!("NODE={server}");
-            let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
-            let mut serving = node.spawn("host-service", words).unwrap();
-            serving.says("serving on", PATIENCE).await.unwrap();
+            let args = ["env", &name, &mesh.probe(), "serve", ":9090"];
+            let mut serving = node.spawn("host-service", args).unwrap();
+            serving.wait_for_log("serving on", PATIENCE).await.unwrap();
             let server_url = url(mesh.wireguard[server], 9090);
-            assert_eq!(mesh.status(&host(server), &server_url).await, "200", "at home");
-            for from in ours {
-                for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+            assert_eq!(
+                mesh.status(&host(server), &server_url).await,
+                "200",
+                "from its own node"
+            );
+            for from in clients {
+                for (client, source) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
                     if server.starts_with(HUB) {
                         let to = IpAddr::from(node.address());
-                        let answer = mesh.wait_for_answer(&asker, &url(to, 9090)).await;
+                        let answer = mesh.wait_for_answer(&client, &url(to, 9090)).await;
                         let want = Answer {
                             pod: server.clone(),
                             node: server.clone(),
-                            saw,
+                            client_ip: source,
                         };
-                        assert_eq!(answer, want, "{asker} -> {to}");
+                        assert_eq!(answer, want, "{client} -> {to}");
                     }
-                    let why = mesh.assert_closed(&asker, &server_url).await;
-                    println!("{asker} -> {server_url}: {why}");
+                    let why = mesh.assert_closed(&client, &server_url).await;
+                    println!("{client} -> {server_url}: {why}");
                 }
             }
         }
@@ -187,7 +199,7 @@ async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
     let mut serving = node
         .spawn("kubelet-port", [&mesh.probe(), "serve", &server_url])
         .unwrap();
-    serving.says("serving on", PATIENCE).await.unwrap();
+    serving.wait_for_log("serving on", PATIENCE).await.unwrap();
     let targets = [
         format!("https://{}:10250/pods", node.address()),
         format!("http://{server_url}"),
@@ -195,29 +207,29 @@ async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
         format!("https://{}:6443/version", plan.api_address()),
     ];
     for target in &targets {
-        let at_home = pod(&mesh.hub_webs[0]);
-        assert_eq!(mesh.status(&at_home, target).await, "200", "{at_home} -> {target}");
+        let own_pod = pod(&mesh.hub_webs[0]);
+        assert_eq!(mesh.status(&own_pod, target).await, "200", "{own_pod} -> {target}");
         for web in &mesh.member_webs {
-            for tenant in [pod(web), host(&web.node)] {
-                let why = mesh.assert_closed(&tenant, target).await;
-                println!("{tenant} -> {target}: {why}");
+            for client in [pod(web), host(&web.node)] {
+                let why = mesh.assert_closed(&client, target).await;
+                println!("{client} -> {target}: {why}");
             }
         }
     }
 }
 
 // threat: controller-port
-async fn member_pods_get_no_metrics_of_controller(mesh: &Mesh<'_>) {
+async fn member_pods_cannot_read_controller_metrics(mesh: &Mesh<'_>) {
     let controller = mesh.product.controller_pod().await.unwrap();
-    let page = async |from: Asker, path: &str| {
+    let page = async |from: TrafficClient, path: &str| {
         let address = if from == pod(&controller) {
             IpAddr::from([127, 0, 0, 1])
         } else {
             controller.ip
         };
         let url = format!("{}{path}", url(address, 8080));
-        let words = ["curl", "-sS", "-m", "5", "-w", "%{http_code}", &url];
-        mesh.lab.run_at(&from, &words).await.unwrap().stdout
+        let args = ["curl", "-sS", "-m", "5", "-w", "%{http_code}", &url];
+        mesh.lab.run_at(&from, &args).await.unwrap().stdout
     };
     // The port itself is open to the member's pods.
     assert_eq!(page(pod(&mesh.member_webs[0]), "/readyz").await, "ok\n200");
@@ -226,7 +238,7 @@ async fn member_pods_get_no_metrics_of_controller(mesh: &Mesh<'_>) {
         assert!(inside.ends_with("200") && inside.contains(MEMBER), "{path}: {inside}");
         for web in &mesh.member_webs {
             let outside = page(pod(web), path).await;
-            let refused = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward";
+            let refused = "served only to 127.0.0.1 and ::1: use kubectl port-forward";
             assert!(
                 outside.starts_with(refused) && outside.ends_with("403"),
                 "{path}: {outside}"
@@ -235,8 +247,9 @@ async fn member_pods_get_no_metrics_of_controller(mesh: &Mesh<'_>) {
     }
 }
 
-/// Scans every open socket from the controller's own network namespace, before and after the policy is applied.
-async fn network_policy_admits_only_needs_of_controller(mesh: &Mesh<'_>) {
+/// Checks which sockets the controller reaches before and after its NetworkPolicy is applied. The scans run in the
+/// network namespace of its pod.
+async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
     let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
     let controller = mesh.product.controller_pod().await.unwrap();
     let mut admitted: BTreeSet<SocketAddr> = [
@@ -260,28 +273,34 @@ async fn network_policy_admits_only_needs_of_controller(mesh: &Mesh<'_>) {
         .map(SocketAddr::from)
         .chain(admitted.clone())
         .collect();
-    mesh.lab.until_open(&pod(&controller), &open).await.unwrap();
+    mesh.lab.wait_for_open_sockets(&pod(&controller), &open).await.unwrap();
     let port = BTreeSet::from([SocketAddr::new(controller.ip, 8080)]);
     let neighbour = pod(&mesh.hub_webs[0]);
-    mesh.lab.until_open(&neighbour, &port).await.unwrap();
+    mesh.lab.wait_for_open_sockets(&neighbour, &port).await.unwrap();
 
     mesh.hub
         .apply(&mesh.product.controller_policy().unwrap())
         .await
         .unwrap();
     let others = open.difference(&admitted).copied().collect();
-    mesh.lab.until_closed(&pod(&controller), &others).await.unwrap();
-    mesh.lab.until_open(&pod(&controller), &admitted).await.unwrap();
+    mesh.lab
+        .wait_for_closed_sockets(&pod(&controller), &others)
+        .await
+        .unwrap();
+    mesh.lab
+        .wait_for_open_sockets(&pod(&controller), &admitted)
+        .await
+        .unwrap();
     let found = mesh.lab.scan(&pod(&controller), all.into_keys()).await.unwrap();
     assert_eq!(found, admitted);
-    mesh.lab.until_closed(&neighbour, &port).await.unwrap();
+    mesh.lab.wait_for_closed_sockets(&neighbour, &port).await.unwrap();
 
-    // The policy limits the new process from its first packet: its probes pass, and it restores an object in the
+    // The policy applies to the new process from its first packet. Its probes pass, and it restores an object in the
     // member.
-    let words = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
-    mesh.hub.kubectl(words).await.unwrap();
+    let args = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
+    mesh.hub.kubectl(args).await.unwrap();
     mesh.hub
-        .rollout(NAMESPACE, "deployment/clustermesh-controller")
+        .wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
     let peers = json(&mesh.member, &["get", "peers"]).await;
@@ -314,11 +333,11 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         (&mesh.hub_webs[0], &mesh.member_webs[0]),
     ];
     for (from, to) in pairs {
-        // The MTU is 1440 bytes, because WireGuard travels over IPv4. The headers of IP and ICMP take 28 of them.
+        // The MTU is 1440 bytes, because the outer packets are IPv4. The headers of IP and ICMP take 28 bytes.
         for (size, fits) in [("1412", true), ("1413", false)] {
             let to = to.ip.to_string();
-            let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
-            let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
+            let args = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
+            let output = mesh.lab.run_at(&pod(from), &args).await.unwrap();
             let printed = format!("{}{}", output.stdout, output.stderr);
             assert_eq!(
                 output.status.success(),
@@ -329,7 +348,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         }
     }
     for (from, to) in [pairs[0], pairs[2]] {
-        // Delete the path MTU that the pings taught, so that only MSS clamping is left.
+        // Delete the path MTU that the kernel learned from the pings, so that only MSS clamping limits TCP segments.
         for web in [from, to] {
             mesh.lab
                 .run_at(&pod(web), &["ip", "route", "flush", "cache"])
@@ -339,8 +358,8 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         let node = mesh.lab.node(&to.node);
         let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
         let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
-        let words = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
-        let _serving = node.pod_spawn("mib", to.ip, words).unwrap();
+        let args = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+        let _serving = node.pod_spawn("mib", to.ip, args).unwrap();
         let fetch = format!(
             "curl -sS -m 20 --retry 20 --retry-connrefused --retry-delay 1 {}/f | md5sum",
             url(to.ip, 5202)
@@ -357,7 +376,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
     }
 }
 
-/// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
+/// When the agent dies, its userspace device loses the carrier. The kernel keeps the routes and rules.
 // threat: unencrypted-packet
 async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
@@ -388,33 +407,33 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
         }
     };
     all_are_closed("agent dead").await;
-    // Then another program deletes our policy routing rules, so that only the firewall is left.
+    // Then another program deletes our policy routing rules, so that only the firewall drops the packets.
     let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
     let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
-    let ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
-    let ours: Vec<_> = rules.as_array().unwrap().iter().filter(ours).collect();
-    assert!(!ours.is_empty(), "the rules outlive the agent: {rules}");
-    for rule in ours {
+    let is_ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
+    let our_rules: Vec<_> = rules.as_array().unwrap().iter().filter(is_ours).collect();
+    assert!(!our_rules.is_empty(), "the rules outlive the agent: {rules}");
+    for rule in our_rules {
         let preference = rule["priority"].to_string();
         node.exec(["ip", "rule", "del", "pref", &preference]).await.unwrap();
     }
-    all_are_closed("rules deleted too").await;
+    all_are_closed("agent dead, rules deleted").await;
     node.signal("kubelet", Signal::SIGCONT).unwrap();
     let continued = Instant::now();
     let answer = mesh.wait_for_answer(&pod(far), &url(dead.ip, 8080)).await;
     println!(
-        "back {:.1} s after the kubelet could start it again",
+        "the agent forwards again {:.1} s after the kubelet continued",
         continued.elapsed().as_secs_f64()
     );
     assert_eq!(answer, mesh.expected_answer(dead, far.ip));
     let answer = mesh.wait_for_answer(&pod(dead), &url(far.ip, 8080)).await;
     assert_eq!(answer, mesh.expected_answer(far, dead.ip));
     let captured = capture.stop().await.unwrap();
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
 }
 
-/// When a cluster deletes its PeerPolicy, the other's addresses are no longer reserved, and new connections use the
-/// node's ordinary routes. Connections that the tunnel carried before must not.
+/// When a PeerPolicy is deleted, its networks stop being mesh networks, and new connections to them use the node's
+/// ordinary routes. Connections that used the tunnel before must not.
 // threat: unencrypted-packet
 async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
@@ -426,7 +445,7 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
         let (node, server) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
         let serve = [&mesh.probe(), "stream-serve", ":5201"];
         let mut serving = server.pod_spawn("stream-serve", to.ip, serve).unwrap();
-        serving.says("streaming on", PATIENCE).await.unwrap();
+        serving.wait_for_log("streaming on", PATIENCE).await.unwrap();
         flows.push((serving, "streaming on"));
         let (ping, stream) = (to.ip.to_string(), format!("{}:5201", to.ip));
         let ping = ["ping", "-n", "-i", "0.02", &ping];
@@ -436,8 +455,8 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
         flows.push((node.pod_spawn("pod-stream", from.ip, stream).unwrap(), "3 after"));
         flows.push((node.spawn("host-stream", stream).unwrap(), "3 after"));
     }
-    for (flow, going) in &mut flows {
-        flow.says(going, PATIENCE).await.unwrap();
+    for (flow, marker) in &mut flows {
+        flow.wait_for_log(marker, PATIENCE).await.unwrap();
     }
     let delete = [
         "delete",
@@ -451,14 +470,17 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
     mesh.hub.kubectl(delete).await.unwrap();
     println!("deleted in {:.2} s", start.elapsed().as_secs_f64());
     // A stream fails after two seconds without an answer; by then it has retransmitted several times.
-    for (flow, going) in &mut flows {
-        if *going == "3 after" {
-            let status = flow.ends(PATIENCE).await.unwrap();
+    for (flow, marker) in &mut flows {
+        if *marker == "3 after" {
+            let status = flow.wait_for_exit(PATIENCE).await.unwrap();
             assert!(!status.success(), "{}", flow.log());
         }
     }
     drop(flows);
     let captured = capture.stop().await.unwrap();
-    assert!(mesh.tunnelled(&captured).await > 0, "the tunnel carried it before");
-    assert_eq!(mesh.published_in_clear(&captured).await, Vec::<String>::new());
+    assert!(
+        mesh.count_wireguard_packets(&captured).await > 0,
+        "the capture contains WireGuard packets"
+    );
+    assert_eq!(mesh.unencrypted_from_published(&captured).await, Vec::<String>::new());
 }

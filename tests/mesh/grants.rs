@@ -1,6 +1,6 @@
 //! Tests grants of every type of Service in both address families, on whole clusters whose sandboxes enter through
-//! gateways: each granted Service answers under its name, and an attacker finds nothing else. One sandbox has IPv4
-//! WireGuard addresses, the other IPv6; their pod and Service ranges are equal.
+//! gateways: each granted Service answers through its mirrored Service, and an attacker finds nothing else. One sandbox
+//! has IPv4 WireGuard addresses, the other IPv6; their pod and Service ranges are equal.
 
 mod gateway;
 mod live;
@@ -11,7 +11,8 @@ use std::{
 };
 
 use clustermesh_lab::{
-    Asker, Attacker, Cluster, Echo, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, WEB, Web, wait_until,
+    Attacker, Cluster, EchoWatch, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel,
+    WEB, wait_until,
 };
 use gateway::Gateway;
 use serde_json::Value;
@@ -19,14 +20,15 @@ use serde_json::Value;
 use crate::setup::{HUB, PATIENCE, host, json, pod, state::versions, wireguard};
 
 /// The sandbox with IPv4 WireGuard addresses.
-const OLD: &str = "notebooks";
+const SANDBOX_V4: &str = "notebooks";
 /// The sandbox with IPv6 WireGuard addresses.
-const NEW: &str = "workflows";
+const SANDBOX_V6: &str = "workflows";
 
 /// Services whose endpoints are pods.
-const SERVED: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
+const POD_SERVICES: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
 
-/// Grants of these Services, with ports by number, by name, or without `ports` (all of them).
+/// Grants of these Services and of `hosted`, whose pod is in the host network. A grant names its ports by number or by
+/// name; a grant without `ports` opens all ports.
 fn grants(services: &[&str]) -> String {
     let one = |name: &&str| {
         let ports = match *name {
@@ -46,49 +48,53 @@ fn grants(services: &[&str]) -> String {
 // threat: equal-pod-networks, gateway-ungranted
 #[tokio::test]
 async fn grant_of_each_service_type_opens_only_its_endpoints() {
-    let plan = LabPlan::clusters(&[(HUB, 2), (OLD, 1), (NEW, 1)]);
-    let lab = Lab::start(plan.dual_stack().with_wireguard_v6(NEW).with_ranges_of(NEW, OLD))
-        .await
-        .unwrap();
+    let plan = LabPlan::clusters(&[(HUB, 2), (SANDBOX_V4, 1), (SANDBOX_V6, 1)]);
+    let lab = Lab::start(
+        plan.dual_stack()
+            .with_wireguard_v6(SANDBOX_V6)
+            .with_ranges_of(SANDBOX_V6, SANDBOX_V4),
+    )
+    .await
+    .unwrap();
     let env = TestEnv::up(&lab).await;
-    for side in &env.sides {
-        granted_services_answer_under_their_names(&env, side).await;
+    for sandbox in &env.sandboxes {
+        mirrored_services_answer_through_every_gateway(&env, sandbox).await;
     }
     host_network_service_is_refused_and_others_work(&env).await;
     replaced_pod_is_reached_without_any_write(&env).await;
-    let [old, new] = &env.sides;
-    live::quarantine_and_tighter_profile_stop_running_flows(&env, old).await;
+    let [v4, v6] = &env.sandboxes;
+    live::quarantine_and_tighter_profile_stop_running_flows(&env, v4).await;
     tokio::join!(
-        scan_with_forged_allowed_ips_finds_only_grants(&env, old, new),
-        scan_with_forged_allowed_ips_finds_only_grants(&env, new, old),
+        scan_with_forged_allowed_ips_finds_only_grants(&env, v4, v6),
+        scan_with_forged_allowed_ips_finds_only_grants(&env, v6, v4),
     );
     revoked_grant_closes_and_others_stay_open(&env).await;
 }
 
 /// One of the two sandboxes.
-struct Side<'a> {
+struct Sandbox<'a> {
     cluster: Cluster<'a>,
-    web: Web,
+    web: RunningPod,
     wireguard: IpAddr,
 }
 
-impl Side<'_> {
+impl Sandbox<'_> {
     fn name(&self) -> &str {
         &self.cluster.plan().name
     }
 
-    fn askers(&self) -> [Asker; 2] {
+    fn clients(&self) -> [TrafficClient; 2] {
         [pod(&self.web), host(&self.web.node)]
     }
 
     /// Picks the address with the IP family of this sandbox's WireGuard address.
-    fn of(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
+    fn pick_address(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
         let mut all = all.into_iter();
         all.find(|ip| ip.is_ipv4() == self.wireguard.is_ipv4()).unwrap()
     }
 
-    /// The ClusterIP of a mirrored Service in that family.
-    async fn service(&self, name: &str, port: u16) -> SocketAddr {
+    /// The socket of a mirrored Service, with the IP family of this sandbox's WireGuard address.
+    async fn service_socket(&self, name: &str, port: u16) -> SocketAddr {
         let address = if self.wireguard.is_ipv4() {
             self.cluster.cluster_ip("default", name).await
         } else {
@@ -99,21 +105,21 @@ impl Side<'_> {
 }
 
 /// Addresses of a pod.
-fn addresses(web: &Web) -> impl Iterator<Item = IpAddr> + use<> {
-    [Some(web.ip), web.second].into_iter().flatten()
+fn addresses(web: &RunningPod) -> impl Iterator<Item = IpAddr> + use<> {
+    [Some(web.ip), web.second_ip].into_iter().flatten()
 }
 
 /// A port of a Service that a SandboxAccess grants.
-struct Granted {
+struct GrantedPort {
     service: String,
     port: String,
     udp: bool,
     gateway_port: u16,
 }
 
-impl Granted {
-    /// Whether a server answers at this port. Nothing listens at the port of the headless Service that [`live`] uses,
-    /// and gateways do not forward to servers in the host network.
+impl GrantedPort {
+    /// Whether a server answers at this port. The port `stream` has servers only in [`live`], and gateways do not
+    /// forward to servers in the host network, such as `hosted`.
     fn answers(&self) -> bool {
         self.service != "hosted" && self.port != "stream"
     }
@@ -123,32 +129,32 @@ struct TestEnv<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
-    sides: [Side<'a>; 2],
+    sandboxes: [Sandbox<'a>; 2],
     gateways: Vec<Gateway>,
 }
 
 impl<'a> TestEnv<'a> {
     async fn up(lab: &'a Lab) -> Self {
-        let mut product = Product::install(lab, &[HUB, OLD, NEW], Tunnel::Userspace, &|_| {})
+        let mut product = Product::install(lab, &[HUB, SANDBOX_V4, SANDBOX_V6], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
         product.install_gateways(&["default"]).await.unwrap();
         let hub = lab.cluster(HUB);
         hub.run_store().await.unwrap();
-        let mut sides = Vec::new();
-        for name in [OLD, NEW] {
+        let mut sandboxes = Vec::new();
+        for name in [SANDBOX_V4, SANDBOX_V6] {
             let cluster = lab.cluster(name);
             cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
-            cluster.rollout("default", "deployment/web").await.unwrap();
-            let web = cluster.webs().await.unwrap().remove(0);
+            cluster.wait_for_rollout("default", "deployment/web").await.unwrap();
+            let web = cluster.web_pods().await.unwrap().remove(0);
             let wireguard = wireguard(&cluster, &web.node).await;
-            sides.push(Side {
+            sandboxes.push(Sandbox {
                 cluster,
                 web,
                 wireguard,
             });
         }
-        let Ok(sides) = sides.try_into() else {
+        let Ok(sandboxes) = sandboxes.try_into() else {
             panic!("two sandboxes")
         };
         let env = Self {
@@ -156,9 +162,9 @@ impl<'a> TestEnv<'a> {
             gateways: gateway::all(&hub).await,
             product,
             hub,
-            sides,
+            sandboxes,
         };
-        env.apply(&SERVED).await;
+        env.apply(&POD_SERVICES).await;
         let mesh = format!("cmesh/{MESH}");
         let ready = [
             "wait",
@@ -175,29 +181,32 @@ impl<'a> TestEnv<'a> {
     /// Grants these Services and `hosted` to both sandboxes. Returns the time at which kubectl was called.
     async fn apply(&self, services: &[&str]) -> u128 {
         let grants = grants(services);
-        let mesh = self.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
+        let mesh = self.product.mesh_with(
+            &[SANDBOX_V4, SANDBOX_V6],
+            &[(SANDBOX_V4, &grants), (SANDBOX_V6, &grants)],
+        );
         let called = now();
         self.hub.apply(&mesh).await.unwrap();
         called
     }
 
     /// The running pods of the store.
-    async fn pods(&self) -> Vec<Web> {
-        self.hub.labelled("store").await.unwrap()
+    async fn store_pods(&self) -> Vec<RunningPod> {
+        self.hub.pods_of_app("store").await.unwrap()
     }
 
-    /// Which of these sockets answer over TCP, and which over UDP.
-    async fn open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> [BTreeSet<SocketAddr>; 2] {
+    /// The sockets that answer over TCP, and those that answer over UDP.
+    async fn open_sockets(&self, from: &TrafficClient, sockets: &BTreeSet<SocketAddr>) -> [BTreeSet<SocketAddr>; 2] {
         let tcp = self.lab.scan(from, sockets.iter().copied()).await.unwrap();
         [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
     }
 
-    /// The grants in a sandbox's SandboxAccess, in their order.
-    async fn access(&self, side: &Side<'_>) -> Vec<Granted> {
-        let name = format!("{MESH}--{}", side.name());
+    /// The grants in a sandbox's SandboxAccess, in order.
+    async fn granted_ports(&self, sandbox: &Sandbox<'_>) -> Vec<GrantedPort> {
+        let name = format!("{MESH}--{}", sandbox.name());
         let access = json(&self.hub, &["get", "sandboxaccess", &name]).await;
         let grants = access["spec"]["grants"].as_array().cloned().unwrap_or_default();
-        let one = |grant: &Value| Granted {
+        let one = |grant: &Value| GrantedPort {
             service: text(&grant["service"]["name"]),
             port: text(&grant["port"]),
             udp: grant["protocol"] == "UDP",
@@ -207,21 +216,21 @@ impl<'a> TestEnv<'a> {
     }
 
     /// The sockets at the gateways for this port of a Service.
-    async fn gateway_sockets(&self, side: &Side<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
-        let access = self.access(side).await;
+    async fn gateway_sockets(&self, sandbox: &Sandbox<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
+        let access = self.granted_ports(sandbox).await;
         let granted = access.iter().find(|one| one.service == service && one.port == port);
         let port = granted.unwrap().gateway_port;
-        let ips = self.gateways.iter().map(|gateway| gateway.of(side));
+        let ips = self.gateways.iter().map(|gateway| gateway.address_for(sandbox));
         ips.map(|ip| SocketAddr::new(ip, port)).collect()
     }
 
     /// The sockets of a gateway that answer a sandbox over TCP, and over UDP.
-    async fn granted(&self, side: &Side<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
-        let access = self.access(side).await;
+    async fn granted_sockets(&self, sandbox: &Sandbox<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
+        let access = self.granted_ports(sandbox).await;
         [false, true].map(|udp| {
             let ports = access.iter().filter(|granted| granted.udp == udp && granted.answers());
             ports
-                .map(|granted| SocketAddr::new(gateway.of(side), granted.gateway_port))
+                .map(|granted| SocketAddr::new(gateway.address_for(sandbox), granted.gateway_port))
                 .collect()
         })
     }
@@ -232,25 +241,29 @@ fn text(value: &Value) -> String {
 }
 
 /// Every pod of the store answers and sees each gateway's pod address as the source.
-async fn granted_services_answer_under_their_names(env: &TestEnv<'_>, side: &Side<'_>) {
-    let names: BTreeSet<String> = env.pods().await.into_iter().map(|web| web.name).collect();
-    let gateways: BTreeSet<IpAddr> = env.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
+async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandbox: &Sandbox<'_>) {
+    let names: BTreeSet<String> = env.store_pods().await.into_iter().map(|web| web.name).collect();
+    let gateways: BTreeSet<IpAddr> = env
+        .gateways
+        .iter()
+        .map(|g| sandbox.pick_address(addresses(&g.pod)))
+        .collect();
     assert_eq!((names.len(), gateways.len()), (2, 2));
-    for (service, port) in SERVED.into_iter().zip([80, 8080, 80, 80]) {
-        let url = format!("http://{}", side.service(service, port).await);
-        for from in side.askers() {
-            let (mut pods, mut saw) = (BTreeSet::new(), BTreeSet::new());
+    for (service, port) in POD_SERVICES.into_iter().zip([80, 8080, 80, 80]) {
+        let url = format!("http://{}", sandbox.service_socket(service, port).await);
+        for from in sandbox.clients() {
+            let (mut pods, mut sources) = (BTreeSet::new(), BTreeSet::new());
             let all = async || {
-                let answer = env.lab.ask_until_answered(&from, &url).await;
+                let answer = env.lab.http_get_until_answered(&from, &url).await;
                 let answer = answer.map_err(|error| error.to_string())?;
-                let expected = names.contains(&answer.pod) && gateways.contains(&answer.saw);
+                let expected = names.contains(&answer.pod) && gateways.contains(&answer.client_ip);
                 assert!(expected, "{service}, from {from}: {answer:?}");
                 pods.insert(answer.pod);
-                saw.insert(answer.saw);
-                if pods == names && saw == gateways {
+                sources.insert(answer.client_ip);
+                if pods == names && sources == gateways {
                     Ok(())
                 } else {
-                    Err(format!("{pods:?} saw {saw:?}"))
+                    Err(format!("{pods:?} from {sources:?}"))
                 }
             };
             wait_until(format!("{service} to give {from} every answer"), PATIENCE, all)
@@ -258,30 +271,32 @@ async fn granted_services_answer_under_their_names(env: &TestEnv<'_>, side: &Sid
                 .unwrap();
         }
     }
-    let udp = side.service("store", 9000).await;
+    let udp = sandbox.service_socket("store", 9000).await;
     // A port of the same Service that is not granted does not exist in the mirrored Service.
-    let admin = side.service("store", 81).await;
-    for from in side.askers() {
-        let open = env.open(&from, &[udp, admin].into()).await;
+    let admin = sandbox.service_socket("store", 81).await;
+    for from in sandbox.clients() {
+        let open = env.open_sockets(&from, &[udp, admin].into()).await;
         assert_eq!(open, [BTreeSet::new(), [udp].into()], "store, from {from}");
     }
 }
 
-/// The other Services work: they have answered in the steps before.
+/// The earlier steps have shown that the other Services work.
 async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
-    let hosted = env.hub.labelled("hosted").await.unwrap().remove(0);
+    let hosted = env.hub.pods_of_app("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
-    // Both of its ports, by their index in the object.
+    // The two ports of `hosted`, by their index in the SandboxAccess.
     let mut refused = BTreeSet::new();
-    for side in &env.sides {
-        let access = env.access(side).await;
-        let places = access.iter().enumerate().filter(|(_, one)| one.service == "hosted");
-        let fields: Vec<String> = places.map(|(at, _)| format!("spec.grants[{at}].service")).collect();
+    for sandbox in &env.sandboxes {
+        let access = env.granted_ports(sandbox).await;
+        let entries = access.iter().enumerate().filter(|(_, one)| one.service == "hosted");
+        let fields: Vec<String> = entries
+            .map(|(index, _)| format!("spec.grants[{index}].service"))
+            .collect();
         assert_eq!(fields.len(), 2);
         refused.extend(
             fields
                 .into_iter()
-                .map(|field| (format!("{MESH}--{}", side.name()), field)),
+                .map(|field| (format!("{MESH}--{}", sandbox.name()), field)),
         );
     }
     let objects = json(&env.hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
@@ -295,40 +310,44 @@ async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
             assert_eq!(one["reason"], "EndpointForbidden");
             assert!(
                 named && message.contains("--endpoint-network"),
-                "{message}, of {hosts:?}"
+                "{message}, hosts {hosts:?}"
             );
         }
     }
-    for side in &env.sides {
-        let mut sockets: BTreeSet<SocketAddr> = env.gateway_sockets(side, "hosted", "http").await.into_iter().collect();
-        sockets.extend(env.gateway_sockets(side, "hosted", "echo").await);
+    for sandbox in &env.sandboxes {
+        let mut sockets: BTreeSet<SocketAddr> = env
+            .gateway_sockets(sandbox, "hosted", "http")
+            .await
+            .into_iter()
+            .collect();
+        sockets.extend(env.gateway_sockets(sandbox, "hosted", "echo").await);
         // The hub nodes' own addresses are not scanned: only a firewall on the underlay could close them.
         for port in [80, 9000] {
-            sockets.insert(side.service("hosted", port).await);
+            sockets.insert(sandbox.service_socket("hosted", port).await);
         }
-        for from in side.askers() {
-            let open = env.open(&from, &sockets).await;
+        for from in sandbox.clients() {
+            let open = env.open_sockets(&from, &sockets).await;
             assert_eq!(open, [BTreeSet::new(), BTreeSet::new()], "from {from}");
         }
     }
 }
 
-/// This holds for flows that began before the change, too.
+/// Flows that began before the change must continue, too.
 async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
-    let before = written(env).await;
-    let gone = env.pods().await.remove(0);
-    let mut flows: Vec<Echo> = Vec::new();
-    for side in &env.sides {
-        for at in env.gateway_sockets(side, "store", "echo").await {
-            flows.extend(side.askers().map(|from| env.lab.watch_udp(&from, at).unwrap()));
+    let before = object_versions(env).await;
+    let deleted = env.store_pods().await.remove(0);
+    let mut flows: Vec<EchoWatch> = Vec::new();
+    for sandbox in &env.sandboxes {
+        for at in env.gateway_sockets(sandbox, "store", "echo").await {
+            flows.extend(sandbox.clients().map(|from| env.lab.watch_udp(&from, at).unwrap()));
         }
     }
-    all_answer(&flows).await;
-    env.hub.kubectl(["delete", "pod", &gone.name]).await.unwrap();
-    env.hub.rollout("default", "deployment/store").await.unwrap();
-    let pods = wait_until("another pod", PATIENCE, async || {
-        let pods = env.pods().await;
-        if pods.len() == 2 && !pods.contains(&gone) {
+    wait_until_all_answer(&flows).await;
+    env.hub.kubectl(["delete", "pod", &deleted.name]).await.unwrap();
+    env.hub.wait_for_rollout("default", "deployment/store").await.unwrap();
+    let pods = wait_until("a new pod", PATIENCE, async || {
+        let pods = env.store_pods().await;
+        if pods.len() == 2 && !pods.contains(&deleted) {
             Ok(pods)
         } else {
             Err(format!("{pods:?}"))
@@ -337,7 +356,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     .await
     .unwrap();
     for gateway in &env.gateways {
-        wait_until(format!("{} to follow", gateway.pod.name), PATIENCE, async || {
+        wait_until(format!("the new pod at {}", gateway.pod.name), PATIENCE, async || {
             // The set of endpoints to which established connections may continue.
             let mut words = BTreeSet::new();
             for set in ["endpoints4", "endpoints6"] {
@@ -346,40 +365,40 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
                 let list = list.map_err(|error| error.to_string())?.stdout;
                 words.extend(list.split_whitespace().map(str::to_owned));
             }
-            let knows = |web: &Web| addresses(web).all(|ip| words.contains(&ip.to_string()));
-            let still = addresses(&gone).any(|ip| words.contains(&ip.to_string()));
-            if pods.iter().all(knows) && !still {
+            let has_pod = |web: &RunningPod| addresses(web).all(|ip| words.contains(&ip.to_string()));
+            let has_deleted = addresses(&deleted).any(|ip| words.contains(&ip.to_string()));
+            if pods.iter().all(has_pod) && !has_deleted {
                 Ok(())
             } else {
-                Err(format!("{pods:?} for {gone:?}: {words:?}"))
+                Err(format!("{pods:?} without {deleted:?}: {words:?}"))
             }
         })
         .await
         .unwrap();
     }
-    all_answer(&flows).await;
-    for side in &env.sides {
-        granted_services_answer_under_their_names(env, side).await;
+    wait_until_all_answer(&flows).await;
+    for sandbox in &env.sandboxes {
+        mirrored_services_answer_through_every_gateway(env, sandbox).await;
     }
-    assert_eq!(written(env).await, before, "a pod that moves costs no write");
+    assert_eq!(object_versions(env).await, before, "a replaced pod causes no write");
 }
 
-async fn all_answer(flows: &[Echo]) {
+async fn wait_until_all_answer(flows: &[EchoWatch]) {
     let from = now();
     for flow in flows {
-        flow.answered_after(from).await.unwrap();
+        flow.wait_for_echo_after(from).await.unwrap();
     }
 }
 
 /// The resourceVersions of all objects for the sandboxes, in every cluster.
-async fn written(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
+async fn object_versions(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
     let mut all = Vec::new();
     for kind in ["sandboxaccesses", "sandboxgateways", "peers", "peerpolicies"] {
         all.push(versions(&env.hub, kind).await);
     }
-    for side in &env.sides {
+    for sandbox in &env.sandboxes {
         for kind in ["peers", "peerpolicies", "services", "endpointslices"] {
-            all.push(versions(&side.cluster, kind).await);
+            all.push(versions(&sandbox.cluster, kind).await);
         }
     }
     all
@@ -387,20 +406,23 @@ async fn written(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
 
 /// Leaves the forged allowed IPs in place: afterwards the sandbox routes all addresses through the last gateway.
 // threat: gateway-ungranted
-async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, side: &Side<'_>, other: &Side<'_>) {
+async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, sandbox: &Sandbox<'_>, other: &Sandbox<'_>) {
     let mut granted = BTreeSet::new();
     for gateway in &env.gateways {
-        granted.extend(env.granted(side, gateway).await.into_iter().flatten());
+        granted.extend(env.granted_sockets(sandbox, gateway).await.into_iter().flatten());
     }
-    let all = side.cluster.sockets_beyond(&[&env.hub, &other.cluster], &granted).await;
+    let all = sandbox
+        .cluster
+        .foreign_sockets(&[&env.hub, &other.cluster], &granted)
+        .await;
     let all: Vec<SocketAddr> = all.unwrap().into_keys().chain(granted).collect();
     let mut addresses: BTreeSet<IpAddr> = all.iter().map(SocketAddr::ip).collect();
     addresses.extend(env.gateways.iter().flat_map(|gateway| &gateway.wireguard));
     let ports: BTreeSet<u16> = all.iter().map(SocketAddr::port).chain([51820]).collect();
     let at = |ip: &IpAddr| ports.iter().map(|port| SocketAddr::new(*ip, *port)).collect::<Vec<_>>();
     let sockets: BTreeSet<SocketAddr> = addresses.iter().flat_map(at).collect();
-    let peers = json(&side.cluster, &["get", "peers"]).await;
-    let attacker = Attacker::new(env.lab, side.name(), &side.web.node).await.unwrap();
+    let peers = json(&sandbox.cluster, &["get", "peers"]).await;
+    let attacker = Attacker::new(env.lab, sandbox.name(), &sandbox.web.node).await.unwrap();
     assert_eq!(attacker.peers.len(), env.gateways.len());
     for gateway in &env.gateways {
         let peers = peers["items"].as_array().unwrap();
@@ -409,65 +431,67 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, side:
             .find(|peer| peer["spec"]["publicKey"] == *gateway.key)
             .unwrap();
         let chosen = text(&chosen["metadata"]["name"]);
-        let left = attacker.leads_through(&chosen, &addresses).await.unwrap();
-        assert_eq!(left, BTreeSet::new());
-        let granted = env.granted(side, gateway).await;
+        let on_underlay = attacker.route_through(&chosen, &addresses).await.unwrap();
+        assert_eq!(on_underlay, BTreeSet::new());
+        let granted = env.granted_sockets(sandbox, gateway).await;
         assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);
-        for from in side.askers() {
+        for from in sandbox.clients() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
             // others.
-            env.lab.until_open(&from, &granted[0]).await.unwrap();
-            let open = env.open(&from, &sockets).await;
+            env.lab.wait_for_open_sockets(&from, &granted[0]).await.unwrap();
+            let open = env.open_sockets(&from, &sockets).await;
             println!("{from}, {} sockets through {chosen}: {open:?}", sockets.len());
             assert_eq!(open, granted);
         }
     }
 }
 
-/// Uses the gateway through which the scan has routed everything.
+/// Uses the last gateway, through which the scan has routed all addresses.
 // threat: gateway-revoked-connection
 async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
-    let [old, _] = &env.sides;
-    let [from, _] = old.askers();
+    let [v4, _] = &env.sandboxes;
+    let [from, _] = v4.clients();
     let last = env.gateways.last().unwrap();
-    let udp = *env.gateway_sockets(old, "store", "echo").await.last().unwrap();
+    let udp = *env.gateway_sockets(v4, "store", "echo").await.last().unwrap();
     let watch = env.lab.watch_udp(&from, udp).unwrap();
-    watch.answered_after(now()).await.unwrap();
+    watch.wait_for_echo_after(now()).await.unwrap();
     let mut before = Vec::new();
-    for side in &env.sides {
-        before.push(env.granted(side, last).await);
+    for sandbox in &env.sandboxes {
+        before.push(env.granted_sockets(sandbox, last).await);
     }
 
-    let taken = env.apply(&SERVED[1..]).await;
-    for (side, before) in env.sides.iter().zip(&before) {
-        let stays = wait_until(
+    let revoked_at = env.apply(&POD_SERVICES[1..]).await;
+    for (sandbox, before) in env.sandboxes.iter().zip(&before) {
+        let remaining = wait_until(
             "the SandboxAccess to be without the grant",
             PATIENCE,
-            async || match env.granted(side, last).await {
+            async || match env.granted_sockets(sandbox, last).await {
                 [tcp, udp] if tcp.len() == 3 && udp.is_empty() => Ok([tcp, udp]),
                 other => Err(format!("{other:?}")),
             },
         );
-        let stays = stays.await.unwrap();
-        let [from, _] = side.askers();
-        let goes = before[0].difference(&stays[0]).copied().collect();
-        env.lab.until_closed(&from, &goes).await.unwrap();
-        let open = env.open(&from, &before.iter().flatten().copied().collect()).await;
-        assert_eq!(open, stays, "from {from}");
+        let remaining = remaining.await.unwrap();
+        let [from, _] = sandbox.clients();
+        let revoked = before[0].difference(&remaining[0]).copied().collect();
+        env.lab.wait_for_closed_sockets(&from, &revoked).await.unwrap();
+        let open = env
+            .open_sockets(&from, &before.iter().flatten().copied().collect())
+            .await;
+        assert_eq!(open, remaining, "from {from}");
     }
     let end = watch.answers().last().copied().unwrap_or_default();
     println!(
         "last answer {} ms after kubectl apply was called",
-        end.saturating_sub(taken)
+        end.saturating_sub(revoked_at)
     );
 
-    let given = env.apply(&SERVED).await;
-    // At the same gateway port as before.
-    let first = watch.answered_after(given).await.unwrap();
-    println!("first answer {} ms after kubectl apply was called", first - given);
-    for (side, before) in env.sides.iter().zip(&before) {
-        let [from, _] = side.askers();
-        env.lab.until_open(&from, &before[0]).await.unwrap();
+    let granted_at = env.apply(&POD_SERVICES).await;
+    // The grant gets the same gateway port as before.
+    let first = watch.wait_for_echo_after(granted_at).await.unwrap();
+    println!("first answer {} ms after kubectl apply was called", first - granted_at);
+    for (sandbox, before) in env.sandboxes.iter().zip(&before) {
+        let [from, _] = sandbox.clients();
+        env.lab.wait_for_open_sockets(&from, &before[0]).await.unwrap();
     }
 }
 

@@ -1,5 +1,5 @@
 //! Tests the flows with kube-proxy in iptables mode on whole clusters, and that they work again after another program
-//! has flushed a node's nftables ruleset. `flows` uses kube-proxy in nftables mode.
+//! has flushed a node's nftables ruleset. The test in `flows` uses kube-proxy in nftables mode.
 
 use std::time::Instant;
 
@@ -21,14 +21,14 @@ async fn kube_proxy_in_iptables_mode_keeps_sources_and_services() {
     }
     let mesh = Mesh::up(&lab, &[]).await;
     let capture = lab.capture("iptables", "ip").await.unwrap();
-    flows(&mesh).await;
+    flows_reach_pods_and_services(&mesh).await;
     let captured = capture.stop().await.unwrap();
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
 
     flushed_ruleset_is_restored(&mesh).await;
 }
 
-async fn flows(mesh: &Mesh<'_>) {
+async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
     let from = &mesh.member_webs[0];
     for to in &mesh.hub_webs {
         assert_eq!(
@@ -48,17 +48,16 @@ async fn flows(mesh: &Mesh<'_>) {
     // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
     // itself.
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
-    let all = |saw| {
+    let all = |source| {
         mesh.hub_webs
             .iter()
-            .map(|to| mesh.expected_answer(to, saw))
+            .map(|to| mesh.expected_answer(to, source))
             .collect::<Vec<Answer>>()
     };
     mesh.assert_answers(&pod(from), &url(service, 80), &all(from.ip)).await;
     mesh.assert_answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
         .await;
-    // A ClusterIP of the hub, reached through the anchor: the hub's kube-proxy chooses, for a source outside its
-    // cluster.
+    // A ClusterIP of the hub is reached through the anchor. The hub's kube-proxy chooses the pod.
     let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
     let answer = mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
     assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
@@ -69,9 +68,9 @@ async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
     let node: Node<'_> = mesh.lab.node(&from.node);
     node.exec(["nft", "flush", "ruleset"]).await.unwrap();
     let start = Instant::now();
-    wait_until("our table", PATIENCE, async || {
-        let words = ["nft", "list", "table", "inet", "clustermesh"];
-        match node.try_exec(words).await.map_err(|error| error.to_string())? {
+    wait_until("the agent's table", PATIENCE, async || {
+        let args = ["nft", "list", "table", "inet", "clustermesh"];
+        match node.try_exec(args).await.map_err(|error| error.to_string())? {
             output if output.status.success() => Ok(()),
             output => Err(output.stderr),
         }
@@ -79,7 +78,7 @@ async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
     .await
     .unwrap();
     println!(
-        "our table is back {:.2} s after the flush",
+        "the agent's table is restored {:.2} s after the flush",
         start.elapsed().as_secs_f64()
     );
     assert_eq!(

@@ -1,8 +1,8 @@
-//! Tests a member whose worker is a pod of the hub, as with KubeVirt. Its eth0 has an address of a hub pod, and its API
-//! server is a hub ClusterIP; both are inside the mesh's networks. Traffic that the underlay needs uses eth0, and
-//! clients that reach eth0 get replies there. All other traffic to the hub uses the tunnel or is dropped. As a sandbox
-//! it enters through gateways, and reaches the hub over the underlay, too, until NetworkPolicies leave only the
-//! gateways' WireGuard port open.
+//! Tests a member whose worker is a pod of the hub, as with KubeVirt. The worker's eth0 has the address of a hub pod,
+//! and its API server has a ClusterIP of the hub; both are inside the mesh's networks. Outer packets and packets to the
+//! API server use eth0, and clients that connect to eth0 get replies from it. All other packets to the hub use the
+//! tunnel or are dropped. As a sandbox, the member enters the hub through gateways. It also reaches the hub over the
+//! underlay, until NetworkPolicies leave only the gateways' WireGuard port open.
 
 mod boundary;
 
@@ -12,8 +12,8 @@ use std::{
 };
 
 use clustermesh_lab::{
-    AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Tunnel, Web, Workers,
-    wait_until,
+    AGENT_NAMESPACE, Answer, Captured, Cluster, Lab, LabPlan, Node, Product, Running, RunningPod, TrafficClient,
+    Tunnel, Workers, wait_until,
 };
 use futures::future::join_all;
 use nix::sys::signal::Signal;
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(90);
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 /// Ports at which the worker's host serves HTTP and echoes datagrams. The sockets are bound to no address, so the
-/// kernel chooses the source.
+/// kernel chooses the source address of replies.
 const HTTP: u16 = 9090;
 const ECHO: u16 = 9091;
 
@@ -46,7 +46,10 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
         .unwrap();
     let mut env = TestEnv::new(&lab).await;
     // The agent becomes ready before there is a mesh, because it needs nothing from the tunnel.
-    env.member.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await.unwrap();
+    env.member
+        .wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .await
+        .unwrap();
     env.api_server_answers("before the mesh").await;
     env.hub_pods_get_replies_on_eth0("before the mesh").await;
 
@@ -66,10 +69,10 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     env.api_server_answers("tunnel up").await;
     env.kubelet_renews_its_lease().await;
     let captured = capture.stop().await.unwrap();
-    assert_eq!(env.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(env.unencrypted(&captured).await, Vec::<String>::new());
     assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
     let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
-    assert!(tcp > 0 && udp >= 6, "{tcp} of TCP and {udp} of UDP answered on eth0");
+    assert!(tcp > 0 && udp >= 6, "{tcp} TCP and {udp} UDP replies on eth0");
 
     env.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
     env.worker_recovers_from_power_cut_through_eth0(&product).await;
@@ -82,8 +85,8 @@ struct TestEnv<'a> {
     lab: &'a Lab,
     member: Cluster<'a>,
     worker: Node<'a>,
-    hub_webs: Vec<Web>,
-    webs: Vec<Web>,
+    hub_webs: Vec<RunningPod>,
+    webs: Vec<RunningPod>,
     /// The hub's ClusterIP at which the member reaches its API server.
     api: IpAddr,
     /// The worker's WireGuard address; unset before the mesh.
@@ -121,24 +124,24 @@ impl<'a> TestEnv<'a> {
     /// Starts the servers on the worker's host.
     async fn serve(&mut self) {
         let probe = self.lab.directory().join("mesh-probe");
-        std::fs::copy(clustermesh_lab::our_program("lab-probe").unwrap(), &probe).unwrap();
+        std::fs::copy(clustermesh_lab::workspace_program("lab-probe").unwrap(), &probe).unwrap();
         let probe = probe.display().to_string();
         let (http, echo, name) = (format!(":{HTTP}"), format!(":{ECHO}"), format!("NODE={WORKER}"));
-        let words = ["env", &name, &probe, "serve", &http];
-        let mut serving = self.worker.spawn("host-service", words).unwrap();
-        serving.says("serving on", PATIENCE).await.unwrap();
+        let args = ["env", &name, &probe, "serve", &http];
+        let mut serving = self.worker.spawn("host-service", args).unwrap();
+        serving.wait_for_log("serving on", PATIENCE).await.unwrap();
         let mut echoing = self.worker.spawn("host-echo", [&probe, "udp-echo", &echo]).unwrap();
-        echoing.says("echoing on", PATIENCE).await.unwrap();
+        echoing.wait_for_log("echoing on", PATIENCE).await.unwrap();
         self.servers = vec![serving, echoing];
     }
 
-    async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
-        self.lab.ask_until_answered(from, url).await.unwrap()
+    async fn wait_for_answer(&self, from: &TrafficClient, url: &str) -> Answer {
+        self.lab.http_get_until_answered(from, url).await.unwrap()
     }
 
     /// Sends one request that must not be answered.
-    async fn assert_closed(&self, from: &Asker, url: &str) {
-        let answer = self.lab.ask(from, url).await.unwrap();
+    async fn assert_closed(&self, from: &TrafficClient, url: &str) {
+        let answer = self.lab.http_get(from, url).await.unwrap();
         println!("{from} -> {url}: {}", answer.expect_err("a closed path gets no answer"));
     }
 
@@ -150,29 +153,29 @@ impl<'a> TestEnv<'a> {
 
     /// Requests the API server at the address that kubelet and kube-proxy use, and at the one that pods use.
     async fn api_server_answers(&self, when: &str) {
-        let at_home = self.member.plan().api_service_ip();
-        for asker in [host(), pod(&self.webs[0])] {
+        let service_ip = self.member.plan().api_service_ip();
+        for client in [host(), pod(&self.webs[0])] {
             for target in [
                 format!("https://{}:6443/readyz", self.api),
-                format!("https://{at_home}/readyz"),
+                format!("https://{service_ip}/readyz"),
             ] {
-                let words = ["curl", "-sSk", "-m", "5", &target];
-                let output = self.lab.run_at(&asker, &words).await.unwrap();
-                assert_eq!(output.stdout, "ok", "{when}: {asker} -> {target}: {}", output.stderr);
+                let args = ["curl", "-sSk", "-m", "5", &target];
+                let output = self.lab.run_at(&client, &args).await.unwrap();
+                assert_eq!(output.stdout, "ok", "{when}: {client} -> {target}: {}", output.stderr);
             }
         }
     }
 
     /// Sends over TCP and UDP from pods of both hub nodes. The worker sees each pod's own address, and each pod gets
-    /// replies from eth0's.
+    /// replies from the address of eth0.
     async fn hub_pods_get_replies_on_eth0(&self, when: &str) {
         self.connections_get_replies_on_eth0(when).await;
         let eth0 = self.worker.address();
         let probe = self.lab.directory().join("mesh-probe").display().to_string();
         for from in &self.hub_webs {
             let to = format!("{eth0}:{ECHO}");
-            let words = [&probe, "udp-send", &to, "datagram", "3"];
-            let output = self.lab.run_at(&pod(from), &words).await.unwrap();
+            let args = [&probe, "udp-send", &to, "datagram", "3"];
+            let output = self.lab.run_at(&pod(from), &args).await.unwrap();
             let lines: Vec<&str> = output.stdout.lines().collect();
             let source = |line: &&str| line.starts_with(&format!("{}:", from.ip)) && line.ends_with(" datagram");
             assert!(
@@ -192,8 +195,8 @@ impl<'a> TestEnv<'a> {
     }
 
     async fn underlay_addresses_have_throw_routes(&self) {
-        let words = ["ip", "-j", "route", "show", "table", "5182", "type", "throw"];
-        let routes: Value = serde_json::from_str(&self.worker.exec(words).await.unwrap().stdout).unwrap();
+        let args = ["ip", "-j", "route", "show", "table", "5182", "type", "throw"];
+        let routes: Value = serde_json::from_str(&self.worker.exec(args).await.unwrap().stdout).unwrap();
         let thrown: Vec<&str> = routes
             .as_array()
             .unwrap()
@@ -209,9 +212,9 @@ impl<'a> TestEnv<'a> {
     }
 
     async fn pods_reach_pods_with_own_address(&self) {
-        for ours in &self.webs {
-            for theirs in &self.hub_webs {
-                for (from, to) in [(ours, theirs), (theirs, ours)] {
+        for web in &self.webs {
+            for hub_web in &self.hub_webs {
+                for (from, to) in [(web, hub_web), (hub_web, web)] {
                     let answer = self.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
                     assert_eq!(answer, expected_answer(&to.name, &to.node, from.ip));
                 }
@@ -229,8 +232,8 @@ impl<'a> TestEnv<'a> {
     /// The connection arrives at eth0 and is translated (DNAT) to an address in the mesh.
     async fn node_port_on_eth0_reaches_hub_pods_through_tunnel(&self) {
         let patch = ["patch", "service", "hub-web", "--type=merge", "-p"];
-        let words = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
-        self.member.kubectl(words).await.unwrap();
+        let args = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
+        self.member.kubectl(args).await.unwrap();
         let service = json(&self.member, &["get", "service", "hub-web"]).await;
         let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
         let url = url(self.worker.address(), u16::try_from(port).unwrap());
@@ -242,14 +245,14 @@ impl<'a> TestEnv<'a> {
                 .map(|to| expected_answer(&to.name, &to.node, self.wireguard));
             assert!(want.clone().any(|one| one == answer), "{from:?}: {answer:?}");
         }
-        let words = [&patch[..], &[r#"{"spec":{"type":"ClusterIP"}}"#]].concat();
-        self.member.kubectl(words).await.unwrap();
+        let args = [&patch[..], &[r#"{"spec":{"type":"ClusterIP"}}"#]].concat();
+        self.member.kubectl(args).await.unwrap();
     }
 
     /// Waits until the lease is renewed twice, and checks that the Node is Ready.
     async fn kubelet_renews_its_lease(&self) {
-        let words = ["get", "lease", "-n", "kube-node-lease", WORKER];
-        let renewed = async || json(&self.member, &words).await["spec"]["renewTime"].to_string();
+        let args = ["get", "lease", "-n", "kube-node-lease", WORKER];
+        let renewed = async || json(&self.member, &args).await["spec"]["renewTime"].to_string();
         for _ in 0..2 {
             let before = renewed().await;
             wait_until("the kubelet to renew its lease", PATIENCE, async || {
@@ -268,9 +271,10 @@ impl<'a> TestEnv<'a> {
         assert_eq!(ready["status"], "True", "{node:#}");
     }
 
-    /// Captured packets that the worker sent through eth0 into the mesh's networks. Ignored are WireGuard's, those to
-    /// the API server and the next hop, replies of the host's servers, and ICMP errors for WireGuard's closed port.
-    async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+    /// Captured packets that the worker sent through eth0 into the mesh's networks. Ignored are WireGuard packets,
+    /// packets to the API server and the next hop, replies of the host's servers, and ICMP errors for WireGuard's
+    /// closed port.
+    async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();
         let nodes: String = hub
@@ -312,13 +316,13 @@ impl<'a> TestEnv<'a> {
         output.stdout.trim().to_owned()
     }
 
-    /// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
+    /// When the agent dies, its userspace device loses the carrier. The kernel keeps the routes and rules.
     async fn dead_agent_keeps_underlay_open_and_mesh_closed(&self, hub: &Cluster<'_>) {
         // A stopped kubelet cannot restart the agent.
         self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
         let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
         self.worker.signal("wg-agent", Signal::SIGKILL).unwrap();
-        wait_until("the device to lose its process", PATIENCE, async || {
+        wait_until("kilo0 to lose its carrier", PATIENCE, async || {
             let shown = self.worker.try_exec(["ip", "link", "show", "kilo0"]).await.unwrap();
             if shown.stdout.contains("NO-CARRIER") {
                 Ok(())
@@ -330,10 +334,10 @@ impl<'a> TestEnv<'a> {
         .unwrap();
         self.mesh_is_closed(hub).await;
         self.api_server_answers("agent dead").await;
-        // TCP only. With no process behind the device all routes of the mesh are unreachable, and for a datagram whose
-        // socket has no mark the kernel looks up the route before any hook.
+        // Checks TCP only. The socket of a UDP reply has no mark, so the kernel looks up its route before any nftables
+        // hook can set the mark, and without the agent that route is unreachable.
         self.connections_get_replies_on_eth0("agent dead").await;
-        // Then another program deletes our policy routing rules, so that only the firewall is left.
+        // Then another program deletes our policy routing rules, so that only the firewall drops the packets.
         for preference in ["1000", "1001"] {
             self.worker
                 .exec(["ip", "rule", "del", "pref", preference])
@@ -345,28 +349,28 @@ impl<'a> TestEnv<'a> {
         let continued = Instant::now();
         self.pods_reach_pods_with_own_address().await;
         println!(
-            "back {:.1} s after the kubelet could start it again",
+            "the agent forwards again {:.1} s after the kubelet continued",
             continued.elapsed().as_secs_f64()
         );
         let captured = capture.stop().await.unwrap();
-        assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
+        assert_eq!(self.unencrypted(&captured).await, Vec::<String>::new());
         let (tcp, _) = self.count_replies_on_eth0(&captured).await;
         assert_ne!(tcp, 0, "connections were answered on eth0");
     }
 
     async fn mesh_is_closed(&self, hub: &Cluster<'_>) {
-        let anchored = hub.cluster_ip("default", "web").await.unwrap();
+        let cluster_ip = hub.cluster_ip("default", "web").await.unwrap();
         let mut urls = Vec::new();
         for from in [pod(&self.webs[0]), host()] {
             for to in &self.hub_webs {
                 urls.push((from.clone(), url(to.ip, 8080)));
                 urls.push((from.clone(), url(self.lab.node(&to.node).address(), 8080)));
             }
-            urls.push((from, url(anchored, 80)));
+            urls.push((from, url(cluster_ip, 80)));
         }
-        let of_the_hub = self.hub_webs.iter().map(pod);
-        urls.extend(of_the_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
-        // At the same time, because most requests wait for their timeout.
+        let from_hub = self.hub_webs.iter().map(pod);
+        urls.extend(from_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
+        // Sent concurrently, because most requests wait for their timeout.
         join_all(urls.iter().map(|(from, url)| self.assert_closed(from, url))).await;
         let pings = self.hub_webs.iter().map(|to| to.ip);
         let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
@@ -377,20 +381,21 @@ impl<'a> TestEnv<'a> {
         join_all(answered).await;
     }
 
-    /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without them.
+    /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without the
+    /// tunnel.
     async fn worker_recovers_from_power_cut_through_eth0(&mut self, product: &Product<'_>) {
         self.servers.clear();
         self.worker.power_cut().await.unwrap();
         let on = Instant::now();
         self.worker.power_on().await.unwrap();
         println!("Ready again: {:.1} s", on.elapsed().as_secs_f64());
-        self.member.rollout("default", "deployment/web").await.unwrap();
-        product.ready().await.unwrap();
+        self.member.wait_for_rollout("default", "deployment/web").await.unwrap();
+        product.wait_until_ready().await.unwrap();
         self.serve().await;
         self.webs = wait_until("the web servers to run again", PATIENCE, async || {
-            let webs = self.member.webs().await.map_err(|error| error.to_string())?;
-            let asked = self.worker.pod_exec(webs.first().ok_or("none")?.ip, ["true"]).await;
-            match asked {
+            let webs = self.member.web_pods().await.map_err(|error| error.to_string())?;
+            let output = self.worker.pod_exec(webs.first().ok_or("none")?.ip, ["true"]).await;
+            match output {
                 Ok(output) if output.status.success() => Ok(webs),
                 other => Err(format!("{webs:?}: {other:?}")),
             }
@@ -398,54 +403,50 @@ impl<'a> TestEnv<'a> {
         .await
         .unwrap();
         self.wireguard = self.wireguard_address().await;
-        // Until its agent has read the objects, a new machine sends through its default route, as before there was a
-        // mesh.
+        // Until its agent has read the Peers and PeerPolicies, the restarted worker uses its default route, as without
+        // a mesh.
         let (from, to) = (&self.webs[0], &self.hub_webs[0]);
-        wait_until(
-            "the new machine's agent to take the pods in",
-            PATIENCE,
-            async || match self
-                .lab
-                .ask(&pod(from), &url(to.ip, 8080))
-                .await
-                .map_err(|error| error.to_string())?
-            {
-                Ok(answer) if answer.saw == from.ip => Ok(()),
-                other => Err(format!("{other:?}")),
-            },
-        )
+        wait_until("the restarted worker to use the tunnel", PATIENCE, async || match self
+            .lab
+            .http_get(&pod(from), &url(to.ip, 8080))
+            .await
+            .map_err(|error| error.to_string())?
+        {
+            Ok(answer) if answer.client_ip == from.ip => Ok(()),
+            other => Err(format!("{other:?}")),
+        })
         .await
         .unwrap();
         self.pods_reach_pods_with_own_address().await;
-        println!("meshed again: {:.1} s after power came", on.elapsed().as_secs_f64());
+        println!("meshed again {:.1} s after power on", on.elapsed().as_secs_f64());
         self.worker_sends_from_its_wireguard_address().await;
         self.api_server_answers("after the power cut").await;
         self.hub_pods_get_replies_on_eth0("after the power cut").await;
     }
 }
 
-fn pod(web: &Web) -> Asker {
-    Asker::Pod(web.clone())
+fn pod(web: &RunningPod) -> TrafficClient {
+    TrafficClient::Pod(web.clone())
 }
 
-fn host() -> Asker {
-    Asker::Host(WORKER.to_owned())
+fn host() -> TrafficClient {
+    TrafficClient::Host(WORKER.to_owned())
 }
 
 fn url(address: impl std::fmt::Display, port: u16) -> String {
     format!("http://{address}:{port}")
 }
 
-fn expected_answer(pod: &str, node: &str, saw: IpAddr) -> Answer {
+fn expected_answer(pod: &str, node: &str, client_ip: IpAddr) -> Answer {
     Answer {
         pod: pod.into(),
         node: node.into(),
-        saw,
+        client_ip,
     }
 }
 
 /// The output of `kubectl ... -o json`.
-async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
-    let words = [words, &["-o", "json"]].concat();
-    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
+    let args = [args, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
 }

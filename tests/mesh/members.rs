@@ -1,5 +1,6 @@
-//! Tests a mesh without an entry for the hub, as charts write it for the clusters of one namespace. Its members are two
-//! whole clusters of one node each. The hub is only an API server and the controller; it has no node and no agent.
+//! Tests a mesh without an entry for the hub, as Helm charts write it for the clusters of one namespace. Its members
+//! are two whole clusters of one node each. The hub is only an API server and the controller; it has no node and no
+//! agent.
 
 use clustermesh_lab::{LabPlan, NAMESPACE, Product, Tunnel, wait_until};
 use clustermesh_tests::test_env::{LATER, TestEnv};
@@ -17,7 +18,7 @@ async fn mesh_without_hub_entry_writes_nothing_in_the_hub() {
         .await
         .unwrap();
     let (webs_a, webs_b) = (a.run_web().await.unwrap(), b.run_web().await.unwrap());
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
 
     let entry = |name: &str, egress: Value| {
         let plan = env.lab.cluster(name).plan().clone();
@@ -42,8 +43,8 @@ async fn mesh_without_hub_entry_writes_nothing_in_the_hub() {
     let message = env.until_condition("Ready", "True/Meshed", LATER).await;
     assert_eq!(message, "2 nodes of 2 clusters are meshed");
 
-    for (ours, theirs) in [(&webs_a, &webs_b), (&webs_b, &webs_a)] {
-        for (from, to) in ours.iter().zip(theirs) {
+    for (clients, servers) in [(&webs_a, &webs_b), (&webs_b, &webs_a)] {
+        for (from, to) in clients.iter().zip(servers) {
             assert_answers(&env.lab, &pod(from), &url(to.ip, 8080), &[expected_answer(to, from.ip)]).await;
         }
     }

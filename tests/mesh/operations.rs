@@ -1,6 +1,6 @@
-//! Tests the operation of a mesh of two whole clusters: rights of our processes, nodes that join and leave, deleted
-//! pods of ours, a frozen API server of a member, new credentials, backends that change. At the end the mesh is deleted
-//! and the nodes are cleaned up as docs/operations/removal.md says.
+//! Tests the operation of a mesh of two whole clusters: privileges of our processes, nodes that join and leave, deleted
+//! pods of the product, a member's frozen API server, new credentials, and changed backends. At the end the mesh is
+//! deleted and the nodes are cleaned up as docs/operations/removal.md says.
 
 mod credentials;
 mod enforced;
@@ -64,11 +64,11 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[1], &mesh.hub_webs[1]);
     let serve = [&mesh.probe(), "stream-serve", ":5201"];
     let mut serving = mesh.lab.node(&to.node).pod_spawn("stream-serve", to.ip, serve).unwrap();
-    serving.says("streaming on", PATIENCE).await.unwrap();
-    let there = format!("{}:5201", to.ip);
-    let get = [&mesh.probe(), "stream-get", &there, "600"];
+    serving.wait_for_log("streaming on", PATIENCE).await.unwrap();
+    let server_address = format!("{}:5201", to.ip);
+    let get = [&mesh.probe(), "stream-get", &server_address, "600"];
     let mut stream = mesh.lab.node(&from.node).pod_spawn("stream-get", from.ip, get).unwrap();
-    stream.says("10 after", PATIENCE).await.unwrap();
+    stream.wait_for_log("10 after", PATIENCE).await.unwrap();
 
     let start = Instant::now();
     let node = mesh.member.join_node().await.unwrap();
@@ -98,27 +98,27 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         "{name} first reply {:.2} s after its annotations",
         published.elapsed().as_secs_f64()
     );
-    mesh.product.ready().await.unwrap();
+    mesh.product.wait_until_ready().await.unwrap();
 
     mesh.lab.node(&name).power_cut().await.unwrap();
-    // Another pod continues to send to it.
+    // A pod of the hub continues to send to the dead node.
     let address = wireguard_address(&mesh.member, &name).await;
     let to_dead = ["ping", "-n", "-i", "1", &address];
-    let asker = &mesh.hub_webs[0];
-    let _talks = mesh
+    let sender = &mesh.hub_webs[0];
+    let _ping = mesh
         .lab
-        .node(&asker.node)
-        .pod_spawn("to-dead", asker.ip, to_dead)
+        .node(&sender.node)
+        .pod_spawn("to-dead", sender.ip, to_dead)
         .unwrap();
     let cut = Instant::now();
 
     // Meanwhile an agent on another node restarts. Only the tunnel of its own node is down for a moment.
     agent_restart_restores_flows(mesh).await;
 
-    link_down_is_reported(mesh, &asker.node, &name, cut).await;
+    link_down_is_reported(mesh, &sender.node, &name, cut).await;
     mesh.member.kubectl(["delete", "node", &name]).await.unwrap();
     let deleted = Instant::now();
-    wait_until(format!("the Peers of {name} to go"), PATIENCE, async || {
+    wait_until(format!("the Peers of {name} to be deleted"), PATIENCE, async || {
         let left = versions(&mesh.hub, "peers").await;
         let left: Vec<_> = left.keys().filter(|peer| peer.ends_with(&name)).collect();
         if left.is_empty() {
@@ -143,14 +143,14 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     .await
     .unwrap();
     println!(
-        "mended in the status {:.1} s after its Node went",
+        "the status has no broken link {:.1} s after the Node was deleted",
         deleted.elapsed().as_secs_f64()
     );
 
-    // The stream program exits if a line takes two seconds. It still runs, so none did.
+    // The stream client exits if a line takes longer than two seconds. A new line shows that it still runs.
     let line = |log: &str| log.lines().last().unwrap_or_default().to_owned();
     let last = line(&stream.log());
-    wait_until("the stream to go on", PATIENCE, async || match stream.log() {
+    wait_until("the stream to continue", PATIENCE, async || match stream.log() {
         log if log.contains(" after ") && line(&log) != last => Ok(()),
         log => Err(line(&log)),
     })
@@ -180,7 +180,7 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     mesh.hub.kubectl(["scale", "deployment/web", &scale]).await.unwrap();
     let start = Instant::now();
     wait_until(format!("{replicas} endpoints of hub-web"), PATIENCE, async || {
-        let webs = mesh.hub.webs().await.map_err(|error| error.to_string())?;
+        let webs = mesh.hub.web_pods().await.map_err(|error| error.to_string())?;
         let mut pods: Vec<String> = webs.iter().map(|web| web.ip.to_string()).collect();
         pods.sort();
         let selector = "kubernetes.io/service-name=hub-web";
@@ -204,7 +204,7 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
         "{replicas} endpoints {:.2} s after scaling",
         start.elapsed().as_secs_f64()
     );
-    mesh.hub_webs = mesh.hub.webs().await.unwrap();
+    mesh.hub_webs = mesh.hub.web_pods().await.unwrap();
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
         let want: Vec<_> = mesh
@@ -213,7 +213,7 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
             .map(|to| mesh.expected_answer(to, from.ip))
             .collect();
         // The member's own kube-proxy applies the slices a moment later.
-        wait_until("kube-proxy to follow the slices", PATIENCE, async || {
+        wait_until("kube-proxy to apply the EndpointSlices", PATIENCE, async || {
             for _ in 0..10 {
                 let answer = mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
                 if !want.contains(&answer) {
@@ -248,13 +248,13 @@ async fn replaced_controller_rewrites_nothing_and_works(mesh: &mut Mesh<'_>) {
         .await
         .unwrap();
     mesh.hub
-        .rollout(NAMESPACE, "deployment/clustermesh-controller")
+        .wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
-    // A mirrored backend that changes proves that the new controller has read both clusters.
+    // A change of a mirrored backend proves that the new controller has read both clusters.
     scale_backends_and_wait(mesh, 1).await;
     scale_backends_and_wait(mesh, 2).await;
-    mesh.product.ready().await.unwrap();
+    mesh.product.wait_until_ready().await.unwrap();
     assert_eq!(written_versions(mesh).await, written);
 }
 
@@ -285,8 +285,8 @@ async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
             format!("the agent of {} to have no peers and routes", node.name()),
             PATIENCE,
             async || {
-                let run = async |words: &[&str]| {
-                    node.exec(words)
+                let run = async |args: &[&str]| {
+                    node.exec(args)
                         .await
                         .map(|output| output.stdout)
                         .map_err(|e| e.to_string())
@@ -319,7 +319,7 @@ async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap
         {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["cleanup"]},
         {"op": "replace", "path": "/spec/updateStrategy/rollingUpdate/maxUnavailable", "value": "100%"}]"#;
     for cluster in [&mesh.hub, &mesh.member] {
-        let words = [
+        let args = [
             "-n",
             AGENT_NAMESPACE,
             "patch",
@@ -329,16 +329,16 @@ async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap
             "-p",
             patch,
         ];
-        cluster.kubectl(words).await.unwrap();
+        cluster.kubectl(args).await.unwrap();
         let done = "nothing of wg-agent is left on this node but its key";
         wait_until(
             format!("every agent of {} to log the end of cleanup", cluster.plan().name),
             PATIENCE,
             async || {
                 let selector = "app.kubernetes.io/name=wg-agent";
-                let words = ["-n", AGENT_NAMESPACE, "logs", "-l", selector, "--prefix", "--tail=2"];
+                let args = ["-n", AGENT_NAMESPACE, "logs", "-l", selector, "--prefix", "--tail=2"];
                 let printed = cluster
-                    .try_kubectl(words)
+                    .try_kubectl(args)
                     .await
                     .map_err(|error| error.to_string())?
                     .stdout;

@@ -1,6 +1,6 @@
-//! Tests a sandbox that enters the hub through gateway pods, on whole clusters. The pods come from deploy/gateway.yaml,
-//! with only what a kubelet and a container runtime add. The sandbox reaches the Service that is granted to it and
-//! nothing else, even if its administrator gives the gateways' Peers every address.
+//! Tests a sandbox that enters the hub through gateway pods, on whole clusters. The pods come from deploy/gateway.yaml
+//! unchanged. The sandbox reaches the Service that is granted to it and nothing else, even if its administrator adds
+//! every address to the allowed IPs of the gateways' Peers.
 
 mod gateways;
 mod race;
@@ -15,10 +15,11 @@ use std::{
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{
-    Asker, Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, gateway_ranges, wait_until,
+    Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel,
+    gateway_ranges, wait_until,
 };
 use ipnet::IpNet;
-use upheavals::Scene;
+use upheavals::ScannedGateway;
 
 use crate::setup::{HUB, MEMBER, PATIENCE, host, json, pod, url, wireguard};
 
@@ -32,9 +33,9 @@ struct TestEnv<'a> {
     hub: Cluster<'a>,
     member: Cluster<'a>,
     sandbox: Cluster<'a>,
-    hub_webs: Vec<Web>,
-    member_webs: Vec<Web>,
-    sandbox_webs: Vec<Web>,
+    hub_webs: Vec<RunningPod>,
+    member_webs: Vec<RunningPod>,
+    sandbox_webs: Vec<RunningPod>,
 }
 
 // threat: stolen-controller-token, gateway-ungranted
@@ -48,12 +49,12 @@ async fn sandbox_reaches_only_grants_through_gateways() {
     sandbox_contains_nothing_of_hub_except_grants(&env).await;
     hub_and_member_cannot_connect_to_sandbox(&env).await;
     sandbox_routes_only_gateways_into_tunnel(&env).await;
-    hub_nodes_know_nothing_of_sandbox(&env).await;
+    hub_nodes_have_no_trace_of_sandbox(&env).await;
     verified::verify_lists_grants_and_reports_other_open_sockets(&env).await;
     let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
-    let scene = upheavals::disturbed_gateway_opens_nothing_more(&env, &attacker).await;
-    race::fast_changes_of_grants_open_nothing_more(&env, &scene).await;
-    revoked_grant_and_deleted_mesh_close_everything(&env, &scene).await;
+    let scanned = upheavals::disturbed_gateway_opens_nothing_more(&env, &attacker).await;
+    race::fast_changes_of_grants_open_nothing_more(&env, &scanned).await;
+    revoked_grant_and_deleted_mesh_close_everything(&env, &scanned).await;
 }
 
 impl<'a> TestEnv<'a> {
@@ -63,7 +64,7 @@ impl<'a> TestEnv<'a> {
             .await
             .unwrap();
         product.install_gateways(&["default"]).await.unwrap();
-        // Apply both lists of the admission policy for objects, so that agents and controller have to work within them.
+        // Set both lists of deploy/admission.yaml, so that agents and controller have to work within its policies.
         let admission =
             std::fs::read_to_string(format!("{}/../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
         let networks = |cluster: &Cluster<'_>| {
@@ -107,8 +108,8 @@ impl<'a> TestEnv<'a> {
                 .apply(&clustermesh_lab::WEB.replace("replicas: 2", "replicas: 1"))
                 .await
                 .unwrap();
-            cluster.rollout("default", "deployment/web").await.unwrap();
-            webs.push(cluster.webs().await.unwrap());
+            cluster.wait_for_rollout("default", "deployment/web").await.unwrap();
+            webs.push(cluster.web_pods().await.unwrap());
         }
         let applied = Instant::now();
         product
@@ -134,7 +135,7 @@ impl<'a> TestEnv<'a> {
         wireguard(&self.sandbox, &self.sandbox_webs[0].node).await
     }
 
-    fn askers(&self) -> [Asker; 2] {
+    fn clients(&self) -> [TrafficClient; 2] {
         [pod(&self.sandbox_webs[0]), host(&self.sandbox_webs[0].node)]
     }
 
@@ -143,7 +144,7 @@ impl<'a> TestEnv<'a> {
         &self,
         sockets: impl IntoIterator<Item = SocketAddr> + Clone,
     ) -> [BTreeSet<SocketAddr>; 2] {
-        let [pod, host] = self.askers();
+        let [pod, host] = self.clients();
         let (pod, host) = tokio::join!(self.lab.scan(&pod, sockets.clone()), self.lab.scan(&host, sockets));
         [pod.unwrap(), host.unwrap()]
     }
@@ -154,21 +155,21 @@ async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
     let gateways: BTreeSet<IpAddr> = env.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
     assert_eq!(gateways.len(), 2);
     let webs: BTreeSet<&str> = env.hub_webs.iter().map(|web| &*web.name).collect();
-    for from in env.askers() {
-        let (mut answered, mut saw) = (BTreeSet::new(), BTreeSet::new());
+    for from in env.clients() {
+        let (mut answered, mut sources) = (BTreeSet::new(), BTreeSet::new());
         let every = async || {
-            let answer = env.lab.ask_until_answered(&from, &url(service, 80)).await;
+            let answer = env.lab.http_get_until_answered(&from, &url(service, 80)).await;
             let answer = answer.map_err(|error| error.to_string())?;
             assert!(
-                webs.contains(&*answer.pod) && gateways.contains(&answer.saw),
+                webs.contains(&*answer.pod) && gateways.contains(&answer.client_ip),
                 "{answer:?}"
             );
             answered.insert(answer.pod);
-            saw.insert(answer.saw);
-            if answered.len() == webs.len() && saw == gateways {
+            sources.insert(answer.client_ip);
+            if answered.len() == webs.len() && sources == gateways {
                 Ok(())
             } else {
-                Err(format!("{answered:?} saw {saw:?}"))
+                Err(format!("{answered:?} from {sources:?}"))
             }
         };
         let what = format!("every web server to answer {from} through every gateway");
@@ -178,23 +179,26 @@ async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
 
 // threat: sandbox-reads-target
 async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
-    let text = env.sandbox.everything().await.unwrap();
+    let text = env.sandbox.dump_objects().await.unwrap();
     for gateway in env.gateways().await {
         assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
     }
-    for (cluster, gateways) in [(&env.hub, true), (&env.member, false)] {
+    for (cluster, has_gateways) in [(&env.hub, true), (&env.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
             let ip = socket.ip().to_string();
             // The sandbox knows the nodes at whose ports it dials the gateways. Every cluster has these two Services.
             let known =
-                gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
+                has_gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
             assert!(
                 known || !text.contains(&format!("{ip}\"")) && !text.contains(&format!("{ip}/")),
-                "{ip} ({what}) is known there"
+                "{ip} ({what}) is known in the sandbox"
             );
         }
     }
-    assert!(!text.contains(MEMBER), "the other member's name is known there");
+    assert!(
+        !text.contains(MEMBER),
+        "the other member's name is known in the sandbox"
+    );
     for cluster in [&env.hub, &env.member] {
         let theirs = names_and_credentials(cluster).await;
         assert!(theirs.len() > 50, "{theirs:?}");
@@ -203,9 +207,8 @@ async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
     }
 }
 
-/// Words that only this cluster contains: names of pods, UIDs of objects, the certificate of its authority, and data of
-/// Secrets except for the sandbox's own kubeconfig. Pods of gateways are left out, because the Peers for them have
-/// their names.
+/// Words that only this cluster contains: names of pods, UIDs of objects, its CA certificate, and data of Secrets
+/// except for the sandbox's own kubeconfig. Gateway pods are left out, because the sandbox's Peers contain their names.
 async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
     let objects = json(cluster, &["get", kinds, "-A"]).await;
@@ -242,11 +245,14 @@ async fn hub_and_member_cannot_connect_to_sandbox(env: &TestEnv<'_>) {
     let wireguard = env.wireguard().await;
     let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
     let node = &env.sandbox_webs[0].node;
-    let probe = env.lab.prober().unwrap();
+    let probe = env.lab.probe_program().unwrap();
     let words = [&*probe, "stream-serve", ":8080"];
     let _listener = env.lab.node(node).spawn("listener", words).unwrap();
     // The sandbox's node listens on all of these ports.
-    env.lab.until_open(&host(node), &targets.into()).await.unwrap();
+    env.lab
+        .wait_for_open_sockets(&host(node), &targets.into())
+        .await
+        .unwrap();
     let gateways = env.gateways().await;
     let pods = gateways.iter().map(|gateway| &gateway.pod);
     for web in pods.chain(&env.hub_webs).chain(&env.member_webs) {
@@ -264,12 +270,12 @@ async fn sandbox_routes_only_gateways_into_tunnel(env: &TestEnv<'_>) {
     assert_eq!(routed, expected);
 }
 
-async fn hub_nodes_know_nothing_of_sandbox(env: &TestEnv<'_>) {
+async fn hub_nodes_have_no_trace_of_sandbox(env: &TestEnv<'_>) {
     let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
     let objects = env.hub.kubectl(objects).await.unwrap().stdout;
     let peer = env.wireguard().await.to_string();
     assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
-    // Positive control: the member, which has Peers here, does appear in this output.
+    // Positive control: the same output contains the member, which has Peers in the hub.
     assert!(objects.contains(MEMBER));
     let member = wireguard(&env.member, &env.member_webs[0].node).await.to_string();
     let kernel: [&[&str]; 5] = [
@@ -296,10 +302,10 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
     let granted = env.granted().await;
     let all = env.all_sockets().await;
     println!("{} sockets to scan", all.len());
-    // Without this attack the underlay decides what is open; only NetworkPolicies could close it.
-    for from in env.askers() {
+    // Before this attack, the sandbox also reaches the hub over the underlay, which only NetworkPolicies could close.
+    for from in env.clients() {
         let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
-        println!("from {from}, as its routes are: {open:?}");
+        println!("from {from}, with its original routes: {open:?}");
         assert!(open.is_superset(&granted));
     }
     let attacker = Attacker::new(env.lab, SANDBOX, &env.sandbox_webs[0].node)
@@ -309,16 +315,16 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
     let addresses = all.keys().map(SocketAddr::ip).collect();
     let mut found = BTreeSet::new();
     for chosen in &attacker.peers {
-        let left = attacker.leads_through(chosen, &addresses).await.unwrap();
-        assert_eq!(left, BTreeSet::new());
+        let on_underlay = attacker.route_through(chosen, &addresses).await.unwrap();
+        assert_eq!(on_underlay, BTreeSet::new());
         let at = env.gateway_of(chosen).await.address;
         let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
-        for from in env.askers() {
+        for from in env.clients() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
             // others.
-            env.lab.until_open(&from, &granted).await.unwrap();
+            env.lab.wait_for_open_sockets(&from, &granted).await.unwrap();
             let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
-            println!("from {from}, all of it through {chosen}: {open:?}");
+            println!("from {from}, all addresses through {chosen}: {open:?}");
             assert_eq!(open, granted);
         }
         found.extend(granted);
@@ -329,33 +335,33 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
 
 /// The attacker still routes everything through one gateway, and the scans still run.
 // threat: gateway-revoked-connection
-async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scene: &Scene<'_>) {
+async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
     let granted = env.granted().await;
     let closed = async |how: &str, called: Instant| {
-        for from in env.askers() {
-            env.lab.until_closed(&from, &granted).await.unwrap();
+        for from in env.clients() {
+            env.lab.wait_for_closed_sockets(&from, &granted).await.unwrap();
         }
         println!(
             "{how}: closed {:.2} s after kubectl was called",
             called.elapsed().as_secs_f64()
         );
-        scene.assert_nothing_answers(how).await;
-        scene.scan_once_more().await;
+        scanned.assert_nothing_answers(how).await;
+        scanned.scan_once_more().await;
     };
-    let granting = |grants: &[(&str, &str)]| env.product.mesh_with(&[SANDBOX], grants);
+    let mesh_with_grants = |grants: &[(&str, &str)]| env.product.mesh_with(&[SANDBOX], grants);
     let called = Instant::now();
-    env.hub.apply(&granting(&[])).await.unwrap();
-    closed("the grant taken back", called).await;
+    env.hub.apply(&mesh_with_grants(&[])).await.unwrap();
+    closed("grant revoked", called).await;
     env.wait_for_no_access().await;
 
-    env.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
-    scene.wait_until_settled("after the grant was given again").await;
+    env.hub.apply(&mesh_with_grants(&[(SANDBOX, GRANT)])).await.unwrap();
+    scanned.wait_until_settled("after the grant was added again").await;
     let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
     let called = Instant::now();
     env.hub.kubectl(delete).await.unwrap();
-    closed("the mesh deleted", called).await;
+    closed("mesh deleted", called).await;
     env.wait_for_no_access().await;
-    // Also after every object of the mesh is gone.
-    scene.assert_nothing_answers("no object of the mesh left").await;
-    scene.scan_once_more().await;
+    // Everything stays closed after every object of the mesh is deleted.
+    scanned.assert_nothing_answers("no object of the mesh left").await;
+    scanned.scan_once_more().await;
 }

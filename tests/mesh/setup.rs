@@ -1,4 +1,4 @@
-//! Sets up a mesh of two whole clusters for the tests of this program, and contains their common requests and checks. The
+//! Sets up a mesh of two whole clusters, and contains the requests and checks that the tests share. The
 //! product is installed from `deploy/` as a user does; the lab's `product.rs` lists the differences.
 
 pub(crate) mod state;
@@ -10,7 +10,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Tunnel, Web, wait_until};
+use clustermesh_lab::{
+    Answer, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, RunningPod, TrafficClient, Tunnel, wait_until,
+};
 use kube::config::Kubeconfig;
 use serde_json::Value;
 
@@ -59,15 +61,16 @@ pub(crate) struct Mesh<'a> {
     pub(crate) product: Product<'a>,
     pub(crate) hub: Cluster<'a>,
     pub(crate) member: Cluster<'a>,
-    pub(crate) hub_webs: Vec<Web>,
-    pub(crate) member_webs: Vec<Web>,
+    pub(crate) hub_webs: Vec<RunningPod>,
+    pub(crate) member_webs: Vec<RunningPod>,
     /// The WireGuard address of every node.
     pub(crate) wireguard: BTreeMap<String, IpAddr>,
 }
 
 impl<'a> Mesh<'a> {
-    /// Installs the product, applies the mesh and waits until it is Ready. `also` = further allowedNetworks of the hub.
-    pub(crate) async fn up(lab: &'a Lab, also: &[String]) -> Self {
+    /// Installs the product, applies the mesh and waits until it is Ready. Adds `extra_networks` to the hub's
+    /// allowedNetworks.
+    pub(crate) async fn up(lab: &'a Lab, extra_networks: &[String]) -> Self {
         let start = Instant::now();
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
         let product = Product::install(lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
@@ -77,7 +80,10 @@ impl<'a> Mesh<'a> {
         println!("installed: {:.1} s", start.elapsed().as_secs_f64());
         let start = Instant::now();
         let own = hub.plan().service_cidr.to_string();
-        let more = format!("{own}{}", also.iter().map(|net| format!(", {net}")).collect::<String>());
+        let more = format!(
+            "{own}{}",
+            extra_networks.iter().map(|net| format!(", {net}")).collect::<String>()
+        );
         let mesh = product.mesh(&[(MEMBER, EGRESS)]).replacen(&own, &more, 1);
         product.mesh_up(&mesh).await.unwrap();
         println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
@@ -104,17 +110,17 @@ impl<'a> Mesh<'a> {
     }
 
     /// Repeats a request until it is answered.
-    pub(crate) async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
-        self.lab.ask_until_answered(from, url).await.unwrap()
+    pub(crate) async fn wait_for_answer(&self, from: &TrafficClient, url: &str) -> Answer {
+        self.lab.http_get_until_answered(from, url).await.unwrap()
     }
 
     /// See [`assert_answers`].
-    pub(crate) async fn assert_answers(&self, from: &Asker, url: &str, want: &[Answer]) {
+    pub(crate) async fn assert_answers(&self, from: &TrafficClient, url: &str, want: &[Answer]) {
         assert_answers(self.lab, from, url, want).await;
     }
 
     /// Sends one request that must fail without any HTTP answer. Returns the error of curl.
-    pub(crate) async fn assert_closed(&self, from: &Asker, url: &str) -> String {
+    pub(crate) async fn assert_closed(&self, from: &TrafficClient, url: &str) -> String {
         let output = self.lab.run_at(from, &["curl", "-sSk", "-m", "3", url]).await.unwrap();
         assert!(
             !output.status.success() && output.stdout.is_empty(),
@@ -124,15 +130,15 @@ impl<'a> Mesh<'a> {
         output.stderr.trim().to_owned()
     }
 
-    /// The HTTP status of an HTTPS request, without verification of the certificate.
-    pub(crate) async fn status(&self, from: &Asker, url: &str) -> String {
-        let words = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
-        self.lab.run_at(from, &words).await.unwrap().stdout
+    /// The HTTP status of a request. Certificates are not verified.
+    pub(crate) async fn status(&self, from: &TrafficClient, url: &str) -> String {
+        let args = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
+        self.lab.run_at(from, &args).await.unwrap().stdout
     }
 
     /// See [`expected_answer`].
-    pub(crate) fn expected_answer(&self, by: &Web, saw: IpAddr) -> Answer {
-        expected_answer(by, saw)
+    pub(crate) fn expected_answer(&self, by: &RunningPod, client_ip: IpAddr) -> Answer {
+        expected_answer(by, client_ip)
     }
 
     /// The node that is the anchor of a cluster's Service network in the Peers of `observer`.
@@ -148,7 +154,7 @@ impl<'a> Mesh<'a> {
             ranges.iter().any(|range| range == network)
         };
         let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(has_network).collect();
-        assert_eq!(anchors.len(), 1, "{network} has one anchor: {peers:#}");
+        assert_eq!(anchors.len(), 1, "{network} must have exactly one anchor: {peers:#}");
         let name = anchors[0]["metadata"]["name"].as_str().unwrap();
         name.rsplit_once("--").unwrap().1.to_owned()
     }
@@ -157,14 +163,14 @@ impl<'a> Mesh<'a> {
     pub(crate) fn probe(&self) -> String {
         let path: PathBuf = self.lab.directory().join("mesh-probe");
         if !path.exists() {
-            std::fs::copy(clustermesh_lab::our_program("lab-probe").unwrap(), &path).unwrap();
+            std::fs::copy(clustermesh_lab::workspace_program("lab-probe").unwrap(), &path).unwrap();
         }
         path.display().to_string()
     }
 
-    /// Captured packets between the clusters that are not WireGuard's UDP. Ignored are ICMP errors of closed UDP ports,
-    /// and connections to the member's API server, which the controller makes over the underlay.
-    pub(crate) async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+    /// Captured packets between the clusters that are not WireGuard packets. Ignored are ICMP errors of closed UDP
+    /// ports, and connections to the member's API server, which the controller makes over the underlay.
+    pub(crate) async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let api = self.member.plan().api_address();
         let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";
         let filter = format!(
@@ -180,12 +186,12 @@ impl<'a> Mesh<'a> {
 
     /// Captured IPv6 packets between two dual-stack clusters. There must be none outside the tunnel, whose outer
     /// packets are IPv4.
-    pub(crate) async fn in_clear_v6(&self, captured: &Captured) -> Vec<String> {
+    pub(crate) async fn unencrypted_v6(&self, captured: &Captured) -> Vec<String> {
         first(captured.packets(&self.between_v6()).await.unwrap())
     }
 
-    /// Captured IPv6 packets other than WireGuard's UDP, for a tunnel whose outer packets are IPv6.
-    pub(crate) async fn in_clear_v6_except_wireguard(&self, captured: &Captured) -> Vec<String> {
+    /// Captured IPv6 packets that are not WireGuard packets, for a tunnel whose outer packets are IPv6.
+    pub(crate) async fn unencrypted_v6_except_wireguard(&self, captured: &Captured) -> Vec<String> {
         let filter = format!("not udp port 51820 and {}", self.between_v6());
         first(captured.packets(&filter).await.unwrap())
     }
@@ -206,8 +212,8 @@ impl<'a> Mesh<'a> {
         )
     }
 
-    /// Captured packets from a pod's or a WireGuard address to the other cluster that are not WireGuard's UDP.
-    pub(crate) async fn published_in_clear(&self, captured: &Captured) -> Vec<String> {
+    /// Captured packets from a pod address or a WireGuard address to the other cluster that are not WireGuard packets.
+    pub(crate) async fn unencrypted_from_published(&self, captured: &Captured) -> Vec<String> {
         let (hub, member) = (self.hub.plan(), self.member.plan());
         let published =
             [hub, member].map(|plan| format!("src net {} or src net {}", plan.pod_cidr, plan.wireguard_cidr));
@@ -220,14 +226,14 @@ impl<'a> Mesh<'a> {
     }
 
     /// Number of captured WireGuard packets between the clusters.
-    pub(crate) async fn tunnelled(&self, captured: &Captured) -> usize {
+    pub(crate) async fn count_wireguard_packets(&self, captured: &Captured) -> usize {
         let between = between(self.hub.plan(), self.member.plan());
         let filter = format!("udp port 51820 and {between}");
         captured.packets(&filter).await.unwrap().len()
     }
 }
 
-/// A filter of tcpdump for packets from any network of one cluster to any network of the other.
+/// A tcpdump filter for packets from any network of one cluster to any network of the other.
 fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     let nets = |direction: &str, plan: &ClusterPlan| {
         let nets = [
@@ -247,20 +253,20 @@ fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     )
 }
 
-/// The first packets, as many as a person reads in a failure message.
+/// The first 20 packets, which are enough for a failure message.
 fn first(mut packets: Vec<String>) -> Vec<String> {
     packets.truncate(20);
     packets
 }
 
 /// A pod as a client.
-pub(crate) fn pod(web: &Web) -> Asker {
-    Asker::Pod(web.clone())
+pub(crate) fn pod(web: &RunningPod) -> TrafficClient {
+    TrafficClient::Pod(web.clone())
 }
 
 /// A node as a client.
-pub(crate) fn host(node: &str) -> Asker {
-    Asker::Host(node.to_owned())
+pub(crate) fn host(node: &str) -> TrafficClient {
+    TrafficClient::Host(node.to_owned())
 }
 
 /// `http://ADDRESS:PORT`.
@@ -269,9 +275,9 @@ pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
 }
 
 /// The output of `kubectl ... -o json`.
-pub(crate) async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
-    let words = [words, &["-o", "json"]].concat();
-    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+pub(crate) async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
+    let args = [args, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
 }
 
 /// The WireGuard address of a node.
@@ -283,20 +289,20 @@ pub(crate) async fn wireguard(cluster: &Cluster<'_>, node: &str) -> IpAddr {
 }
 
 /// The answer of this pod to a client with this source address.
-pub(crate) fn expected_answer(by: &Web, saw: IpAddr) -> Answer {
+pub(crate) fn expected_answer(by: &RunningPod, client_ip: IpAddr) -> Answer {
     Answer {
         pod: by.name.clone(),
         node: by.node.clone(),
-        saw,
+        client_ip,
     }
 }
 
-/// Repeats a request until each of these answers came. Any other answer fails the test.
-pub(crate) async fn assert_answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
+/// Repeats a request until it has got each of these answers. Any other answer fails the test.
+pub(crate) async fn assert_answers(lab: &Lab, from: &TrafficClient, url: &str, want: &[Answer]) {
     let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
     wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
         let answer = lab
-            .ask_until_answered(from, url)
+            .http_get_until_answered(from, url)
             .await
             .map_err(|error| error.to_string())?;
         assert!(

@@ -1,30 +1,30 @@
-//! Tests a hub with a shared pod network (kube-ovn, Calico or Cilium pools), where Node.podCIDRs mean nothing. An
-//! exported pod is reached on the node that runs it, every other pod through the anchor. Pods of the hub are
-//! masqueraded.
+//! Tests a hub with a shared pod network (kube-ovn, Calico or Cilium pools), where pod addresses are independent of
+//! Node.podCIDRs. An exported pod is reached on the node that runs it, every other pod through the anchor. Pods of the
+//! hub are masqueraded.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
 };
 
-use clustermesh_lab::{Asker, Lab, Product, Tunnel, wait_until};
+use clustermesh_lab::{Lab, Product, TrafficClient, Tunnel, wait_until};
 
 use crate::setup::{HUB, MEMBER, PATIENCE, json, pod, two_clusters, url};
 
-const SHARED: &str = "local: true
+const SHARED_HUB: &str = "local: true
     podNetwork: Shared
     exports: [{namespace: default, podSelector: {matchLabels: {app: web}}}]
 ";
 
 #[tokio::test]
-async fn exported_pods_use_own_node_and_others_the_anchor() {
+async fn exported_pods_use_their_node_and_others_use_anchor() {
     let lab = two_clusters().await;
     let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
     let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
         .await
         .unwrap();
     let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
-    let manifest = product.mesh(&[]).replacen("local: true\n", SHARED, 1);
+    let manifest = product.mesh(&[]).replacen("local: true\n", SHARED_HUB, 1);
     product.mesh_up(&manifest).await.unwrap();
 
     // The Peer of each node has its exported pods as `/32` allowed IPs, and one of the Peers has the whole pod range.
@@ -64,10 +64,13 @@ async fn exported_pods_use_own_node_and_others_the_anchor() {
 
     for from in &member_webs {
         for to in &hub_webs {
-            let answer = lab.ask_until_answered(&pod(from), &url(to.ip, 8080)).await.unwrap();
+            let answer = lab
+                .http_get_until_answered(&pod(from), &url(to.ip, 8080))
+                .await
+                .unwrap();
             assert_eq!((answer.pod, answer.node), (to.name.clone(), to.node.clone()));
         }
-        let other = not_exported(&lab).await;
+        let other = unexported_pod_ip(&lab).await;
         let reached = lab
             .run_at(
                 &pod(from),
@@ -80,16 +83,16 @@ async fn exported_pods_use_own_node_and_others_the_anchor() {
     for from in &hub_webs {
         for to in &member_webs {
             let answer = lab
-                .ask_until_answered(&Asker::Pod(from.clone()), &url(to.ip, 8080))
+                .http_get_until_answered(&TrafficClient::Pod(from.clone()), &url(to.ip, 8080))
                 .await
                 .unwrap();
-            assert_eq!((answer.pod, answer.saw), (to.name.clone(), wireguard[&from.node]));
+            assert_eq!((answer.pod, answer.client_ip), (to.name.clone(), wireguard[&from.node]));
         }
     }
 }
 
-/// The address of a pod of the cluster DNS, which no export selects.
-async fn not_exported(lab: &Lab) -> IpAddr {
+/// The address of a DNS pod, which no export selects.
+async fn unexported_pod_ip(lab: &Lab) -> IpAddr {
     let pods = json(
         &lab.cluster(HUB),
         &["get", "pods", "-n", "kube-system", "-l", "k8s-app=kube-dns"],
@@ -105,10 +108,10 @@ async fn not_exported(lab: &Lab) -> IpAddr {
 async fn wireguard_addresses(lab: &Lab) -> BTreeMap<String, IpAddr> {
     let nodes = json(&lab.cluster(HUB), &["get", "nodes"]).await;
     let address = |node: &serde_json::Value| {
-        let claim = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
+        let annotation = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
             .as_str()
             .unwrap();
-        let address = claim.split_once('/').unwrap().0.parse().unwrap();
+        let address = annotation.split_once('/').unwrap().0.parse().unwrap();
         (node["metadata"]["name"].as_str().unwrap().to_owned(), address)
     };
     nodes["items"].as_array().unwrap().iter().map(address).collect()

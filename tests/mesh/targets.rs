@@ -1,6 +1,6 @@
-//! Tests a sandbox that enters a cluster without agents, on whole clusters. The hub's nodes run no agent, and later kg
-//! (simulated by its annotations). Its pod network is Shared, packets between its nodes bypass netfilter, and sandboxes
-//! dial the gateways at NodePorts. The sandbox reaches what is granted to it and nothing else.
+//! Tests a sandbox that enters a cluster without agents, on whole clusters. First the hub's nodes run no agent, later
+//! kg (simulated by its annotations). The hub's pod network is Shared, packets between its nodes bypass netfilter, and
+//! sandboxes dial the gateways at NodePorts. The sandbox reaches its grants and nothing else.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,8 +11,8 @@ use std::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_api::names;
 use clustermesh_lab::{
-    Asker, Attacker, Cluster, GATEWAYS, Gateway, Granted, Lab, LabPlan, MESH, NAMESPACE, Node, Product, Tunnel, WEB,
-    Web, wait_until,
+    Attacker, Cluster, GATEWAYS, Gateway, Granted, Lab, LabPlan, MESH, NAMESPACE, Node, Product, RunningPod,
+    TrafficClient, Tunnel, WEB, wait_until,
 };
 use k8s_openapi::api::core::v1 as core;
 use kube::api::{Api, Patch, PatchParams};
@@ -40,16 +40,16 @@ async fn sandbox_enters_cluster_without_agents() {
     after("the mesh is Ready");
     env.granted_service_answers_and_sees_gateways().await;
     after("every server answered through every gateway");
-    env.mesh_conditions_are_good("nodes that nothing serves").await;
+    env.mesh_conditions_are_good("nodes without any agent").await;
     let _kg = env.simulate_kg_on_nodes().await;
     env.packets_bypass_netfilter_on_nodes().await;
     after("packets bypass netfilter");
     env.replaced_gateway_is_dialled_at_same_node_port().await;
-    after("the next gateway serves");
-    env.mesh_conditions_are_good("nodes that kg serves").await;
+    after("the replaced gateway serves");
+    env.mesh_conditions_are_good("nodes with kg").await;
     env.scan_through_each_gateway_finds_only_grants().await;
     after("everything scanned");
-    env.hub_knows_nothing_of_sandbox().await;
+    env.hub_has_no_trace_of_sandbox().await;
     after("the end");
 }
 
@@ -58,8 +58,8 @@ struct TestEnv<'a> {
     product: Product<'a>,
     hub: Cluster<'a>,
     sandbox: Cluster<'a>,
-    hub_webs: Vec<Web>,
-    sandbox_web: Web,
+    hub_webs: Vec<RunningPod>,
+    sandbox_web: RunningPod,
 }
 
 impl<'a> TestEnv<'a> {
@@ -74,8 +74,8 @@ impl<'a> TestEnv<'a> {
         let hub_webs = hub.run_web().await.unwrap();
         // The sandbox has one node, so a second server would stay pending.
         sandbox.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
-        sandbox.rollout("default", "deployment/web").await.unwrap();
-        let sandbox_web = sandbox.webs().await.unwrap().remove(0);
+        sandbox.wait_for_rollout("default", "deployment/web").await.unwrap();
+        let sandbox_web = sandbox.web_pods().await.unwrap().remove(0);
         let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
         let shared = mesh.replacen("local: true\n", "local: true\n    podNetwork: Shared\n", 1);
         assert_ne!(mesh, shared);
@@ -90,7 +90,7 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    fn askers(&self) -> [Asker; 2] {
+    fn clients(&self) -> [TrafficClient; 2] {
         [pod(&self.sandbox_web), host(&self.sandbox_web.node)]
     }
 
@@ -141,15 +141,15 @@ impl<'a> TestEnv<'a> {
         let every = self
             .hub_webs
             .iter()
-            .flat_map(|web| gateways.iter().map(|saw| (web.name.clone(), *saw)));
+            .flat_map(|web| gateways.iter().map(|source| (web.name.clone(), *source)));
         let every: BTreeSet<(String, IpAddr)> = every.collect();
-        for from in self.askers() {
+        for from in self.clients() {
             let mut missing = every.clone();
             let what = format!("every web server to answer {from} through every gateway");
             wait_until(what, PATIENCE, async || {
-                let answer = self.lab.ask_until_answered(&from, &url(service, 80)).await;
+                let answer = self.lab.http_get_until_answered(&from, &url(service, 80)).await;
                 let answer = answer.map_err(|error| error.to_string())?;
-                let answer = (answer.pod, answer.saw);
+                let answer = (answer.pod, answer.client_ip);
                 assert!(every.contains(&answer), "{answer:?} is none of {every:?}");
                 missing.remove(&answer);
                 if missing.is_empty() {
@@ -163,8 +163,8 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// Gives the hub the Peer CRD of Kilo, and its nodes the annotations of kg, which are renewed until the result is
-    /// dropped.
+    /// Installs Kilo's Peer CRD in the hub, and writes kg's annotations to its nodes. They are renewed until the result
+    /// is dropped.
     async fn simulate_kg_on_nodes(&self) -> JoinSet<()> {
         let crd = format!("{}/../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
         self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
@@ -178,7 +178,8 @@ impl<'a> TestEnv<'a> {
             let nodes = nodes.clone();
             checking_in.spawn(async move {
                 loop {
-                    // kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
+                    // kg does so every 30 s. This test does so more often, so that a loaded machine makes no node
+                    // silent.
                     tokio::time::sleep(Duration::from_secs(5)).await;
                     let annotated = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
                     annotated.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
@@ -189,7 +190,7 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Sends from a gateway's pod to a server on the other node. At first netfilter sees the packets on both nodes;
-    /// with the program that redirects them it sees none. The connection works in both cases.
+    /// with the eBPF program that redirects the packets, it sees none. The connection works in both cases.
     async fn packets_bypass_netfilter_on_nodes(&self) {
         let granted = self.granted().await;
         let gateway = &granted.gateways[0];
@@ -197,12 +198,12 @@ impl<'a> TestEnv<'a> {
         let server = self.hub_webs.iter().find(|web| web.node != near.name()).unwrap();
         let nodes = [near, self.lab.node(&server.node)];
         let port = granted.tcp.first().unwrap();
-        let ask = async || {
+        let request = async || {
             let url = url(gateway.wireguard, *port);
             wait_until(format!("an answer of {server:?}"), PATIENCE, async || {
-                let answer = self.lab.ask_until_answered(&pod(&self.sandbox_web), &url).await;
+                let answer = self.lab.http_get_until_answered(&pod(&self.sandbox_web), &url).await;
                 match answer.map_err(|error| error.to_string())? {
-                    answer if answer.pod == server.name => Ok(answer.saw),
+                    answer if answer.pod == server.name => Ok(answer.client_ip),
                     answer => Err(format!("{answer:?}")),
                 }
             })
@@ -210,24 +211,24 @@ impl<'a> TestEnv<'a> {
             .unwrap()
         };
         for node in &nodes {
-            node.feed(["nft", "-f", "-"], &count_table(gateway.pod, server.ip))
+            node.exec_with_stdin(["nft", "-f", "-"], &count_table(gateway.pod, server.ip))
                 .await
                 .unwrap();
         }
-        assert_eq!(ask().await, gateway.pod);
+        assert_eq!(request().await, gateway.pod);
         for node in &nodes {
             let seen = take_counts(node).await;
-            println!("{} without the program: {seen:?}", node.name());
+            println!("{} without the eBPF program: {seen:?}", node.name());
             assert!(seen.values().all(|packets| *packets > 0), "{}: {seen:?}", node.name());
         }
         self.hub.bypass_netfilter().await.unwrap();
         for node in &nodes {
             take_counts(node).await;
         }
-        assert_eq!(ask().await, gateway.pod);
+        assert_eq!(request().await, gateway.pod);
         for node in &nodes {
             let seen = take_counts(node).await;
-            println!("{} with the program: {seen:?}", node.name());
+            println!("{} with the eBPF program: {seen:?}", node.name());
             assert!(seen.values().all(|packets| *packets == 0), "{}: {seen:?}", node.name());
         }
     }
@@ -237,12 +238,12 @@ impl<'a> TestEnv<'a> {
     async fn replaced_gateway_is_dialled_at_same_node_port(&self) {
         let before = self.granted().await.gateways.remove(0);
         let node = self.node_of(&before).await.unwrap();
-        self.dialled_at(&node, &before).await;
+        self.assert_dialled_at(&node, &before).await;
         self.hub
             .kubectl(["-n", GATEWAYS, "delete", "pod", &before.name])
             .await
             .unwrap();
-        let after = wait_until("the gateway's next pod in its Peer", PATIENCE, async || {
+        let after = wait_until("the gateway's new pod in its Peer", PATIENCE, async || {
             let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
             let gateway = granted.gateways.iter().find(|gateway| gateway.name == before.name);
             match gateway.filter(|gateway| gateway.pod != before.pod) {
@@ -255,16 +256,17 @@ impl<'a> TestEnv<'a> {
         let gateway = &after.gateways[0];
         let dialled = self.granted().await.gateways;
         assert!(dialled.contains(gateway), "{gateway:?} is none of {dialled:?}");
-        for from in self.askers() {
-            self.lab.until_open(&from, &after.tcp()).await.unwrap();
+        for from in self.clients() {
+            self.lab.wait_for_open_sockets(&from, &after.tcp()).await.unwrap();
         }
-        self.dialled_at(&self.node_of(gateway).await.unwrap(), gateway).await;
-        // The new pod has a new link without the program.
+        self.assert_dialled_at(&self.node_of(gateway).await.unwrap(), gateway)
+            .await;
+        // The new pod's link has no eBPF program yet.
         self.hub.bypass_netfilter().await.unwrap();
     }
 
     /// Checks that every conntrack entry of the NodePort leads to the gateway's pod.
-    async fn dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
+    async fn assert_dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
         let port = gateway.endpoint.port().to_string();
         let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
         let entries = node.exec(list).await.unwrap().stdout;
@@ -276,8 +278,8 @@ impl<'a> TestEnv<'a> {
         );
     }
 
-    /// Checks that the hub has no object of the mesh except the SandboxAccess, and no tunnel address of the sandbox.
-    async fn hub_knows_nothing_of_sandbox(&self) {
+    /// Checks that the hub has no Peer and no PeerPolicy, and that its nodes do not know the sandbox's WireGuard address.
+    async fn hub_has_no_trace_of_sandbox(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         assert_eq!(peers["items"], json!([]));
         let kinds = ["api-resources", "-o", "name"];
@@ -298,13 +300,13 @@ impl<'a> TestEnv<'a> {
         for gateway in self.granted().await.gateways {
             let node = self.node_of(&gateway).await.unwrap();
             let mut text = String::new();
-            for words in kernel {
-                text += &node.exec(words).await.unwrap().stdout;
+            for args in kernel {
+                text += &node.exec(args).await.unwrap().stdout;
             }
-            // A node knows only the address from which the sandbox's node dials.
-            let outside = self.lab.node(&self.sandbox_web.node).address().to_string();
+            // A node knows the sandbox only by the underlay address of the sandbox's node.
+            let underlay_address = self.lab.node(&self.sandbox_web.node).address().to_string();
             assert!(
-                text.contains(&gateway.pod.to_string()) && text.contains(&outside),
+                text.contains(&gateway.pod.to_string()) && text.contains(&underlay_address),
                 "{text}"
             );
             for word in [SANDBOX, &inside] {
@@ -316,16 +318,20 @@ impl<'a> TestEnv<'a> {
     /// Scans while the sandbox's administrator routes every address of the hub into the tunnel.
     async fn scan_through_each_gateway_finds_only_grants(&self) {
         let granted = self.granted().await;
-        let mut all = self.sandbox.sockets_beyond(&[&self.hub], &granted.tcp()).await.unwrap();
+        let mut all = self
+            .sandbox
+            .foreign_sockets(&[&self.hub], &granted.tcp())
+            .await
+            .unwrap();
         granted.add_to(&mut all);
         let attacker = Attacker::new(self.lab, SANDBOX, &self.sandbox_web.node).await.unwrap();
         let addresses = all.keys().map(SocketAddr::ip).collect();
-        for (gateway, from) in granted.gateways.iter().zip(self.askers()) {
-            let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
-            assert_eq!(left, BTreeSet::new());
+        for (gateway, from) in granted.gateways.iter().zip(self.clients()) {
+            let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
+            assert_eq!(on_underlay, BTreeSet::new());
             let granted = granted.through(gateway).tcp();
             // Establish the session first: until then, WireGuard drops some of a scan's packets.
-            self.lab.until_open(&from, &granted).await.unwrap();
+            self.lab.wait_for_open_sockets(&from, &granted).await.unwrap();
             let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("{} sockets from {from} through {}: {open:?}", all.len(), gateway.name);
             assert_eq!(open, granted);
@@ -335,7 +341,7 @@ impl<'a> TestEnv<'a> {
     /// Waits until the conditions of the ClusterMesh are good, for a hub with these nodes.
     async fn mesh_conditions_are_good(&self, with: &str) {
         let expected = [("Ready", "True"), ("EgressResolved", "True")];
-        let what = format!("nothing to be wrong with {with}");
+        let what = format!("good conditions with {with}");
         wait_until(what, PATIENCE, async || {
             let mesh = ["-n", NAMESPACE, "get", "clustermesh", MESH, "-o", "json"];
             let mesh = self.hub.kubectl(mesh).await.map_err(|error| error.to_string())?.stdout;
@@ -399,13 +405,13 @@ fn count_table(one: IpAddr, other: IpAddr) -> String {
              ip saddr {{ {one}, {other} }} ip daddr {{ {one}, {other} }} counter name {hook}\n}}\n"
         )
     });
-    format!("table ip witness {{\n{}}}\n", counts.concat())
+    format!("table ip hook_counters {{\n{}}}\n", counts.concat())
 }
 
 /// The packets that were counted since the last call, by hook.
 async fn take_counts(node: &Node<'_>) -> BTreeMap<String, u64> {
-    let words = ["nft", "-j", "reset", "counters", "table", "ip", "witness"];
-    let printed = node.exec(words).await.unwrap().stdout;
+    let args = ["nft", "-j", "reset", "counters", "table", "ip", "hook_counters"];
+    let printed = node.exec(args).await.unwrap().stdout;
     let printed: Value = serde_json::from_str(&printed).unwrap();
     let counters = printed["nftables"]
         .as_array()

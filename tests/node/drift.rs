@@ -1,5 +1,5 @@
-//! Damages the kernel state of a node with a real agent: everything must be restored and counted, and changes of the
-//! underlay followed. All waits end before the agent's periodic check, so that only events can trigger the repair.
+//! Damages the kernel state of a node with a real agent. The agent must repair and count all damage, and follow changes
+//! of the underlay. All waits end before the agent's periodic check, so that only kernel events can trigger the repair.
 
 use std::{
     collections::BTreeMap,
@@ -39,7 +39,7 @@ async fn repairs(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, u64> {
         .collect()
 }
 
-async fn route_appears(clusters: &TwoClusters, site: &Site, route: &str) {
+async fn wait_for_route(clusters: &TwoClusters, site: &Site, route: &str) {
     wait_until(route, EVENT_TIMEOUT, async || {
         let shown = routing(clusters, site).await;
         if shown.lines().any(|line| line.trim() == route) {
@@ -53,7 +53,7 @@ async fn route_appears(clusters: &TwoClusters, site: &Site, route: &str) {
 }
 
 #[tokio::test]
-async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
+async fn drift_is_repaired_and_underlay_changes_are_followed() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let resolv = tempfile::NamedTempFile::new().expect("a file");
@@ -64,8 +64,8 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     clusters.wait_until_reaches(mgmt, tenant).await;
     clusters.wait_until_ready(mgmt).await;
 
-    route_appears(&clusters, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
-    let whole = routing(&clusters, mgmt).await;
+    wait_for_route(&clusters, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
+    let expected = routing(&clusters, mgmt).await;
     assert_eq!(
         repairs(&clusters, mgmt).await.get("routes"),
         Some(&0),
@@ -100,10 +100,10 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         let start = Instant::now();
         wait_until(format!("{damage} to be repaired"), EVENT_TIMEOUT, async || {
             let now = routing(&clusters, mgmt).await;
-            if now == whole {
+            if now == expected {
                 Ok(())
             } else {
-                Err(format!("{now}\ninstead of\n{whole}"))
+                Err(format!("{now}\ninstead of\n{expected}"))
             }
         })
         .await
@@ -128,12 +128,12 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         "{}",
         agent.log()
     );
-    let setting = format!("/proc/sys/net/ipv4/conf/{device}/rp_filter");
-    let damage = format!("echo 1 > {setting}");
+    let sysctl = format!("/proc/sys/net/ipv4/conf/{device}/rp_filter");
+    let damage = format!("echo 1 > {sysctl}");
     clusters.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
     let start = Instant::now();
-    wait_until("the setting to be repaired and counted", EVENT_TIMEOUT, async || {
-        let now = clusters.host(mgmt).exec(["cat", &setting]).await.expect("read").stdout;
+    wait_until("the sysctl to be repaired and counted", EVENT_TIMEOUT, async || {
+        let now = clusters.host(mgmt).exec(["cat", &sysctl]).await.expect("read").stdout;
         match repairs(&clusters, mgmt).await.get("sysctls") {
             Some(1) if now == "2\n" => Ok(()),
             counted => Err(format!("{now}{counted:?}")),
@@ -152,7 +152,7 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
     let start = Instant::now();
     wait_until("the device to be repaired", EVENT_TIMEOUT, async || {
         let now = routing(&clusters, mgmt).await;
-        if now == whole { Ok(()) } else { Err(now) }
+        if now == expected { Ok(()) } else { Err(now) }
     })
     .await
     .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
@@ -167,14 +167,14 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
 
     // Addresses inside the tenant's network that must stay on the underlay: a resolver, a next hop, an API server.
     std::fs::write(resolv.path(), "nameserver 10.20.250.53\n").expect("write");
-    route_appears(&clusters, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
+    wait_for_route(&clusters, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
     let hop = "ip route add default via 10.20.250.1 dev eth0 onlink metric 5000";
     clusters
         .host(mgmt)
         .exec(["sh", "-ec", hop])
         .await
         .expect("a default route");
-    route_appears(&clusters, mgmt, "throw 10.20.250.1 proto 117 metric 10").await;
+    wait_for_route(&clusters, mgmt, "throw 10.20.250.1 proto 117 metric 10").await;
     let slice: EndpointSlice = serde_json::from_value(serde_json::json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
         "metadata": {"name": "second-server", "labels": {"kubernetes.io/service-name": "kubernetes"}},
@@ -187,5 +187,5 @@ async fn drift_is_repaired_and_counted_and_the_underlay_followed() {
         .create(&PostParams::default(), &slice)
         .await
         .expect("create an EndpointSlice");
-    route_appears(&clusters, mgmt, "throw 10.20.250.64 proto 117 metric 10").await;
+    wait_for_route(&clusters, mgmt, "throw 10.20.250.64 proto 117 metric 10").await;
 }

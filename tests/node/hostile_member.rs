@@ -1,6 +1,6 @@
 //! Checks the packets of a cluster-meshed member against a real agent. Root on the member's node floods allowed and
-//! forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses in the pods, around the
-//! node and at the member count what passes. Needs root.
+//! forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses (packet counters) in
+//! the pods, on machines around the node and at the member count the packets that arrive. Needs root.
 
 mod testbed;
 
@@ -21,7 +21,7 @@ use testbed::Testbed;
 
 // threat: forged-icmp-error, hostile-member-root
 #[tokio::test]
-async fn hostile_member_reaches_only_what_is_open_to_it() {
+async fn hostile_member_reaches_only_allowed_destinations() {
     let mut testbed = Testbed::start().await;
     testbed.wait_for_answers("the first start").await;
     testbed.assert_only_allowed_traffic("the first start").await;
@@ -35,13 +35,13 @@ async fn hostile_member_reaches_only_what_is_open_to_it() {
 
 async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
     testbed.kill_agent().await;
-    testbed.flood.more(20).await;
+    testbed.flood.wait_for_rounds(20).await;
     testbed.start_agent();
     testbed.wait_for_answers("killed, and started again").await;
     testbed.assert_only_allowed_traffic("SIGKILL").await;
 
     testbed.stop_agent().await;
-    testbed.flood.more(20).await;
+    testbed.flood.wait_for_rounds(20).await;
     testbed.start_agent();
     testbed.wait_for_answers("stopped, and started again").await;
     testbed.assert_only_allowed_traffic("SIGTERM").await;
@@ -57,7 +57,7 @@ async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
         .clusters
         .host(testbed.mgmt())
         .spawn("newer", words)
-        .expect("start the newer one");
+        .expect("start the copied program");
     testbed.wait_for_answers("upgraded").await;
     testbed.assert_only_allowed_traffic("an upgrade").await;
 }
@@ -74,9 +74,7 @@ async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
         .await;
     testbed.start_api().await;
     testbed.wait_for_answers("the API server is back").await;
-    testbed
-        .assert_only_allowed_traffic("an API server that went away")
-        .await;
+    testbed.assert_only_allowed_traffic("an API server outage").await;
 }
 
 /// Packets that pass while there is no table are ignored: only the table protects the node from a member.
@@ -102,7 +100,7 @@ async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     }
 }
 
-/// Checks the witness itself: a packet that is counted twice would look like one that is not allowed.
+/// Checks the witness itself. If it counted a packet twice, that packet would look like one that is not allowed.
 #[test]
 fn witness_counts_each_packet_once_while_its_set_grows() {
     let ns = NetNs::new("loopback");

@@ -1,7 +1,7 @@
-//! Checks that mesh packets never leave a node unencrypted. Programs in pods and on the nodes send into the mesh all
-//! the time, over IPv4 and IPv6, while agents start, stop, crash and are upgraded, Peers and keys change, and external
-//! changes remove kernel state. A capture on the link between the nodes must show only WireGuard, and senders must get
-//! ICMP errors where there is no route.
+//! Checks that mesh packets never leave a node unencrypted. Programs in pods and on the nodes send into the mesh
+//! continuously, over IPv4 and IPv6, while agents start, stop, crash and are upgraded, Peers and keys change, and
+//! external changes remove kernel state. A capture on the link between the nodes must show only WireGuard packets, and
+//! senders must get ICMP errors where there is no route.
 
 mod sender;
 
@@ -22,9 +22,9 @@ use kube::api::{Patch, PatchParams, PostParams};
 use nix::sys::signal::Signal;
 use sender::{Sender, Senders, wait_for_new_errors};
 
-use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer, wide};
+use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, cluster_pods, peer};
 
-/// Longer than any wait takes on a loaded machine.
+/// The longest wait on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The IPv6 networks and addresses of a cluster. Its IPv4 networks are in its site, its IPv4 addresses in [`IPV4`].
@@ -77,7 +77,7 @@ impl Testbed {
         let clusters = TwoClusters::start().await;
         let pods = ["mgmt-pod", "tenant-pod"].map(NetNs::new);
         for index in [MGMT, TENANT] {
-            dual_stack(&clusters, index, &pods[index]).await;
+            set_up_dual_stack_node(&clusters, index, &pods[index]).await;
         }
         Self { clusters, pods }
     }
@@ -90,27 +90,35 @@ impl Testbed {
         self.clusters.host(self.clusters.site(index)).netns()
     }
 
-    /// Writes into `target` what a controller writes about `source`, in both families.
+    /// Writes the Peer and the PeerPolicy of `source` into `target` for both families, as a controller does.
     async fn write_peer(&self, target: usize, source: usize) {
-        let (at, of) = (self.clusters.site(target), self.clusters.site(source));
+        let (target_site, source_site) = (self.clusters.site(target), self.clusters.site(source));
         self.clusters
-            .peers(at)
+            .peers(target_site)
             .await
             .create(&PostParams::default(), &self.peer(source).await)
             .await
             .expect("create the Peer");
-        let networks = vec![wide(of), of.wireguard.into(), IPV6[source].wide.into()];
-        let to = vec![wide(at), at.wireguard.into(), IPV6[target].wide.into()];
+        let networks = vec![
+            cluster_pods(source_site),
+            source_site.wireguard.into(),
+            IPV6[source].wide.into(),
+        ];
+        let to = vec![
+            cluster_pods(target_site),
+            target_site.wireguard.into(),
+            IPV6[target].wide.into(),
+        ];
         let allow = Allow { to };
         let spec = PeerPolicySpec {
-            source: of.cluster.into(),
+            source: source_site.cluster.into(),
             sources: networks.clone(),
             networks,
             allow: vec![allow],
             ..PeerPolicySpec::default()
         };
         self.clusters
-            .policies(at)
+            .policies(target_site)
             .await
             .create(&PostParams::default(), &PeerPolicy::new("mesh", spec))
             .await
@@ -118,8 +126,8 @@ impl Testbed {
     }
 
     async fn peer(&self, source: usize) -> clustermesh_api::peer::Peer {
-        let of = self.clusters.site(source);
-        let mut peer = peer(of, &self.clusters.wait_for_published(of).await);
+        let site = self.clusters.site(source);
+        let mut peer = peer(site, &self.clusters.wait_for_published(site).await);
         peer.metadata.name = Some("other".into());
         peer.spec.allowed_ips.push(IPV6[source].pods.into());
         peer
@@ -134,32 +142,32 @@ impl Testbed {
     /// Starts all senders.
     async fn senders(&self) -> Senders {
         let (pod, host) = (self.pod(TENANT), self.host(TENANT));
-        let at = |text: &str| text.parse::<IpAddr>().unwrap();
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let wireguard = self.wireguard(MGMT).await;
         let start = |from: &str, netns: &PathBuf, to: IpAddr| Sender::start(&format!("{from} -> {to}"), netns, to);
-        let [there, _, unassigned] = IPV4[MGMT];
+        let [pod_ip, _, unassigned] = IPV4[MGMT];
         Senders {
             reach: vec![
-                start("pod", &pod, at(there)),
-                start("pod", &pod, at(IPV6[MGMT].pod)),
-                start("host", &host, at(there)),
+                start("pod", &pod, ip(pod_ip)),
+                start("pod", &pod, ip(IPV6[MGMT].pod)),
+                start("host", &host, ip(pod_ip)),
             ],
             closed: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
             back: vec![
-                start("mgmt pod", &self.pod(MGMT), at(IPV4[TENANT][0])),
-                start("mgmt pod", &self.pod(MGMT), at(IPV6[TENANT].pod)),
-                start("mgmt host", &self.host(MGMT), at(IPV4[TENANT][0])),
+                start("mgmt pod", &self.pod(MGMT), ip(IPV4[TENANT][0])),
+                start("mgmt pod", &self.pod(MGMT), ip(IPV6[TENANT].pod)),
+                start("mgmt host", &self.host(MGMT), ip(IPV4[TENANT][0])),
             ],
             unassigned: vec![
-                start("pod", &pod, at(unassigned)),
-                start("pod", &pod, at(IPV6[MGMT].unassigned)),
-                start("host", &host, at(unassigned)),
-                start("host", &host, at(IPV6[MGMT].unassigned)),
+                start("pod", &pod, ip(unassigned)),
+                start("pod", &pod, ip(IPV6[MGMT].unassigned)),
+                start("host", &host, ip(unassigned)),
+                start("host", &host, ip(IPV6[MGMT].unassigned)),
             ],
-            slow: [there.to_owned(), wireguard.to_string(), unassigned.to_owned()]
+            slow: [pod_ip.to_owned(), wireguard.to_string(), unassigned.to_owned()]
                 .iter()
                 .zip(SLOW_SENDERS)
-                .map(|(to, source)| Sender::slow(&format!("slow pod -> {to}"), &pod, at(source), at(to)))
+                .map(|(to, source)| Sender::slow(&format!("slow pod -> {to}"), &pod, ip(source), ip(to)))
                 .collect(),
         }
     }
@@ -167,8 +175,8 @@ impl Testbed {
     async fn wait_for_table(&self, index: usize) {
         let host = self.clusters.host(self.clusters.site(index));
         wait_until("the firewall table", TIMEOUT, async || {
-            let words = ["nft", "list", "table", "inet", "clustermesh"];
-            match host.try_exec(words).await.map_err(|e| e.to_string())? {
+            let args = ["nft", "list", "table", "inet", "clustermesh"];
+            match host.try_exec(args).await.map_err(|e| e.to_string())? {
                 output if output.status.success() => Ok(()),
                 output => Err(output.stderr),
             }
@@ -181,7 +189,7 @@ impl Testbed {
     async fn wait_until_restored(&self, after: &str) {
         let host = self.clusters.host(self.clusters.site(TENANT));
         let interface = &self.clusters.site(TENANT).interface;
-        let whole = format!(
+        let checks = format!(
             "nft list table inet clustermesh > /dev/null
             for f in -4 -6; do
                 ip $f rule show | grep -q 'lookup 5182'
@@ -195,7 +203,11 @@ impl Testbed {
         wait_until(
             format!("table, rules and routes to be restored after {after}"),
             TIMEOUT,
-            async || match host.try_exec(["sh", "-exc", &whole]).await.map_err(|e| e.to_string())? {
+            async || match host
+                .try_exec(["sh", "-exc", &checks])
+                .await
+                .map_err(|e| e.to_string())?
+            {
                 output if output.status.success() => Ok(()),
                 output => Err(output.stderr),
             },
@@ -214,9 +226,9 @@ impl Testbed {
     }
 }
 
-/// Gives a site's node IPv6, forwarding, a pod, and a CNI that masquerades what leaves the cluster's pod network. The
-/// default route in both families gives packets that escape the mesh somewhere to go.
-async fn dual_stack(clusters: &TwoClusters, index: usize, pod: &NetNs) {
+/// Gives a site's node IPv6, forwarding, a pod, and CNI rules that masquerade packets to destinations outside the
+/// cluster's pod network. Packets that escape the mesh leave by the default routes.
+async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetNs) {
     let (site, ipv6) = (clusters.site(index), &IPV6[index]);
     let [address, gateway, _] = IPV4[index];
     let nodes = clusters.nodes(site).await;
@@ -236,7 +248,7 @@ async fn dual_stack(clusters: &TwoClusters, index: usize, pod: &NetNs) {
     let Ipv6 {
         wide: wide6, underlay, ..
     } = ipv6;
-    let (own, wide4) = (pod.path(), wide(site));
+    let (own, wide4) = (pod.path(), cluster_pods(site));
     let script = format!(
         "
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
@@ -288,12 +300,12 @@ async fn mesh_packets_never_leave_unencrypted() {
     clusters.wait_until_ready(mgmt).await;
     sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
-    // Without a mesh the capture shows every packet. This proves that it would also show later leaks.
+    // Positive control: without a mesh, the capture shows the senders' packets. It would also show later leaks.
     tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(tenant, &["cleanup"]);
     clusters.host(tenant).exec(cleanup).await.expect("cleanup");
     let senders = testbed.senders().await;
-    wait_for_unencrypted(&testbed, "before", "no mesh").await;
+    assert_unencrypted_is_captured(&testbed, "before", "no mesh").await;
 
     let began = Instant::now();
     let step = |what: &str| println!("{:6.1} s {what}", began.elapsed().as_secs_f64());
@@ -314,7 +326,7 @@ async fn mesh_packets_never_leave_unencrypted() {
 
     step("the peer's agent is killed");
     mgmt_agent.signal(Signal::SIGKILL).expect("kill");
-    mgmt_agent.ends(TIMEOUT).await.expect("dead");
+    mgmt_agent.wait_for_exit(TIMEOUT).await.expect("dead");
     let host = senders
         .back
         .iter()
@@ -326,15 +338,15 @@ async fn mesh_packets_never_leave_unencrypted() {
     step("the Peer is deleted");
     clusters.delete_peer(tenant, "other").await;
     senders.wait_for_errors("no Peer has these addresses").await;
-    let again = testbed.peer(MGMT).await;
+    let same_peer = testbed.peer(MGMT).await;
     let peers = clusters.peers(tenant).await;
-    peers.create(&PostParams::default(), &again).await.expect("create");
+    peers.create(&PostParams::default(), &same_peer).await.expect("create");
     senders.wait_for_answers("the Peer is back").await;
 
     step("the peer's key changes");
     let real = clusters.wait_for_published(mgmt).await[KILO_KEY].clone();
     let wrong = clustermesh_core::key::PublicKey::new([77; 32]).to_string();
-    let key = async |key: &str| {
+    let set_key = async |key: &str| {
         let patch = serde_json::json!({"spec": {"publicKey": key}});
         let patch = Patch::Merge(&patch);
         peers
@@ -342,14 +354,14 @@ async fn mesh_packets_never_leave_unencrypted() {
             .await
             .expect("patch");
     };
-    key(&wrong).await;
+    set_key(&wrong).await;
     wait_until("the device to have the wrong key", TIMEOUT, async || {
         let (_, state) = clusters.page(tenant, "/debug/state").await;
         if state.contains(&wrong) { Ok(()) } else { Err(state) }
     })
     .await
     .unwrap();
-    key(&real).await;
+    set_key(&real).await;
     senders.wait_for_answers("the right key is back").await;
 
     step("the agent is stopped");
@@ -364,33 +376,33 @@ async fn mesh_packets_never_leave_unencrypted() {
     let newer = files.path().join("wg-agent");
     std::fs::copy(agent_program(), &newer).expect("copy the program");
     tenant_agent.terminate(TIMEOUT).await.expect("it ends");
-    let mut words = clusters.command(tenant, &[]);
-    words[0] = newer.display().to_string();
+    let mut args = clusters.command(tenant, &[]);
+    args[0] = newer.display().to_string();
     tenant_agent = clusters
         .host(tenant)
-        .spawn("tenant-3", words)
-        .expect("start the newer one");
+        .spawn("tenant-3", args)
+        .expect("start the copied program");
     senders.wait_for_answers("the agent is upgraded").await;
 
     step("the agent is killed repeatedly");
     tenant_agent.signal(Signal::SIGKILL).expect("kill");
-    tenant_agent.ends(TIMEOUT).await.expect("dead");
+    tenant_agent.wait_for_exit(TIMEOUT).await.expect("dead");
     for (round, milliseconds) in [0, 20, 60, 120, 250, 500, 1000].into_iter().enumerate() {
         let mut crashing = testbed.agent(TENANT, &format!("tenant-crash-{round}"));
-        // Kills the agent at whatever stage of its start it has reached.
+        // Kill the agent at an arbitrary stage of its startup.
         tokio::time::sleep(Duration::from_millis(milliseconds)).await;
         let _ = crashing.signal(Signal::SIGKILL);
-        crashing.ends(TIMEOUT).await.expect("dead");
+        crashing.wait_for_exit(TIMEOUT).await.expect("dead");
     }
     senders.wait_for_errors("the agent does not come up").await;
 
-    step("its API server is down");
+    step("the agent's API server is down");
     let cluster = clusters.lab.cluster(tenant.cluster);
     cluster.kill_api().expect("kill the API server");
     tenant_agent = testbed.agent(TENANT, "tenant-4");
     senders.wait_for_errors_about_unassigned("the API server is down").await;
     tenant_agent.signal(Signal::SIGKILL).expect("kill");
-    tenant_agent.ends(TIMEOUT).await.expect("dead");
+    tenant_agent.wait_for_exit(TIMEOUT).await.expect("dead");
     tenant_agent = testbed.agent(TENANT, "tenant-5");
     cluster.start_api().await.expect("start the API server");
     senders.wait_for_answers("the API server is back").await;
@@ -420,17 +432,17 @@ async fn mesh_packets_never_leave_unencrypted() {
         seen.len()
     );
     drop(mgmt_agent);
-    // The capture would have shown an unencrypted packet.
+    // The same positive control again.
     tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(tenant, &["cleanup"]);
     clusters.host(tenant).exec(cleanup).await.expect("cleanup");
-    wait_for_unencrypted(&testbed, "after", "nothing of ours is left").await;
+    assert_unencrypted_is_captured(&testbed, "after", "after cleanup").await;
 }
 
 /// Checks that a capture shows the senders' packets of each family.
-async fn wait_for_unencrypted(testbed: &Testbed, name: &str, why: &str) {
+async fn assert_unencrypted_is_captured(testbed: &Testbed, name: &str, why: &str) {
     for (family, net) in [
-        ("ip", wide(testbed.clusters.site(MGMT))),
+        ("ip", cluster_pods(testbed.clusters.site(MGMT))),
         ("ip6", IPV6[MGMT].wide.to_owned()),
     ] {
         let capture = testbed

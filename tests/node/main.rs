@@ -1,4 +1,4 @@
-//! Tests the real agent in namespaces as nodes, against real API servers. The tests take the place of the controller.
+//! Tests the real agent against real API servers. Network namespaces act as nodes, and the tests act as the controller.
 //! Needs root.
 
 mod drift;

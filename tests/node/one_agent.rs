@@ -1,4 +1,5 @@
-//! Runs one real agent against its cluster's API server: what it publishes, what it waits for, and what it reports.
+//! Tests one real agent against its cluster's API server: its annotations, the states in which it waits, and its
+//! reports.
 
 use clustermesh_api::names::{
     KILO_CLUSTERMESH_ENDPOINT, KILO_ENDPOINT, KILO_FORCE_ENDPOINT, KILO_KEY, KILO_LAST_SEEN, KILO_WIREGUARD_IP,
@@ -42,8 +43,8 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ]
     );
 
-    // Foreign changes of our annotations are reverted. The annotations of an administrator are followed and never
-    // written.
+    // The agent reverts foreign changes of its own annotations. It follows an administrator's annotations and never
+    // writes them.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     clusters.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
@@ -60,7 +61,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ("192.0.2.1:1", "node.example.org:4711")
     );
 
-    // The WireGuard address survives a restart and the claim of a younger Node.
+    // The WireGuard address survives a restart, and a younger Node that claims it too.
     assert!(
         agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
@@ -73,7 +74,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         first[KILO_WIREGUARD_IP]
     );
     let rival: Node = serde_json::from_value(serde_json::json!({
-        // With the same creation second the name decides, and this one loses.
+        // For Nodes that were created in the same second, the name decides, and this one loses.
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
     .expect("a Node");
@@ -100,7 +101,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
     let site = clusters.site(MGMT);
     let _agent = clusters.agent(site, "agent");
     let first = clusters.wait_for_published(site).await;
-    // The other Node must be older, so ours is recreated with its annotations.
+    // The other Node must be older, so our Node is deleted and created again with its annotations.
     let rival: Node = serde_json::from_value(serde_json::json!({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
@@ -156,7 +157,7 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
         .expect("a clock")
         .as_secs();
     clusters.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
-    let waits = async |why: &str| {
+    let wait_for_reason = async |why: &str| {
         wait_until(
             format!("the agent to report why it waits: {why}"),
             TIMEOUT,
@@ -174,18 +175,18 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
             .host(site)
             .exec(["sh", "-ec", all])
             .await
-            .expect("ask the node")
+            .expect("read the node's state")
             .stdout;
-        let ours = |line: &&str| {
+        let is_ours = |line: &&str| {
             [site.interface.as_str(), "5182", "5183", "clustermesh"]
                 .iter()
                 .any(|part| line.contains(part))
         };
-        all.lines().filter(ours).map(str::to_owned).collect::<Vec<_>>()
+        all.lines().filter(is_ours).map(str::to_owned).collect::<Vec<_>>()
     };
     let nothing = Vec::<String>::new();
     let mut agent = clusters.agent(site, "agent");
-    waits("take kg off it").await;
+    wait_for_reason("take kg off it").await;
     assert_eq!(our_state().await, nothing);
     // kg removes its annotation when it ends.
     let patch = serde_json::json!({"metadata": {"annotations": {KILO_LAST_SEEN: null}}});
@@ -194,21 +195,22 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
         .patch(site.node, &Default::default(), &kube::api::Patch::Merge(&patch))
         .await
         .expect("patch");
-    waits("may be back in a moment").await;
+    wait_for_reason("may be back in a moment").await;
     assert_eq!(our_state().await, nothing);
 
-    // An agent that has not seen kg takes over the node, until kg is back with annotations of its own.
+    // An agent that starts without kg's annotations takes over the node, until kg is back and writes its own
+    // annotations.
     agent.terminate(TIMEOUT).await.expect("it ends");
     agent = clusters.agent(site, "agent-alone");
     clusters.wait_until_ready(site).await;
     clusters.wait_for_published(site).await;
     assert_ne!(our_state().await, nothing);
-    let kgs = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
-    clusters.annotate(site, KILO_KEY, kgs).await;
+    let kg_key = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
+    clusters.annotate(site, KILO_KEY, kg_key).await;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now = now.expect("a clock").as_secs().to_string();
     clusters.annotate(site, KILO_LAST_SEEN, &now).await;
-    waits("take kg off it").await;
+    wait_for_reason("take kg off it").await;
     assert_eq!(our_state().await, nothing);
     wait_until("the agent's annotation to be removed", TIMEOUT, async || {
         let all = clusters.annotations(site).await;
@@ -221,8 +223,8 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
     .await
     .expect("removed");
 
-    // `cleanup` removes nothing of kg.
-    clusters.annotate(site, KILO_KEY, kgs).await;
+    // `cleanup` removes no annotation of kg.
+    clusters.annotate(site, KILO_KEY, kg_key).await;
     let before = clusters.annotations(site).await;
     agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(site, &["cleanup"]);
@@ -236,7 +238,6 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let host = clusters.host(tenant);
     let _first = clusters.agent(mgmt, "agent-mgmt");
-    // A foreign interface has the device's name.
     host.exec(["ip", "link", "add", &tenant.interface, "type", "bridge"])
         .await
         .expect("make a bridge");
@@ -254,14 +255,18 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
     .expect("readyz");
     // The interface may be another program's tunnel, which our rules and routes would cut off.
     let written = "ip rule show; ip route show table all; nft list tables";
-    let written = host.exec(["sh", "-ec", written]).await.expect("ask the node").stdout;
+    let written = host
+        .exec(["sh", "-ec", written])
+        .await
+        .expect("read the node's state")
+        .stdout;
     assert!(
         !written.contains("5182") && !written.contains("5183") && !written.contains("clustermesh"),
         "{written}"
     );
     host.exec(["ip", "link", "del", &tenant.interface])
         .await
-        .expect("take the bridge away");
+        .expect("delete the bridge");
     clusters.wait_until_ready(tenant).await;
     clusters.write_peer(mgmt, tenant).await;
     clusters.wait_until_reaches(mgmt, tenant).await;
@@ -269,7 +274,7 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
 
 #[tokio::test]
 async fn crds_installed_later_are_noticed() {
-    let clusters = TwoClusters::without_crds().await;
+    let clusters = TwoClusters::start_without_crds().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let first = clusters.agent(mgmt, "agent-mgmt");
     let _second = clusters.agent(tenant, "agent-tenant");
@@ -341,7 +346,8 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     wait_until("the metric and the log", TIMEOUT, async || {
         let (_, metrics) = clusters.page(site, "/metrics").await;
         let log = agent.log();
-        if metrics.contains("wg_agent_datapath_bypassed 1") && log.contains("DatapathBypassed: Cilium leads packets") {
+        if metrics.contains("wg_agent_datapath_bypassed 1") && log.contains("DatapathBypassed: Cilium forwards packets")
+        {
             Ok(())
         } else {
             Err(log)
@@ -355,7 +361,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     let program = agent_program();
     let kubeconfig = clusters.kubeconfig(site).display().to_string();
     let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
-    let is_reported = async |why: &str, remedy: &str| {
+    let assert_reported = async |why: &str, remedy: &str| {
         let status = host.try_exec([program, "status"]).await.expect("run it");
         assert_eq!(status.status.code(), Some(1), "{status:?}");
         assert!(
@@ -365,7 +371,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         let preflight = host.try_exec(preflight).await.expect("run it");
         assert!(preflight.stderr.contains(remedy), "{preflight:?}");
     };
-    is_reported(why, "bpf.hostLegacyRouting=true").await;
+    assert_reported(why, "bpf.hostLegacyRouting=true").await;
 
     // kube-proxy changes to IPVS and back while the agent runs.
     let link = [
@@ -377,24 +383,24 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         "veth",
         "peer",
         "name",
-        "beside",
+        "ipvs-peer",
     ];
     host.exec(link).await.expect("add the interface");
-    let gone = async |link: &str| {
+    let delete_link = async |link: &str| {
         host.exec(["ip", "link", "delete", link])
             .await
             .expect("remove the interface");
     };
-    gone("cilium_host").await;
+    delete_link("cilium_host").await;
     let why = "kube-proxy in mode ipvs translates after the policies looked";
     wait_for_bypass(&clusters, site, why).await;
-    is_reported(why, "`ip link delete kube-ipvs0`").await;
+    assert_reported(why, "`ip link delete kube-ipvs0`").await;
     assert_eq!(clusters.page(site, "/readyz").await.0, 200);
-    gone("kube-ipvs0").await;
+    delete_link("kube-ipvs0").await;
     wait_until("the metric to be 0", TIMEOUT, async || {
         let (_, metrics) = clusters.page(site, "/metrics").await;
-        let over = metrics.contains("wg_agent_datapath_bypassed 0");
-        over.then_some(()).ok_or(metrics)
+        let is_zero = metrics.contains("wg_agent_datapath_bypassed 0");
+        is_zero.then_some(()).ok_or(metrics)
     })
     .await
     .expect("the datapath is no longer bypassed");

@@ -1,5 +1,5 @@
-//! Runs `--mode=policy` beside a foreign tunnel. On one node wireguard-go with Kilo's annotations replaces kg; the
-//! other node runs a full agent. The policy must be enforced and nothing of kg changed.
+//! Tests `--mode=policy` on a node whose tunnel belongs to kg. wireguard-go with Kilo's annotations simulates kg; the
+//! other node runs an agent in full mode. The agent must enforce the policy and must not change kg's state.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +20,7 @@ use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// kg's WireGuard address of the node.
 const KG: &str = "100.66.1.7";
-/// A second address of the node, which its policy denies.
+/// A second address of the node's pod, which the policy denies.
 const DENIED: &str = "10.10.1.77";
 /// A laptop with a manual Peer, which is no member of any mesh.
 const LAPTOP: &str = "10.99.0.2";
@@ -82,9 +82,9 @@ impl Kg {
     }
 
     /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
-    async fn add_peer(&self, clusters: &TwoClusters, site: &Site, of: &Site) {
-        let annotations = clusters.wait_for_published(of).await;
-        let spec = peer(of, &annotations).spec;
+    async fn add_peer(&self, clusters: &TwoClusters, site: &Site, remote: &Site) {
+        let annotations = clusters.wait_for_published(remote).await;
+        let spec = peer(remote, &annotations).spec;
         let more = format!("{LAPTOP}/32");
         let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
         let interface = &site.interface;
@@ -109,7 +109,7 @@ impl Kg {
 /// All state of a node that the agent could change, except for our table and annotation.
 async fn foreign_state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
-    for words in [
+    for args in [
         &["ip", "-d", "rule"][..],
         &["ip", "-6", "-d", "rule"],
         &["ip", "route", "show", "table", "all"],
@@ -123,10 +123,15 @@ async fn foreign_state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, 
         ],
         &["sh", "-c", "nft list tables | grep -v 'inet clustermesh' || true"],
     ] {
-        let text = clusters.host(site).exec(words).await.expect("ask the node").stdout;
-        // Lifetimes change all the time.
+        let text = clusters
+            .host(site)
+            .exec(args)
+            .await
+            .expect("read the node's state")
+            .stdout;
+        // The lifetimes of addresses change continuously.
         out.insert(
-            words.join(" "),
+            args.join(" "),
             text.lines()
                 .filter(|line| !line.contains("valid_lft"))
                 .collect::<Vec<_>>()
@@ -149,8 +154,8 @@ fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send
     std::thread::spawn(run).join().expect("the thread inside the namespace")
 }
 
-/// Moves the address of a site's pod, and further ones, from the node into a pod: listeners on the node itself have
-/// other rules.
+/// Creates a pod with the pod address of a site, which the node had before, and with further addresses. A listener on
+/// the node itself would be subject to other firewall rules.
 async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let gateway = site.pods.replace(".0/24", ".1");
@@ -196,7 +201,7 @@ fn serve(netns: &Path, address: &str, port: u16) {
 }
 
 /// The source address that a server sees, or the error of the connection.
-fn source_seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+fn seen_source(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
     let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
     inside(Path::new(&from.path()), move || {
@@ -215,9 +220,9 @@ fn source_seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String
 }
 
 fn command(clusters: &TwoClusters, site: &Site, more: &[&str]) -> Vec<String> {
-    let mut words = clusters.command(site, more);
-    words.push("--mode=policy".into());
-    words
+    let mut args = clusters.command(site, more);
+    args.push("--mode=policy".into());
+    args
 }
 
 // threat: node-listener, kg-node
@@ -229,7 +234,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let mgmt_pod = make_pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
     let tenant_pod = make_pod(&clusters, tenant, "tenant-pod", &[]).await;
     let _full_agent = clusters.agent(tenant, "agent-tenant");
-    // In add-on mode kg does not handle sources of pods; the CNI masquerades what leaves the cluster.
+    // In add-on mode, kg does not masquerade pods. The CNI masquerades packets that leave the cluster.
     let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
     clusters
         .host(mgmt)
@@ -238,7 +243,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .expect("a CNI's rule");
     clusters.write_all_peers().await;
     kg.add_peer(&clusters, mgmt, tenant).await;
-    // The laptop is behind the same key: kg admits it without any mesh.
+    // The laptop's address is an allowed IP of the same peer, so kg accepts its packets without any mesh.
     let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
     clusters
         .host(tenant)
@@ -272,21 +277,21 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("close a port and an address");
 
-    // Without the agent, kg accepts everything that its Peers admit, and the CNI hides the pod's address.
+    // Without the agent, kg accepts all packets from its peers' allowed IPs, and the CNI masquerades the pod.
     for port in [8080, 10250] {
         assert_eq!(
-            source_seen(&tenant_pod, tenant.pod, KG, port),
+            seen_source(&tenant_pod, tenant.pod, KG, port),
             Ok(tenant.pod.to_owned())
         );
     }
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, DENIED, 8080),
+        seen_source(&tenant_pod, tenant.pod, DENIED, 8080),
         Ok(tenant.pod.to_owned())
     );
-    assert_eq!(source_seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
+    assert_eq!(seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
 
     let before = foreign_state(&clusters, mgmt).await;
-    let words = [
+    let args = [
         "unshare",
         "--mount",
         "sh",
@@ -294,12 +299,12 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"",
         "sh",
     ];
-    let words: Vec<String> = words
+    let args: Vec<String> = args
         .map(String::from)
         .into_iter()
         .chain(command(&clusters, mgmt, &[]))
         .collect();
-    let mut agent = clusters.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
+    let mut agent = clusters.host(mgmt).spawn("agent-mgmt", args).expect("start the agent");
     clusters.wait_until_ready(mgmt).await;
     wait_until("the annotation", TIMEOUT, async || {
         let annotation = clusters
@@ -317,27 +322,27 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("the agent publishes its mode");
 
-    // New connections only: NAT of a connection is fixed by its first packet.
+    // Only new connections are checked, because the first packet of a connection fixes its NAT.
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         Ok(tenant.pod.to_owned())
     );
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, KG, 8080),
+        seen_source(&tenant_pod, tenant.pod, KG, 8080),
         closed,
         "the node's own address"
     );
     assert!(tenant_pod.pings(KG));
     assert_eq!(
-        source_seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
+        seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
         Ok(mgmt.pod.to_owned())
     );
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, KG, 10250),
+        seen_source(&tenant_pod, tenant.pod, KG, 10250),
         closed,
         "an infrastructure port"
     );
-    assert_eq!(source_seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
+    assert_eq!(seen_source(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
     assert_eq!(foreign_state(&clusters, mgmt).await, before);
 
     // Addresses outside all meshes are ignored.
@@ -355,7 +360,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .exec(["nft", "flush", "ruleset"])
         .await
         .expect("flush");
-    wait_until("the table to be back", TIMEOUT, async || {
+    wait_until("the table to be restored", TIMEOUT, async || {
         let list = clusters
             .host(mgmt)
             .try_exec(["nft", "list", "table", "inet", "clustermesh"])
@@ -367,7 +372,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     })
     .await
     .expect("the table");
-    assert_eq!(source_seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
+    assert_eq!(seen_source(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
 
     // Without a PeerPolicy a member reaches nothing, although kg still has its peer.
     policies
@@ -375,7 +380,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .await
         .expect("delete the PeerPolicy");
     wait_until("the member to be blocked", TIMEOUT, async || {
-        match source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
+        match seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
             Err(std::io::ErrorKind::TimedOut) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -383,21 +388,22 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("closed");
 
-    // The same without a Peer; this kg never removes the peer.
+    // The member also reaches nothing without its Peer object. The simulated kg never removes the WireGuard peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     for _ in 0..2 {
         assert_eq!(
-            source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+            seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
             closed,
             "the Peer is deleted"
         );
     }
 
-    // After a stop the node stays closed. After cleanup everything is as before.
+    // After the agent stops, the node stays closed to the member. After cleanup, the node's state is as before the
+    // agent.
     let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         closed,
         "the agent is stopped"
     );
@@ -420,7 +426,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert!(!left.contains("clustermesh"), "{left}");
     assert!(!clusters.annotations(mgmt).await.contains_key(NODE_AGENT));
     assert_eq!(
-        source_seen(&tenant_pod, tenant.pod, KG, 10250),
+        seen_source(&tenant_pod, tenant.pod, KG, 10250),
         Ok(tenant.pod.to_owned())
     );
     drop(kg);

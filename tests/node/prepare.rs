@@ -1,4 +1,4 @@
-//! Runs `wg-agent prepare` in a namespace: what the DaemonSet's init container does to a node.
+//! Runs `wg-agent prepare` in a network namespace, as the DaemonSet's init container does on a node.
 
 use clustermesh_tests::{agent::agent_program, netns::NetNs};
 

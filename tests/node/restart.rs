@@ -1,4 +1,4 @@
-//! Restarts real agents: what they restore from their cache, how they rotate their key, and that they never reveal it.
+//! Tests restarts of real agents: they restore the cached state, rotate their key, and never print the private key.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use nix::sys::signal::Signal;
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// A file in the directory of the agent's key.
+/// The path of a file in the directory of the agent's key.
 fn state_file(clusters: &TwoClusters, site: &Site, name: &str) -> PathBuf {
     clusters.key_file(site).with_file_name(name)
 }
@@ -32,7 +32,7 @@ async fn wg_show(clusters: &TwoClusters, site: &Site, what: &str) -> BTreeMap<St
 
 async fn kill(agent: &mut Running) {
     agent.signal(Signal::SIGKILL).expect("kill");
-    agent.ends(TIMEOUT).await.expect("dead");
+    agent.wait_for_exit(TIMEOUT).await.expect("the agent exits");
 }
 
 async fn wait_for_page(clusters: &TwoClusters, site: &Site, path: &str, want: &str) {
@@ -70,7 +70,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(tenant, mgmt).await;
 
-    // A Peer that is deleted while no agent runs.
+    // Besides the real Peer, the agent caches the Peer `gone`, which is deleted later, while the agent does not run.
     let real = peer(mgmt, &clusters.wait_for_published(mgmt).await);
     let copy = |name: &str, n: u8| {
         let mut peer = real.clone();
@@ -89,13 +89,13 @@ async fn agent_without_api_server_restores_the_cached_state() {
     wait_for_cache(&cache, &gone.spec.public_key).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     assert!(text.contains(&real.spec.public_key), "{text}");
-    let mode = |path: &Path| fs::metadata(path).expect("it is there").permissions().mode() & 0o7777;
+    let mode = |path: &Path| fs::metadata(path).expect("the file's metadata").permissions().mode() & 0o7777;
     assert_eq!(
         (mode(&cache), mode(cache.parent().expect("a directory"))),
         (0o600, 0o700)
     );
 
-    // The agent is killed, a Peer deleted, the API server killed, and the agent started.
+    // Deletes a Peer between two runs of the agent, and starts the second run without the API server.
     kill(&mut second).await;
     clusters.delete_peer(tenant, "gone").await;
     clusters
@@ -110,7 +110,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         &clusters,
         tenant,
         "/readyz",
-        "ok\nbut: cache: the API server has not listed since",
+        "ok\nbut: cache: the API server has not listed these kinds since",
     )
     .await;
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
@@ -123,7 +123,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     );
     let before = wg_show(&clusters, tenant, "latest-handshakes").await;
 
-    // Once the API server is back, the deleted Peer is removed, and the other keeps its session.
+    // After the API server has returned, the deleted Peer is removed, and the other Peer keeps its session.
     clusters
         .lab
         .cluster(tenant.cluster)
@@ -131,7 +131,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .await
         .expect("start the API server");
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
-    wait_until("the deleted Peer to be removed", TIMEOUT, async || {
+    wait_until("the deleted Peer to leave the device", TIMEOUT, async || {
         let now = wg_show(&clusters, tenant, "latest-handshakes").await;
         let keys: Vec<&String> = now.keys().collect();
         if keys == [&real.spec.public_key] {
@@ -141,24 +141,24 @@ async fn agent_without_api_server_restores_the_cached_state() {
         }
     })
     .await
-    .expect("removed");
+    .expect("the peer is removed");
     assert_eq!(clusters.readiness(tenant).await, (200, "ok\n".to_owned()));
     clusters.pings(tenant, mgmt).await.expect("the session is kept");
     let after = wg_show(&clusters, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
-    // An API server that answers but refuses is not unavailable: the tunnels are kept, and the node is not ready.
+    // If the API server answers every list with an error, the tunnels are kept, but the node is not ready.
     kill(&mut second).await;
     let kubeconfig = clusters.kubeconfig(tenant);
     let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
-    let mut spoilt = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
-    for user in &mut spoilt.auth_infos {
+    let mut invalid = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
+    for user in &mut invalid.auth_infos {
         user.auth_info = Some(AuthInfo {
             token: Some("invalid".to_owned().into()),
             ..AuthInfo::default()
         });
     }
-    fs::write(&kubeconfig, serde_json::to_string(&spoilt).expect("it is written")).expect("write it");
+    fs::write(&kubeconfig, serde_json::to_string(&invalid).expect("JSON")).expect("write the kubeconfig");
     let mut second = clusters.agent(tenant, "agent-tenant-refused");
     clusters.wait_until_reaches(tenant, mgmt).await;
     wait_for_page(
@@ -170,9 +170,9 @@ async fn agent_without_api_server_restores_the_cached_state() {
     .await;
     let (code, page) = clusters.page(tenant, "/readyz").await;
     assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
-    fs::write(&kubeconfig, good).expect("write it");
+    fs::write(&kubeconfig, good).expect("restore the kubeconfig");
 
-    // A cache above its maximum age is reported and not used, and the agent waits as without a cache.
+    // A cache older than `--cache-max-age` is reported and not used: the agent waits for the API server.
     kill(&mut second).await;
     clusters
         .lab
@@ -189,8 +189,8 @@ async fn agent_without_api_server_restores_the_cached_state() {
     )
     .await;
     wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
-    fs::write(&cache, saved).expect("put it back");
-    fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("root's alone");
+    fs::write(&cache, saved).expect("restore the cache");
+    fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("set the mode");
     clusters
         .lab
         .cluster(tenant.cluster)
@@ -198,10 +198,10 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .await
         .expect("start the API server");
 
-    // The same for a damaged cache, which is set aside.
+    // A damaged cache is renamed and not used: the agent waits for the API server.
     kill(&mut second).await;
     let text = fs::read_to_string(&cache).expect("the cache");
-    fs::write(&cache, &text[..text.len() - 9]).expect("damage it");
+    fs::write(&cache, &text[..text.len() - 9]).expect("damage the cache");
     clusters
         .lab
         .cluster(tenant.cluster)
@@ -248,11 +248,12 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
     peers
         .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
         .await
-        .expect("replace it");
-    // After the next restart the only known endpoint is the observed one. Only this side sends.
+        .expect("replace the Peer");
+    // After the restart, this node knows the peer's endpoint only from its last WireGuard session. The pings
+    // go from this node to the peer, so this node must use that endpoint.
     wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
-        first.terminate(TIMEOUT).await.expect("it ends").success(),
+        first.terminate(TIMEOUT).await.expect("the agent exits").success(),
         "{}",
         first.log()
     );
@@ -260,13 +261,13 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
     clusters.wait_until_reaches(mgmt, tenant).await;
 }
 
-/// The ways in which a 32-byte secret may be printed.
-fn spellings(key: &str) -> Vec<String> {
+/// The first halves of the encodings in which a log might contain a 32-byte secret.
+fn encodings(key: &str) -> Vec<String> {
     use base64::{Engine, engine::general_purpose as alphabets};
     let bytes = alphabets::STANDARD.decode(key.trim()).expect("base64");
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let list = format!("{bytes:?}");
-    // Half of a key is as bad, and a line may be cut.
+    // Half a key is as confidential as the whole key, and a log line may be truncated.
     let half = |text: &str| text[..text.len() / 2].to_owned();
     vec![
         half(&alphabets::STANDARD.encode(&bytes)),
@@ -283,9 +284,9 @@ async fn agent_output_never_contains_the_private_key() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     // The first start creates the key, the second reads it.
-    let mut made = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
+    let mut first = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
     clusters.wait_for_published(mgmt).await;
-    assert!(made.terminate(TIMEOUT).await.expect("it ends").success());
+    assert!(first.terminate(TIMEOUT).await.expect("the agent exits").success());
     let mut agent = clusters.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
     let _second = clusters.agent(tenant, "agent-tenant");
     clusters.write_all_peers().await;
@@ -301,31 +302,31 @@ async fn agent_output_never_contains_the_private_key() {
         outputs.insert(path.into(), clusters.page(mgmt, path).await.1);
     }
     outputs.insert("annotations".into(), format!("{:?}", clusters.annotations(mgmt).await));
-    // The control socket must hide the key: wireguard-tools print it.
+    // The control socket must not return the private key, because `wg show dump` would print it.
     let dump = ["wg", "show", &mgmt.interface, "dump"];
     outputs.insert(
         "wg show dump".into(),
         clusters.host(mgmt).exec(dump).await.expect("wg show").stdout,
     );
-    let pid = agent.pid().expect("it runs");
+    let pid = agent.pid().expect("the agent runs");
     for file in ["cmdline", "environ", "comm"] {
-        let text = fs::read(format!("/proc/{pid}/{file}")).expect("of our own process");
+        let text = fs::read(format!("/proc/{pid}/{file}")).expect("read a file of the agent's process");
         outputs.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
     }
-    assert!(agent.terminate(TIMEOUT).await.expect("it ends").success());
-    outputs.insert("log of the first start".into(), made.log());
+    assert!(agent.terminate(TIMEOUT).await.expect("the agent exits").success());
+    outputs.insert("log of the first start".into(), first.log());
     outputs.insert("log".into(), agent.log());
     outputs.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
-    // An invalid key is not quoted either.
+    // The error about an invalid key file must not quote its content.
     let file = clusters.key_file(mgmt);
     let private = fs::read_to_string(&file).expect("the key");
-    fs::write(&file, format!("{private}{private}")).expect("spoil it");
-    let mut spoilt = clusters.agent(mgmt, "agent-spoilt");
-    assert!(!spoilt.ends(TIMEOUT).await.expect("it ends").success());
-    outputs.insert("refusal".into(), spoilt.log());
+    fs::write(&file, format!("{private}{private}")).expect("write an invalid key");
+    let mut refused = clusters.agent(mgmt, "agent-refused");
+    assert!(!refused.wait_for_exit(TIMEOUT).await.expect("the agent exits").success());
+    outputs.insert("refusal".into(), refused.log());
 
-    // Proves that the outputs are complete: each contains what it should.
-    for (what, holds) in [
+    // Each output contains an expected text: otherwise the search for the private key proves nothing.
+    for (what, expected) in [
         ("log of the first start", "made this node's key"),
         ("log", "TRACE"),
         ("log", public.as_str()),
@@ -334,35 +335,35 @@ async fn agent_output_never_contains_the_private_key() {
         ("annotations", &public),
         ("wg show dump", &other),
         ("cache", &other),
-        ("refusal", "does not hold a WireGuard private key"),
+        ("refusal", "does not contain a WireGuard private key"),
         ("cmdline", "--key-file"),
     ] {
         assert!(
-            outputs[what].contains(holds),
-            "{what} has no {holds}: {}",
+            outputs[what].contains(expected),
+            "{what} does not contain {expected}: {}",
             outputs[what]
         );
     }
     for (what, text) in &outputs {
-        for secret in spellings(&private) {
-            assert!(!text.contains(&secret), "{what} holds the private key");
+        for secret in encodings(&private) {
+            assert!(!text.contains(&secret), "{what} contains the private key");
         }
     }
 }
 
 #[tokio::test]
-async fn key_rotation_costs_one_handshake_over_ipv4() {
+async fn key_rotation_over_ipv4_loses_packets_for_at_most_2_s() {
     rotate_key(&TwoClusters::start().await, "172.30.").await;
 }
 
 #[tokio::test]
-async fn key_rotation_costs_one_handshake_over_ipv6() {
+async fn key_rotation_over_ipv6_loses_packets_for_at_most_2_s() {
     let clusters = TwoClusters::start().await;
-    clusters.over_ipv6().await;
+    clusters.use_ipv6_underlay().await;
     rotate_key(&clusters, "[fd77::").await;
 }
 
-/// `outer` is the prefix of both endpoints.
+/// Rotates a node's key during traffic, and limits the packet loss. `outer` is the beginning of both endpoint addresses.
 async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let agent = clusters.agent(mgmt, "agent-mgmt");
@@ -381,7 +382,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         if now == old { Err(now) } else { Ok(now) }
     })
     .await
-    .expect("it is published");
+    .expect("the new key is published");
     assert!(stderr.contains(&next), "{stderr}");
     let again = clusters.host(mgmt).try_exec(rotate()).await.expect("run");
     assert!(
@@ -390,7 +391,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         again.stderr
     );
 
-    // Until the peer has the new key, the old one is used, and the node reports what it waits for.
+    // Until the peer has the new key, the node uses the old key and reports that the new one is published.
     wait_for_page(
         clusters,
         mgmt,
@@ -399,11 +400,11 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     )
     .await;
     for _ in 0..5 {
-        clusters.pings(mgmt, tenant).await.expect("the old key serves");
-        clusters.pings(tenant, mgmt).await.expect("the old key serves");
+        clusters.pings(mgmt, tenant).await.expect("the old key still works");
+        clusters.pings(tenant, mgmt).await.expect("the old key still works");
     }
 
-    // The peer gets the new key while packets flow both ways.
+    // The peer gets the new key while both nodes send packets.
     let flow = |from: &Site, to: &Site| {
         let words = ["ping", "-n", "-D", "-i", "0.05", "-w", "5", "-I", from.pod, to.pod];
         clusters
@@ -413,17 +414,17 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     };
     let mut flows = [flow(mgmt, tenant), flow(tenant, mgmt)];
     for flow in &mut flows {
-        flow.says("icmp_seq=10 ", TIMEOUT).await.expect("ten replies");
+        flow.wait_for_log("icmp_seq=10 ", TIMEOUT).await.expect("ten replies");
     }
     let peers = clusters.peers(tenant).await;
-    let mut learnt = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
-    learnt.spec.public_key.clone_from(&next);
+    let mut updated = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
+    updated.spec.public_key.clone_from(&next);
     peers
-        .replace("mesh--mgmt--mgmt-1", &PostParams::default(), &learnt)
+        .replace("mesh--mgmt--mgmt-1", &PostParams::default(), &updated)
         .await
-        .expect("replace it");
+        .expect("replace the Peer");
     for flow in &mut flows {
-        flow.ends(TIMEOUT).await.expect("it ends");
+        flow.wait_for_exit(TIMEOUT).await.expect("ping exits");
         let log = flow.log();
         let numbers = log
             .lines()
@@ -431,7 +432,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         let numbers: Vec<u32> = numbers.collect();
         let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
         println!("packets lost in a row, of 20 a second: {gap}");
-        // WireGuard's own retry would cost 5 s.
+        // 2 s at 20 packets per second. WireGuard itself would repeat a lost handshake only after 5 s.
         assert!(
             gap < 40 && numbers.last().is_some_and(|last| *last > 60),
             "{gap}: {log}\n{}",
@@ -459,9 +460,9 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     assert_eq!(
         nft_tables(clusters, mgmt).await,
         before,
-        "the table of the rotation is removed"
+        "the nftables table of the key rotation is removed"
     );
-    for secret in spellings(&private).into_iter().chain(spellings(&now)) {
+    for secret in encodings(&private).into_iter().chain(encodings(&now)) {
         assert!(!agent.log().contains(&secret) && !stderr.contains(&secret));
     }
 }

@@ -1,5 +1,5 @@
-//! Checks how a real agent reports its peers and its admission policy: `wg-agent status`, metrics, and annotations of
-//! the Node, until the problem is solved.
+//! Tests the reports of a real agent about its peers and its admission policy: `wg-agent status`, metrics, and
+//! annotations of the Node.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -14,7 +14,7 @@ use kube::api::PostParams;
 
 use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters};
 
-/// A peer is down 15 s after the first handshake attempt, and the change is published within another 10 s.
+/// A peer counts as down 15 s after the first handshake attempt; the agent publishes that within another 10 s.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The Peer of a node that does not exist.
@@ -47,7 +47,7 @@ fn phantom() -> Peer {
 /// Runs `wg-agent status` on a node: exit code, standard output and standard error.
 async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, String, String) {
     let site = clusters.site(site);
-    let output = clusters.host(site).try_exec(words).await.expect("run it");
+    let output = clusters.host(site).try_exec(words).await.expect("run wg-agent status");
     (output.status.code().unwrap_or(-1), output.stdout, output.stderr)
 }
 
@@ -90,7 +90,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(tenant, clusters.site(MGMT)).await;
 
-    // The other cluster is up, and the phantom goes down; every report shows both.
+    // The peer in the other cluster is up, and the phantom Peer is down. Every report shows both.
     let gone = [(
         "ns/prod/gone".to_owned(),
         Link {
@@ -159,7 +159,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
     assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
     assert!(
-        agent.terminate(TIMEOUT).await.expect("it ends").success(),
+        agent.terminate(TIMEOUT).await.expect("the agent exits").success(),
         "{}",
         agent.log()
     );
@@ -167,7 +167,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     assert_eq!(code, 2);
 }
 
-/// Replaces the policy of deploy/agent.yaml, which applies to a service account that this test does not use.
+/// A substitute for the policy in deploy/agent.yaml, which applies to a ServiceAccount that this test does not use.
 const ADMISSION: &str = r#"
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
@@ -190,19 +190,19 @@ spec: {policyName: agents, validationActions: [Deny]}
 async fn agent_without_admission_policy_is_ready_and_reports_it() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
-    let mut agent = clusters.agent(tenant, "agent-open");
+    let mut agent = clusters.agent(tenant, "agent-without-policy");
     clusters.wait_until_ready(tenant).await;
     let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
     assert!(
-        code == 0 && page.contains("Admission  no admission policy holds"),
+        code == 0 && page.contains("Admission  no admission policy restricts"),
         "{code}: {page}"
     );
     let (code, text) = clusters.page(tenant, "/readyz").await;
     assert!(
-        code == 200 && text.contains("but: admission: no admission policy holds"),
+        code == 200 && text.contains("but: admission: no admission policy restricts"),
         "{code}: {text}"
     );
-    assert!(agent.log().contains("no admission policy holds"), "{}", agent.log());
+    assert!(agent.log().contains("no admission policy restricts"), "{}", agent.log());
     let labels = clusters
         .nodes(tenant)
         .await
@@ -213,7 +213,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
         .labels;
     assert!(!format!("{labels:?}").contains("admission-probe"), "{labels:?}");
 
-    agent.terminate(TIMEOUT).await.expect("it ends");
+    agent.terminate(TIMEOUT).await.expect("the agent exits");
     let file = clusters.kubeconfig(tenant).with_extension("admission.yaml");
     std::fs::write(&file, ADMISSION).expect("write a manifest");
     let cluster = clusters.lab.cluster(tenant.cluster);
@@ -227,20 +227,20 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
         }
     })
     .await
-    .expect("in force");
-    let agent = clusters.agent(tenant, "agent-held");
+    .expect("the policy is in force");
+    let agent = clusters.agent(tenant, "agent-with-policy");
     clusters.wait_until_ready(tenant).await;
     wait_until("the agent to notice the policy", TIMEOUT, async || {
         let (_, state) = clusters.page(tenant, "/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
-        if state["admission"] == "held" {
+        if state["admission"] == "restricted" {
             Ok(())
         } else {
             Err(state["admission"].to_string())
         }
     })
     .await
-    .expect("held");
+    .expect("the agent reports the policy");
     assert_eq!(clusters.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
     assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
 }
@@ -250,7 +250,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
 async fn policy_is_enforced_during_two_thousand_idle_connections() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
-    // The lowest file descriptor limit that container runtimes set.
+    // The lowest limit of file descriptors that container runtimes set.
     let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
     words.extend(clusters.command(tenant, &[]));
     let _agent = clusters.host(tenant).spawn("agent", words).expect("start the agent");
@@ -261,7 +261,7 @@ async fn policy_is_enforced_during_two_thousand_idle_connections() {
         let (_, hard) = nix::sys::resource::getrlimit(limit).expect("a limit");
         nix::sys::resource::setrlimit(limit, hard, hard).expect("raise the limit");
         let host = std::fs::File::open(host).expect("open a network namespace");
-        nix::sched::setns(&host, nix::sched::CloneFlags::CLONE_NEWNET).expect("enter it");
+        nix::sched::setns(&host, nix::sched::CloneFlags::CLONE_NEWNET).expect("enter the namespace");
         let one = || std::net::TcpStream::connect_timeout(&([127, 0, 0, 1], 9587).into(), TIMEOUT);
         (0..2000).map(|_| one()).collect::<Result<Vec<_>, _>>()
     });
@@ -279,7 +279,7 @@ async fn policy_is_enforced_during_two_thousand_idle_connections() {
         .create(&PostParams::default(), &policy)
         .await
         .expect("create the PeerPolicy");
-    wait_until("the table to hold the policy", TIMEOUT, async || {
+    wait_until("the policy in nftables", TIMEOUT, async || {
         let list = ["nft", "list", "set", "inet", "clustermesh", "mesh4"];
         let list = clusters
             .host(tenant)
@@ -293,7 +293,7 @@ async fn policy_is_enforced_during_two_thousand_idle_connections() {
         }
     })
     .await
-    .expect("enforced");
+    .expect("the policy is enforced");
     assert_eq!(clusters.page(tenant, "/healthz").await, (200, "ok\n".to_owned()));
     drop(idle);
 }

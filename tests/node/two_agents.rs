@@ -1,5 +1,5 @@
-//! Runs two real agents in two clusters, each with a real API server: connectivity, failures of the API server, invalid
-//! Peers, and repairs.
+//! Tests two real agents in two clusters, each with a real API server: connectivity, failures of the API server,
+//! invalid Peers, and repairs of the kernel state.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// All kernel state of the agent, as `ip` and `nft` show it.
+/// The kernel state that the agent has created, as `ip` and `nft` show it.
 async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
     let site = clusters.site(index);
     let mut out = Vec::new();
@@ -23,12 +23,12 @@ async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
         vec!["ip", "-j", "link", "show"],
         vec!["nft", "-j", "list", "tables"],
     ] {
-        let text = clusters.host(site).exec(words).await.expect("ask the kernel").stdout;
+        let text = clusters.host(site).exec(words).await.expect("run ip or nft").stdout;
         let list: Value = serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("JSON");
         let list = list.get("nftables").cloned().unwrap_or(list);
-        let ours = list.as_array().into_iter().flatten().filter(|one| {
-            let text = one.to_string();
-            one.get("protocol").is_some_and(|p| p == "117" || p == 117)
+        let ours = list.as_array().into_iter().flatten().filter(|item| {
+            let text = item.to_string();
+            item.get("protocol").is_some_and(|p| p == "117" || p == 117)
                 || text.contains("clustermesh")
                 || text.contains(&site.interface)
         });
@@ -55,7 +55,7 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         .await
         .expect("start a capture");
 
-    // Sends enough TCP data for full-size segments to a pod; the node itself has no port open to members.
+    // Sends enough TCP data for full-size segments. The server is a pod, because the node has no port open to members.
     let (pod, server) = (NetNs::new("tenant-pod"), "10.20.1.6");
     let script = format!(
         "echo 1 > /proc/sys/net/ipv4/ip_forward
@@ -88,7 +88,7 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
         }
     })
     .await
-    .expect("4 MB are transferred");
+    .expect("4 MB are transferred over TCP");
 
     // Metrics and debug state show the peer.
     wait_until("the peer to count as up", TIMEOUT, async || {
@@ -107,14 +107,14 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     assert!(state.contains("mesh--tenant-a--tenant-a-1"), "{state}");
     assert!(!state.contains(key.trim()), "the private key is not shown");
 
-    // A second agent reports the process of the first.
-    let pid = second.pid().expect("it runs");
-    let mut third = clusters
+    // An agent that is started on a node with a running agent exits, and its log names the process of the running agent.
+    let pid = second.pid().expect("the agent runs");
+    let mut duplicate = clusters
         .host(tenant)
-        .spawn("third", clusters.command(tenant, &["--listen=127.0.0.1:0"]))
+        .spawn("duplicate", clusters.command(tenant, &["--listen=127.0.0.1:0"]))
         .expect("start");
-    let status = third.ends(TIMEOUT).await.expect("it ends");
-    let log = third.log();
+    let status = duplicate.wait_for_exit(TIMEOUT).await.expect("the agent exits");
+    let log = duplicate.log();
     assert!(
         !status.success() && log.contains("another wg-agent") && log.contains(&format!("process {pid}")),
         "{log}"
@@ -122,21 +122,22 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     clusters
         .pings(mgmt, tenant)
         .await
-        .expect("the first agent is not disturbed");
+        .expect("the running agent still works");
 
-    // After SIGKILL packets get an error instead of leaving unencrypted; after a restart the tunnel works again.
+    // After SIGKILL, packets are rejected with an error and do not leave unencrypted. After a restart the tunnel works again.
     second.signal(Signal::SIGKILL).expect("kill");
-    second.ends(TIMEOUT).await.expect("dead");
+    second.wait_for_exit(TIMEOUT).await.expect("the agent exits");
     clusters
         .pings(tenant, mgmt)
         .await
-        .expect_err("no agent carries packets");
+        .expect_err("without the agent, no packet passes");
     let route = clusters
         .host(tenant)
         .try_exec(["ip", "route", "get", mgmt.pod])
         .await
-        .expect("ask the kernel");
-    // The interface outlives its process but has no carrier, so the `unreachable` routes apply instead of its own.
+        .expect("run ip");
+    // The interface remains after its process has died, but without carrier: its routes are ignored, and the `unreachable`
+    // routes apply.
     assert!(
         route.stderr.contains("No route to host"),
         "{}{}",
@@ -148,21 +149,21 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     clusters.wait_until_reaches(tenant, mgmt).await;
     clusters.wait_until_reaches(mgmt, tenant).await;
     let took = started.elapsed();
-    eprintln!("back {took:?} after the start");
+    eprintln!("connected {took:?} after the restart");
     assert!(took < Duration::from_secs(10), "{took:?}");
 
-    // The link between the nodes carried WireGuard and no inner packets.
+    // The underlay carried WireGuard packets and no unencrypted inner packets.
     let seen = capture.stop().await.expect("the capture ends");
     let clear = seen
         .packets("net 10.0.0.0/8 or net 100.64.0.0/10")
         .await
-        .expect("read it");
+        .expect("read the capture");
     assert_eq!(clear, Vec::<String>::new());
     let outer = seen
         .packets("udp port 51820 and host 172.30.1.11 and host 172.30.2.11")
         .await
-        .expect("read it");
-    // The number is not checked: a veth carries up to 64 kB of packets as one frame.
+        .expect("read the capture");
+    // The number of packets is not checked: a veth pair with segmentation offload passes up to 64 kB as one frame.
     assert!(!outer.is_empty());
 }
 
@@ -186,7 +187,7 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .expect("kill the API server");
     let _second = clusters.agent(tenant, "agent-tenant");
     wait_until(
-        "the agent to report what it waits for",
+        "the agent to report that it waits for the API server",
         TIMEOUT,
         async || match clusters.page(tenant, "/readyz").await {
             (503, text) if text.contains("waiting for the first list of") => Ok(()),
@@ -235,16 +236,16 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
         .await
         .expect("start the API server");
 
-    // The agent follows changes again.
+    // The agent applies changes again.
     clusters.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
-    wait_until("the Peer's routes to be gone", TIMEOUT, async || {
+    wait_until("the Peer's routes to be removed", TIMEOUT, async || {
         match clusters.pings(tenant, mgmt).await {
-            Ok(()) => Err("still answered".to_owned()),
+            Ok(()) => Err("the ping is still answered".to_owned()),
             Err(_) => Ok(()),
         }
     })
     .await
-    .expect("the Peer is gone");
+    .expect("the routes are removed");
 }
 
 // threat: peer-claims-node
@@ -261,7 +262,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
 
     let good = peer(tenant, &clusters.wait_for_published(tenant).await);
     let peers = clusters.peers(mgmt).await;
-    let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
+    let keys: Vec<String> = (0..6).map(|n| unused_public_key(n + 1)).collect();
     let invalid = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
         let mut peer = good.clone();
         peer.metadata.name = Some(format!("wrong-{index}"));
@@ -302,9 +303,9 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
         peers
             .create(&PostParams::default(), peer)
             .await
-            .expect("the CRD takes it");
+            .expect("the API server accepts the Peer");
     }
-    wait_until("each to be counted", TIMEOUT, async || {
+    wait_until("every refused Peer to be counted", TIMEOUT, async || {
         let (_, metrics) = clusters.page(mgmt, "/metrics").await;
         let line = |reason: &str, count: usize| format!("wg_agent_peers_refused{{reason=\"{reason}\"}} {count}");
         let missing: Vec<String> = [
@@ -355,7 +356,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     .await
     .expect("metrics");
 
-    // Cleanup is refused while an agent runs. After it, nothing is left.
+    // `cleanup` fails while an agent runs. After a successful `cleanup`, no kernel state of the agent is left.
     let cleanup = || clusters.command(mgmt, &["cleanup"]);
     let refused = clusters.host(mgmt).try_exec(cleanup()).await.expect("run");
     assert!(
@@ -364,11 +365,11 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
         refused.stderr
     );
     assert!(!our_kernel_state(&clusters, MGMT).await.is_empty());
-    let status = first.terminate(TIMEOUT).await.expect("it ends");
+    let status = first.terminate(TIMEOUT).await.expect("the agent exits");
     assert!(status.success(), "{}", first.log());
     assert!(
         !our_kernel_state(&clusters, MGMT).await.is_empty(),
-        "after a stop the node stays closed"
+        "the kernel state remains after a stop, so that no packet leaves unencrypted"
     );
     let done = clusters.host(mgmt).exec(cleanup()).await.expect("cleanup");
     assert_eq!(our_kernel_state(&clusters, MGMT).await, before, "{}", done.stderr);
@@ -377,12 +378,12 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     assert!(annotations.keys().all(|key| !key.contains("kilo")), "{annotations:?}");
     assert!(
         std::path::Path::new(&key_file(&clusters, MGMT)).exists(),
-        "the identity stays"
+        "the key file is kept"
     );
 }
 
-/// A key that no node has: any 32 bytes that are no point of low order.
-fn base64_key(n: u8) -> String {
+/// A public key that no node has: any 32 bytes, except the few points of low order.
+fn unused_public_key(n: u8) -> String {
     clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
 }
 
@@ -396,7 +397,7 @@ async fn deleted_kernel_state_is_restored() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(mgmt, tenant).await;
     let table = ["nft", "list", "table", "inet", "clustermesh"];
-    for (what, taking) in [
+    for (what, deletion) in [
         ("the firewall table", "nft delete table inet clustermesh".to_owned()),
         ("the whole ruleset", "nft flush ruleset".to_owned()),
         ("the rules", "ip rule del pref 1000; ip rule del pref 1001".to_owned()),
@@ -411,10 +412,10 @@ async fn deleted_kernel_state_is_restored() {
         let started = Instant::now();
         clusters
             .host(mgmt)
-            .exec(["sh", "-ec", &taking])
+            .exec(["sh", "-ec", &deletion])
             .await
-            .expect("take it away");
-        wait_until(format!("{what} to be back"), TIMEOUT, async || {
+            .expect("delete the kernel state");
+        wait_until(format!("{what} to be restored"), TIMEOUT, async || {
             let now = our_kernel_state(&clusters, MGMT).await;
             // A new device has a new index, so only the number of items is compared.
             if now.len() != before.len() {
@@ -429,6 +430,6 @@ async fn deleted_kernel_state_is_restored() {
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        eprintln!("{what}: back after {:?}", started.elapsed());
+        eprintln!("{what}: restored after {:?}", started.elapsed());
     }
 }

@@ -1,5 +1,5 @@
-//! Sets up two clusters of one node each, for tests of the whole agent: real API servers, namespaces as nodes, the real
-//! binary. The test takes the place of the controller: it writes Peers and PeerPolicies from what the agents publish.
+//! Sets up two clusters of one node each, for tests of the agent binary: real API servers, and network namespaces as
+//! nodes. The test replaces the controller: it writes Peers and PeerPolicies from the Node annotations of the agents.
 
 use std::{
     collections::BTreeMap,
@@ -22,21 +22,23 @@ use kube::{
     api::{DeleteParams, Patch, PatchParams, PostParams},
 };
 
-/// A longer wait means a failure.
+/// Time limit of every wait.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A node, its cluster and its addresses.
+/// A cluster and its only node.
 pub(crate) struct Site {
     pub(crate) cluster: &'static str,
     pub(crate) node: &'static str,
     pub(crate) address: &'static str,
+    /// The node's pod network.
     pub(crate) pods: &'static str,
     pub(crate) pod: &'static str,
+    /// The network from which the node gets its WireGuard address.
     pub(crate) wireguard: &'static str,
     pub(crate) interface: String,
 }
 
-/// Both clusters.
+/// The two clusters.
 pub(crate) struct TwoClusters {
     pub(crate) lab: Lab,
     pub(crate) sites: [Site; 2],
@@ -47,7 +49,7 @@ pub(crate) const MGMT: usize = 0;
 pub(crate) const TENANT: usize = 1;
 
 impl Drop for TwoClusters {
-    /// A killed agent leaves its lock and its control socket in a directory that all network namespaces share.
+    /// Removes the lock and control socket of killed agents: all network namespaces share the directory of these files.
     fn drop(&mut self) {
         for site in &self.sites {
             let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", site.interface));
@@ -62,7 +64,7 @@ impl Drop for TwoClusters {
 
 impl TwoClusters {
     pub(crate) async fn start() -> Self {
-        let clusters = Self::without_crds().await;
+        let clusters = Self::start_without_crds().await;
         for site in &clusters.sites {
             clusters.install_crds(site).await;
         }
@@ -88,11 +90,11 @@ impl TwoClusters {
         cluster.kubectl(established).await.expect("the CRDs are served");
     }
 
-    pub(crate) async fn without_crds() -> Self {
+    pub(crate) async fn start_without_crds() -> Self {
         let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
             .await
             .expect("start the lab");
-        // Control sockets lie in the file system, which all namespaces share, so interface names must be unique.
+        // Interface names must be unique: they are names of control sockets in a directory that all namespaces share.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let interface = |letter: char| {
             format!(
@@ -142,7 +144,7 @@ impl TwoClusters {
                 .await
                 .expect("add a host");
             host.exec([agent_program(), "prepare"]).await.expect("prepare the node");
-            // The pod's address is on the node's loopback: only the source address on the link matters.
+            // The node itself has the pod's address: the tests need only its source address, and no pod.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
                 .expect("an address");
@@ -162,8 +164,8 @@ impl TwoClusters {
         self.files.path().join(format!("{}.kubeconfig", site.cluster))
     }
 
-    /// Adds an IPv6 network to the underlay and publishes it as the endpoint of both Nodes.
-    pub(crate) async fn over_ipv6(&self) {
+    /// Adds an IPv6 network to the underlay, and makes its addresses the endpoints of both Nodes.
+    pub(crate) async fn use_ipv6_underlay(&self) {
         for (site, host) in self.sites.iter().zip(1..) {
             let address = format!("fd77::{host}/64");
             let words = ["ip", "addr", "add", &address, "dev", "eth0", "nodad"];
@@ -214,12 +216,12 @@ impl TwoClusters {
         words
     }
 
-    /// Starts an agent with the privileges of the DaemonSet and no more: NET_ADMIN, and a read-only `/proc/sys`.
+    /// Starts an agent with only the privileges of the DaemonSet: NET_ADMIN, and a read-only `/proc/sys`.
     pub(crate) fn agent(&self, site: &Site, log: &str) -> Running {
         self.agent_with(site, log, &[])
     }
 
-    /// Like [`Self::agent`], with `file` mounted as its `/etc/resolv.conf`, as a kubelet does.
+    /// Like [`Self::agent`], with `file` mounted as `/etc/resolv.conf`, as the kubelet does.
     pub(crate) fn agent_with_resolvers(&self, site: &Site, log: &str, file: &std::path::Path) -> Running {
         let script = format!("mount --bind '{}' /etc/resolv.conf; {CONFINED}", file.display());
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", &script, "sh"]
@@ -249,9 +251,9 @@ impl TwoClusters {
         node.metadata.annotations.unwrap_or_default()
     }
 
-    /// Waits until the agent has published an identity, and returns the annotations.
+    /// Waits until the agent has published its key and WireGuard address, and returns the Node's annotations.
     pub(crate) async fn wait_for_published(&self, site: &Site) -> BTreeMap<String, String> {
-        wait_until(format!("what {} publishes", site.node), TIMEOUT, async || {
+        wait_until(format!("the key of {}", site.node), TIMEOUT, async || {
             let all = self.annotations(site).await;
             if all.contains_key(KILO_KEY) && all.contains_key(KILO_WIREGUARD_IP) {
                 Ok(all)
@@ -260,10 +262,10 @@ impl TwoClusters {
             }
         })
         .await
-        .expect("published")
+        .expect("the agent publishes its key")
     }
 
-    /// Writes into `target` the Peer and PeerPolicy of `source`, as a controller does.
+    /// Writes the Peer and PeerPolicy of `source` into `target`, as the controller does.
     pub(crate) async fn write_peer(&self, target: &Site, source: &Site) {
         let annotations = self.wait_for_published(source).await;
         let peer = peer(source, &annotations);
@@ -277,9 +279,9 @@ impl TwoClusters {
             PeerPolicySpec {
                 source: source.cluster.into(),
                 sources: vec![source.pods.into(), source.wireguard.into()],
-                networks: vec![wide(source), source.wireguard.into()],
+                networks: vec![cluster_pods(source), source.wireguard.into()],
                 allow: vec![Allow {
-                    to: vec![wide(target), target.wireguard.into()],
+                    to: vec![cluster_pods(target), target.wireguard.into()],
                 }],
                 ..PeerPolicySpec::default()
             },
@@ -298,7 +300,7 @@ impl TwoClusters {
         self.write_peer(tenant, mgmt).await;
     }
 
-    /// One ping between pod addresses.
+    /// Sends one ping between pod addresses; `Err` = no reply, with the output of ping.
     pub(crate) async fn pings(&self, from: &Site, to: &Site) -> Result<(), String> {
         let words = ["ping", "-n", "-c1", "-W1", "-I", from.pod, to.pod];
         let output = self.host(from).try_exec(words).await.map_err(|e| e.to_string())?;
@@ -317,7 +319,7 @@ impl TwoClusters {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// One page of an agent's admin endpoint: status code and text.
+    /// Requests a page of the agent's admin endpoint: status code and text.
     pub(crate) async fn page(&self, site: &Site, path: &str) -> (u16, String) {
         let url = format!("http://127.0.0.1:9587{path}");
         let words = ["curl", "-sS", "-m", "2", "-w", "\n%{http_code}", &url];
@@ -326,7 +328,7 @@ impl TwoClusters {
         (code.trim().parse().unwrap_or(0), text.to_owned())
     }
 
-    /// The page `/readyz` without the line about the missing admission policy: these agents are cluster administrators.
+    /// Like [`Self::page`] for `/readyz`, without the line about the admission policy, which these clusters do not have.
     pub(crate) async fn readiness(&self, site: &Site) -> (u16, String) {
         let (code, page) = self.page(site, "/readyz").await;
         let lines = page
@@ -364,12 +366,13 @@ impl TwoClusters {
     }
 }
 
-/// The /16 around a site's pod network.
-pub(crate) fn wide(site: &Site) -> String {
+/// The cluster's pod network: the /16 around that of its node.
+pub(crate) fn cluster_pods(site: &Site) -> String {
     let net: ipnet::IpNet = site.pods.parse().expect("a network");
     ipnet::IpNet::new(net.addr(), 16).expect("a length").trunc().to_string()
 }
 
+/// The Peer of a site's node, from the annotations of the Node.
 pub(crate) fn peer(source: &Site, annotations: &BTreeMap<String, String>) -> Peer {
     let wireguard = annotations[KILO_WIREGUARD_IP]
         .split('/')

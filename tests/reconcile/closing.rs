@@ -10,20 +10,19 @@ use crate::{gateways, hostile, sandbox};
 // threat: closing-not-written
 #[tokio::test]
 async fn quarantine_is_pending_where_api_server_is_frozen() {
-    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
-    let wide = ["mgmt", "tenant-a"].map(|cluster| (cluster, true));
-    let open = async |cluster: &str| {
+    let (env, _controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let is_open = async |cluster: &str| {
         let policies = sandbox::policies(&env, cluster).await;
         !policies["prod--tenant-b"].spec.allow.is_empty()
     };
-    for (cluster, want) in wide {
-        assert_eq!(open(cluster).await, want, "{cluster}");
+    for cluster in ["mgmt", "tenant-a"] {
+        assert!(is_open(cluster).await, "{cluster}");
     }
 
-    // One API server is frozen when an annotation asks for the quarantine. The annotation also contains a name that is
-    // no entry.
-    let away = env.lab.cluster("tenant-a");
-    away.freeze_api().unwrap();
+    // While one API server is frozen, an annotation requests the quarantine. It also names a cluster that is no entry of
+    // the mesh.
+    let frozen = env.lab.cluster("tenant-a");
+    frozen.freeze_api().unwrap();
     env.until_condition("Ready", "False/MemberStale", LATER).await;
     let annotate = async |change: &str| {
         let words = ["annotate", "--overwrite", "cmesh", "prod", "-n", NAMESPACE, change];
@@ -31,12 +30,14 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
     };
     annotate("kilo-clustermesh.io/quarantine=tenant-b,tenant-bb").await;
     let closed = async |cluster: &str, want: bool| {
-        wait_until(format!("{cluster} to be closed: {want}"), SOON, async || {
-            match open(cluster).await {
+        wait_until(
+            format!("{cluster} to be closed: {want}"),
+            SOON,
+            async || match is_open(cluster).await {
                 open if open != want => Ok(()),
                 open => Err(format!("open: {open}")),
-            }
-        })
+            },
+        )
         .await
         .unwrap();
     };
@@ -57,10 +58,10 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         "{events}"
     );
 
-    // When it answers again, the quarantine is in effect there too, all objects still exist, and nothing is pending.
-    away.thaw_api().unwrap();
+    // When the API server answers again, the quarantine takes effect there too, and no object is deleted.
+    frozen.thaw_api().unwrap();
     env.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
-    assert!(!open("tenant-a").await);
+    assert!(!is_open("tenant-a").await);
     let peers = env.peers("tenant-a").await;
     let names: Vec<&String> = peers.keys().collect();
     assert_eq!(names, ["prod--mgmt--mgmt-1", "prod--tenant-b--tenant-b-1"]);
@@ -78,11 +79,11 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
 async fn revoked_grant_is_pending_while_target_is_frozen() {
     let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        env.node(name, m, 1).await;
+        env.create_node(name, m, 1).await;
     }
-    sandbox::service(&env, "tenant-a", "team-x", "postgres", 5432, ("10.2.1.9", "tenant-a-1")).await;
+    sandbox::create_service(&env, "tenant-a", "team-x", "postgres", 5432, ("10.2.1.9", "tenant-a-1")).await;
     gateways::install(&env, "tenant-a", 2).await;
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][2];
     entry["isolationProfile"] = json!("sandbox");
@@ -96,8 +97,8 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
     env.until_condition("Ready", "True/Meshed", SOON).await;
     hostile::hostile_sandbox_changes_nothing_in_other_clusters(&env).await;
 
-    let away = env.lab.cluster("tenant-a");
-    away.freeze_api().unwrap();
+    let frozen = env.lab.cluster("tenant-a");
+    frozen.freeze_api().unwrap();
     env.until_condition("Ready", "False/MemberStale", LATER).await;
     mesh["spec"]["clusters"][2]["egress"] = json!([]);
     env.apply_mesh(&mesh).await;
@@ -108,7 +109,7 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
         ),
         "{message}"
     );
-    away.thaw_api().unwrap();
+    frozen.thaw_api().unwrap();
     env.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
     env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }

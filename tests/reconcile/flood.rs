@@ -1,4 +1,4 @@
-//! Tests a controller with little memory and members whose API servers send endless answers.
+//! Tests a controller with a low memory limit and members whose API servers send endless responses.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -28,22 +28,22 @@ use crate::sandbox;
 const MIB: usize = 1024 * 1024;
 /// Memory limit of the controller.
 const LIMIT: usize = 256 * MIB;
-/// Length of each flooding answer, if it were read to its end.
+/// Length of an endless response, if a client reads all of it.
 const FLOOD: usize = 2048 * MIB;
 const ADDRESS: &str = "172.30.1.201";
 
-/// The requests that a server answers without end. All others get empty lists and watches without events.
+/// The requests to which a server sends an endless response. Other lists are empty, and other watches have no events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flood {
     /// Lists of Nodes.
     List,
-    /// Lists whose text is short, but needs much memory to parse.
+    /// Lists that need much more memory when parsed than as text.
     Values,
     /// One endless line of a watch.
     Line,
-    /// Many Nodes, each within every limit, in pages of normal size.
+    /// An endless number of Nodes, in pages of normal size; no Node exceeds a limit.
     Objects,
-    /// Error answers.
+    /// Error responses.
     Error,
     /// `/version`.
     Version,
@@ -63,7 +63,7 @@ impl Flood {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Status, beginning and repeated part of the answer to a path with its query.
+    /// The response to a path with its query: status, beginning, and the part that is repeated.
     fn answer(self, path: &str) -> (u16, String, Option<String>) {
         let list = r#"{"apiVersion":"v1","kind":"NodeList","metadata":{"resourceVersion":"1"},"items":["#;
         let watch = path.contains("watch=true");
@@ -100,11 +100,11 @@ impl Flood {
     }
 }
 
-/// One API server that floods.
+/// An API server that sends endless responses.
 struct Server {
     flood: Flood,
     address: SocketAddr,
-    /// Number of flooding answers that were begun.
+    /// Number of endless responses that have begun.
     floods: Arc<AtomicUsize>,
 }
 
@@ -113,7 +113,7 @@ impl Server {
     fn start(env: &TestEnv, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
         let netns = std::fs::File::open(env.lab.node("hostile").netns()).unwrap();
-        // A socket stays in the network namespace in which it was created, and a thread in the one that it entered.
+        // A separate thread enters the namespace. The socket stays in the namespace in which it was created.
         let listener = std::thread::spawn(move || {
             nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
             std::net::TcpListener::bind(address).unwrap()
@@ -132,7 +132,7 @@ impl Server {
     }
 }
 
-/// Answers one request of a connection for as long as the client reads.
+/// Answers the first request of a connection; an endless response ends when the client stops reading.
 async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<AtomicUsize>) -> std::io::Result<()> {
     let mut stream = tls.accept(stream).await?;
     let mut head = Vec::new();
@@ -203,8 +203,9 @@ fn kubeconfig(address: SocketAddr, ca: &str) -> String {
     )
 }
 
-/// A shell line that moves its process into a cgroup with this memory limit and execs the program after it. As in a
-/// pod, the kernel kills a process that needs more. Without a usable memory controller the limit is one of the process.
+/// A shell line that moves its process into a cgroup with this memory limit and execs the program in its arguments. As in
+/// a pod, the kernel kills a process that exceeds the limit. Without a usable cgroup, `ulimit` sets the limit. Also returns the
+/// cgroup's directory, which the caller removes.
 fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
     let own = format!("clustermesh-flood-{}", std::process::id());
     for (root, limit) in [
@@ -225,10 +226,10 @@ fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
 
 // threat: endless-answer
 #[tokio::test]
-async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
+async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a")] {
-        env.node(name, m, 1).await;
+        env.create_node(name, m, 1).await;
     }
     env.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
     let (ca, tls) = tls();
@@ -239,7 +240,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     for (server, m) in servers.iter().zip(11..) {
         let name = server.flood.name();
         let secret = format!("{name}-kubeconfig");
-        env.give_secret(&name, &kubeconfig(server.address, &ca)).await;
+        env.write_secret(&name, &kubeconfig(server.address, &ca)).await;
         let entry = json!({
             "name": name, "kubeconfigSecretRef": {"name": secret},
             "allowedNetworks": [format!("10.{m}.0.0/16"), format!("100.64.{m}.0/24")],
@@ -251,25 +252,25 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     // The manifest passes the pod's limit in this variable.
     let memory = format!("MEMORY_LIMIT={LIMIT}");
     let prefix = ["sh", "-c", &line, "sh", "env", &memory];
-    let mut controller = env.controller_within(&prefix).await;
+    let mut controller = env.start_controller_with_prefix(&prefix).await;
     let pid = controller.pid().unwrap();
     env.apply_mesh(&mesh).await;
     env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
-    // The controller has read from each flood and rejected it by the intended limit.
-    let over = |member: &str, limit: &str| {
+    // The controller has read from every server, and has rejected each response because of the intended limit.
+    let over_budget = |member: &str, limit: &str| {
         format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
     };
     let want = [
-        over("list", "answer"),
-        over("values", "values"),
-        over("line", "event"),
-        over("objects", "member"),
-        over("error", "answer"),
-        over("version", "answer"),
+        over_budget("list", "answer"),
+        over_budget("values", "values"),
+        over_budget("line", "event"),
+        over_budget("objects", "member"),
+        over_budget("error", "answer"),
+        over_budget("version", "answer"),
     ];
-    wait_until("every flood to be refused", LATER, async || {
-        let metrics = env.ask("/metrics").await;
+    wait_until("every endless response to be rejected", LATER, async || {
+        let metrics = env.page("/metrics").await;
         let missing: Vec<&String> = want.iter().filter(|line| !metrics.contains(&***line)).collect();
         let lines: Vec<&str> = metrics.lines().filter(|line| line.contains("over_budget")).collect();
         if missing.is_empty() {
@@ -294,7 +295,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     .unwrap();
     assert!(controller.log().contains(why), "{}", controller.log());
 
-    // Meanwhile the quarantines of an honest member and of a flooding one are written into the target.
+    // Meanwhile the quarantine of a normal member takes effect, and that of a member with endless responses.
     let begun: Vec<usize> = servers.iter().map(|s| s.floods.load(Ordering::Relaxed)).collect();
     let words = [
         "annotate",
@@ -305,7 +306,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
         "kilo-clustermesh.io/quarantine=tenant-a,list",
     ];
     env.hub().kubectl(words).await.unwrap();
-    wait_until("both to be closed", SOON, async || {
+    wait_until("both quarantines", SOON, async || {
         let policies = sandbox::policies(&env, "mgmt").await;
         let open: Vec<String> = (policies.values())
             .filter(|policy| !policy.spec.allow.is_empty())
@@ -320,7 +321,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     })
     .await
     .unwrap();
-    wait_until("floods to have begun meanwhile", LATER, async || {
+    wait_until("another endless response to begin", LATER, async || {
         let now = servers.iter().map(|s| s.floods.load(Ordering::Relaxed));
         if now.zip(&begun).any(|(now, begun)| now > *begun) {
             Ok(())

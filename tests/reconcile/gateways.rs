@@ -1,5 +1,5 @@
-//! Tests a sandbox that enters a cluster through gateways, on real API servers: what the controller writes into both
-//! clusters, depending on the status of SandboxGateways and of their pods. The test takes the place of the gateways.
+//! Tests a sandbox that enters a cluster through gateways, on real API servers. What the controller writes into both
+//! clusters depends on the status of SandboxGateways and of their pods, which the test writes in place of the gateways.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::sandbox;
 
 const GATEWAYS: &str = "clustermesh-gateway";
 
-/// Installs two gateways in the lab's cluster number `m`, with the addresses 100.64.m.240 and .241.
+/// Creates the objects of two gateways in the cluster `name` with number `m`. Their addresses are 100.64.m.240 and .241.
 pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
     let cluster = env.lab.cluster(name);
     let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": GATEWAYS}});
@@ -19,15 +19,15 @@ pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
     for kind in ["sandboxaccesses", "sandboxgateways"] {
         cluster.apply(&crd(kind)).await.unwrap();
     }
-    env.established(name, &["sandboxaccesses", "sandboxgateways"]).await;
+    env.wait_for_crds(name, &["sandboxaccesses", "sandboxgateways"]).await;
     for number in [0, 1] {
-        gateway(env, (name, m), number, true).await;
+        apply_gateway(env, (name, m), number, true).await;
     }
 }
 
 /// Creates a gateway's pod and SandboxGateway if they do not exist, and writes the status of both.
-async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: bool) {
-    let of = env.lab.cluster(cluster);
+async fn apply_gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: bool) {
+    let target = env.lab.cluster(cluster);
     let name = format!("clustermesh-gateway-{number}");
     let uid = [
         "get",
@@ -39,7 +39,7 @@ async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: boo
         "-o",
         "jsonpath={.metadata.uid}",
     ];
-    if of.kubectl(uid).await.unwrap().stdout.is_empty() {
+    if target.kubectl(uid).await.unwrap().stdout.is_empty() {
         let pod = json!({
             "apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": name, "namespace": GATEWAYS, "labels": {"app.kubernetes.io/name": GATEWAYS}},
@@ -49,11 +49,11 @@ async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: boo
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxGateway", "metadata": {"name": name, "namespace": GATEWAYS}, "spec": {},
         });
         for object in [pod, object] {
-            of.apply(&object.to_string()).await.unwrap();
+            target.apply(&object.to_string()).await.unwrap();
         }
     }
-    let pod_uid = of.kubectl(uid).await.unwrap().stdout;
-    status(
+    let pod_uid = target.kubectl(uid).await.unwrap().stdout;
+    patch_status(
         (env, cluster),
         "sandboxgateway",
         &name,
@@ -64,7 +64,7 @@ async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: boo
     )
     .await;
     let ready = if ready { "True" } else { "False" };
-    status(
+    patch_status(
         (env, cluster),
         "pod",
         &name,
@@ -73,7 +73,7 @@ async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: boo
     .await;
 }
 
-async fn status((env, cluster): (&TestEnv, &str), kind: &str, name: &str, status: &Value) {
+async fn patch_status((env, cluster): (&TestEnv, &str), kind: &str, name: &str, status: &Value) {
     let patch = json!({"status": status}).to_string();
     let words = [
         "patch",
@@ -136,11 +136,11 @@ async fn until_endpoints(env: &TestEnv, want: &[&str]) -> Vec<i64> {
 async fn sandbox_enters_through_ready_gateways() {
     let env = TestEnv::start(&["mgmt", "notebooks"]).await;
     for (cluster, m) in [("mgmt", 1), ("notebooks", 2)] {
-        env.node(cluster, m, 1).await;
+        env.create_node(cluster, m, 1).await;
     }
-    sandbox::service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-1")).await;
+    sandbox::create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-1")).await;
     let mgmt = env.lab.cluster("mgmt");
-    let controller = env.controller().await;
+    let controller = env.start_controller().await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
@@ -150,7 +150,7 @@ async fn sandbox_enters_through_ready_gateways() {
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
     env.apply_mesh(&mesh).await;
-    // Without a gateway the sandbox cannot enter, and the condition names the remedy.
+    // Without a gateway the sandbox cannot enter the cluster, and the condition names the remedy.
     let message = env.until_condition("Ready", "False/NoGateway", SOON).await;
     assert!(message.contains("deploy/gateway.yaml"), "{message}");
     assert_eq!(endpoints(&env).await.0, Vec::<String>::new());
@@ -185,12 +185,12 @@ async fn sandbox_enters_through_ready_gateways() {
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // A gateway that is not Ready leaves the Service and keeps its Peer. One whose pod was replaced waits for its new
-    // key.
-    gateway(&env, ("mgmt", 1), 0, false).await;
+    // A gateway that is not Ready is no endpoint of the Service, but keeps its Peer. A gateway whose pod was replaced is
+    // an endpoint again after it has published a new key.
+    apply_gateway(&env, ("mgmt", 1), 0, false).await;
     until_endpoints(&env, &["100.64.1.241"]).await;
     assert_eq!(env.peers("notebooks").await.len(), 2);
-    gateway(&env, ("mgmt", 1), 0, true).await;
+    apply_gateway(&env, ("mgmt", 1), 0, true).await;
     until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
     mgmt.kubectl([
         "delete",
@@ -204,7 +204,7 @@ async fn sandbox_enters_through_ready_gateways() {
     .await
     .unwrap();
     until_endpoints(&env, &["100.64.1.240"]).await;
-    gateway(&env, ("mgmt", 1), 1, true).await;
+    apply_gateway(&env, ("mgmt", 1), 1, true).await;
     until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
     let now = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     assert_eq!(
@@ -215,11 +215,11 @@ async fn sandbox_enters_through_ready_gateways() {
     // A restart changes nothing, a quarantine removes every grant, and the deletion of the mesh removes everything.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.until_read(2).await;
     mesh["spec"]["clusters"][1]["quarantine"] = json!(true);
     env.apply_mesh(&mesh).await;
-    let closed = wait_until("the grants to go", SOON, async || {
+    let closed = wait_until("the grants to be removed", SOON, async || {
         let access = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
         if access["spec"]["grants"].is_null() {
             Ok(access)

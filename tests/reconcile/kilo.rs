@@ -1,5 +1,5 @@
-//! Tests a member that kg serves, with agents in policy mode: location leaders, restarts of kg, nodes whose kg is gone.
-//! The test annotates the Nodes as kg does.
+//! Tests a member whose nodes run kg, with agents in policy mode: location leaders, restarts of kg, and nodes on which kg
+//! has died. The test annotates the Nodes as kg does.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,20 +23,20 @@ const LEADER: &str = "prod--tenant-a--tenant-a-1";
 const ELECTED: &str = "prod--tenant-a--tenant-a-2";
 const WEST: &str = "prod--tenant-a--tenant-a-3";
 
-/// One node of a member that kg serves.
-struct Kg {
+/// A node that runs kg.
+struct KgNode {
     cluster: &'static str,
     m: u8,
     n: u8,
     granularity: &'static str,
     region: &'static str,
-    /// Empty if another node leads its location.
+    /// Empty if another node is the leader of its location.
     wireguard_ip: &'static str,
-    /// Whether an agent in policy mode runs there too.
+    /// Whether an agent in policy mode also runs on the node.
     agent: bool,
 }
 
-impl Kg {
+impl KgNode {
     fn name(&self) -> String {
         format!("{}-{}", self.cluster, self.n)
     }
@@ -97,7 +97,7 @@ impl Kg {
 
 /// The nodes, and the names of those on which kg runs.
 struct Fleet {
-    nodes: Vec<Arc<Kg>>,
+    nodes: Vec<Arc<KgNode>>,
     clients: BTreeMap<&'static str, Client>,
     checking_in: Arc<Mutex<BTreeSet<String>>>,
 }
@@ -105,7 +105,7 @@ struct Fleet {
 impl Fleet {
     async fn start(env: &TestEnv) -> Self {
         let kg = |cluster, m, n, granularity, region, wireguard_ip, agent| {
-            Arc::new(Kg {
+            Arc::new(KgNode {
                 cluster,
                 m,
                 n,
@@ -139,19 +139,20 @@ impl Fleet {
         fleet
     }
 
-    fn kg(&self, name: &str) -> &Arc<Kg> {
+    fn kg(&self, name: &str) -> &Arc<KgNode> {
         self.nodes.iter().find(|kg| kg.name() == name).unwrap()
     }
 
-    /// kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
+    /// Starts to check in for all nodes. kg does so every 30 s; with the shorter period here, no node becomes silent on a
+    /// loaded machine.
     fn check_in(&self) {
         let (nodes, clients) = (self.nodes.clone(), self.clients.clone());
         let checking_in = Arc::clone(&self.checking_in);
         tokio::spawn(async move {
             loop {
                 tokio::time::sleep(Duration::from_secs(5)).await;
-                let living = checking_in.lock().unwrap().clone();
-                for kg in nodes.iter().filter(|kg| living.contains(&kg.name())) {
+                let running = checking_in.lock().unwrap().clone();
+                for kg in nodes.iter().filter(|kg| running.contains(&kg.name())) {
                     let now = json!({names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string()});
                     kg.annotate(&clients[kg.cluster], &now).await;
                 }
@@ -184,7 +185,7 @@ impl Fleet {
 /// Waits until exactly these nodes are held.
 async fn until_held(env: &TestEnv, want: &[&str]) {
     wait_until(format!("{want:?} to be held"), SOON, async || {
-        let state = env.ask("/debug/state").await;
+        let state = env.page("/debug/state").await;
         let state: Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         let clusters = state["meshes"][format!("{NAMESPACE}/prod")]["clusters"].as_object();
         let held = clusters
@@ -211,18 +212,18 @@ async fn allowed_ips_of(env: &TestEnv, peer: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
+async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     let fleet = Fleet::start(&env).await;
     let mut mesh = env.mesh();
     let hosts = [1, 2, 3].map(|n| format!("198.51.2.{n}/32"));
     let networks = ["10.2.0.0/16".to_owned(), "100.64.2.0/24".to_owned()];
     mesh["spec"]["clusters"][1]["allowedNetworks"] = json!([&networks[..], &hosts[..]].concat());
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
 
     // Step 1: the leader's Peer has the allowed IPs of its location, although an agent runs next to kg on each of its
-    // nodes. An InternalIP that is also the endpoint is left out toward kg, and the status reports it.
+    // nodes. If an InternalIP is also the endpoint, Peers for kg do not contain it, and the status reports that.
     env.until_peers("mgmt", &[LEADER, WEST], SOON).await;
     let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
     let of_west = ["10.2.3.0/24", "100.64.2.3/32"];
@@ -235,7 +236,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     let status = env.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(status.clusters[1].anchored, []);
 
-    // Step 2: kg restarts on three nodes, a leader among them. Neither its stop nor its return causes a write.
+    // Step 2: kg restarts on three nodes, among them a leader. Neither the stop nor the start causes a write.
     let restarting = ["mgmt-1", "tenant-a-1", "tenant-a-3"];
     until_passes(&env, 2).await;
     let status = async || env.get_mesh().await.unwrap().status;
@@ -253,8 +254,8 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     until_passes(&env, 3).await;
     assert_eq!((status().await, audit(&env)), before);
 
-    // Step 3: kg stays away on tenant-a-3. The status reports it after half a minute. Until then no other Peer gets its
-    // InternalIP.
+    // Step 3: kg stops on tenant-a-3. The status reports it after half a minute. Until then no other Peer gets the
+    // InternalIP of this node. kg is also killed on tenant-a-1: step 4 waits until that node is silent.
     fleet.stop_kg("tenant-a-3").await;
     fleet.kill_kg("tenant-a-1");
     until_held(&env, &["tenant-a-3"]).await;
@@ -266,8 +267,8 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     assert_eq!(allowed_ips_of(&env, LEADER).await, of_leader);
     assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
 
-    // Step 4: kg dies on the leader, and the other node of its location is elected and publishes the same address.
-    // After a minute without a check-in the dead node gives way, and the status reports it.
+    // Step 4: kg is dead on the leader, tenant-a-1. The other node of its location is elected and publishes the same address.
+    // After a minute without a check-in, the Peer of the elected node replaces that of the dead node. The status reports it.
     env.annotate(
         "tenant-a",
         "tenant-a-2",
@@ -289,7 +290,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     .await
     .unwrap();
 
-    // Step 5: kg returns on both nodes. The elected one remains the leader.
+    // Step 5: kg starts again on both nodes. The elected node remains the leader.
     fleet.start_kg("tenant-a-3").await;
     let returned = json!({
         names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string(),
@@ -300,7 +301,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
         .annotate(&fleet.clients["tenant-a"], &returned)
         .await;
     fleet.checking_in.lock().unwrap().insert("tenant-a-1".to_owned());
-    wait_until("all nodes to be served again", SOON, async || {
+    wait_until("no silent node in the status", SOON, async || {
         match env.condition("Degraded").await {
             Some((state, message)) if state == "True/HostNetworkNotServed" && !message.contains("checked in") => Ok(()),
             other => Err(format!("{other:?}")),

@@ -1,5 +1,4 @@
-//! Tests the real controller on real API servers: what it writes into members, when, and what it leaves unchanged.
-//! Needs root.
+//! Tests the real controller on real API servers: its writes into members and its status. Needs root.
 
 mod closing;
 mod flood;

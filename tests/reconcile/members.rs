@@ -1,4 +1,4 @@
-//! Tests members whose API server is down, and changes of kubeconfigs and of the Secrets that contain them.
+//! Tests members whose API server does not answer, and changes of kubeconfigs and of their Secrets.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use serde_json::json;
 // threat: empty-list, slow-api-server
 #[tokio::test]
 async fn member_that_is_down_delays_nothing_and_catches_up() {
-    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let (env, _controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = env.peers("mgmt").await;
 
-    // Frozen: connections stay open and nothing answers.
+    // Frozen API server: connections stay open, but no response arrives.
     let frozen = env.lab.cluster("tenant-b");
     frozen.freeze_api().unwrap();
-    env.node("tenant-a", 2, 2).await;
+    env.create_node("tenant-a", 2, 2).await;
     let all = [
         "prod--tenant-a--tenant-a-1",
         "prod--tenant-a--tenant-a-2",
@@ -27,10 +27,10 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         message.contains("tenant-b") && message.contains("does not answer"),
         "{message}"
     );
-    env.node("tenant-a", 2, 3).await;
+    env.create_node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
     let during = env.until_peers("mgmt", &all, SOON).await;
-    // A request to the frozen server ends after 5 s at the earliest, so no pass waited for one.
+    // A request to the frozen server fails after 5 s at the earliest, so no pass has waited for such a request.
     let (passes, short) = passes(&env).await;
     assert!(
         passes > 0 && passes == short,
@@ -41,7 +41,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         before["prod--tenant-b--tenant-b-1"]
     );
 
-    // Thawed: it gets the missed writes, and the controller reads what changed there meanwhile.
+    // Thawed API server: the controller repeats the missed writes, and reads the changes made there meanwhile.
     frozen.thaw_api().unwrap();
     let names = [
         "prod--mgmt--mgmt-1",
@@ -52,7 +52,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     env.until_peers("tenant-b", &names, LATER).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
 
-    // Killed: connections are refused.
+    // Killed API server: connections are refused.
     frozen.kill_api().unwrap();
     env.until_condition("Ready", "False/MemberStale", LATER).await;
     env.remove_node("tenant-a", "tenant-a-3").await;
@@ -78,7 +78,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
 
 /// Number of passes, and how many of them took less than 5 s.
 async fn passes(env: &TestEnv) -> (u64, u64) {
-    let metrics = env.ask("/metrics").await;
+    let metrics = env.page("/metrics").await;
     let value = |name: &str| {
         let line = metrics.lines().find(|line| line.contains(name)).unwrap_or_default();
         line.rsplit(' ').next().and_then(|value| value.parse().ok())
@@ -89,13 +89,13 @@ async fn passes(env: &TestEnv) -> (u64, u64) {
 
 #[tokio::test]
 async fn new_kubeconfig_is_used_and_refused_field_is_named() {
-    let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
+    let (env, controller) = TestEnv::start_meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
     let pid = controller.pid();
 
-    // The same account with another token.
-    env.give_secret("tenant-a", &env.kubeconfig("tenant-a").await).await;
-    env.node("tenant-a", 2, 2).await;
+    // A kubeconfig for the same account with another token.
+    env.write_secret("tenant-a", &env.kubeconfig("tenant-a").await).await;
+    env.create_node("tenant-a", 2, 2).await;
     env.until_peers(
         "mgmt",
         &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
@@ -104,19 +104,19 @@ async fn new_kubeconfig_is_used_and_refused_field_is_named() {
     .await;
     let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
-    let untouched = |versions: &BTreeMap<String, String>| {
+    let without_mesh = |versions: &BTreeMap<String, String>| {
         versions
             .iter()
             .filter(|(object, _)| *object != "mesh")
             .map(|(o, v)| (o.clone(), v.clone()))
             .collect::<Vec<_>>()
     };
-    assert_eq!(untouched(&after), untouched(&before));
+    assert_eq!(without_mesh(&after), without_mesh(&before));
 
-    // A hostile kubeconfig is refused with the name of the field, and existing objects remain.
+    // A kubeconfig that would execute a program is refused, with the name of the field. Existing objects remain.
     let good = env.kubeconfig("tenant-a").await;
     let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
-    env.give_secret("tenant-a", &hostile).await;
+    env.write_secret("tenant-a", &hostile).await;
     let message = env.until_condition("Ready", "False/MemberMissing", SOON).await;
     assert!(
         message.contains("users[].user.exec") && message.contains("clustermesh/tenant-a-kubeconfig"),
@@ -128,7 +128,7 @@ async fn new_kubeconfig_is_used_and_refused_field_is_named() {
         .unwrap();
     wait_until("the missing Secret to be named", SOON, async || {
         match env.condition("Ready").await {
-            Some((_, message)) if message.contains("is not there") => Ok(()),
+            Some((_, message)) if message.contains("does not exist") => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })
@@ -140,18 +140,18 @@ async fn new_kubeconfig_is_used_and_refused_field_is_named() {
         SOON,
     )
     .await;
-    env.give_secret("tenant-a", &good).await;
+    env.write_secret("tenant-a", &good).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     assert_eq!(controller.pid(), pid);
 }
 
 #[tokio::test]
 async fn member_with_renamed_secret_keeps_its_objects() {
-    let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
+    let (env, controller) = TestEnv::start_meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
 
-    // The old Secret still exists. Its session is kept until the session of the new Secret has read the cluster.
-    env.give_secret_as("renamed", &env.kubeconfig("tenant-a").await).await;
+    // The old Secret still exists. Its session is used until the session of the new Secret has read the cluster.
+    env.write_secret_as("renamed", &env.kubeconfig("tenant-a").await).await;
     let mut mesh = env.mesh();
     mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");
     env.apply_mesh(&mesh).await;
@@ -159,7 +159,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         "the session of the renamed Secret to have read the cluster",
         SOON,
         async || {
-            let state = env.ask("/debug/state").await;
+            let state = env.page("/debug/state").await;
             let known = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();
             let pending = state.matches("\"uid\": null").count();
@@ -172,9 +172,9 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     )
     .await
     .unwrap();
-    // When these changes are written in both directions, every earlier decision has been written, too.
-    env.node("tenant-a", 2, 2).await;
-    env.node("mgmt", 1, 2).await;
+    // After these changes have been written in both directions, all earlier decisions have been written, too.
+    env.create_node("tenant-a", 2, 2).await;
+    env.create_node("mgmt", 1, 2).await;
     env.until_peers(
         "mgmt",
         &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],

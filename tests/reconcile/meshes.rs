@@ -13,17 +13,17 @@ use serde_json::json;
 async fn deleted_mesh_removes_objects_and_waits_for_members() {
     let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b"]).await;
     for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        env.node(cluster, m, 1).await;
+        env.create_node(cluster, m, 1).await;
     }
-    // A Peer that a person created.
+    // A Peer that a user has created, and that belongs to no mesh.
     let peers: Api<Peer> = Api::all(env.client("mgmt").await);
-    let own: Peer = serde_json::from_value(json!({
+    let laptop: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
         "spec": {"publicKey": key(9, 9), "allowedIPs": ["192.0.2.7/32"]},
     }))
     .unwrap();
-    let own = peers.create(&PostParams::default(), &own).await.unwrap();
-    let _controller = env.controller().await;
+    let laptop = peers.create(&PostParams::default(), &laptop).await.unwrap();
+    let _controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
@@ -38,8 +38,8 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
     env.until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
 
-    let away = env.lab.cluster("tenant-b");
-    away.kill_api().unwrap();
+    let stopped = env.lab.cluster("tenant-b");
+    stopped.kill_api().unwrap();
     env.hub()
         .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
         .await
@@ -56,7 +56,7 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
     )
     .await
     .unwrap();
-    away.start_api().await.unwrap();
+    stopped.start_api().await.unwrap();
     wait_until("the mesh to be deleted", LATER, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
@@ -64,27 +64,27 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
     .await
     .unwrap();
     env.until_peers("tenant-b", &[], SOON).await;
-    let policies = away
+    let policies = stopped
         .kubectl(["get", "peerpolicies", "-o", "name"])
         .await
         .unwrap()
         .stdout;
     assert_eq!(policies, "");
-    assert_eq!(peers.get("laptop").await.unwrap(), own);
+    assert_eq!(peers.get("laptop").await.unwrap(), laptop);
     peers.delete("laptop", &DeleteParams::default()).await.unwrap();
 }
 
 #[tokio::test]
-async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
+async fn predecessor_peers_are_adopted_and_missing_crd_is_awaited() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
     let tenant = env.lab.cluster("tenant-a");
     tenant
         .kubectl(["delete", "crd", "peers.kilo.squat.ai", "peerpolicies.kilo.squat.ai"])
         .await
         .unwrap();
-    // As the Go operator writes it: two labels, and more allowed IPs than we do.
+    // A Peer as the predecessor writes it: with only two labels, and with more allowed IPs than this controller writes.
     let peers: Api<Peer> = Api::all(env.client("mgmt").await);
     let old: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
@@ -98,7 +98,7 @@ async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
     }))
     .unwrap();
     let old = peers.create(&PostParams::default(), &old).await.unwrap();
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
 
     let adopted = wait_until("the Peer to have our labels", SOON, async || {
@@ -129,10 +129,10 @@ async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
 #[tokio::test]
 async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
     env.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     let mut mesh = env.mesh();
     mesh["metadata"]["namespace"] = json!("elsewhere");
     env.apply_mesh(&mesh).await;
@@ -147,16 +147,16 @@ async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
     .await
     .unwrap();
     env.until_peers("tenant-a", &[], SOON).await;
-    // It has no finalizer that would block its deletion.
+    // The refused mesh has no finalizer that would block its deletion.
     env.hub()
         .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
         .await
         .unwrap();
 
-    // The API server accepts any network.
-    let mut meaningless = env.mesh();
-    meaningless["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
-    env.apply_mesh(&meaningless).await;
+    // The CRD accepts a network of any size.
+    let mut too_wide = env.mesh();
+    too_wide["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
+    env.apply_mesh(&too_wide).await;
     let message = env.until_condition("Ready", "False/SpecInvalid", SOON).await;
     let field = "spec.clusters[1].allowedNetworks: 0.0.0.0/1 is wider than";
     assert!(message.contains(field), "{message}");
@@ -164,14 +164,14 @@ async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
         let peers: Vec<String> = env.peers(cluster).await.into_keys().collect();
         assert_eq!(peers, Vec::<String>::new(), "{cluster}");
     }
-    // It is served as soon as it is valid.
+    // The valid mesh is served at once.
     env.apply_mesh(&env.mesh()).await;
     env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }
 
 #[tokio::test]
-async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
-    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
+async fn paused_mesh_writes_nothing_and_cleanup_can_be_forced() {
+    let (env, _controller) = TestEnv::start_meshed(&["mgmt", "tenant-a"]).await;
 
     let hub = env.hub();
     let annotate = async |text: &str| {
@@ -197,7 +197,7 @@ async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
         let peers: Vec<String> = env.peers("mgmt").await.into_keys().collect();
         assert_eq!(peers, ["prod--tenant-a--tenant-a-1"]);
     };
-    env.node("tenant-a", 2, 2).await;
+    env.create_node("tenant-a", 2, 2).await;
     counted(2).await;
     env.remove_node("tenant-a", "tenant-a-1").await;
     counted(1).await;

@@ -1,4 +1,4 @@
-//! Tests that Peers follow Nodes, and that only the invalid Node is skipped.
+//! Tests that Peers follow their Nodes, and that an invalid Node affects no other Node.
 
 use clustermesh_api::names;
 use clustermesh_lab::{NAMESPACE, wait_until};
@@ -7,12 +7,12 @@ use serde_json::json;
 
 // threat: malformed-node
 #[tokio::test]
-async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
+async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
-    env.node("tenant-a", 2, 2).await;
-    let mut controller = env.controller().await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
+    env.create_node("tenant-a", 2, 2).await;
+    let mut controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
 
     let peers = env
@@ -42,7 +42,7 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
     let columns: Vec<&str> = columns.split_whitespace().collect();
     assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
 
-    // A Node publishes another endpoint, then an invalid one, then none. The Peer of the other Node does not change.
+    // A Node publishes another endpoint, then an invalid endpoint, then none. The Peer of the other Node does not change.
     let before = env.peers("mgmt").await;
     env.annotate(
         "tenant-a",

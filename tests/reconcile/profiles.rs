@@ -1,5 +1,6 @@
-//! Changes profiles while the controller runs, and records every write. At no revision may a cluster be more open than
-//! before or after the change.
+//! Tests changes of profiles while the controller runs. The tests record every write and check the state after each one: when
+//! a profile gets stricter, the first write for the member must already close it, and no Peer may exist without the policy
+//! of its member.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +20,7 @@ use tokio::task::JoinHandle;
 
 use crate::{gateways, sandbox};
 
-/// One write, with the resourceVersion from the API server.
+/// One write of an object. `revision` is its resourceVersion.
 #[derive(Debug, Clone)]
 struct Write {
     revision: u64,
@@ -49,14 +50,14 @@ impl Drop for Recorder {
     }
 }
 
-fn peer(peer: &Peer) -> Openness {
+fn peer_openness(peer: &Peer) -> Openness {
     let host = |net: &str| net.ends_with("/32") || net.ends_with("/128");
     Openness::Peer {
         wide: !peer.spec.allowed_ips.iter().all(|net| host(net)),
     }
 }
 
-fn policy(policy: &PeerPolicy) -> Openness {
+fn policy_openness(policy: &PeerPolicy) -> Openness {
     Openness::Policy {
         wide: policy.spec.isolation_profile == IsolationProfile::ClusterMeshed || !policy.spec.allow.is_empty(),
     }
@@ -66,8 +67,8 @@ fn revision(object: &impl ResourceExt) -> u64 {
     object.resource_version().unwrap().parse().unwrap()
 }
 
-/// Watches one kind from its current revision on; returns when the watch cannot be resumed.
-async fn follow<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, classify: fn(&K) -> Openness)
+/// Records the writes of one kind from its current resourceVersion on. Panics if the watch cannot be resumed.
+async fn record<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, classify: fn(&K) -> Openness)
 where
     K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
 {
@@ -98,19 +99,19 @@ where
 }
 
 impl Recorder {
-    /// Starts to record, in a cluster without any Peer or PeerPolicy.
+    /// Starts recording in a cluster that has no Peer or PeerPolicy yet.
     async fn start(env: &TestEnv, cluster: &str) -> Self {
         let writes = Arc::<Mutex<Vec<Write>>>::default();
         let client = env.client(cluster).await;
-        let peers = follow(Api::<Peer>::all(client.clone()), Arc::clone(&writes), peer);
-        let policies = follow(Api::<PeerPolicy>::all(client), Arc::clone(&writes), policy);
+        let peers = record(Api::<Peer>::all(client.clone()), Arc::clone(&writes), peer_openness);
+        let policies = record(Api::<PeerPolicy>::all(client), Arc::clone(&writes), policy_openness);
         Self {
             writes,
             tasks: vec![tokio::spawn(peers), tokio::spawn(policies)],
         }
     }
 
-    /// The writes in the order of their revisions, which both kinds share.
+    /// The writes of both kinds, in the order of their revisions.
     fn writes(&self) -> Vec<Write> {
         let mut writes = self.writes.lock().unwrap().clone();
         writes.sort_by_key(|write| write.revision);
@@ -138,7 +139,7 @@ impl Recorder {
     }
 
     /// Waits until all existing objects have been recorded. Returns the number of writes.
-    async fn caught_up(&self, env: &TestEnv, cluster: &str) -> usize {
+    async fn wait_until_caught_up(&self, env: &TestEnv, cluster: &str) -> usize {
         wait_until(format!("every write in {cluster} to be recorded"), SOON, async || {
             let peers = env.peers(cluster).await;
             let policies = sandbox::policies(env, cluster).await;
@@ -146,12 +147,12 @@ impl Recorder {
             listed.extend(
                 peers
                     .iter()
-                    .map(|(name, object)| (format!("peer {name}"), peer(object))),
+                    .map(|(name, object)| (format!("peer {name}"), peer_openness(object))),
             );
             listed.extend(
                 policies
                     .iter()
-                    .map(|(name, object)| (format!("policy {name}"), policy(object))),
+                    .map(|(name, object)| (format!("policy {name}"), policy_openness(object))),
             );
             let latest = peers
                 .values()
@@ -171,7 +172,7 @@ impl Recorder {
     }
 
     /// Whether a wide Peer of `source` exists while the policy of `source` is wide or missing.
-    fn open(objects: &BTreeMap<String, Openness>, source: &str) -> bool {
+    fn is_open(objects: &BTreeMap<String, Openness>, source: &str) -> bool {
         let peer = |(name, object): (&String, &Openness)| {
             name.starts_with(&format!("peer {source}--")) && *object == Openness::Peer { wide: true }
         };
@@ -179,20 +180,20 @@ impl Recorder {
         objects.iter().any(peer) && policy != Some(&Openness::Policy { wide: false })
     }
 
-    /// Checks that `source` is never open after its first write between `first` and `last`: that write must close.
+    /// Checks that `source` is not open after any write between `first` and `last`: its first write must already close it.
     fn assert_closed_from(&self, first: usize, last: usize, source: &str, what: &str) {
         let writes = self.writes();
         let of_source = |write: &Write| write.name == source || write.name.starts_with(&format!("{source}--"));
         let begun = (first..last).find(|count| of_source(&writes[*count]));
         let Some(begun) = begun else {
-            // `source` had no objects there.
-            assert!(!Self::open(&self.after(last), source), "{what}: nothing was written");
+            // No object of `source` existed in this cluster.
+            assert!(!Self::is_open(&self.after(last), source), "{what}: nothing was written");
             return;
         };
         for count in begun + 1..=last {
             let objects = self.after(count);
             assert!(
-                !Self::open(&objects, source),
+                !Self::is_open(&objects, source),
                 "{what}: after write {count} ({:?}) of {:#?}",
                 writes[count - 1],
                 &writes[first..last]
@@ -231,32 +232,32 @@ fn with_profile(mut mesh: Value, profile: &str) -> Value {
 async fn three_clusters() -> TestEnv {
     let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        env.node(name, m, 1).await;
-        env.node(name, m, 2).await;
+        env.create_node(name, m, 1).await;
+        env.create_node(name, m, 2).await;
     }
-    sandbox::service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    sandbox::create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
     gateways::install(&env, "mgmt", 1).await;
     env
 }
 
 /// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
 /// wide, or missing.
-async fn until(env: &TestEnv, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
+async fn until_peers_and_policy(env: &TestEnv, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
     let what = format!("{cluster} to have Peers {peers:?} of {source}, policy {wide:?}");
     wait_until(what, SOON, async || {
         let all = env.peers(cluster).await;
         let own = all.iter().filter(|(name, _)| name.starts_with(&format!("{source}--")));
         let own: Vec<bool> = own
-            .map(|(_, object)| peer(object) == Openness::Peer { wide: true })
+            .map(|(_, object)| peer_openness(object) == Openness::Peer { wide: true })
             .collect();
         let policies = sandbox::policies(env, cluster).await;
-        let of = policies
+        let is_wide = policies
             .get(source)
-            .map(|object| policy(object) == Openness::Policy { wide: true });
-        if own == vec![peers.1; peers.0] && of == wide {
+            .map(|object| policy_openness(object) == Openness::Policy { wide: true });
+        if own == vec![peers.1; peers.0] && is_wide == wide {
             Ok(())
         } else {
-            Err(format!("{own:?}, policy {of:?}"))
+            Err(format!("{own:?}, policy {is_wide:?}"))
         }
     })
     .await
@@ -273,7 +274,7 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
     for cluster in clusters {
         recorders.push(Recorder::start(&env, cluster).await);
     }
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     let tightness = |profile| {
         ["cluster-meshed", "sandbox", "standard"]
             .iter()
@@ -291,27 +292,27 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
     ] {
         let mut first = Vec::new();
         for (recorder, cluster) in recorders.iter().zip(clusters) {
-            first.push(recorder.caught_up(&env, cluster).await);
+            first.push(recorder.wait_until_caught_up(&env, cluster).await);
         }
         env.apply_mesh(&with_profile(env.mesh(), profile)).await;
-        // (objects of the sandbox in the hub, its objects in the tenant, the hub's objects in the sandbox)
+        // Expected objects: of the sandbox in the hub, of the sandbox in tenant-a, of the hub in the sandbox.
         let (hub, tenant, own) = match profile {
             "cluster-meshed" => (
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // The Peers are the hub's gateways; the policy allows only replies.
+            // The Peers are the gateways of the hub, and the policy allows only replies.
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };
-        until(&env, "mgmt", SOURCE, hub.0, hub.1).await;
-        until(&env, "tenant-a", SOURCE, tenant.0, tenant.1).await;
-        until(&env, "notebooks", "prod--mgmt", own.0, own.1).await;
-        until(&env, "tenant-a", "prod--mgmt", (2, true), Some(true)).await;
+        until_peers_and_policy(&env, "mgmt", SOURCE, hub.0, hub.1).await;
+        until_peers_and_policy(&env, "tenant-a", SOURCE, tenant.0, tenant.1).await;
+        until_peers_and_policy(&env, "notebooks", "prod--mgmt", own.0, own.1).await;
+        until_peers_and_policy(&env, "tenant-a", "prod--mgmt", (2, true), Some(true)).await;
         let tightened = before.is_some_and(|before| tightness(profile) > tightness(before));
         for ((recorder, cluster), first) in recorders.iter().zip(clusters).zip(first) {
-            let last = recorder.caught_up(&env, cluster).await;
+            let last = recorder.wait_until_caught_up(&env, cluster).await;
             assert!(
                 last > first || profile != "cluster-meshed",
                 "nothing was recorded in {cluster}"
@@ -333,21 +334,21 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
 async fn tighter_profile_of_two_meshes_wins_and_is_reported() {
     let env = three_clusters().await;
     let recorder = Recorder::start(&env, "mgmt").await;
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&with_profile(env.mesh(), "cluster-meshed")).await;
-    until(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    until_peers_and_policy(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // The other mesh makes it a sandbox. It is then a sandbox in both meshes, with the grants of both.
-    let first = recorder.caught_up(&env, "mgmt").await;
+    // Another mesh makes `notebooks` a sandbox. It is then a sandbox in both meshes, with the grants of both.
+    let first = recorder.wait_until_caught_up(&env, "mgmt").await;
     let mut other = with_profile(env.mesh(), "sandbox");
     other["metadata"]["name"] = json!("other");
     other["spec"]["clusters"].as_array_mut().unwrap().remove(1);
     let entry = &mut other["spec"]["clusters"][1];
     entry["egress"][0]["as"]["name"] = json!("db-too");
     env.apply_mesh(&other).await;
-    until(&env, "mgmt", "prod--notebooks", (0, false), None).await;
-    until(&env, "tenant-a", "prod--notebooks", (0, false), None).await;
+    until_peers_and_policy(&env, "mgmt", "prod--notebooks", (0, false), None).await;
+    until_peers_and_policy(&env, "tenant-a", "prod--notebooks", (0, false), None).await;
     let message = env.until_condition("Ready", "False/ProfileConflict", SOON).await;
     assert!(
         message.contains(
@@ -355,13 +356,13 @@ async fn tighter_profile_of_two_meshes_wins_and_is_reported() {
         ),
         "{message}"
     );
-    let last = recorder.caught_up(&env, "mgmt").await;
-    recorder.assert_closed_from(first, last, "prod--notebooks", "a second mesh that calls it a sandbox");
+    let last = recorder.wait_until_caught_up(&env, "mgmt").await;
+    recorder.assert_closed_from(first, last, "prod--notebooks", "a second mesh in which it is a sandbox");
 
     // When the other mesh is deleted, the profile of the first one is in effect again.
     let words = ["delete", "cmesh", "other", "-n", NAMESPACE, "--wait=false"];
     env.hub().kubectl(words).await.unwrap();
-    until(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
-    until(&env, "tenant-a", "prod--notebooks", (2, true), Some(true)).await;
+    until_peers_and_policy(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    until_peers_and_policy(&env, "tenant-a", "prod--notebooks", (2, true), Some(true)).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 }

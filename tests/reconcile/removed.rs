@@ -1,4 +1,4 @@
-//! Tests what remains of a mesh in clusters that it does not name any more, and of a mesh that moves to another hub.
+//! Tests the cleanup of clusters that are removed from a mesh, and of a mesh that moves to another hub.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
 use serde_json::json;
 
-async fn three() -> (TestEnv, clustermesh_lab::Running) {
-    TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await
+async fn start_three_clusters() -> (TestEnv, clustermesh_lab::Running) {
+    TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await
 }
 
 /// The mesh without its third entry, tenant-b.
@@ -28,7 +28,7 @@ async fn annotate(env: &TestEnv, text: &str) {
     env.hub().kubectl(words).await.unwrap();
 }
 
-/// `clusterctl move` does this last, and so does a person in a hurry.
+/// Removes the finalizers, as `clusterctl move` does last, or a person who does not wait for the cleanup.
 async fn strip_finalizers(env: &TestEnv) {
     let patch = "{\"metadata\":{\"finalizers\":null}}";
     let words = ["patch", "cmesh", "-n", NAMESPACE, "prod", "--type=merge", "-p", patch];
@@ -44,7 +44,7 @@ async fn until_gone(env: &TestEnv) {
     .unwrap();
 }
 
-async fn until_removed(env: &TestEnv, check: impl Fn(&[RemovedCluster]) -> bool) {
+async fn until_removed_clusters(env: &TestEnv, check: impl Fn(&[RemovedCluster]) -> bool) {
     wait_until("the removed clusters in the status", LATER, async || {
         let rows = env.get_mesh().await.unwrap().status.unwrap().removed_clusters;
         if check(&rows) { Ok(()) } else { Err(format!("{rows:?}")) }
@@ -54,17 +54,17 @@ async fn until_removed(env: &TestEnv, check: impl Fn(&[RemovedCluster]) -> bool)
 }
 
 #[tokio::test]
-async fn mesh_is_cleaned_up_after_its_secret_is_deleted() {
-    let (env, _controller) = three().await;
+async fn mesh_is_cleaned_up_after_a_member_secret_is_deleted() {
+    let (env, _controller) = start_three_clusters().await;
     delete(&env, ["secret", "tenant-b-kubeconfig"]).await;
     env.until_condition("Ready", "False/MemberMissing", SOON).await;
     env.apply_mesh(&without_tenant_b(&env)).await;
     env.until_peers("tenant-b", &[], SOON).await;
     env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
-    until_removed(&env, <[_]>::is_empty).await;
+    until_removed_clusters(&env, <[_]>::is_empty).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // Delete a Secret before the mesh, as the deletion of a namespace may do.
+    // Delete a Secret before the mesh: the deletion of their namespace may use this order.
     delete(&env, ["secret", "tenant-a-kubeconfig"]).await;
     env.until_condition("Ready", "False/MemberMissing", SOON).await;
     delete(&env, ["cmesh", "prod"]).await;
@@ -75,8 +75,8 @@ async fn mesh_is_cleaned_up_after_its_secret_is_deleted() {
 }
 
 #[tokio::test]
-async fn removed_cluster_is_listed_until_clean_or_forced() {
-    let (env, mut controller) = three().await;
+async fn removed_cluster_is_in_status_until_clean_or_given_up() {
+    let (env, mut controller) = start_three_clusters().await;
     env.lab.cluster("tenant-b").kill_api().unwrap();
     env.apply_mesh(&without_tenant_b(&env)).await;
     let message = env.until_condition("Degraded", "True/ObjectsLeft", LATER).await;
@@ -84,20 +84,20 @@ async fn removed_cluster_is_listed_until_clean_or_forced() {
         message.contains("\"tenant-b\"") && message.contains("force-cleanup=tenant-b"),
         "{message}"
     );
-    // Remaining objects are still known after a restart.
+    // The controller still knows the remaining objects after a restart.
     assert!(controller.terminate(SOON).await.unwrap().success());
-    controller = env.controller().await;
+    controller = env.start_controller().await;
     env.lab.cluster("tenant-b").start_api().await.unwrap();
     env.until_peers("tenant-b", &[], LATER).await;
-    until_removed(&env, <[_]>::is_empty).await;
+    until_removed_clusters(&env, <[_]>::is_empty).await;
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // After a restart without its kubeconfig, only a person can decide to leave objects behind.
+    // After a restart without the kubeconfig of tenant-b, its objects can only be given up, by an annotation.
     env.apply_mesh(&env.mesh()).await;
     env.until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    // After a restart the controller knows only what is in the status, which is written after the Peers.
+    // After a restart the controller knows a removed cluster only from the status, which is written after the Peers.
     wait_until("tenant-b in the status", SOON, async || {
         let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         if rows.iter().any(|row| row.name == "tenant-b") {
@@ -111,12 +111,12 @@ async fn removed_cluster_is_listed_until_clean_or_forced() {
     assert!(controller.terminate(SOON).await.unwrap().success());
     delete(&env, ["secret", "tenant-b-kubeconfig"]).await;
     env.apply_mesh(&without_tenant_b(&env)).await;
-    let _controller = env.controller().await;
-    until_removed(&env, |rows| {
+    let _controller = env.start_controller().await;
+    until_removed_clusters(&env, |rows| {
         rows.len() == 1
             && rows[0]
                 .message
-                .contains("Secret clustermesh/tenant-b-kubeconfig is not there")
+                .contains("Secret clustermesh/tenant-b-kubeconfig does not exist")
     })
     .await;
     delete(&env, ["cmesh", "prod"]).await;
@@ -124,7 +124,7 @@ async fn removed_cluster_is_listed_until_clean_or_forced() {
     let message = env.until_condition("Ready", "False/Deleting", SOON).await;
     assert!(message.contains("force-cleanup=tenant-b"), "{message}");
     annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-a").await;
-    until_removed(&env, |rows| rows.len() == 1).await;
+    until_removed_clusters(&env, |rows| rows.len() == 1).await;
     annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
     until_gone(&env).await;
     assert_eq!(env.peers("tenant-b").await.len(), 2);
@@ -141,8 +141,8 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Adds a second mesh, with other nodes and networks, so that the controller reads both clusters. Waits until it has.
-async fn until_second_is_meshed(env: &TestEnv) {
+/// Adds a second mesh of the same clusters with other networks, and waits until the controller has read both clusters.
+async fn add_second_mesh(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");
     let clusters = second["spec"]["clusters"].as_array_mut().unwrap();
@@ -156,7 +156,7 @@ async fn until_second_is_meshed(env: &TestEnv) {
     }
     env.apply_mesh(&second).await;
     wait_until("both clusters to be read", LATER, async || {
-        let state = env.ask("/debug/state").await;
+        let state = env.page("/debug/state").await;
         let fresh = state.matches("\"observation\": \"Fresh\"").count();
         let only = !state.contains("clustermesh/prod");
         if fresh == 2 && only { Ok(()) } else { Err(state) }
@@ -167,7 +167,7 @@ async fn until_second_is_meshed(env: &TestEnv) {
 
 #[tokio::test]
 async fn mesh_that_moves_to_another_hub_deletes_nothing() {
-    let (env, mut controller) = three().await;
+    let (env, mut controller) = start_three_clusters().await;
     let before = uids(&env).await;
     assert_eq!(before.len(), 4);
     // `clusterctl move` first deletes the mesh and removes its finalizers later.
@@ -177,22 +177,22 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     assert_eq!(uids(&env).await, before);
     strip_finalizers(&env).await;
     until_gone(&env).await;
-    until_second_is_meshed(&env).await;
+    add_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
-    // A controller that starts after the deletion deletes nothing, either.
+    // A controller that starts after the deletion of the mesh deletes nothing, either.
     let old = env.hub_id().await;
     assert!(controller.terminate(SOON).await.unwrap().success());
-    controller = env.controller().await;
-    until_second_is_meshed(&env).await;
+    controller = env.start_controller().await;
+    add_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
     delete(&env, ["cmesh", "second"]).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
 
-    let _controller = env.controller_for(NAMESPACE, &["--hub-id=second"]).await;
+    let _controller = env.start_controller_for(NAMESPACE, &["--hub-id=second"]).await;
     let mut mesh = env.mesh();
     mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old});
     env.apply_mesh(&mesh).await;
-    wait_until("the other hub to adopt the Peers", SOON, async || {
+    wait_until("the new hub to adopt the Peers", SOON, async || {
         let peers = env.peers("tenant-a").await;
         let hub = |peer: &Peer| peer.metadata.labels.as_ref().unwrap()[names::LABEL_HUB].clone();
         let hubs: Vec<String> = peers.values().map(hub).collect();
@@ -210,14 +210,14 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
 
 #[tokio::test]
 async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
-    let (env, mut controller) = three().await;
+    let (env, mut controller) = start_three_clusters().await;
     let before = uids(&env).await;
     annotate(&env, "cluster.x-k8s.io/paused=true").await;
     env.until_condition("Paused", "True/Paused", SOON).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     strip_finalizers(&env).await;
     delete(&env, ["cmesh", "prod"]).await;
-    let _controller = env.controller().await;
-    until_second_is_meshed(&env).await;
+    let _controller = env.start_controller().await;
+    add_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
 }

@@ -1,4 +1,4 @@
-//! Tests that a restarted controller does not treat kinds that it has not listed yet as empty.
+//! Tests that a restarted controller deletes nothing because of a kind that it has not listed yet.
 
 use clustermesh_api::mesh::ClusterMesh;
 use clustermesh_lab::wait_until;
@@ -10,10 +10,10 @@ use serde_json::json;
 
 use crate::{gateways, sandbox};
 
-/// EndpointSlices in addition to the granted Service's, so that listing the namespace takes a while.
+/// The number of additional EndpointSlices in the namespace of the granted Service, so that listing them takes a while.
 const SLICES: usize = 3_000;
 
-async fn many_slices(env: &TestEnv) {
+async fn create_slices(env: &TestEnv) {
     let slices: Api<EndpointSlice> = Api::namespaced(env.client("tenant-a").await, "team-x");
     let made = stream::iter(0..SLICES).map(|n| {
         let slice = json!({
@@ -29,7 +29,7 @@ async fn many_slices(env: &TestEnv) {
 /// Waits until the controller has listed all EndpointSlices and watches them.
 async fn until_read(env: &TestEnv) {
     wait_until("all slices to be read", LATER, async || {
-        let state = env.ask("/debug/state").await;
+        let state = env.page("/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         let member = &state["members"]["Secret clustermesh/tenant-a-kubeconfig key value"];
         let table = &member["tables"]["endpointSlices"]["team-x"];
@@ -47,12 +47,12 @@ async fn until_read(env: &TestEnv) {
 async fn restart_with_three_thousand_slices_writes_nothing() {
     let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        env.node(name, m, 1).await;
+        env.create_node(name, m, 1).await;
     }
     let backend = ("10.2.1.9", "tenant-a-1");
-    sandbox::service(&env, "tenant-a", "team-x", "postgres", 5432, backend).await;
+    sandbox::create_service(&env, "tenant-a", "team-x", "postgres", 5432, backend).await;
     gateways::install(&env, "tenant-a", 2).await;
-    many_slices(&env).await;
+    create_slices(&env).await;
     let mut mesh = env.mesh();
     let grant = |name: &str| {
         json!([{
@@ -65,7 +65,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
     entry["egress"] = grant("db");
-    let mut controller = env.controller().await;
+    let mut controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
     env.until_condition("EgressResolved", "True/Resolved", LATER).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
@@ -76,16 +76,16 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     let spec = |mesh: ClusterMesh| serde_json::to_value(mesh.spec).unwrap();
     let served = spec(env.get_mesh().await.unwrap());
 
-    let controller = env.controller().await;
+    let controller = env.start_controller().await;
     until_read(&env).await;
-    // When the Peers of this new node exist, all writes that the restart caused have been sent, too.
-    env.node("tenant-a", 2, 2).await;
+    // When the Peer of this new node exists, all writes that the restart has caused have been sent, too.
+    env.create_node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     env.until_peers("mgmt", &peers, SOON).await;
     let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
     for versions in [&mut before, &mut after] {
-        // Its status counts the new node.
+        // The status of the mesh counts the new node.
         versions.remove("mesh");
     }
     assert_eq!(after, before, "{}", controller.log());

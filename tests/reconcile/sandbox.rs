@@ -1,5 +1,5 @@
-//! Tests a sandbox on real API servers: what it can read about the cluster that grants it a Service, and what remains
-//! of that.
+//! Tests a sandbox that is granted a Service of another cluster, on real API servers: which data of that cluster the objects in
+//! the sandbox contain, before and after the grant is revoked, and that the owner of a Service must agree to a grant.
 
 use std::collections::BTreeMap;
 
@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 use crate::gateways;
 
-/// Creates a Service with a selector and one endpoint, as the cluster's own controllers write it.
-pub(crate) async fn service(
+/// Creates a Service with a selector, and an EndpointSlice with one endpoint, as Kubernetes would.
+pub(crate) async fn create_service(
     env: &TestEnv,
     cluster: &str,
     namespace: &str,
@@ -26,10 +26,10 @@ pub(crate) async fn service(
     let objects = [
         json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}),
         json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata,
-            "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port}, {"name": "unasked", "port": 9187}]}}),
+            "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port}, {"name": "not-granted", "port": 9187}]}}),
         json!({"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
             "metadata": {"name": format!("{name}-1"), "namespace": namespace, "labels": labels},
-            "ports": [{"name": "main", "port": port}, {"name": "unasked", "port": 9187}],
+            "ports": [{"name": "main", "port": port}, {"name": "not-granted", "port": 9187}],
             "endpoints": [{"addresses": [endpoint.0], "nodeName": endpoint.1, "conditions": {"ready": true}}]}),
     ];
     for object in objects {
@@ -38,8 +38,8 @@ pub(crate) async fn service(
 }
 
 /// Every object of every kind that the API server lists, as one text.
-async fn everything(env: &TestEnv, cluster: &str) -> String {
-    let all = env.lab.cluster(cluster).everything().await.unwrap();
+async fn all_objects(env: &TestEnv, cluster: &str) -> String {
+    let all = env.lab.cluster(cluster).dump_objects().await.unwrap();
     for kind in ["Namespace", "ClusterRoleBinding"] {
         assert!(all.contains(&format!("\"kind\": \"{kind}\"")), "no {kind} is listed");
     }
@@ -69,16 +69,16 @@ type: Warning
 
 // threat: sandbox-reads-target
 #[tokio::test]
-async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
+async fn sandbox_contains_only_data_of_its_grant() {
     let env = TestEnv::start(&["mgmt", "notebooks"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("mgmt", 1, 2).await;
-    env.node("notebooks", 2, 1).await;
-    service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
-    service(&env, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("mgmt", 1, 2).await;
+    env.create_node("notebooks", 2, 1).await;
+    create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    create_service(&env, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
     gateways::install(&env, "mgmt", 1).await;
     let closed = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
-    let _controller = env.controller_for(NAMESPACE, &closed).await;
+    let _controller = env.start_controller_for(NAMESPACE, &closed).await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
@@ -92,7 +92,7 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // In the target there is a SandboxAccess, and no object that a node reads.
+    // The target contains a SandboxAccess, but no Peer or PeerPolicy.
     let access = gateways::get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
     assert_eq!(
@@ -112,7 +112,7 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     assert_eq!(granted[0]["port"], "main");
     assert!(env.peers("mgmt").await.is_empty() && policies(&env, "mgmt").await.is_empty());
 
-    // In the sandbox there are Peers for the gateways, and a policy that allows no connection from them.
+    // The sandbox contains Peers for the gateways, and a PeerPolicy that allows no connection from them.
     let peers = env.peers("notebooks").await;
     let specs: Vec<Value> = peers
         .values()
@@ -125,8 +125,8 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         })
     };
     assert_eq!(specs, [gateway(0), gateway(1)]);
-    let standing = policies(&env, "notebooks").await;
-    let policy = &standing["prod--mgmt"].spec;
+    let written = policies(&env, "notebooks").await;
+    let policy = &written["prod--mgmt"].spec;
     assert!(policy.allow.is_empty(), "{policy:?}");
     // The infrastructure ports that the operator adds are closed in addition to the default ones.
     let closed: Vec<_> = (policy.infrastructure_ports.iter())
@@ -137,7 +137,7 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         assert!(closed.contains(&port), "{port:?} in {closed:?}");
     }
 
-    let seen = everything(&env, "notebooks").await;
+    let seen = all_objects(&env, "notebooks").await;
     assert!(seen.contains("100.64.1.240") && seen.contains("\"db\""));
     let api = env.lab.cluster("mgmt").plan().api_address().to_string();
     let inside = env.lab.cluster("mgmt").inside_kubeconfig().unwrap();
@@ -146,13 +146,13 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         let secret = field.starts_with("client-") || field.starts_with("token");
         (secret && value.len() > 16).then(|| value.to_owned())
     });
-    let elsewhere = [
+    let target_data = [
         "mgmt-1",
         "mgmt-2",
         "team-x",
         "team-y",
         "payroll",
-        "unasked",
+        "not-granted",
         "port\": 9187",
         "10.1.1.",
         "10.1.2.",
@@ -164,21 +164,21 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         "100.64.1.2\"",
         "100.64.1.2/",
     ];
-    let mut hidden: Vec<String> = elsewhere.map(str::to_owned).into();
+    let mut hidden: Vec<String> = target_data.map(str::to_owned).into();
     hidden.extend([key(1, 1), key(1, 2), format!("\"{api}"), format!("{api}:")]);
     hidden.extend(credentials);
     for word in &hidden {
         assert!(!seen.contains(&**word), "{word} is in the sandbox");
     }
 
-    // An API server may publish such an Event about any new Service, so it must not fail the test.
+    // An API server may publish this Event about any new Service, so the Event must not fail the test.
     env.lab.cluster("notebooks").apply(IPALLOCATOR_EVENT).await.unwrap();
 
-    // After the grant is revoked nothing remains on either side.
+    // After the revocation of the grant, neither cluster contains an object of it.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);
     env.apply_mesh(&mesh).await;
     env.until_peers("notebooks", &[], SOON).await;
-    wait_until("the policy and the SandboxAccess to be gone", SOON, async || {
+    wait_until("PeerPolicy and SandboxAccess to be deleted", SOON, async || {
         let left = policies(&env, "notebooks").await;
         let accesses = gateways::get(&env, "mgmt", &["sandboxaccesses"]).await;
         if left.is_empty() && accesses["items"] == json!([]) {
@@ -191,8 +191,8 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     .unwrap();
     hidden.extend(["100.64.1.24", "192.0.2.", "\"db\"", "mgmt\""].map(str::to_owned));
     hidden.extend([key(91, 0), key(91, 1)]);
-    wait_until("the sandbox to contain nothing of the grant", SOON, async || {
-        let seen = everything(&env, "notebooks").await;
+    wait_until("the sandbox without data of the grant", SOON, async || {
+        let seen = all_objects(&env, "notebooks").await;
         match hidden.iter().find(|word| seen.contains(&***word)) {
             None => Ok(()),
             Some(word) => Err(format!("{word} is in the sandbox")),
@@ -203,17 +203,18 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     env.until_condition("Ready", "True/Meshed", SOON).await;
 }
 
+/// The mesh is confined: `--hub-namespace` allows its namespace only sandboxes, in the given networks.
 // threat: grant-across-namespaces, unlisted-network
 #[tokio::test]
 async fn confined_mesh_gets_service_only_with_owners_consent() {
     let env = TestEnv::start(&["mgmt", "notebooks"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("notebooks", 2, 1).await;
-    service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("notebooks", 2, 1).await;
+    create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
     gateways::install(&env, "mgmt", 1).await;
     let hub_networks = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
     let flag = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
-    let _controller = env.controller_for(&flag, &[hub_networks]).await;
+    let _controller = env.start_controller_for(&flag, &[hub_networks]).await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");

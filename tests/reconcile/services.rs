@@ -1,4 +1,4 @@
-//! Tests mirrored Services: written with their grant, followed, and removed with it.
+//! Tests that a mirrored Service is written for its grant, follows the endpoints, and is removed with the grant.
 
 use clustermesh_api::names;
 use clustermesh_lab::wait_until;
@@ -24,12 +24,12 @@ endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, ter
 #[tokio::test]
 async fn granted_service_is_mirrored_until_grant_is_removed() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
     let tenant = env.lab.cluster("tenant-a");
     tenant.apply(DB).await.unwrap();
     let hub = env.hub();
-    // A foreign Service with the name that a grant asks for.
+    // A Service of a user already has the name of the second mirrored Service.
     hub.kubectl(["create", "service", "clusterip", "taken", "--tcp=80"])
         .await
         .unwrap();
@@ -39,7 +39,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
         {"service": service("db"), "as": {"name": "remote-db"}},
         {"service": service("db"), "as": {"name": "taken"}},
     ]);
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
 
     let slices = [
@@ -50,7 +50,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
         "-o",
         "jsonpath={.items[*].endpoints[*].addresses[*]} {.items[*].ports[*].port}",
     ];
-    let mirrored = async |want: &str| {
+    let until_mirrored = async |want: &str| {
         wait_until(format!("the mirrored endpoints to be {want:?}"), SOON, async || {
             let seen = hub.kubectl(slices).await.unwrap().stdout;
             if seen == want { Ok(()) } else { Err(seen) }
@@ -58,7 +58,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
         .await
         .unwrap();
     };
-    mirrored("10.2.1.7 15432").await;
+    until_mirrored("10.2.1.7 15432").await;
     let spec = hub
         .kubectl([
             "get",
@@ -81,12 +81,12 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
 
     let moved = DB.replace("10.2.1.7", "10.2.1.8");
     tenant.apply(&moved).await.unwrap();
-    mirrored("10.2.1.8 15432").await;
+    until_mirrored("10.2.1.8 15432").await;
 
     mesh["spec"]["clusters"][0]["egress"] = json!([]);
     env.apply_mesh(&mesh).await;
-    mirrored(" ").await;
-    wait_until("the mirrored Service to go", SOON, async || {
+    until_mirrored(" ").await;
+    wait_until("the mirrored Service to be deleted", SOON, async || {
         let left = hub
             .kubectl(["get", "services", "-o", "jsonpath={.items[*].metadata.name}"])
             .await

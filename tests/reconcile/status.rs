@@ -1,5 +1,5 @@
-//! Tests the conditions of a ClusterMesh that depend on what nodes publish: tunnels that are down, policies that are
-//! not enforced.
+//! Tests the conditions of a ClusterMesh that depend on Node annotations: tunnels that are down, policies that are not
+//! enforced, and anchors.
 
 use clustermesh_api::{annotations, names};
 use clustermesh_lab::{NAMESPACE, wait_until};
@@ -12,14 +12,14 @@ use crate::writes;
 async fn broken_tunnels_are_in_status_until_repaired() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
-        env.node("mgmt", 1, n).await;
-        env.node("tenant-a", 2, n).await;
+        env.create_node("mgmt", 1, n).await;
+        env.create_node("tenant-a", 2, n).await;
     }
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // The annotation of the agents. Its last link belongs to no member, as a hostile node might write it.
+    // Writes the annotation of an agent. Some of the links below belong to no member, as a hostile node might write.
     let publish_links = async |n: u8, links: serde_json::Value| {
         let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
         let node = format!("mgmt-{n}");
@@ -31,7 +31,7 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         let links = status.broken_links.into_iter();
         links.map(|link| (link.from, link.to, link.up, link.total)).collect()
     };
-    let until = async |want: &[(&str, &str, i64, i64)]| {
+    let until_broken_links = async |want: &[(&str, &str, i64, i64)]| {
         let want: Vec<_> = want
             .iter()
             .map(|(from, to, up, total)| ((*from).to_owned(), (*to).to_owned(), *up, *total))
@@ -53,21 +53,21 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         json!({&tenant: {"up": 1, "down": 1, "total": 2}, "other/prod/tenant-a": {"down": 1, "total": 1}}),
     )
     .await;
-    until(&[("mgmt", "tenant-a", 1, 2)]).await;
+    until_broken_links(&[("mgmt", "tenant-a", 1, 2)]).await;
     let message = env.until_condition("Degraded", "True/TunnelsDown", SOON).await;
     assert!(
         message.starts_with("1 of 2 tunnels from nodes of cluster \"mgmt\" to cluster \"tenant-a\" are down"),
         "{message}"
     );
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    let lies = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
-    publish_links(2, lies).await;
-    until(&[("mgmt", "tenant-a", 1, 4)]).await;
+    let false_links = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
+    publish_links(2, false_links).await;
+    until_broken_links(&[("mgmt", "tenant-a", 1, 4)]).await;
 
     for n in [1, 2] {
         publish_links(n, json!({})).await;
     }
-    until(&[]).await;
+    until_broken_links(&[]).await;
     env.until_condition("Degraded", "False/AllServed", SOON).await;
     let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     let published: Vec<&str> = events.lines().filter(|line| line.starts_with("TunnelsDown")).collect();
@@ -79,10 +79,10 @@ async fn broken_tunnels_are_in_status_until_repaired() {
 async fn nodes_without_enforcement_are_named_until_enforced() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
-        env.node("mgmt", 1, n).await;
-        env.node("tenant-a", 2, n).await;
+        env.create_node("mgmt", 1, n).await;
+        env.create_node("tenant-a", 2, n).await;
     }
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
 
@@ -97,14 +97,13 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
         env.annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent(&text)))
             .await;
     }
-    // kg serves this node without wg-agent, and kube-proxy on the other node translates packets after the agent's
-    // rules.
+    // On mgmt-2, kg runs without wg-agent. On mgmt-1, kube-proxy in mode ipvs translates packets after the agent's rules.
     env.annotate("mgmt", "mgmt-2", names::NODE_AGENT, None).await;
     env.annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent(annotations::IPVS)))
         .await;
     let want = format!(
         "on Nodes tenant-a-1, tenant-a-2 of cluster \"tenant-a\" the CNI forwards packets of pods without netfilter \
-         (\"datapath-mode is netkit\\n{}…\"): PeerPolicies do not apply to them, and pods there may not reach the mesh. Set \
+         (\"datapath-mode is netkit\\n{}…\"): PeerPolicies do not apply to them, and pods there may fail to reach the mesh. Set \
          enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: \
          bpf.hostLegacyRouting=true) and restart Cilium; on Node mgmt-1 of cluster \"mgmt\" kube-proxy in mode ipvs translates \
          packets for Services after the PeerPolicies, so these do not apply to their final destinations: set mode: nftables (or \
@@ -143,19 +142,19 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
     }
 }
 
-/// A network that no Node owns: the status names its anchor, and from then on no Node can claim a part of it.
+/// The status names the anchor of a network. From then on, no Node can claim a part of this network.
 // threat: anchored-range-claimed
 #[tokio::test]
 async fn anchored_network_survives_restart_and_node_claims() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
+    env.create_node("mgmt", 1, 1).await;
     for n in [1, 2] {
-        env.node("tenant-a", 2, n).await;
+        env.create_node("tenant-a", 2, n).await;
     }
     let mut mesh = env.mesh();
     let networks = &mut mesh["spec"]["clusters"][1]["allowedNetworks"];
     networks.as_array_mut().unwrap().push(json!("10.97.0.0/16"));
-    let mut controller = env.controller().await;
+    let mut controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     let anchored = async || {
@@ -180,9 +179,9 @@ async fn anchored_network_survives_restart_and_node_claims() {
         controller.log()
     );
     let before = writes::audit(&env);
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     wait_until("the members to be read after the restart", SOON, async || {
-        let state = env.ask("/debug/state").await;
+        let state = env.page("/debug/state").await;
         let fresh = state.matches("\"observation\": \"Fresh\"").count();
         if fresh == 2 { Ok(()) } else { Err(state) }
     })
@@ -191,9 +190,9 @@ async fn anchored_network_survives_restart_and_node_claims() {
     writes::until_passes(&env, 3).await;
     assert_eq!(writes::audit(&env), before);
 
-    // A Node claims a part of the network while its anchor is deleted. The Node is skipped, and the other node becomes
-    // the anchor.
-    env.node("tenant-a", 97, 9).await;
+    // A new Node claims a part of the network while the anchor is deleted. The new Node is skipped, and the other node
+    // becomes the anchor.
+    env.create_node("tenant-a", 97, 9).await;
     env.annotate(
         "tenant-a",
         "tenant-a-9",

@@ -1,5 +1,5 @@
-//! Tests when the controller writes: not after a restart, into members while the hub is down, and against another field
-//! manager.
+//! Tests when the controller writes: nothing after a restart, into members while the hub is down, and in conflict with
+//! another field manager.
 
 use std::collections::BTreeMap;
 
@@ -11,12 +11,12 @@ use serde_json::json;
 
 use crate::services::DB;
 
-/// The writes of the controller's account in each cluster.
+/// The writes of the controller in each cluster, from the audit logs of the API servers.
 pub(crate) fn audit(env: &TestEnv) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| env.lab.cluster(name).audit().unwrap())
 }
 
-/// Makes changes of the mesh on which no plan depends. Each causes a pass, which compares its report with the status.
+/// Makes changes of the mesh that no plan depends on. Each change causes a pass, which compares its report with the status.
 pub(crate) async fn until_passes(env: &TestEnv, count: usize) {
     let metric = "clustermesh_controller_reconciles_total";
     for turn in 0..count {
@@ -36,8 +36,8 @@ pub(crate) async fn until_passes(env: &TestEnv, count: usize) {
 #[tokio::test]
 async fn restart_with_nothing_changed_writes_nothing() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
     // More nodes without a key than the status lists.
     let nodes: Api<k8s_openapi::api::core::v1::Node> = Api::all(env.client("tenant-a").await);
     for n in 100..125 {
@@ -48,7 +48,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     let mut mesh = env.mesh();
     // The controller adjusts this value and publishes an Event.
     mesh["spec"]["clusters"][1]["allowedNetworks"][0] = json!("10.2.0.1/16");
-    let mut controller = env.controller().await;
+    let mut controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     env.until_condition("Degraded", "True/NodesSkipped", SOON).await;
@@ -78,12 +78,12 @@ async fn restart_with_nothing_changed_writes_nothing() {
             .any(|line| line.starts_with("patch clustermeshes/status")),
         "{before:?}"
     );
-    let _controller = env.controller().await;
+    let _controller = env.start_controller().await;
     env.until_read(2).await;
     until_passes(&env, 3).await;
     assert_eq!(audit(&env), before);
-    // When this change is written, every earlier pending write has been written, too.
-    env.node("tenant-a", 2, 9).await;
+    // After this change has been written, all earlier writes have been sent, too.
+    env.create_node("tenant-a", 2, 9).await;
     wait_until("the change in the status", SOON, async || {
         let status = env.get_mesh().await.unwrap().status.unwrap();
         if status.registered_peers == Some(3) {
@@ -95,19 +95,19 @@ async fn restart_with_nothing_changed_writes_nothing() {
     .await
     .unwrap();
     let [hub, tenant] = audit(&env);
-    let news = &hub[before[0].len()..];
+    let added = &hub[before[0].len()..];
     // The Node gets its addresses a moment after its creation, so its Peer may be written more than once.
     let is_peer = |line: &String| line.contains(" peers/ /prod--tenant-a--tenant-a-9 ");
     let status = format!("patch clustermeshes/status {NAMESPACE}/prod 200");
-    assert!(news.iter().any(is_peer) && news.contains(&status), "{news:?}");
-    assert!(news.iter().all(|line| is_peer(line) || *line == status), "{news:?}");
+    assert!(added.iter().any(is_peer) && added.contains(&status), "{added:?}");
+    assert!(added.iter().all(|line| is_peer(line) || *line == status), "{added:?}");
     assert_eq!(tenant, before[1]);
 }
 
 // threat: slow-api-server
 #[tokio::test]
 async fn members_get_new_objects_while_hub_is_down() {
-    let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let (env, controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
 
     env.hub().kill_api().unwrap();
     wait_until("the watch of the ClusterMeshes to fail", LATER, async || {
@@ -120,7 +120,7 @@ async fn members_get_new_objects_while_hub_is_down() {
     })
     .await
     .unwrap();
-    env.node("tenant-a", 2, 2).await;
+    env.create_node("tenant-a", 2, 2).await;
     env.remove_node("tenant-a", "tenant-a-1").await;
     // New objects are written. Nothing is deleted, because the hub may have changed the mesh meanwhile.
     let during = [
@@ -129,7 +129,7 @@ async fn members_get_new_objects_while_hub_is_down() {
         "prod--tenant-a--tenant-a-2",
     ];
     env.until_peers("tenant-b", &during, SOON).await;
-    env.node("tenant-a", 2, 3).await;
+    env.create_node("tenant-a", 2, 3).await;
     let during = [&during[..], &["prod--tenant-a--tenant-a-3"]].concat();
     env.until_peers("tenant-b", &during, SOON).await;
 
@@ -144,11 +144,11 @@ async fn members_get_new_objects_while_hub_is_down() {
 }
 
 #[tokio::test]
-async fn mesh_is_ready_only_while_its_objects_are_as_planned() {
+async fn mesh_is_ready_only_while_objects_match_the_plan() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
-    let _controller = env.controller().await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
+    let _controller = env.start_controller().await;
     let mut mesh = env.mesh();
     mesh["spec"]["paused"] = json!(true);
     env.apply_mesh(&mesh).await;
@@ -171,7 +171,7 @@ async fn mesh_is_ready_only_while_its_objects_are_as_planned() {
         field_manager: Some("other-operator".to_owned()),
         ..Default::default()
     };
-    let message = wait_until("the other writer to be named", LATER, async || {
+    let message = wait_until("the other field manager to be named", LATER, async || {
         if peers.get(name).await.unwrap().spec == ours {
             peers
                 .patch(name, &params, &kube::api::Patch::Merge(&theirs))
@@ -192,19 +192,19 @@ async fn mesh_is_ready_only_while_its_objects_are_as_planned() {
 #[tokio::test]
 async fn irrelevant_changes_and_restart_write_nothing() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
-    env.node("mgmt", 1, 1).await;
-    env.node("tenant-a", 2, 1).await;
+    env.create_node("mgmt", 1, 1).await;
+    env.create_node("tenant-a", 2, 1).await;
     let mut mesh = env.mesh();
     mesh["spec"]["clusters"][0]["egress"] =
         json!([{"service": {"cluster": "tenant-a", "namespace": "default", "name": "db"}}]);
     env.lab.cluster("tenant-a").apply(DB).await.unwrap();
-    let mut controller = env.controller().await;
+    let mut controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
 
     // kg writes this annotation every 30 s on every node.
-    let (before, plans) = (
+    let (before, passes) = (
         env.versions().await,
         env.metric("clustermesh_controller_reconciles_total").await,
     );
@@ -217,7 +217,7 @@ async fn irrelevant_changes_and_restart_write_nothing() {
         )
         .await;
     }
-    // The watch delivers this relevant change after all of them.
+    // The watch delivers this relevant change after the irrelevant ones.
     env.annotate(
         "tenant-a",
         "tenant-a-1",
@@ -225,7 +225,7 @@ async fn irrelevant_changes_and_restart_write_nothing() {
         Some("203.0.113.1:1"),
     )
     .await;
-    wait_until("the change behind the churn", SOON, async || {
+    wait_until("the relevant change", SOON, async || {
         let peers = env.peers("mgmt").await;
         let port = peers["prod--tenant-a--tenant-a-1"]
             .spec
@@ -240,26 +240,25 @@ async fn irrelevant_changes_and_restart_write_nothing() {
     })
     .await
     .unwrap();
-    let more = env.metric("clustermesh_controller_reconciles_total").await - plans;
+    let more = env.metric("clustermesh_controller_reconciles_total").await - passes;
     assert!(more < 10.0, "{more} passes for one change among 20 heartbeats");
-    // Only that Peer, and the mesh with the time of the write in its status, may have changed.
+    // Only this Peer and the mesh, whose status contains the time of the write, may have changed.
     let others = |mut versions: BTreeMap<String, String>| {
         versions.retain(|object, _| object != "mesh" && object != "mgmt Peer/prod--tenant-a--tenant-a-1");
         versions
     };
     assert_eq!(others(env.versions().await), others(before));
 
-    // Restart the controller.
     let before = env.versions().await;
     assert!(
         controller.terminate(SOON).await.unwrap().success(),
         "{}",
         controller.log()
     );
-    let controller = env.controller().await;
+    let controller = env.start_controller().await;
     env.until_read(2).await;
-    // A pass that wrote something would be followed by another one. Both are over when this change has been written.
-    env.node("tenant-a", 2, 9).await;
+    // A pass that writes is followed by another pass. Both have ended when this change has been written.
+    env.create_node("tenant-a", 2, 9).await;
     env.until_peers(
         "mgmt",
         &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-9"],

@@ -1,7 +1,7 @@
 //! Tests the ValidatingAdmissionPolicies of `deploy/agent.yaml` and `deploy/admission.yaml` on a real API server, with
-//! the accounts in `deploy/`.
+//! the ServiceAccounts in `deploy/`.
 
-use crate::api_server::{Acting, Answer, ApiServer};
+use crate::api_server::{ApiClient, ApiServer, Response};
 use clustermesh_core::{mesh::Protocol, plan::Settings};
 use serde_json::{Value, json};
 
@@ -13,11 +13,11 @@ const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48\n  \
                      services: team-x, team-y/db, team-z/db:sql";
 
-/// A Peer with these allowed IPs; `managed` = with the label of a mesh.
-fn peer(name: &str, managed: bool, ranges: &[&str]) -> Value {
+/// A Peer with these allowed IPs; `managed` = with the labels of a mesh.
+fn peer(name: &str, managed: bool, allowed_ips: &[&str]) -> Value {
     json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": name, "labels": labels(managed)},
-        "spec": {"publicKey": "A".repeat(43) + "=", "allowedIPs": ranges},
+        "spec": {"publicKey": "A".repeat(43) + "=", "allowedIPs": allowed_ips},
     })
 }
 
@@ -39,7 +39,7 @@ fn policy(name: &str, managed: bool) -> Value {
     })
 }
 
-/// A SandboxAccess with these grants: namespace, Service, name of its port.
+/// A SandboxAccess with these grants: namespace, Service and port name.
 fn access(grants: &[(&str, &str, &str)]) -> Value {
     let grants = grants.iter().zip(20_000..).map(|((namespace, name, port), at)| {
         json!({"service": {"namespace": namespace, "name": name}, "port": port, "protocol": "TCP", "gatewayPort": at})
@@ -64,43 +64,43 @@ fn with(mut object: Value, pointer: &str, value: Value) -> Value {
     object
 }
 
-fn deploy(file: &str) -> String {
+fn read_deploy(file: &str) -> String {
     std::fs::read_to_string(format!("{}/../deploy/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// Returns the policy's message of a refusal, which must never be a CEL error.
-fn verdict(answer: Answer) -> Result<(), String> {
+/// The result of a request: `Err` = the message with which an admission policy refused it, which must not be a CEL error.
+fn verdict(answer: Response) -> Result<(), String> {
     answer.map(drop).map_err(|(code, message)| {
         assert_eq!(code, 403, "{message}");
-        let (_, words) = message.split_once(" denied request: ").expect(&message);
-        assert!(!words.contains("resulted in error"), "{message}");
-        words.to_owned()
+        let (_, text) = message.split_once(" denied request: ").expect(&message);
+        assert!(!text.contains("resulted in error"), "{message}");
+        text.to_owned()
     })
 }
 
-/// An API server with the accounts and the agents' policy in force. With `lists`, the policy for objects is in force as
-/// well, with these lists in its ConfigMap.
+/// Starts an API server with the ServiceAccounts and the policy for agents. With `lists`, the policy for objects is also
+/// in force, with these lists in its ConfigMap.
 async fn server(lists: Option<&str>) -> ApiServer {
     let server = ApiServer::start().await;
     for file in ["agent.yaml", "member-account.yaml"] {
-        server.apply(&deploy(file)).await;
+        server.apply(&read_deploy(file)).await;
     }
     if let Some(lists) = lists {
-        let admission = deploy("admission.yaml");
+        let admission = read_deploy("admission.yaml");
         let example = "# networks: 10.20.0.0/16, 172.16.2.0/24\n";
         assert!(admission.contains(example));
         server.apply(&admission.replace(example, &format!("{lists}\n"))).await;
     }
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "annotations": {"team": "x"}}});
     server.post("/api/v1/nodes", &node).await.unwrap();
-    let (stranger, agent) = (peer("in-force", true, &["10.20.0.0/24"]), server.acting(AGENT, &[]));
-    // A policy is in force some time after it is written.
+    let (labelled, agent) = (peer("in-force", true, &["10.20.0.0/24"]), server.client_as(AGENT, &[]));
+    // The API server enforces a policy some time after its creation.
     clustermesh_lab::wait_until(
         "the policies to be in force",
         std::time::Duration::from_secs(60),
         async || {
             let label = json!({"metadata": {"labels": {"in": "force"}}});
-            let objects = server.dry_run(PEERS, &stranger).await;
+            let objects = server.dry_run(PEERS, &labelled).await;
             match agent.patch("/api/v1/nodes/n1?dryRun=All", &label).await {
                 Err((403, _)) if lists.is_none() || objects.is_err() => Ok(()),
                 node => Err(format!("{node:?}, {objects:?}")),
@@ -112,39 +112,40 @@ async fn server(lists: Option<&str>) -> ApiServer {
     server
 }
 
-async fn create(who: &Acting, object: &Value) -> Result<(), String> {
+async fn create(client: &ApiClient, object: &Value) -> Result<(), String> {
     let kind = match object["kind"].as_str() {
         Some("Peer") => PEERS,
         Some("SandboxAccess") => ACCESSES,
         _ => POLICIES,
     };
-    verdict(who.post(&format!("{kind}?dryRun=All"), object).await)
+    verdict(client.post(&format!("{kind}?dryRun=All"), object).await)
 }
 
-const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-admission: add it there if the mesh may bring it \
-                       in, else take it out of allowedNetworks in the ClusterMesh";
-const UNREACHABLE: &str = " lies outside what is reachable by the ConfigMap clustermesh-admission: add it there if the other \
-                           members may reach it, else take it out of allowedNetworks of this cluster in the ClusterMesh";
+const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-admission: add it there if the mesh may route it \
+                       here, else remove it from allowedNetworks in the ClusterMesh";
+const UNREACHABLE: &str = " lies outside the reachable networks in the ConfigMap clustermesh-admission: add it there if the \
+                           other members may reach it, else remove it from allowedNetworks of this cluster in the \
+                           ClusterMesh";
 
 // threat: stolen-controller-token
 #[tokio::test]
 async fn controller_writes_only_labelled_objects_within_lists() {
     let server = server(Some(LISTS)).await;
-    let controller = server.acting(CONTROLLER, &[]);
-    people_and_controller_cannot_write_each_others_objects(&server, &controller).await;
+    let controller = server.client_as(CONTROLLER, &[]);
+    users_and_controller_cannot_write_each_others_objects(&server, &controller).await;
     peers_outside_network_list_are_refused(&controller).await;
     peer_policies_outside_lists_are_refused(&controller).await;
     grants_outside_service_list_are_refused(&controller).await;
     rules_apply_to_another_served_version(&server, &controller).await;
-    unreadable_list_refuses_writes_but_not_deletions(&server, &controller).await;
+    invalid_list_refuses_writes_but_not_deletions(&server, &controller).await;
 }
 
-async fn people_and_controller_cannot_write_each_others_objects(server: &ApiServer, controller: &Acting) {
-    let admin = server.acting("", &[]);
-    let person = "may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under writers in \
-                  the ConfigMap clustermesh-admission";
+async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServer, controller: &ApiClient) {
+    let admin = server.client_as("", &[]);
+    let user_refusal = "may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under \
+                        writers in the ConfigMap clustermesh-admission";
     let unlabelled = format!(
-        "{CONTROLLER} writes objects of a ClusterMesh and no others: this one is without the label kilo-clustermesh.io/mesh \
+        "{CONTROLLER} may write only objects of a ClusterMesh: this one does not have the label kilo-clustermesh.io/mesh \
          (metadata.labels)"
     );
     let inside = ["10.20.1.0/24"];
@@ -158,7 +159,7 @@ async fn people_and_controller_cannot_write_each_others_objects(server: &ApiServ
         let own = with(bare.clone(), "/metadata/name", json!("own"));
 
         let refused = create(&admin, &object).await.unwrap_err();
-        assert!(refused.ends_with(person), "{refused}");
+        assert!(refused.ends_with(user_refusal), "{refused}");
         assert_eq!(create(controller, &bare).await, Err(unlabelled.clone()));
         assert_eq!(controller.post(kind, &object).await.map(drop), Ok(()));
         assert_eq!(verdict(controller.put(&path, &bare).await), Err(unlabelled.clone()));
@@ -168,10 +169,10 @@ async fn people_and_controller_cannot_write_each_others_objects(server: &ApiServ
             admin.delete(&path).await,
         ] {
             let refused = verdict(refused).unwrap_err();
-            assert!(refused.ends_with(person), "{refused}");
+            assert!(refused.ends_with(user_refusal), "{refused}");
         }
 
-        // A Peer of a person, which the controller could take over by adding the label.
+        // The controller can take over an object of a user, but only by adding the label.
         assert_eq!(admin.post(kind, &own).await.map(drop), Ok(()));
         let path = format!("{kind}/own");
         assert_eq!(verdict(controller.put(&path, &own).await), Err(unlabelled.clone()));
@@ -185,7 +186,7 @@ async fn people_and_controller_cannot_write_each_others_objects(server: &ApiServ
     }
 }
 
-async fn peers_outside_network_list_are_refused(controller: &Acting) {
+async fn peers_outside_network_list_are_refused(controller: &ApiClient) {
     for inside in [
         &["10.20.7.0/24", "10.20.0.0/16", "fd00:20:0:1::/64"][..],
         &["10.20.1.7/24"],
@@ -214,7 +215,7 @@ async fn peers_outside_network_list_are_refused(controller: &Acting) {
     }
 }
 
-async fn peer_policies_outside_lists_are_refused(controller: &Acting) {
+async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {
     let valid = || policy("prod--tenant-b", true);
     assert_eq!(create(controller, &valid()).await, Ok(()));
     let closed = with(with(valid(), "/spec/allow", json!([])), "/spec/anchored", json!([]));
@@ -234,7 +235,7 @@ async fn peer_policies_outside_lists_are_refused(controller: &Acting) {
         .collect();
     let closed_ports = |which: &str| {
         Err(format!(
-            "spec.infrastructurePorts: without {which} (TCP), which stay closed to every member"
+            "spec.infrastructurePorts: does not contain {which} (TCP), which must stay closed to every member"
         ))
     };
     let all = "2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259";
@@ -288,7 +289,7 @@ async fn peer_policies_outside_lists_are_refused(controller: &Acting) {
 }
 
 // threat: unlisted-grant
-async fn grants_outside_service_list_are_refused(controller: &Acting) {
+async fn grants_outside_service_list_are_refused(controller: &ApiClient) {
     let listed = [
         ("team-x", "any", "any"),
         ("team-y", "db", "any"),
@@ -296,7 +297,7 @@ async fn grants_outside_service_list_are_refused(controller: &Acting) {
         ("team-z", "db", "sql"),
     ];
     assert_eq!(create(controller, &access(&listed)).await, Ok(()));
-    // The CRD's maximum number of grants, because the cost of CEL expressions is limited.
+    // The maximum number of grants in the CRD must not exceed the cost limit of CEL expressions.
     assert_eq!(create(controller, &access(&[listed[0]; 2048])).await, Ok(()));
     for (grants, refused) in [
         (&[("team-z", "db", "metrics")][..], "team-z/db:metrics"),
@@ -310,7 +311,7 @@ async fn grants_outside_service_list_are_refused(controller: &Acting) {
     ] {
         let message = format!(
             "spec.grants: {refused} is not among the services in the ConfigMap clustermesh-admission: add it there if sandboxes may \
-             reach it, else take it out of egress in the ClusterMesh"
+             reach it, else remove it from egress in the ClusterMesh"
         );
         assert_eq!(create(controller, &access(grants)).await, Err(message));
     }
@@ -321,9 +322,9 @@ async fn grants_outside_service_list_are_refused(controller: &Acting) {
     );
 }
 
-/// Adds a version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored
-/// object is the same.
-async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &Acting) {
+/// Adds a version without a schema, which a later release of Kilo might serve. The same rules must apply to it, because
+/// both versions write the same stored object.
+async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &ApiClient) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();
     let schema = json!({"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}});
@@ -373,11 +374,11 @@ async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &
     }
 }
 
-async fn unreadable_list_refuses_writes_but_not_deletions(server: &ApiServer, controller: &Acting) {
+async fn invalid_list_refuses_writes_but_not_deletions(server: &ApiServer, controller: &ApiClient) {
     let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
     let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
-    // The ConfigMap is watched: a change is in force some time after it is written.
-    let lists = async |data: Value, path: &str, expected: Result<(), String>| {
+    // The API server watches the ConfigMap: a change takes effect after some time.
+    let set_lists = async |data: Value, path: &str, expected: Result<(), String>| {
         server.patch(config, &json!({"data": data})).await.unwrap();
         clustermesh_lab::wait_until(
             format!("{expected:?}"),
@@ -390,23 +391,23 @@ async fn unreadable_list_refuses_writes_but_not_deletions(server: &ApiServer, co
         .await
         .unwrap();
     };
-    lists(
+    set_lists(
         json!({"networks": ""}),
         "?dryRun=All",
         Err(format!("spec.allowedIPs: 10.20.1.0/24{OUTSIDE}")),
     )
     .await;
-    let misspelt = "the ConfigMap clustermesh-admission names what is no network: 10.20.0.0/16; fd00::/8; write an address and a \
-                    prefix length, with commas between";
-    lists(
+    let invalid_list = "the ConfigMap clustermesh-admission lists entries that are not networks: 10.20.0.0/16; fd00::/8; \
+                    write addresses with prefix lengths, separated by commas";
+    set_lists(
         json!({"networks": "10.20.0.0/16; fd00::/8"}),
         "?dryRun=All",
-        Err(misspelt.into()),
+        Err(invalid_list.into()),
     )
     .await;
     let gone = controller.delete(&format!("{PEERS}/prod--tenant-a--n1")).await;
     assert_eq!(verdict(gone), Ok(()));
-    lists(json!({"networks": null}), "", Ok(())).await;
+    set_lists(json!({"networks": null}), "", Ok(())).await;
     assert_eq!(create(controller, &peer("n", true, &["192.0.2.0/24"])).await, Ok(()));
     assert!(create(controller, &peer("n", false, &["192.0.2.0/24"])).await.is_err());
 }
@@ -417,7 +418,7 @@ async fn agent_writes_only_annotations_of_its_own_node() {
     let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();
-    // An agent outside the DaemonSet, with the account and rights of docs/operations/install.md.
+    // An agent outside the DaemonSet, with the ServiceAccount of docs/operations/install.md.
     let host = format!("{AGENT}.n2");
     let account = json!({
         "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},
@@ -426,54 +427,59 @@ async fn agent_writes_only_annotations_of_its_own_node() {
     });
     let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
     server.post(bindings, &account).await.unwrap();
-    let agent = server.acting(AGENT, &[("authentication.kubernetes.io/node-name", "n1")]);
-    let (unbound, host) = (server.acting(AGENT, &[]), server.acting(&host, &[]));
+    let agent = server.client_as(AGENT, &[("authentication.kubernetes.io/node-name", "n1")]);
+    let (unbound, host) = (server.client_as(AGENT, &[]), server.client_as(&host, &[]));
     let annotations = |key: &str, value: Value| json!({"metadata": {"annotations": {key: value}}});
     let key = annotations("kilo.squat.ai/key", json!("k"));
     assert_eq!(agent.patch("/api/v1/nodes/n1", &key).await.map(drop), Ok(()));
     assert_eq!(host.patch("/api/v1/nodes/n2", &key).await.map(drop), Ok(()));
     let own = |node: &str| {
         format!(
-            "an agent writes its own Node alone, and this token is not of a pod on {node}; an agent outside the DaemonSet needs \
+            "an agent may write only its own Node, and this token does not belong to a pod on {node}; an agent outside the DaemonSet needs \
              the account clustermesh-agent/wg-agent.{node}"
         )
     };
-    let nothing_else = "an agent writes annotations of its Node and nothing else".to_owned();
-    let annotation = |name: &str| format!("an agent does not write the annotation {name}");
-    for (who, node, change, words) in [
+    let only_annotations = "an agent may write only annotations of its Node".to_owned();
+    let foreign_annotation = |name: &str| format!("an agent may not write the annotation {name}");
+    for (client, node, change, message) in [
         (&agent, "n2", annotations("kilo.squat.ai/key", json!("x")), own("n2")),
         (&unbound, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
         (&host, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
-        (&agent, "n1", annotations("team", json!(null)), annotation("team")),
+        (
+            &agent,
+            "n1",
+            annotations("team", json!(null)),
+            foreign_annotation("team"),
+        ),
         (
             &agent,
             "n1",
             annotations("kilo.squat.ai/force-endpoint", json!("192.0.2.1:1")),
-            annotation("kilo.squat.ai/force-endpoint"),
+            foreign_annotation("kilo.squat.ai/force-endpoint"),
         ),
         (
             &agent,
             "n1",
             json!({"metadata": {"labels": {"a": "b"}}}),
-            nothing_else.clone(),
+            only_annotations.clone(),
         ),
         (
             &host,
             "n2",
             json!({"spec": {"unschedulable": true}}),
-            nothing_else.clone(),
+            only_annotations.clone(),
         ),
         (
             &agent,
             "n1",
             json!({"spec": {"taints": [{"key": "a", "effect": "NoExecute"}]}}),
-            nothing_else,
+            only_annotations,
         ),
     ] {
-        let refused = who.patch(&format!("/api/v1/nodes/{node}"), &change).await;
-        assert_eq!(verdict(refused), Err(words));
+        let refused = client.patch(&format!("/api/v1/nodes/{node}"), &change).await;
+        assert_eq!(verdict(refused), Err(message));
     }
-    // Other users write Nodes as before.
+    // The policy does not restrict other users.
     assert_eq!(
         server
             .patch("/api/v1/nodes/n2", &json!({"metadata": {"labels": {"a": "b"}}}))

@@ -1,9 +1,9 @@
-//! Starts a real API server with the CRDs of this repository for the program `schema`, and sends it requests.
+//! Starts a real API server with the CRDs of this repository, and sends requests to it.
 
 use clustermesh_lab::{Lab, LabPlan};
 use serde_json::Value;
 
-/// One API server. It is taken down when dropped.
+/// An API server. Dropping it stops the server.
 pub(crate) struct ApiServer {
     lab: Lab,
     client: kube::Client,
@@ -32,76 +32,77 @@ impl ApiServer {
         self.lab.cluster("mgmt").apply(yaml).await.unwrap().stdout
     }
 
-    /// The object that would be stored, or the refusal: status code and message.
-    pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Answer {
+    /// Sends a POST as a strict dry run. Returns the object that would be stored.
+    pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Response {
         self.post(&format!("{path}?dryRun=All&fieldValidation=Strict"), object)
             .await
     }
 
     /// Sends a POST.
-    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
-        self.acting("", &[]).post(path, object).await
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Response {
+        self.client_as("", &[]).post(path, object).await
     }
 
     /// Sends a merge patch.
-    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
-        self.acting("", &[]).patch(path, change).await
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Response {
+        self.client_as("", &[]).patch(path, change).await
     }
 
-    /// A client that impersonates a user (`""` = the administrator itself), with these extra attributes of the user's
-    /// token.
-    pub(crate) fn acting(&self, user: &str, extra: &[(&str, &str)]) -> Acting {
+    /// A client that impersonates a user with these extra attributes (`Impersonate-Extra-*`); `""` = the administrator
+    /// itself.
+    pub(crate) fn client_as(&self, user: &str, extra: &[(&str, &str)]) -> ApiClient {
         let mut headers = Vec::new();
         if !user.is_empty() {
             headers.push(("Impersonate-User".to_owned(), user.to_owned()));
         }
-        // The name of a header contains no slash.
+        // A header name must not contain a slash.
         headers.extend(extra.iter().map(|(key, value)| {
             (
                 format!("Impersonate-Extra-{}", key.replace('/', "%2F")),
                 (*value).to_owned(),
             )
         }));
-        Acting {
+        ApiClient {
             client: self.client.clone(),
             headers,
         }
     }
 }
 
-/// The stored object, or the refusal: status code and message.
-pub(crate) type Answer = Result<Value, (u16, String)>;
+/// The returned object, or the error: status code and message.
+pub(crate) type Response = Result<Value, (u16, String)>;
 
-/// A client of the API server.
-pub(crate) struct Acting {
+/// A client of the API server, with its impersonation headers.
+pub(crate) struct ApiClient {
     client: kube::Client,
     headers: Vec<(String, String)>,
 }
 
-impl Acting {
-    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
-        self.ask("POST", path, "application/json", object).await
+impl ApiClient {
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Response {
+        self.request("POST", path, "application/json", object).await
     }
 
     /// Replaces the stored object, whatever its resourceVersion.
-    pub(crate) async fn put(&self, path: &str, object: &Value) -> Answer {
+    pub(crate) async fn put(&self, path: &str, object: &Value) -> Response {
         let stored = path.split('?').next().unwrap();
-        let stored = self.ask("GET", stored, "application/json", &Value::Null).await?;
+        let stored = self.request("GET", stored, "application/json", &Value::Null).await?;
         let mut object = object.clone();
         object["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"].clone();
-        self.ask("PUT", path, "application/json", &object).await
+        self.request("PUT", path, "application/json", &object).await
     }
 
-    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
-        self.ask("PATCH", path, "application/merge-patch+json", change).await
-    }
-
-    pub(crate) async fn delete(&self, path: &str) -> Answer {
-        self.ask("DELETE", path, "application/json", &serde_json::json!({}))
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Response {
+        self.request("PATCH", path, "application/merge-patch+json", change)
             .await
     }
 
-    async fn ask(&self, method: &str, path: &str, kind: &str, body: &Value) -> Answer {
+    pub(crate) async fn delete(&self, path: &str) -> Response {
+        self.request("DELETE", path, "application/json", &serde_json::json!({}))
+            .await
+    }
+
+    async fn request(&self, method: &str, path: &str, kind: &str, body: &Value) -> Response {
         let mut request = http::Request::builder()
             .method(method)
             .uri(path)
@@ -113,7 +114,7 @@ impl Acting {
         match self.client.request::<Value>(request).await {
             Ok(stored) => Ok(stored),
             Err(kube::Error::Api(status)) => Err((status.code, status.message)),
-            Err(error) => panic!("no answer from the API server: {error}"),
+            Err(error) => panic!("no response from the API server: {error}"),
         }
     }
 }

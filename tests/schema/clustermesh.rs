@@ -1,11 +1,11 @@
-//! Tests the ClusterMesh CRD: which objects an API server accepts, what it stores, and its messages.
+//! Tests the ClusterMesh CRD: which objects an API server accepts, the stored objects, and the messages of refusals.
 
 use crate::api_server::ApiServer;
 use serde_json::{Value, json};
 
 const MESHES: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/default/clustermeshes";
 
-/// The manifest in the README of the Go predecessor, without its comments.
+/// The manifest in the README of the predecessor, without its comments.
 const PREDECESSOR: &str = r#"
 apiVersion: kilo.squat.ai/v1alpha1
 kind: ClusterMesh
@@ -39,16 +39,16 @@ fn mesh(spec: Value) -> Value {
     })
 }
 
-fn two() -> Value {
+fn two_clusters() -> Value {
     json!({"clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"]},
         {"name": "tenant-a", "kubeconfigSecretRef": {"name": "tenant-a"}, "allowedNetworks": ["10.20.0.0/16"]},
     ]})
 }
 
-/// `two()` with the fields at these paths (JSON pointers) set, or removed where the value is null.
+/// [`two_clusters`] with the fields at these JSON pointers set, or removed if the value is null.
 fn with(changes: &[(&str, Value)]) -> Value {
-    let mut spec = two();
+    let mut spec = two_clusters();
     for (path, value) in changes {
         let (parent, key) = path.rsplit_once('/').unwrap();
         let parent = spec.pointer_mut(parent).unwrap();
@@ -152,12 +152,12 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
             "[spec.clusters[1].isolationProfile: Unsupported value: \"open\": supported values: \"cluster-meshed\", \"sandbox\", \"standard\", <nil>: Invalid value: null: some validation rules were not checked because the object was invalid; correct the existing errors to complete validation]".to_owned(),
         ),
     ];
-    for (right, wrong, expected) in cases {
+    for (accepted, invalid, expected) in cases {
         server
-            .dry_run(MESHES, &right)
+            .dry_run(MESHES, &accepted)
             .await
             .unwrap_or_else(|refused| panic!("{expected}: {refused:?}"));
-        let refused = server.dry_run(MESHES, &wrong).await.expect_err(&expected);
+        let refused = server.dry_run(MESHES, &invalid).await.expect_err(&expected);
         assert_eq!(
             refused,
             (
@@ -167,7 +167,7 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
         );
     }
 
-    let mut long = mesh(two());
+    let mut long = mesh(two_clusters());
     long["metadata"]["name"] = json!(&a64[..63]);
     server.dry_run(MESHES, &long).await.unwrap();
     long["metadata"]["name"] = json!(a64);
@@ -264,7 +264,7 @@ async fn largest_mesh_stays_within_cost_limit_of_rules() {
     let clusters: Vec<Value> = (0..100)
         .map(|index| {
             let network = |at: usize| format!("fd00:{index:04x}:{at:04x}:0000:0000:0000:0000:0000/48");
-            // The last network and the last name make the rules' searches as expensive as possible.
+            // The rules search lists. A match at the end makes the search as expensive as possible.
             let last = if index == 99 { name(98) } else { name(99) };
             let mut entry = json!({
                 "name": name(index),

@@ -1,4 +1,4 @@
-//! Tests the CRDs and admission policies on a real API server: what it accepts, stores and answers. Needs root.
+//! Tests the CRDs and admission policies on a real API server. Needs root.
 
 mod admission;
 mod api_server;

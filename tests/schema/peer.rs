@@ -1,4 +1,4 @@
-//! Compares our Peer CRD with recorded answers of an API server that has Kilo's own CRD.
+//! Compares the responses of an API server that has this project's Peer CRD with recorded ones for Kilo's own CRD.
 
 use crate::api_server::ApiServer;
 use clustermesh_api::peer::PeerSpec;
@@ -18,7 +18,7 @@ struct Recorded {
 }
 
 #[tokio::test]
-async fn peer_crd_answers_like_kilos_and_type_keeps_spec() {
+async fn peer_crd_validates_like_kilos_and_type_keeps_spec() {
     let recorded: Vec<Recorded> = include_str!("peer.jsonl")
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
@@ -38,7 +38,7 @@ async fn peer_crd_answers_like_kilos_and_type_keeps_spec() {
             Ok(object) => ("accepted".to_owned(), None, Some(object["spec"].clone())),
             Err((code, message)) => (format!("rejected {code}"), Some(message), None),
         };
-        // The recording keeps the first 400 characters of a message.
+        // The recording contains only the first 400 characters of a message.
         let message = message.map(|text| text.chars().take(400).collect::<String>());
         if (&result, &stored, &message) != (&recorded.result, &recorded.stored_spec, &recorded.message) {
             differences.push(format!("{}: {result}: {message:?}: {stored:?}", recorded.case));

@@ -1,4 +1,4 @@
-//! Tests the PeerPolicy CRD: which objects an API server accepts, and its messages.
+//! Tests the PeerPolicy CRD: which objects an API server accepts, and the messages of refusals.
 
 use crate::api_server::ApiServer;
 use serde_json::{Value, json};
@@ -63,7 +63,7 @@ async fn peerpolicy_rules_refuse_with_a_remedy() {
 }
 
 #[tokio::test]
-async fn policy_of_largest_member_is_admitted() {
+async fn policy_of_largest_member_is_accepted() {
     let server = ApiServer::start().await;
     let mut object = policy();
     let hosts: Vec<String> = (0..8192)

@@ -1,4 +1,5 @@
-//! Tests the CRDs SandboxAccess and SandboxGateway: which objects an API server accepts, and its messages.
+//! Tests the CRDs SandboxAccess and SandboxGateway: which objects an API server accepts, and the messages
+//! of refusals.
 
 use crate::api_server::ApiServer;
 use serde_json::{Value, json};
@@ -94,7 +95,7 @@ async fn access_of_largest_sandbox_is_stored() {
     let mut object = access();
     let nodes = (0..5000_u16).map(|i| {
         json!({
-            // The maximum length of a name that the controller writes.
+            // The maximum length of a node name that the controller writes.
             "name": format!("{i:040}"), "publicKey": key(i), "wireguardIPs": [format!("100.80.{}.{}", 16 + i / 256, i % 256)],
         })
     });
@@ -103,7 +104,7 @@ async fn access_of_largest_sandbox_is_stored() {
         json!({"service": {"namespace": "team-x", "name": format!("service-of-team-x-{i}")}, "port": "pg", "protocol": "TCP", "gatewayPort": 20_000 + i})
     });
     object["spec"]["grants"] = grants.collect();
-    // No dry run, because it would not reach etcd, which limits an object to 1.5 MiB.
+    // Not a dry run, because that would not reach etcd, which limits an object to 1.5 MiB.
     let stored = server.post(ACCESSES, &object).await.unwrap();
     assert_eq!(stored["spec"]["nodes"].as_array().map(Vec::len), Some(5000));
 }
@@ -135,7 +136,7 @@ async fn gateway_endpoints_must_be_addresses_with_ports() {
     }
 }
 
-/// For a JSONPath with several results the API server prints only the first.
+/// If a JSONPath of a printer column has several results, the API server prints only the first.
 #[tokio::test]
 async fn listed_sandboxaccess_shows_all_services_or_none() {
     let server = ApiServer::start().await;

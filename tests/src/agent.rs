@@ -1,4 +1,4 @@
-//! The real agent: its program, and the rights with which it runs.
+//! The path of the agent's program, and a script that limits the privileges of an agent.
 
 use std::sync::LazyLock;
 
@@ -8,7 +8,7 @@ pub fn agent_program() -> &'static str {
     &AGENT
 }
 
-/// A shell script that runs its arguments with the privileges of the DaemonSet and no more: NET_ADMIN, and a read-only
+/// A shell script that runs its arguments with only the privileges of the DaemonSet: NET_ADMIN, and a read-only
 /// `/proc/sys`.
 pub const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                             exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";

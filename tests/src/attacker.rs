@@ -1,5 +1,5 @@
-//! Attacks from a compromised node. [`Tunnel`] is WireGuard with allowed IPs of its own choice, [`Flood`] sends
-//! arbitrary packets without a pause, and [`Prober`] sends legitimate requests.
+//! Attacks from a compromised node. [`Tunnel`] is a WireGuard device that allows all addresses, [`Flood`] sends arbitrary
+//! packets at a high rate, and [`Prober`] sends legitimate requests.
 
 pub mod packets;
 pub mod witness;
@@ -29,22 +29,22 @@ use crate::netns::NetNs;
 
 /// Time between two rounds of a flood, so that other threads can run.
 const PACE: Duration = Duration::from_millis(8);
-/// A flood pauses while more bytes than this, a few rounds, wait in the target's socket.
+/// A flood pauses while more than this number of bytes (a few rounds) is queued in the target's socket.
 const QUEUE_LIMIT: u64 = 1 << 18;
-/// The longest pause of a flood, in paces.
+/// The longest pause of a flood, in units of [`PACE`].
 const MAX_PAUSE: u32 = 20;
-/// Time between two requests of a prober, and the time it waits for each reply.
+/// Time between two requests of a prober, and its time limit for each reply.
 const REQUEST_PACE: Duration = Duration::from_millis(50);
-/// After this time without a reply a prober starts a new session: a restarted target has lost the old one.
+/// After this time without a reply a prober starts a new session, because a restarted target has lost the old session.
 const SESSION_TIMEOUT: Duration = Duration::from_millis(400);
-/// Longer than any wait takes on a loaded machine.
+/// Time limit of every wait, also on a loaded machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn public(secret: &StaticSecret) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(secret).to_bytes())
 }
 
-/// A thread that runs until this is dropped.
+/// A thread that is stopped when this is dropped.
 pub struct BackgroundThread {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -69,7 +69,7 @@ impl Drop for BackgroundThread {
     }
 }
 
-/// Waits for a thread. Its panic becomes the test's, unless the test already panics.
+/// Waits for a thread. If the thread has panicked, the test panics too, unless it already does.
 fn join(thread: JoinHandle<()>) {
     if let Err(panic) = thread.join()
         && !thread::panicking()
@@ -78,7 +78,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// A WireGuard device of the attacker, with one peer of any key.
+/// The attacker's WireGuard device, with one peer.
 pub struct Tunnel {
     pub interface: String,
     device: Mutex<Userspace>,
@@ -87,7 +87,7 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens a device with these addresses and a route for each of `routes`. [`Self::set_peer`] adds the peer.
+    /// Opens a device with these addresses, and adds `routes` to it. [`Self::set_peer`] adds the peer.
     pub fn open(ns: &NetNs, interface: &str, key: StaticSecret, addresses: &[IpAddr], routes: &[&str]) -> Self {
         let configuration = Configuration {
             private_key: key,
@@ -112,7 +112,7 @@ impl Tunnel {
         }
     }
 
-    /// Replaces the peer by this key and endpoint, with all addresses as allowed IPs.
+    /// Replaces the peer by one with this key and endpoint, whose allowed IPs are all addresses.
     pub fn set_peer(&self, key: PublicKey, endpoint: SocketAddr) {
         let everything = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network"));
         let spec = PeerSpec {
@@ -129,13 +129,13 @@ impl Tunnel {
         device.apply(&changes).expect("configure a peer");
     }
 
-    /// Starts a new session, by removing and adding the peer.
+    /// Starts a new session by removing and adding the peer.
     pub fn restart_session(&self) {
         let (key, spec) = self.peer.lock().expect("the peer").clone();
         if spec.endpoint.is_some() {
-            let anew = [PeerChange::Remove(key), PeerChange::Add(key, spec)];
+            let changes = [PeerChange::Remove(key), PeerChange::Add(key, spec)];
             let mut device = self.device.lock().expect("the device");
-            device.apply(&anew).expect("configure a peer");
+            device.apply(&changes).expect("configure a peer");
         }
     }
 
@@ -158,15 +158,15 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Sends datagrams from a fixed port to an [`echo`], and restarts the session after a long silence.
+    /// Sends datagrams from a fixed port to an [`echo`]. Restarts the session if no reply arrives for 0.4 s.
     pub fn udp(ns: &NetNs, tunnel: &Arc<Tunnel>, from: SocketAddr, to: SocketAddr) -> Self {
         let socket = ns.enter(|| UdpSocket::bind(from)).expect("bind");
         socket.set_read_timeout(Some(REQUEST_PACE)).expect("a timeout");
         let tunnel = tunnel.clone();
-        Self::with(ns, format!("udp {to}"), move |answers, stop| {
+        Self::start(ns, format!("udp {to}"), move |answers, stop| {
             let mut last = Instant::now();
             while !stop.load(Ordering::Acquire) {
-                let _ = socket.send_to(b"anyone?", to);
+                let _ = socket.send_to(b"request", to);
                 if matches!(socket.recv_from(&mut [0; 100]), Ok((_, from)) if from == to) {
                     answers.fetch_add(1, Ordering::Release);
                     last = Instant::now();
@@ -181,7 +181,7 @@ impl Prober {
 
     /// Opens a new connection to an [`echo`] for each request.
     pub fn tcp(ns: &NetNs, to: SocketAddr) -> Self {
-        Self::with(ns, format!("tcp {to}"), move |answers, stop| {
+        Self::start(ns, format!("tcp {to}"), move |answers, stop| {
             while !stop.load(Ordering::Acquire) {
                 if request(to).is_ok() {
                     answers.fetch_add(1, Ordering::Release);
@@ -191,7 +191,7 @@ impl Prober {
         })
     }
 
-    fn with(ns: &NetNs, name: String, work: impl FnOnce(&AtomicU64, &AtomicBool) + Send + 'static) -> Self {
+    fn start(ns: &NetNs, name: String, work: impl FnOnce(&AtomicU64, &AtomicBool) + Send + 'static) -> Self {
         let answers = Arc::<AtomicU64>::default();
         let counted = answers.clone();
         let work = BackgroundThread::start(ns, move |stop| work(&counted, stop));
@@ -214,7 +214,7 @@ fn request(to: SocketAddr) -> std::io::Result<()> {
     stream.read_exact(&mut [0])
 }
 
-/// Echoes everything sent to this address, on one UDP and one TCP port, until the process ends.
+/// Echoes everything that arrives at one UDP and one TCP port of this address, until the process exits.
 pub fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
     let socket = ns.enter(|| UdpSocket::bind((at, udp))).expect("bind");
     thread::spawn(move || {
@@ -240,7 +240,7 @@ pub fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
     });
 }
 
-/// Sends whole packets into an interface, past the routing tables.
+/// Sends packets with their IP headers into an interface, bypassing the routing tables.
 pub struct RawSender {
     v4: Socket,
     v6: Socket,
@@ -250,14 +250,14 @@ impl RawSender {
     pub fn open(ns: &NetNs, interface: &str) -> Self {
         let open = |domain| {
             let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(255))).expect("a raw socket");
-            socket.bind_device(Some(interface.as_bytes())).expect("bind it");
+            socket.bind_device(Some(interface.as_bytes())).expect("bind the socket");
             socket
         };
         let (v4, v6) = ns.enter(|| (open(Domain::IPV4), open(Domain::IPV6)));
         Self { v4, v6 }
     }
 
-    /// The kernel itself fills in the length and checksum of an IPv4 header.
+    /// Sends a packet. The kernel overwrites the length and checksum of an IPv4 header.
     pub fn send(&self, to: IpAddr, packet: &[u8]) -> std::io::Result<usize> {
         match to {
             IpAddr::V4(to) => self.v4.send_to(packet, &SocketAddrV4::new(to, 0).into()),
@@ -266,11 +266,11 @@ impl RawSender {
     }
 }
 
-/// One item of a round of a flood.
+/// What a flood sends in each round.
 pub enum FloodPacket {
-    /// The same packets in every round, to this address.
+    /// The same packets to this address.
     Repeated(IpAddr, Vec<Vec<u8>>),
-    /// The SYN of a connection with another source port in every round: source and destination.
+    /// The SYN of a new connection from this source to this destination, with another source port in each round.
     NewConnection(IpAddr, SocketAddr),
 }
 
@@ -281,7 +281,7 @@ struct ReceiveQueue {
 }
 
 impl ReceiveQueue {
-    fn of(ns: &NetNs, port: u16) -> Self {
+    fn open(ns: &NetNs, port: u16) -> Self {
         let open = |name| File::open(format!("/proc/thread-self/net/{name}")).expect("a table of sockets");
         Self {
             tables: ns.enter(|| ["udp", "udp6"].map(open)),
@@ -289,7 +289,7 @@ impl ReceiveQueue {
         }
     }
 
-    /// The bytes that wait in all sockets of this port.
+    /// The number of bytes queued in all sockets of this port.
     fn queued_bytes(&mut self) -> u64 {
         let mut sum = 0;
         for table in &mut self.tables {
@@ -311,21 +311,21 @@ impl ReceiveQueue {
     }
 }
 
-/// Sends as fast as the target reads. A full socket queue of the target would delay everyone's packets by seconds.
+/// Sends as fast as the target reads: a full socket queue of the target would delay the packets of all peers by seconds.
 pub struct Flood {
     rounds: Arc<AtomicU64>,
-    /// Packets that the attacker's own kernel refused to send, by error. They would test nothing.
+    /// Counts of packets that the attacker's own kernel refused to send, by error. They never reach the target.
     unsent: Arc<Mutex<BTreeMap<String, u64>>>,
     packets_per_round: usize,
-    began: Instant,
+    started_at: Instant,
     _thread: BackgroundThread,
 }
 
 impl Flood {
-    /// Sends all of `packets` in each round into this interface, past the routing tables. The tunnel ends at `port` in
-    /// the namespace `target`.
+    /// Starts to send `packets` in each round into this interface, bypassing the routing tables. `port` in the namespace
+    /// `target` receives the encrypted packets.
     pub fn start(ns: &NetNs, interface: &str, packets: Vec<FloodPacket>, (target, port): (&NetNs, u16)) -> Self {
-        let mut queue = ReceiveQueue::of(target, port);
+        let mut queue = ReceiveQueue::open(target, port);
         let raw = RawSender::open(ns, interface);
         let (rounds, unsent) = (
             Arc::<AtomicU64>::default(),
@@ -336,11 +336,11 @@ impl Flood {
         let work = BackgroundThread::start(ns, move |stop| {
             let send = |to: IpAddr, packet: &[u8]| {
                 if let Err(error) = raw.send(to, packet) {
-                    let mut all = failed.lock().expect("what was not sent");
+                    let mut all = failed.lock().expect("the unsent packets");
                     *all.entry(format!("{to}: {error}")).or_default() += 1;
                 }
             };
-            for port in witness::NEW.cycle() {
+            for port in witness::NEW_PORTS.cycle() {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
@@ -354,7 +354,7 @@ impl Flood {
                 }
                 counted.fetch_add(1, Ordering::Release);
                 thread::park_timeout(PACE);
-                // A reader that has stopped does not end the flood.
+                // The flood continues even if the target has stopped reading.
                 for _ in 0..MAX_PAUSE {
                     if queue.queued_bytes() < QUEUE_LIMIT || stop.load(Ordering::Acquire) {
                         break;
@@ -367,7 +367,7 @@ impl Flood {
             rounds,
             unsent,
             packets_per_round: number,
-            began: Instant::now(),
+            started_at: Instant::now(),
             _thread: work,
         }
     }
@@ -377,7 +377,7 @@ impl Flood {
     }
 
     /// Waits for this many further rounds.
-    pub async fn more(&self, rounds: u64) {
+    pub async fn wait_for_rounds(&self, rounds: u64) {
         let from = self.rounds();
         wait_until("further rounds of the flood", PATIENCE, async || match self.rounds() {
             now if now >= from + rounds => Ok(()),
@@ -387,16 +387,16 @@ impl Flood {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    pub fn began(&self) -> Instant {
-        self.began
+    pub fn started_at(&self) -> Instant {
+        self.started_at
     }
 
-    /// The number of items in a round.
+    /// The number of [`FloodPacket`]s in a round.
     pub fn packets_per_round(&self) -> usize {
         self.packets_per_round
     }
 
     pub fn unsent(&self) -> BTreeMap<String, u64> {
-        self.unsent.lock().expect("what was not sent").clone()
+        self.unsent.lock().expect("the unsent packets").clone()
     }
 }

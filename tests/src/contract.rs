@@ -1,5 +1,5 @@
-//! Tests that every device backend must pass; each takes the backend. They check it with `wg`, `ip`, `nft` and `ping`.
-//! Tests of a single backend are elsewhere.
+//! Tests that every device backend must pass. Each test is a function of the backend, and checks the device with `wg`,
+//! `ip`, `nft` and `ping`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +24,7 @@ mod peers;
 
 pub use self::{devices::*, peers::*};
 
-/// Expands `$case!` with the name of every test.
+/// Invokes the macro `$case` with the names of all tests.
 #[macro_export]
 macro_rules! each_device_test {
     ($case:ident) => {
@@ -38,12 +38,12 @@ macro_rules! each_device_test {
             replies_come_from_the_contacted_address
             new_private_key_makes_new_sessions
             allowed_ips_move_between_peers_without_a_gap
-            new_port_is_used_and_a_taken_one_changes_nothing
+            free_port_is_used_and_used_port_changes_nothing
             outer_packets_carry_the_current_fwmark
             deleted_device_is_reported_and_can_be_reopened
             external_device_changes_are_reported_and_repaired
             unroutable_inner_packet_gets_an_icmp_error
-            foreign_interface_is_left_alone
+            foreign_interface_is_not_changed
             change_among_five_thousand_peers_touches_only_one
             closed_device_leaves_nothing
         }
@@ -51,10 +51,10 @@ macro_rules! each_device_test {
 }
 
 const PORT: u16 = 51820;
-/// A longer wait means a failure. An emulated machine is slow, and WireGuard retries a handshake after five seconds.
+/// Time limit of every wait. An emulated machine is slow, and WireGuard retries a handshake after five seconds.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
+/// A network namespace with a device. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 pub struct Node {
     number: u8,
     pub ns: NetNs,
@@ -87,11 +87,11 @@ impl Node {
             interface: unique_name("wc"),
         };
         node.open(backend);
-        node.address();
+        node.add_addresses();
         node
     }
 
-    /// Opens the device, without addresses.
+    /// Opens the device without its addresses.
     pub fn open(&mut self, backend: Backend) {
         let opened = self
             .ns
@@ -100,7 +100,7 @@ impl Node {
     }
 
     /// Adds the inner addresses to the interface.
-    pub fn address(&self) {
+    pub fn add_addresses(&self) {
         let Self { number, interface, .. } = self;
         self.ns.ip(&format!("addr add 10.9.0.{number}/24 dev {interface}"));
         self.ns.ip(&format!("addr add fd09::{number}/64 dev {interface} nodad"));
@@ -142,9 +142,9 @@ impl Node {
         let dump = self.ns.run("wg", &["show", &self.interface, "dump"]);
         let peers = dump.lines().skip(1).map(|line| {
             let fields: Vec<&str> = line.split('\t').collect();
-            let mut ranges: Vec<&str> = fields[3].split(',').collect();
-            ranges.sort_unstable();
-            let rest = [fields[1], fields[2], &ranges.join(","), fields[7]].map(ToOwned::to_owned);
+            let mut allowed_ips: Vec<&str> = fields[3].split(',').collect();
+            allowed_ips.sort_unstable();
+            let rest = [fields[1], fields[2], &allowed_ips.join(","), fields[7]].map(ToOwned::to_owned);
             (fields[0].to_owned(), rest)
         });
         peers.collect()
@@ -157,7 +157,7 @@ impl Node {
         [fields[2], fields[3]].map(ToOwned::to_owned)
     }
 
-    /// Unix time of the last handshake with the only peer.
+    /// Unix time of the latest handshake with the only peer.
     pub fn handshake(&self) -> u64 {
         let text = self.ns.run("wg", &["show", &self.interface, "latest-handshakes"]);
         text.split_whitespace()
@@ -177,19 +177,19 @@ pub fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
 }
 
 fn prefixes<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
-    texts.iter().map(|text| text.parse().expect("a range")).collect()
+    texts.iter().map(|text| text.parse().expect("a prefix")).collect()
 }
 
-/// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
+/// Two connected nodes, 192.0.2.1 and 192.0.2.2, that are peers of each other.
 pub fn node_pair(backends: [Backend; 2]) -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1, backends[0]), Node::new(2, backends[1]));
-    wire(&a.ns, &b.ns);
+    connect(&a.ns, &b.ns);
     a.add(2, Some("192.0.2.2:51820"));
     b.add(1, Some("192.0.2.1:51820"));
     [a, b]
 }
 
-fn wire(a: &NetNs, b: &NetNs) {
+fn connect(a: &NetNs, b: &NetNs) {
     let (left, right) = (["192.0.2.1/24", "2001:db8::1/64"], ["192.0.2.2/24", "2001:db8::2/64"]);
     veth(a, "eth0", &left, b, "eth0", &right);
 }

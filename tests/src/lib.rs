@@ -1,6 +1,5 @@
-//! The testkit: network namespaces, attackers, nodes and their traffic, for the test programs of this package and of
-//! `wg-agent`.
-#![allow(missing_docs, reason = "names and types say it, as in any test")]
+//! Helpers for the integration tests of this package and of `wg-agent`: network namespaces, nodes, traffic, attackers.
+#![allow(missing_docs, reason = "test helpers: names and types explain themselves")]
 
 pub mod agent;
 pub mod attacker;
@@ -11,8 +10,8 @@ pub mod path;
 pub mod test_env;
 pub mod traffic;
 
-/// The path of a program of this workspace, which must have been built.
+/// The path of a program of this workspace. Panics if the program has not been built.
 pub fn program(name: &str) -> String {
-    let path = clustermesh_lab::our_program(name).unwrap_or_else(|error| panic!("{error}"));
+    let path = clustermesh_lab::workspace_program(name).unwrap_or_else(|error| panic!("{error}"));
     path.display().to_string()
 }

@@ -1,8 +1,8 @@
 //! Creates network namespaces for tests, connects them, and runs code and programs in them.
 //!
-//! A namespace has no name and no mount. An open file descriptor holds it, so it ends with the test process, even when
-//! that panics or is killed. A program started by [`NetNs::spawn`] is killed when its guard is dropped. While a test
-//! runs, the command that [`NetNs::enter_hint`] prints opens a shell in the namespace.
+//! A namespace has no name and no mount. An open file descriptor keeps it, so it disappears with the test process, even if
+//! the process panics or is killed. A program started by [`NetNs::spawn`] is killed when its guard is dropped. While a
+//! test runs, the command that [`NetNs::enter_hint`] returns opens a shell in the namespace.
 
 use std::{
     fs::File,
@@ -17,12 +17,12 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// A TCP connection without progress for this long has failed.
+/// Time limit for connecting and for each read.
 const IO_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// One network namespace, with its loopback up.
+/// A network namespace whose loopback interface is up.
 pub struct NetNs {
-    /// For messages only.
+    /// Used only in messages.
     pub name: String,
     file: File,
 }
@@ -34,17 +34,17 @@ pub struct Running {
 }
 
 impl NetNs {
-    /// Creates an empty namespace. Panics with a remedy if the caller is not root.
+    /// Creates a namespace. Panics if the caller is not root.
     pub fn new(name: &str) -> Self {
         let opened = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET)?;
             Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
         })
         .join()
-        .expect("the thread that makes a namespace");
+        .expect("the thread that creates a namespace");
         let file = match opened {
             Ok(file) => file.expect("open the new namespace"),
-            Err(error) => panic!("this test makes network namespaces and needs root (CAP_SYS_ADMIN): {error}"),
+            Err(error) => panic!("this test creates network namespaces and needs root (CAP_SYS_ADMIN): {error}"),
         };
         let ns = Self {
             name: name.to_owned(),
@@ -54,7 +54,7 @@ impl NetNs {
         ns
     }
 
-    /// Opens an existing namespace by a path that leads to it.
+    /// Opens the existing namespace at this path.
     pub fn open(name: &str, path: &std::path::Path) -> Self {
         Self {
             name: name.to_owned(),
@@ -72,7 +72,7 @@ impl NetNs {
         format!("{}: nsenter --net={}", self.name, self.path())
     }
 
-    /// Runs the closure on a thread inside the namespace. Threads and programs that it starts are inside too.
+    /// Runs the closure on a thread inside the namespace. Threads and programs that the closure starts are also inside.
     pub fn enter<T: Send>(&self, run_inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -108,7 +108,7 @@ impl NetNs {
         self.run("sh", &["-ec", line])
     }
 
-    /// `ip`, with its arguments in one string.
+    /// Runs `ip`, with its arguments in one string.
     pub fn ip(&self, line: &str) -> String {
         self.run("ip", &line.split_whitespace().collect::<Vec<_>>())
     }
@@ -140,12 +140,12 @@ impl NetNs {
         Running { description, child }
     }
 
-    /// True when one ping is answered within a second.
+    /// Sends one ping; `true` = it is answered within a second.
     pub fn pings(&self, address: &str) -> bool {
         self.output("ping", &["-n", "-c1", "-W1", address]).status.success()
     }
 
-    /// The value of a sysctl, as `net/ipv4/ip_forward`.
+    /// Reads a sysctl such as `net/ipv4/ip_forward`.
     pub fn sysctl(&self, key: &str) -> String {
         self.enter(|| std::fs::read_to_string(format!("/proc/sys/{key}")))
             .expect(key)
@@ -153,7 +153,7 @@ impl NetNs {
             .to_owned()
     }
 
-    /// Sets a sysctl, as `net/ipv4/ip_forward`.
+    /// Sets a sysctl such as `net/ipv4/ip_forward`.
     pub fn set_sysctl(&self, key: &str, value: &str) {
         self.enter(|| std::fs::write(format!("/proc/sys/{key}"), value))
             .expect(key);
@@ -171,10 +171,10 @@ impl Running {
         &mut self.child
     }
 
-    /// Waits for the end of the process, for at most this long.
+    /// Waits until the process exits. Panics after `at_most`.
     pub fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
         let description = self.description.clone();
-        wait_for(&format!("the end of {description}"), at_most, || {
+        wait_for(&format!("the exit of {description}"), at_most, || {
             self.child.try_wait().expect("wait for a child")
         })
     }
@@ -187,7 +187,7 @@ impl Drop for Running {
     }
 }
 
-/// A veth pair between two namespaces, both ends up, each with the given addresses (`10.0.0.1/24`).
+/// Creates a veth pair between two namespaces. Both ends are up and have the given addresses (`10.0.0.1/24`).
 pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &str, b_addresses: &[&str]) {
     a.ip(&format!(
         "link add {a_name} type veth peer name {b_name} netns {}",
@@ -203,8 +203,8 @@ pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &s
     }
 }
 
-/// An interface name that no other test on this machine uses at the same time. The prefix has at most 4 letters, the
-/// name at most 15. WireGuard control sockets need it: their names live outside the network namespace.
+/// An interface name that no other test on this machine uses at the same time: a WireGuard control socket has this name in a
+/// directory that all network namespaces share. The prefix may have up to 4 letters, because a name has at most 15.
 pub fn unique_name(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!(
@@ -214,7 +214,7 @@ pub fn unique_name(prefix: &str) -> String {
     )
 }
 
-/// Polls every few milliseconds until there is a value; panics with `what` at the deadline.
+/// Polls every 10 ms until there is a value. Panics with `what` after `at_most`.
 pub fn wait_for<T>(what: &str, at_most: Duration, mut poll: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + at_most;
     loop {
@@ -226,9 +226,9 @@ pub fn wait_for<T>(what: &str, at_most: Duration, mut poll: impl FnMut() -> Opti
     }
 }
 
-/// Waits until the condition holds.
-pub fn wait_until(what: &str, at_most: Duration, mut holds: impl FnMut() -> bool) {
-    wait_for(what, at_most, || holds().then_some(()));
+/// Waits until the condition is true. Panics with `what` after `at_most`.
+pub fn wait_until(what: &str, at_most: Duration, mut condition: impl FnMut() -> bool) {
+    wait_for(what, at_most, || condition().then_some(()));
 }
 
 /// Sends `bytes` bytes over one TCP connection to `address` in namespace `to`; both sides check the data.
@@ -251,7 +251,7 @@ pub fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
                         .iter()
                         .zip(total..)
                         .all(|(byte, at)| *byte == (at % 251) as u8),
-                    "the data arrived garbled"
+                    "the received data differs from the sent data"
                 );
                 total += length;
             }

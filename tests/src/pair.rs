@@ -1,5 +1,5 @@
 //! Sets up two nodes of two clusters on one link, each with a dual-stack pod, a real agent and an API server stub
-//! ([`api`]). For places where no real API server can run, such as an emulated processor.
+//! ([`api`]), for machines on which no real API server can run, such as an emulated processor.
 
 pub mod api;
 
@@ -25,15 +25,15 @@ use crate::{
     netns::{NetNs, Running, unique_name, veth, wait_for, wait_until},
 };
 
-/// A longer wait means a failure; an emulated machine is slow.
+/// Time limit of every wait; an emulated machine is slow.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
-/// tcpdump filter: every inner address outside WireGuard's own packets.
+/// tcpdump filter for packets with an inner address that are not encrypted by WireGuard.
 pub const UNENCRYPTED: &str = "(net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or \
                                 net fd00:20::/32) and not udp port 51820";
 
-/// A node, its pod, its cluster's API server stub, and the agent's files.
+/// A node with its pod, the API server stub of its cluster, and the agent's files.
 pub struct Site {
-    /// 1 or 2.
+    /// The node's number, 1 or 2.
     number: u8,
     pub ns: NetNs,
     pub pod: NetNs,
@@ -63,7 +63,7 @@ pub fn start_nodes() -> [Site; 2] {
         &[&right[0], &right[1]],
     );
     for (site, other) in [(a, 2), (b, 1)] {
-        // Packets that escape the mesh need a route, so that a capture shows them.
+        // Packets that bypass the tunnel need a route, so that a capture shows them.
         site.ns.ip(&format!("route add default via 172.30.{other}.11"));
         site.ns.ip(&format!("-6 route add default via fd00:30::{other}:11"));
         site.attach_pod();
@@ -72,7 +72,7 @@ pub fn start_nodes() -> [Site; 2] {
     sites
 }
 
-/// Gives each node the Peer and PeerPolicy of the other, as a controller does.
+/// Writes the Peer and PeerPolicy of each node into the other cluster, as the controller does.
 pub fn exchange_peers(sites: &[Site; 2]) {
     let [a, b] = sites;
     a.write_peer_of(b);
@@ -80,7 +80,7 @@ pub fn exchange_peers(sites: &[Site; 2]) {
 }
 
 impl Drop for Site {
-    /// A killed agent leaves its lock and its control socket in a directory that all network namespaces share.
+    /// Removes the lock and control socket of a killed agent: all network namespaces share the directory of these files.
     fn drop(&mut self) {
         let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = fs::metadata(self.ns.path()) {
@@ -155,7 +155,7 @@ impl Site {
         [format!("10.{n}0.1.9"), format!("fd00:{n}0:0:1::9")]
     }
 
-    /// The `--wireguard-cidr` of its cluster.
+    /// The value of `--wireguard-cidr`.
     pub fn wireguard(&self) -> String {
         format!("100.66.{}.0/24", self.number)
     }
@@ -203,9 +203,9 @@ impl Site {
         Agent { running, log }
     }
 
-    /// Waits until the agent has published its identity, and returns the annotations.
+    /// Waits until the agent has published its key and addresses, and returns the Node's annotations.
     pub fn wait_for_published(&self) -> BTreeMap<String, String> {
-        wait_for(&format!("what {} publishes", self.node()), TIMEOUT, || {
+        wait_for(&format!("the key of {}", self.node()), TIMEOUT, || {
             let annotations = self.annotations();
             [KILO_KEY, KILO_WIREGUARD_IP, KILO_ENDPOINT]
                 .iter()
@@ -219,24 +219,24 @@ impl Site {
         serde_json::from_value(node["metadata"]["annotations"].clone()).unwrap_or_default()
     }
 
-    /// The Peer that a controller writes about this node into other clusters.
+    /// The Peer that the controller writes for this node into other clusters.
     pub fn as_peer(&self) -> Value {
         let annotations = self.wait_for_published();
         let (ip, port) = annotations[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
         let address = annotations[KILO_WIREGUARD_IP].split('/').next().expect("an address");
-        let mut ranges = self.pods().to_vec();
-        ranges.push(format!("{address}/32"));
+        let mut allowed_ips = self.pods().to_vec();
+        allowed_ips.push(format!("{address}/32"));
         json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
             "metadata": {"name": self.node(), "labels": {LABEL_SOURCE_CLUSTER: self.node()}},
             "spec": {
-                "allowedIPs": ranges, "publicKey": annotations[KILO_KEY],
+                "allowedIPs": allowed_ips, "publicKey": annotations[KILO_KEY],
                 "endpoint": {"dnsOrIP": {"ip": ip}, "port": port.parse::<u16>().expect("a port")},
             },
         })
     }
 
-    /// Writes the Peer and PeerPolicy of the other node, as a controller does.
+    /// Writes the Peer and PeerPolicy of the other node, as the controller does.
     pub fn write_peer_of(&self, other: &Self) {
         self.api.put(PEERS, other.as_peer());
         let all = |site: &Self| {
@@ -255,8 +255,8 @@ impl Site {
         );
     }
 
-    /// Waits until packets to the other's pod go into the tunnel or nowhere. Before the mesh exists they follow the
-    /// underlay's default route.
+    /// Waits until packets to the other node's pod are routed into the tunnel. Before, they follow the default route over
+    /// the underlay.
     pub fn wait_for_route_to(&self, other: &Self) {
         wait_until("a route into the tunnel", TIMEOUT, || {
             // `ip` fails while the table does not exist yet.
@@ -266,7 +266,7 @@ impl Site {
         });
     }
 
-    /// Waits until its pod reaches the other's through the tunnel, in both families.
+    /// Waits until the pod reaches the other node's pod through the tunnel, in both address families.
     pub fn wait_until_reaches(&self, other: &Self) {
         self.wait_for_route_to(other);
         for to in other.pod_ips() {
@@ -283,7 +283,7 @@ impl Site {
         lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
     }
 
-    /// One page of the admin endpoint; empty if there is no answer.
+    /// Requests a page of the admin endpoint; empty if there is no response.
     pub fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:9587{path}");
         let output = self.ns.output("curl", &["-sS", "-m", "5", &url]);
@@ -337,21 +337,21 @@ impl Site {
 }
 
 impl Agent {
-    /// Sends the signal and waits for the end: killed by SIGKILL, or a successful exit.
+    /// Sends the signal and waits until the agent is killed (SIGKILL) or exits successfully.
     pub fn end(mut self, signal: Signal) {
         let pid = Pid::from_raw(i32::try_from(self.running.pid()).expect("a process id"));
         kill(pid, signal).expect("signal the agent");
         let status = self.running.wait(TIMEOUT);
-        let well = if signal == Signal::SIGKILL {
+        let is_expected = if signal == Signal::SIGKILL {
             status.signal() == Some(signal as i32)
         } else {
             status.success()
         };
-        assert!(well, "the agent ended with {status}\n{}", self.log());
+        assert!(is_expected, "the agent exited with {status}\n{}", self.log());
     }
 
     pub fn log(&self) -> String {
-        fs::read_to_string(&self.log).expect("its log")
+        fs::read_to_string(&self.log).expect("the log")
     }
 }
 
@@ -400,15 +400,15 @@ impl Flow {
         });
     }
 
-    /// Ends the flow. Returns the most packets lost in a row, and how many were answered.
+    /// Stops the pings. Returns the largest number of packets lost in a row, and the number of answered packets.
     pub fn end(mut self) -> (u32, usize) {
-        // Once the process has ended, its whole output is in the file.
+        // The file contains the whole output only after the process has exited.
         let _ = self.running.child().kill();
         let _ = self.running.child().wait();
         let numbers = self.answered();
         let first = numbers.first().copied().unwrap_or(0);
         let gaps = numbers.windows(2).map(|pair| pair[1].saturating_sub(pair[0] + 1));
-        // Packets before the first reply were lost as well.
+        // Packets before the first reply count as lost.
         let most = gaps.max().unwrap_or(0).max(first.saturating_sub(1));
         (most, numbers.len())
     }

@@ -1,5 +1,5 @@
-//! Sets up two clusters from plain namespaces: the hub with two nodes, a member with one, and a pod on each node.
-//! Routes, rules and firewall are those that the agents would apply.
+//! Sets up two clusters of network namespaces: the hub with two nodes, a member with one node, and a pod on each node.
+//! Applies the same routes, rules and firewall as agents, but runs no agent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,12 +28,12 @@ mod worker;
 
 pub use capture::Capture;
 pub use family::{Family, V4, V4_OVER_V6, V6, V6_OVER_V4};
-pub use traffic::{ask, connect, outer_socket, serve, source_of};
+pub use traffic::{connect, outer_socket, request, serve, source_of};
 pub use worker::Worker;
 
 use crate::netns::{NetNs, veth, wait_for};
 
-/// The mesh, with the desired state of both agents applied.
+/// Both clusters, with the desired state of an agent applied to the first node of each cluster.
 pub struct Mesh {
     pub f: &'static Family,
     _switch: NetNs,
@@ -48,16 +48,17 @@ pub struct Mesh {
     _devices: Vec<Userspace>,
 }
 
-fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
+fn parse_all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// The policy of a node with one other member.
+/// The only policy of a node.
 pub fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
     inputs.policies.first_entry().unwrap().into_mut()
 }
 
-/// A node with one pod: underlay on `switch`, and a CNI that masquerades packets that leave its cluster's pod network.
+/// Creates a node with one pod. Its underlay is `switch`, and its CNI masquerades packets that leave the pod network of
+/// the cluster.
 fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
     let [address, gateway, pod, pods, net] = addresses;
     let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
@@ -83,11 +84,11 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
     (ns, inner)
 }
 
-/// A real device whose outer packets use the other address family.
-fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
-    let length = if end.contains(':') { "64" } else { "24" };
-    let nodad = if end.contains(':') { " nodad" } else { "" };
-    ns.ip(&format!("addr add {end}/{length} dev eth0{nodad}"));
+/// Opens a real device whose outer packets use the other address family.
+fn device(ns: &NetNs, address: &str, key: u8, mtu: u16) -> Userspace {
+    let length = if address.contains(':') { "64" } else { "24" };
+    let nodad = if address.contains(':') { " nodad" } else { "" };
+    ns.ip(&format!("addr add {address}/{length} dev eth0{nodad}"));
     let configuration = Configuration {
         private_key: [key; 32].into(),
         listen_port: 51820,
@@ -98,12 +99,12 @@ fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
         .expect("open a device")
 }
 
-/// The public key of the private key that consists of 32 bytes `key`.
+/// The public key for a private key of 32 equal bytes.
 fn public(key: u8) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(&x25519_dalek::StaticSecret::from([key; 32])).to_bytes())
 }
 
-/// Disables duplicate address detection, which makes IPv6 addresses unusable for one or two seconds.
+/// Disables duplicate address detection, which would make IPv6 addresses unusable for one or two seconds.
 fn disable_dad(ns: &NetNs) {
     for which in ["all", "default"] {
         ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
@@ -124,7 +125,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     } else {
         (&hub_networks[..], &member_networks[..])
     };
-    // The hub's other node has no Peer: the first node is the anchor for it and its pods.
+    // The second node of the hub has no Peer: the first node is the anchor of its address and pods.
     let allowed = match hub {
         true => vec![f.member_pods, f.member_wireguards],
         false => vec![
@@ -149,14 +150,14 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         node: Node {
             name: name.to_owned(),
             public_key: public(key),
-            wireguard_ips: all(&[wireguard]),
+            wireguard_ips: parse_all(&[wireguard]),
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
             mtu: if hub { 1420 } else { 1380 },
             underlay: "eth0".parse().unwrap(),
-            underlay_addresses: all(&[address]),
-            addresses: all(&[address]),
-            pod_cidrs: all(&[pods]),
+            underlay_addresses: parse_all(&[address]),
+            addresses: parse_all(&[address]),
+            pod_cidrs: parse_all(&[pods]),
         },
         throw: BTreeSet::new(),
         api_servers: if hub {
@@ -165,11 +166,15 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             BTreeSet::new()
         },
         nodes: if hub {
-            all(&[f.hub, f.hub2, f.hub_wireguard])
+            parse_all(&[f.hub, f.hub2, f.hub_wireguard])
         } else {
-            all(&[f.member, f.member_wireguard])
+            parse_all(&[f.member, f.member_wireguard])
         },
-        pods_elsewhere: if hub { all(&[f.hub2_pods]) } else { BTreeSet::new() },
+        pods_elsewhere: if hub {
+            parse_all(&[f.hub2_pods])
+        } else {
+            BTreeSet::new()
+        },
         peers: vec![Peer {
             name: "other".to_owned(),
             revision: 1,
@@ -178,7 +183,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             endpoint: Some(SocketAddr::new(
                 match f.outer {
                     None => [f.hub, f.member],
-                    Some(ends) => ends,
+                    Some(addresses) => addresses,
                 }[usize::from(hub)]
                 .parse()
                 .unwrap(),
@@ -230,9 +235,9 @@ impl Mesh {
         let mut devices = Vec::new();
         match f.outer {
             None => tunnel(&hub, 1420, &member, 1380),
-            Some([hub_end, member_end]) => {
-                devices.push(device(&hub, hub_end, 1, hub_inputs.node.mtu));
-                devices.push(device(&member, member_end, 2, member_inputs.node.mtu));
+            Some([hub_address, member_address]) => {
+                devices.push(device(&hub, hub_address, 1, hub_inputs.node.mtu));
+                devices.push(device(&member, member_address, 2, member_inputs.node.mtu));
             }
         }
         for ns in [&hub, &hub2, &member, &hub_pod, &hub2_pod, &member_pod] {
@@ -245,7 +250,7 @@ impl Mesh {
             device.apply(&peers.unwrap_or_default()).unwrap();
         }
         if f.outer.is_some() {
-            // Replies to pings pass without a policy and are enough for a handshake.
+            // The pings start the first handshake.
             wait_for("the tunnel", Duration::from_secs(15), || {
                 member_pod.pings(f.hub_pod).then_some(())
             });
@@ -296,12 +301,12 @@ fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
     ));
 }
 
-/// A veth pair that behaves like a tunnel: without neighbour discovery, the other end takes packets to every routed
-/// address.
+/// Creates a veth pair that behaves like a tunnel: without neighbour discovery, the other end accepts packets to every
+/// routed address.
 pub fn tunnel(a: &NetNs, a_mtu: u16, b: &NetNs, b_mtu: u16) {
     veth(a, "kilo0", &[], b, "kilo0", &[]);
     for (ns, mtu) in [(a, a_mtu), (b, b_mtu)] {
-        // Without ARP a frame goes to the sender's own hardware address, so both ends have the same one.
+        // Without ARP a frame is sent to the sender's own hardware address, so both ends have the same address.
         ns.ip("link set kilo0 down");
         ns.ip("link set kilo0 address 02:00:00:00:00:01 arp off");
         ns.ip(&format!("link set kilo0 mtu {mtu} up"));
@@ -314,7 +319,7 @@ pub fn apply(ns: &NetNs, inputs: &Inputs) {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// Like [`apply`], on a node without its device: only routes and sysctls of the device fail.
+/// Like [`apply`], on a node without the device: routes and sysctls of the device must fail, and nothing else.
 pub fn apply_without_device(ns: &NetNs, inputs: &Inputs) {
     let failed = converge(ns, inputs);
     assert!(

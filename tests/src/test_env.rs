@@ -1,5 +1,5 @@
-//! Sets up tests of the real controller binary: API servers only, the shipped accounts with exactly their rights, and
-//! Nodes as an agent publishes them. It contains no checks of the product.
+//! Sets up tests of the controller binary: API servers without nodes, the ServiceAccounts in `deploy/` with exactly their
+//! rights, and Node objects as agents annotate them.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -13,9 +13,9 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-/// Deadline for what the controller does at once, on a loaded machine.
+/// Time limit for reactions without delay; it is long because the machine may be loaded.
 pub const SOON: Duration = Duration::from_secs(30);
-/// Deadline for what waits for a backoff.
+/// Time limit for reactions after a backoff.
 pub const LATER: Duration = Duration::from_secs(90);
 
 /// The arguments of kubectl that list the Events of the hub's namespace.
@@ -28,7 +28,7 @@ pub const EVENTS: [&str; 6] = [
     "-o=custom-columns=R:.reason,S:.series.count,M:.message",
 ];
 
-/// API servers, the first of which is the hub's, and a host for the controller.
+/// The API servers of all clusters, the hub first, and a host for the controller.
 pub struct TestEnv {
     pub lab: Lab,
     names: Vec<String>,
@@ -39,12 +39,12 @@ fn repository() -> PathBuf {
 }
 
 impl TestEnv {
-    /// Starts API servers with CRDs and accounts. The hub has a kubeconfig Secret for each other cluster.
+    /// Starts API servers with CRDs and ServiceAccounts. The hub has a kubeconfig Secret for each other cluster.
     pub async fn start(names: &[&str]) -> Self {
         Self::start_plan(LabPlan::control_planes(names)).await
     }
 
-    /// As [`Self::start`], for clusters that may have nodes. The controller runs on a host of its own.
+    /// Like [`Self::start`], for clusters that may have nodes. The controller runs on a separate host.
     pub async fn start_plan(plan: LabPlan) -> Self {
         let names: Vec<String> = plan.clusters.iter().map(|cluster| cluster.name.clone()).collect();
         let lab = Lab::start(plan).await.unwrap();
@@ -57,23 +57,23 @@ impl TestEnv {
         };
         for (index, name) in names.iter().enumerate() {
             env.install_peer_crds(name).await;
-            env.account(name, index == 0).await;
+            env.create_account(name, index == 0).await;
         }
         env.hub().apply(&crd("clustermeshes")).await.unwrap();
-        env.established(env.hub_name(), &["clustermeshes"]).await;
+        env.wait_for_crds(env.hub_name(), &["clustermeshes"]).await;
         for name in &names[1..] {
-            env.give_secret(name, &env.kubeconfig(name).await).await;
+            env.write_secret(name, &env.kubeconfig(name).await).await;
         }
         env
     }
 
     /// Starts clusters with one node each, a controller, and a mesh of all of them, and waits until it is Ready.
-    pub async fn meshed(names: &[&str]) -> (Self, Running) {
+    pub async fn start_meshed(names: &[&str]) -> (Self, Running) {
         let env = Self::start(names).await;
         for (m, name) in (1..).zip(names) {
-            env.node(name, m, 1).await;
+            env.create_node(name, m, 1).await;
         }
-        let controller = env.controller().await;
+        let controller = env.start_controller().await;
         env.apply_mesh(&env.mesh()).await;
         env.until_condition("Ready", "True/Meshed", SOON).await;
         (env, controller)
@@ -82,7 +82,7 @@ impl TestEnv {
     /// Waits until a newly started controller has read this number of members.
     pub async fn until_read(&self, members: usize) {
         wait_until("the members to be read", LATER, async || {
-            let state = self.ask("/debug/state").await;
+            let state = self.page("/debug/state").await;
             let fresh = state.matches("\"observation\": \"Fresh\"").count();
             if fresh == members { Ok(()) } else { Err(state) }
         })
@@ -102,10 +102,10 @@ impl TestEnv {
         let cluster = self.lab.cluster(name);
         cluster.apply(&crd("peers")).await.unwrap();
         cluster.apply(&crd("peerpolicies")).await.unwrap();
-        self.established(name, &["peers", "peerpolicies"]).await;
+        self.wait_for_crds(name, &["peers", "peerpolicies"]).await;
     }
 
-    pub async fn established(&self, name: &str, kinds: &[&str]) {
+    pub async fn wait_for_crds(&self, name: &str, kinds: &[&str]) {
         for kind in kinds {
             let object = format!("crd/{kind}.kilo.squat.ai");
             // `kubectl wait` fails on a CRD that is so new that it has no status.
@@ -126,8 +126,8 @@ impl TestEnv {
         }
     }
 
-    /// Creates the shipped account of the controller, with exactly the rights in `deploy/`.
-    async fn account(&self, name: &str, hub: bool) {
+    /// Creates the controller's ServiceAccount from `deploy/`.
+    async fn create_account(&self, name: &str, hub: bool) {
         let manifest = if hub {
             "deploy/controller.yaml"
         } else {
@@ -140,7 +140,7 @@ impl TestEnv {
             .unwrap();
     }
 
-    /// A kubeconfig of that account with a new token, for use on the underlay.
+    /// A kubeconfig for the controller's ServiceAccount with a new token, for use on the underlay.
     pub async fn kubeconfig(&self, name: &str) -> String {
         let cluster = self.lab.cluster(name);
         let words = [
@@ -168,12 +168,12 @@ impl TestEnv {
     }
 
     /// Creates or replaces the kubeconfig Secret of a member.
-    pub async fn give_secret(&self, name: &str, kubeconfig: &str) {
-        self.give_secret_as(&format!("{name}-kubeconfig"), kubeconfig).await;
+    pub async fn write_secret(&self, name: &str, kubeconfig: &str) {
+        self.write_secret_as(&format!("{name}-kubeconfig"), kubeconfig).await;
     }
 
-    /// Creates or replaces a kubeconfig Secret of any name.
-    pub async fn give_secret_as(&self, secret: &str, kubeconfig: &str) {
+    /// Creates or replaces the kubeconfig Secret with this name.
+    pub async fn write_secret_as(&self, secret: &str, kubeconfig: &str) {
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret",
             "metadata": {"name": secret, "namespace": NAMESPACE},
@@ -186,22 +186,23 @@ impl TestEnv {
         self.lab.node("controller")
     }
 
-    /// Starts the controller with the hub's account, and waits until it is ready.
-    pub async fn controller(&self) -> Running {
-        self.controller_for(NAMESPACE, &[]).await
+    /// Starts the controller with its ServiceAccount in the hub, and waits until it is ready.
+    pub async fn start_controller(&self) -> Running {
+        self.start_controller_for(NAMESPACE, &[]).await
     }
 
-    /// As [`Self::controller`], with another value of `--hub-namespace` and further flags.
-    pub async fn controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
-        self.controller_as(&[], hub_namespace, more).await
+    /// Like [`Self::start_controller`], with this value of `--hub-namespace` and further flags.
+    pub async fn start_controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
+        self.spawn_controller(&[], hub_namespace, more).await
     }
 
-    /// As [`Self::controller`], started by a command line that execs its arguments.
-    pub async fn controller_within(&self, prefix: &[&str]) -> Running {
-        self.controller_as(prefix, NAMESPACE, &[]).await
+    /// Like [`Self::start_controller`], with `prefix` before its command line: a program, such as `sh`, that executes its
+    /// arguments.
+    pub async fn start_controller_with_prefix(&self, prefix: &[&str]) -> Running {
+        self.spawn_controller(prefix, NAMESPACE, &[]).await
     }
 
-    async fn controller_as(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
+    async fn spawn_controller(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
         let file = self.lab.directory().join("controller.kubeconfig");
         std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
         let file = file.display().to_string();
@@ -222,7 +223,7 @@ impl TestEnv {
             .spawn("controller", [prefix, &words[..], more].concat())
             .unwrap();
         wait_until("the controller to be ready", LATER, async || {
-            match self.ask("/readyz").await {
+            match self.page("/readyz").await {
                 answer if answer == "ok\n" => Ok(()),
                 answer => Err(format!(
                     "{answer:?}; {}",
@@ -235,9 +236,9 @@ impl TestEnv {
         running
     }
 
-    /// The answer of the admin endpoint on the controller's own host (`/debug/state` is for loopback clients only);
-    /// empty if there is none.
-    pub async fn ask(&self, path: &str) -> String {
+    /// A page of the controller's admin endpoint; empty if there is no response. The request comes from the controller's
+    /// host, because `/debug/state` is only for loopback clients.
+    pub async fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:8081{path}");
         self.host()
             .try_exec(["curl", "-s", "-m", "5", &url])
@@ -248,13 +249,13 @@ impl TestEnv {
 
     /// The value of a counter without labels.
     pub async fn metric(&self, name: &str) -> f64 {
-        let metrics = self.ask("/metrics").await;
+        let metrics = self.page("/metrics").await;
         let line = metrics.lines().find(|line| line.starts_with(&format!("{name} ")));
         line.and_then(|line| line.rsplit(' ').next()?.parse().ok())
             .unwrap_or_else(|| panic!("no {name} in {metrics}"))
     }
 
-    /// The default id of the hub.
+    /// The default value of `--hub-id`.
     pub async fn hub_id(&self) -> String {
         let namespaces: Api<k8s_openapi::api::core::v1::Namespace> = Api::all(self.client(self.hub_name()).await);
         namespaces.get("kube-system").await.unwrap().uid().unwrap()
@@ -264,8 +265,9 @@ impl TestEnv {
         self.lab.cluster(name).client().await.unwrap()
     }
 
-    /// Creates a Ready Node as wg-agent publishes it. Number `n` of member `m` has 10.M.N.0/24 and 100.64.M.N.
-    pub async fn node(&self, cluster: &str, m: u8, n: u8) -> Node {
+    /// Creates a Ready Node with the annotations of wg-agent. Node `n` of member `m` has the pod CIDR 10.M.N.0/24 and the
+    /// WireGuard address 100.64.M.N.
+    pub async fn create_node(&self, cluster: &str, m: u8, n: u8) -> Node {
         let nodes: Api<Node> = Api::all(self.client(cluster).await);
         let node: Node = serde_json::from_value(json!({
             "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
@@ -306,7 +308,7 @@ impl TestEnv {
         nodes.delete(node, &DeleteParams::default()).await.unwrap();
     }
 
-    /// A mesh `prod` of all clusters; member number i (from 1) has 10.I.0.0/16 and 100.64.I.0/24.
+    /// A mesh `prod` of all clusters. Member I (from 1) has the networks 10.I.0.0/16, 100.64.I.0/24 and 198.51.I.0/24.
     pub fn mesh(&self) -> Value {
         let entries: Vec<Value> = self
             .names
@@ -399,7 +401,7 @@ impl TestEnv {
                 "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
             let cluster = self.lab.cluster(name);
             let mut listed = cluster.kubectl(["get", kinds, "-A", columns]).await.unwrap().stdout;
-            // This kind exists only where gateways are installed.
+            // The CRD SandboxAccess exists only where gateways are installed.
             let accesses = cluster.try_kubectl(["get", "sandboxaccesses", columns]).await.unwrap();
             listed.push_str(&accesses.stdout);
             for line in listed.lines() {

@@ -1,4 +1,4 @@
-//! Servers and clients for pods and sandboxes, and packet counters.
+//! TCP and UDP servers and clients, and packet counters.
 
 use std::{
     io::{ErrorKind, Read, Write},
@@ -13,15 +13,15 @@ use std::{
 
 use crate::netns::{NetNs, unique_name};
 
-/// Ports on which pods answer.
+/// Default ports of [`serve_name`].
 pub const TCP: u16 = 8080;
 pub const UDP: u16 = 5000;
 /// A UDP port that receives and never answers.
 pub const MUTE: u16 = 5002;
-/// How long a request waits for its reply.
-const ANSWER: Duration = Duration::from_millis(700);
+/// Time limit for a reply.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(700);
 
-/// Counts the datagrams to [`MUTE`] and answers none.
+/// Counts the datagrams that arrive at [`MUTE`].
 pub fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     let counted = Arc::<AtomicU64>::default();
     let (socket, count) = (
@@ -67,28 +67,28 @@ pub struct TcpConnection(TcpStream);
 
 impl TcpConnection {
     pub fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
-        Self::within(ns, to, ANSWER)
+        Self::connect(ns, to, REPLY_TIMEOUT)
     }
 
-    /// For a loaded machine, where packets may have to be retransmitted.
+    /// Like [`Self::open`], with a longer time limit, because packets may have to be retransmitted on a loaded machine.
     pub fn open_patiently(ns: &NetNs, to: SocketAddr) -> Option<Self> {
-        Self::within(ns, to, Duration::from_secs(30))
+        Self::connect(ns, to, Duration::from_secs(30))
     }
 
-    fn within(ns: &NetNs, to: SocketAddr, at_most: Duration) -> Option<Self> {
+    fn connect(ns: &NetNs, to: SocketAddr, at_most: Duration) -> Option<Self> {
         let stream = ns.enter(|| TcpStream::connect_timeout(&to, at_most)).ok()?;
         stream.set_read_timeout(Some(at_most)).expect("a timeout");
         Some(Self(stream))
     }
 
-    pub fn ask(&mut self) -> Option<String> {
+    pub fn request(&mut self) -> Option<String> {
         self.0.write_all(b"?").ok()?;
         let mut buffer = [0; 100];
         let length = self.0.read(&mut buffer).ok().filter(|length| *length > 0)?;
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// The error of a write; `None` while the connection is open.
+    /// Sends a byte and returns the error; `None` = the connection is open.
     pub fn error(&mut self) -> Option<ErrorKind> {
         self.0.write_all(b"?").err().map(|error| error.kind())
     }
@@ -106,7 +106,7 @@ impl UdpFlow {
         };
         let socket = ns.enter(|| UdpSocket::bind((any, 0))).expect("bind");
         ns.enter(|| socket.connect(to)).expect("connect");
-        socket.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        socket.set_read_timeout(Some(REPLY_TIMEOUT)).expect("a timeout");
         Self(socket)
     }
 
@@ -114,14 +114,14 @@ impl UdpFlow {
         let _ = self.0.send(b"!");
     }
 
-    pub fn ask(&self) -> Option<String> {
+    pub fn request(&self) -> Option<String> {
         self.0.send(b"?").ok()?;
         let mut buffer = [0; 100];
         let length = self.0.recv(&mut buffer).ok()?;
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// The error that a datagram causes.
+    /// Sends a datagram and returns the error that it causes.
     pub fn error(&self) -> Option<ErrorKind> {
         let sent = self.0.send(b"?");
         let received = sent.and_then(|_| self.0.recv(&mut [0; 100]));
@@ -129,7 +129,7 @@ impl UdpFlow {
     }
 }
 
-/// Counts packets that match a rule and are addressed to a network namespace.
+/// Counts packets in the input chain of a network namespace that match an nftables expression.
 pub struct Counter<'a> {
     ns: &'a NetNs,
     table: String,
@@ -150,7 +150,7 @@ impl<'a> Counter<'a> {
     }
 }
 
-/// The packets of the first counter in an output of nft.
+/// The packet count of the first counter in the output of nft.
 pub fn packets(text: &str) -> u64 {
     let (_, number) = text.split_once("counter packets ").expect("a counter");
     let number = number.split_whitespace().next().expect("a number");

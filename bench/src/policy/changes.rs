@@ -1,8 +1,8 @@
-//! Measures how long a change takes to affect packets: pods of the sandbox send all the time.
+//! Measures how long a change takes to affect packets. A pod of the sandbox sends continuously.
 
 use std::{net::SocketAddr, time::Duration};
 
-use clustermesh_lab::{Echo, GATEWAYS, Gateway, wait_until};
+use clustermesh_lab::{EchoWatch, GATEWAYS, Gateway, wait_until};
 use kube::{
     Api,
     api::{ApiResource, DeleteParams, DynamicObject, GroupVersionKind},
@@ -18,9 +18,9 @@ use super::{
     world::{TIMEOUT, TestClusters, now},
 };
 
-/// A flow without a reply for this time is closed.
+/// A flow without a reply for this time counts as closed.
 const SILENCE: Duration = Duration::from_secs(1);
-/// The pause between two changes, in which the first one completes, with all statuses.
+/// The pause between two changes, in which the first change completes, with all status updates.
 const PAUSE: Duration = Duration::from_secs(3);
 /// Milliseconds: a connection that takes longer lost its first SYN, which TCP sends again after a second.
 const LATE: u128 = 500;
@@ -28,10 +28,10 @@ const LATE: u128 = 500;
 impl Measured {
     /// Removes a grant and adds it again `rounds` times, then quarantines and releases the sandbox `rounds` times.
     pub(super) async fn grants(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
-        let revoked = clusters.changed(|entry| {
+        let revoked = clusters.members_with_change(|entry| {
             entry["egress"].as_array_mut().and_then(Vec::pop);
         });
-        let quarantined = clusters.changed(|entry| entry["quarantine"] = json!(true));
+        let quarantined = clusters.members_with_change(|entry| entry["quarantine"] = json!(true));
         self.toggle(clusters, rounds, &revoked, [Time::Revoked, Time::Granted])
             .await?;
         self.toggle(clusters, rounds, &quarantined, [Time::Quarantined, Time::Released])
@@ -50,7 +50,7 @@ impl Measured {
             tokio::time::sleep(PAUSE).await;
             let changed_at = clusters.apply(closed).await?;
             for flow in &flows {
-                flow.silent_for(SILENCE).await?;
+                flow.wait_for_silence(SILENCE).await?;
             }
             tokio::time::sleep(PAUSE).await;
             // A late reply may still have come during the pause, so take the last one only now.
@@ -60,7 +60,7 @@ impl Measured {
             let changed_at = clusters.apply(&clusters.members).await?;
             let mut open_after = Vec::new();
             for flow in &flows {
-                open_after.push(flow.answered_after(changed_at).await? - changed_at);
+                open_after.push(flow.wait_for_echo_after(changed_at).await? - changed_at);
             }
             eprintln!("bench: round {round} of {rounds}: {closes:?} {closed_after:?} ms, {opens:?} {open_after:?} ms");
             closed_after.into_iter().for_each(|time| self.add(closes, time));
@@ -113,7 +113,7 @@ impl Measured {
         let flow = flows(clusters, std::slice::from_ref(gateway)).await?.remove(0);
         let connections = clusters
             .lab
-            .watch_connections(&clusters.pod, clusters.mirrored().await?)?;
+            .watch_connections(&clusters.pod, clusters.mirrored_service().await?)?;
         tokio::time::sleep(PAUSE).await;
         let kind = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"));
         let pods: Api<DynamicObject> = Api::namespaced_with(clusters.hub.client().await?, GATEWAYS, &kind);
@@ -136,7 +136,7 @@ impl Measured {
         self.add(Time::ReplacedSilent, silence);
         clusters
             .hub
-            .rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}"))
+            .wait_for_rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}"))
             .await?;
         // A connection that is not established by the end of this pause counts as lost.
         tokio::time::sleep(PAUSE * 2).await;
@@ -160,22 +160,22 @@ impl Measured {
 }
 
 /// Starts a flow from the sandbox's pod to the echo server through each gateway, and waits for a reply.
-async fn flows(clusters: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
+async fn flows(clusters: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<EchoWatch>> {
     let port = clusters.port("echo").await?;
     let mut flows = Vec::new();
     for gateway in gateways {
         let flow = clusters
             .lab
             .watch_udp(&clusters.pod, SocketAddr::new(gateway.wireguard, port))?;
-        flow.answered_after(now()).await?;
+        flow.wait_for_echo_after(now()).await?;
         flows.push(flow);
     }
     Ok(flows)
 }
 
 /// Waits for a reply. Returns the length of the longest silence since that time, and when it ended.
-async fn longest_silence(flow: &Echo, since: u128) -> anyhow::Result<(u128, u128)> {
-    flow.answered_after(now()).await?;
+async fn longest_silence(flow: &EchoWatch, since: u128) -> anyhow::Result<(u128, u128)> {
+    flow.wait_for_echo_after(now()).await?;
     // The longest silence has ended if replies continue for this time.
     tokio::time::sleep(SILENCE).await;
     let answers: Vec<u128> = flow.answers().into_iter().filter(|at| *at >= since).collect();

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Asker, Gateway, wait_until};
+use clustermesh_lab::{Gateway, TrafficClient, wait_until};
 use kube::{
     Api,
     api::{DeleteParams, DynamicObject, ListParams, PostParams},
@@ -21,11 +21,11 @@ use super::{
     world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
 };
 
-/// Numbers of grants in the table of every gateway, with those of the measured sandbox.
+/// Numbers of grants in the table of every gateway, including those of the measured sandbox.
 const GRANTS: [usize; 3] = [OWN_GRANTS, 100, 10_000];
 /// The most grants that the schema allows in one SandboxAccess.
-const GRANTS_OF_ONE: usize = 2048;
-const IDLE: u32 = 60;
+const MAX_GRANTS_PER_ACCESS: usize = 2048;
+const IDLE_SECONDS: u32 = 60;
 const FILLER: &str = "filler";
 
 #[derive(Debug, Clone, serde::Serialize)]
@@ -39,7 +39,7 @@ pub(super) struct Sample {
     pub(super) p99: f64,
     /// VmRSS of the gateway, bytes.
     pub(super) resident: Option<f64>,
-    /// Seconds from the first write of the added grants until the status of every gateway has their number.
+    /// Seconds from the first write of the added grants until the status of every gateway counts them.
     pub(super) applied: Option<f64>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Idle {
     pub(super) seconds: u32,
 }
 
-#[allow(clippy::cast_precision_loss, reason = "some hundred megabytes")]
+#[allow(clippy::cast_precision_loss, reason = "a process has less than 2^52 bytes")]
 fn memory(pid: u32) -> anyhow::Result<f64> {
     Ok(resident(pid)? as f64)
 }
@@ -66,13 +66,13 @@ pub(super) async fn idle(clusters: &TestClusters<'_>) -> anyhow::Result<Vec<Idle
         let pid = u32::try_from(clusters.process(&pod)?)?;
         before.push((gateway.name, pid, Cpu::now(&[pid])?));
     }
-    tokio::time::sleep(Duration::from_secs(IDLE.into())).await;
+    tokio::time::sleep(Duration::from_secs(IDLE_SECONDS.into())).await;
     let used = before.into_iter().map(|(gateway, pid, before)| {
         Ok(Idle {
             gateway,
             resident: memory(pid)?,
             cpu: Cpu::now(&[pid])?.since(before).daemons,
-            seconds: IDLE,
+            seconds: IDLE_SECONDS,
         })
     });
     used.collect()
@@ -84,7 +84,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
     let mut chosen = None;
     for gateway in &gateways {
         let pod = clusters.gateway_pod(&gateway.name).await?;
-        // The gateway on the server's node, where the member's tunnel also ends.
+        // Choose the gateway on the server's node, because the member's tunnel ends on that node, too.
         if pod.node == clusters.server.node {
             chosen = Some((gateway, u32::try_from(clusters.process(&pod)?)?));
         }
@@ -119,17 +119,17 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
         .delete_collection(&DeleteParams::default(), &all)
         .await?;
     fillers.grants = OWN_GRANTS;
-    fillers.applied().await?;
+    fillers.wait_until_applied().await?;
     Ok(samples)
 }
 
-/// Additional SandboxAccesses, of sandboxes without nodes: nothing uses their grants.
+/// Additional SandboxAccesses of sandboxes without nodes, whose grants nothing uses.
 struct Fillers<'a> {
     clusters: &'a TestClusters<'a>,
     accesses: Api<DynamicObject>,
     gateways: Vec<Gateway>,
     count: usize,
-    /// Number of grants, with those of the measured sandbox.
+    /// Number of grants, including those of the measured sandbox.
     grants: usize,
 }
 
@@ -140,7 +140,7 @@ impl Fillers<'_> {
         let began = Instant::now();
         while self.grants < to {
             let name = format!("{FILLER}-{}", self.count);
-            let count = GRANTS_OF_ONE.min(to - self.grants);
+            let count = MAX_GRANTS_PER_ACCESS.min(to - self.grants);
             let grant =
                 |port: usize| json!({"service": {"namespace": "default", "name": "web"}, "gatewayPort": 1024 + port});
             let grants: Vec<Value> = (0..count).map(grant).collect();
@@ -152,18 +152,18 @@ impl Fillers<'_> {
             self.accesses.create(&PostParams::default(), &access).await?;
             self.count += 1;
             self.grants += count;
-            if let Err(error) = self.applied().await {
+            if let Err(error) = self.wait_until_applied().await {
                 eprintln!("bench: {} grants are too many: {error}", self.grants);
                 self.accesses.delete(&name, &DeleteParams::default()).await?;
                 self.grants -= count;
-                self.applied().await?;
+                self.wait_until_applied().await?;
                 break;
             }
         }
         Ok(began.elapsed().as_secs_f64())
     }
 
-    async fn applied(&self) -> anyhow::Result<()> {
+    async fn wait_until_applied(&self) -> anyhow::Result<()> {
         for gateway in &self.gateways {
             let what = format!("{} to serve {} grants", gateway.name, self.grants);
             wait_until(what, TIMEOUT, async || {
@@ -183,18 +183,18 @@ impl Fillers<'_> {
 
 async fn sample(
     clusters: &TestClusters<'_>,
-    from: &Asker,
+    from: &TrafficClient,
     [load, echo]: [SocketAddr; 2],
     seconds: u32,
 ) -> anyhow::Result<Sample> {
     let (half, seconds) = ((f64::from(seconds) / 2.0).to_string(), seconds.to_string());
     let (host, port) = (load.ip().to_string(), load.port().to_string());
-    let words = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
-    let words = [&words[..], &["--connect-timeout", "5000"]].concat();
+    let args = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
+    let args = [&args[..], &["--connect-timeout", "5000"]].concat();
     let run = wait_until(format!("iperf3 from {from}"), TIMEOUT, async || {
         let run = clusters
             .lab
-            .run_at(from, &words)
+            .run_at(from, &args)
             .await
             .map_err(|error| error.to_string())?;
         let run: Value = serde_json::from_str(&run.stdout).map_err(|error| format!("{error}: {run:?}"))?;
@@ -203,7 +203,7 @@ async fn sample(
             .ok_or_else(|| run["error"].to_string())
     })
     .await?;
-    let (probe, socket) = (clusters.lab.prober()?, echo.to_string());
+    let (probe, socket) = (clusters.lab.probe_program()?, echo.to_string());
     let trips = clusters
         .lab
         .run_at(from, &[&probe, "udp-trips", &socket, &half])

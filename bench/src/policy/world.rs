@@ -8,7 +8,8 @@ use std::{
 
 use anyhow::Context;
 use clustermesh_lab::{
-    Asker, Cluster, GATEWAYS, Gateway, Lab, LabPlan, MESH, NAMESPACE, Product, Running, Tunnel, WEB, Web, wait_until,
+    Cluster, GATEWAYS, Gateway, Lab, LabPlan, MESH, NAMESPACE, Product, Running, RunningPod, TrafficClient, Tunnel,
+    WEB, wait_until,
 };
 use kube::{
     Api, Client,
@@ -21,7 +22,7 @@ const MEMBER: &str = "tenant-a";
 pub(super) const SANDBOX: &str = "notebooks";
 /// How long to wait for a state of the clusters.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(120);
-/// The ports that iperf3 and the echo listen at in the server pod.
+/// The listen ports of iperf3 and the echo server in the server pod.
 pub(super) const LOAD_PORT: u16 = 5201;
 pub(super) const ECHO_PORT: u16 = 9000;
 /// Services of the server pod.
@@ -53,11 +54,11 @@ pub(super) struct TestClusters<'a> {
     pub(super) hub: Cluster<'a>,
     sandbox: Cluster<'a>,
     /// The sandbox's client pod.
-    pub(super) pod: Asker,
+    pub(super) pod: TrafficClient,
     /// The member's client pod.
-    pub(super) member_pod: Asker,
+    pub(super) member_pod: TrafficClient,
     /// The hub's server pod.
-    pub(super) server: Web,
+    pub(super) server: RunningPod,
     /// `spec.clusters` of the ClusterMesh with every grant.
     pub(super) members: Vec<Value>,
     _servers: Vec<Running>,
@@ -69,7 +70,7 @@ pub(super) fn now() -> u128 {
     now.map_or(0, |now| now.as_millis())
 }
 
-/// Objects of a kind of this project.
+/// The API of one of this project's kinds.
 pub(super) fn objects(client: Client, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
     let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", kind);
     let resource = ApiResource::from_gvk_with_plural(&kind, plural);
@@ -81,26 +82,33 @@ pub(super) fn objects(client: Client, kind: &str, plural: &str, namespace: Optio
 
 impl<'a> TestClusters<'a> {
     /// Installs everything, and waits until the sandbox and the member get replies.
-    pub(super) async fn up(lab: &'a Lab, say: &dyn Fn(&str)) -> anyhow::Result<Self> {
+    pub(super) async fn up(lab: &'a Lab, print_progress: &dyn Fn(&str)) -> anyhow::Result<Self> {
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
-        let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, say).await?;
+        let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, print_progress).await?;
         product.install_gateways(&["default"]).await?;
         let mut pods = Vec::new();
         for cluster in [&hub, &member, &sandbox] {
             cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
-            cluster.rollout("default", "deployment/web").await?;
-            pods.push(cluster.webs().await?.into_iter().next().context("a pod that runs")?);
+            cluster.wait_for_rollout("default", "deployment/web").await?;
+            pods.push(
+                cluster
+                    .web_pods()
+                    .await?
+                    .into_iter()
+                    .next()
+                    .context("a pod that runs")?,
+            );
         }
-        let [server, member_pod, pod] = <[Web; 3]>::try_from(pods).ok().context("three pods")?;
+        let [server, member_pod, pod] = <[RunningPod; 3]>::try_from(pods).ok().context("three pods")?;
         hub.apply(SERVICES).await?;
-        let probe = lab.prober()?;
+        let probe = lab.probe_program()?;
         let echo = format!(":{ECHO_PORT}");
         let (node, load) = (lab.node(&server.node), LOAD_PORT.to_string());
         let servers = vec![
             node.pod_spawn("echo", server.ip, [&*probe, "udp-echo", &echo])?,
             node.pod_spawn("iperf", server.ip, ["iperf3", "-s", "-p", &load])?,
         ];
-        say("the mesh");
+        print_progress("the mesh");
         let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, EGRESS)]);
         product.mesh_up(&mesh).await?;
         let meshes = objects(hub.client().await?, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
@@ -111,24 +119,24 @@ impl<'a> TestClusters<'a> {
             product,
             hub,
             sandbox,
-            pod: Asker::Pod(pod),
-            member_pod: Asker::Pod(member_pod),
+            pod: TrafficClient::Pod(pod),
+            member_pod: TrafficClient::Pod(member_pod),
             server,
             members: members.clone(),
             _servers: servers,
         };
-        clusters.answered().await?;
+        clusters.wait_until_answered().await?;
         Ok(clusters)
     }
 
-    /// Waits until every gateway answers the sandbox, and the server the member.
-    async fn answered(&self) -> anyhow::Result<()> {
+    /// Waits until every gateway answers the sandbox, and the server answers the member.
+    async fn wait_until_answered(&self) -> anyhow::Result<()> {
         let mut sockets = vec![(&self.member_pod, SocketAddr::new(self.server.ip, ECHO_PORT))];
         let port = self.port("echo").await?;
         let gateways = self.gateways().await?;
         sockets.extend(gateways.iter().map(|g| (&self.pod, SocketAddr::new(g.wireguard, port))));
         for (from, socket) in sockets {
-            self.lab.watch_udp(from, socket)?.answered_after(now()).await?;
+            self.lab.watch_udp(from, socket)?.wait_for_echo_after(now()).await?;
         }
         Ok(())
     }
@@ -152,7 +160,7 @@ impl<'a> TestClusters<'a> {
     }
 
     /// The address of the mirrored web Service.
-    pub(super) async fn mirrored(&self) -> anyhow::Result<SocketAddr> {
+    pub(super) async fn mirrored_service(&self) -> anyhow::Result<SocketAddr> {
         Ok(SocketAddr::new(
             self.sandbox.cluster_ip("default", "hub-web").await?,
             80,
@@ -176,7 +184,7 @@ impl<'a> TestClusters<'a> {
     }
 
     /// A gateway's pod.
-    pub(super) async fn gateway_pod(&self, gateway: &str) -> anyhow::Result<Web> {
+    pub(super) async fn gateway_pod(&self, gateway: &str) -> anyhow::Result<RunningPod> {
         let pods = self
             .hub
             .pods(GATEWAYS, &format!("app.kubernetes.io/name={GATEWAYS}"))
@@ -186,11 +194,11 @@ impl<'a> TestClusters<'a> {
     }
 
     /// The process of a gateway. The agent of its node has the same name.
-    pub(super) fn process(&self, pod: &Web) -> anyhow::Result<i32> {
+    pub(super) fn process(&self, pod: &RunningPod) -> anyhow::Result<i32> {
         let is_gateway = |pid: &i32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
-            words.contains(&&b"--mode=gateway"[..]) && !words.contains(&&b"prepare"[..])
+            let args: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            args.contains(&&b"--mode=gateway"[..]) && !args.contains(&&b"prepare"[..])
         };
         let pids = self.lab.node(&pod.node).pids_of("wg-agent")?;
         let mut pids = pids.into_iter().filter(is_gateway);
@@ -210,7 +218,7 @@ impl<'a> TestClusters<'a> {
     }
 
     /// `spec.clusters` with a changed entry of the sandbox.
-    pub(super) fn changed(&self, change: impl Fn(&mut Value)) -> Vec<Value> {
+    pub(super) fn members_with_change(&self, change: impl Fn(&mut Value)) -> Vec<Value> {
         let mut members = self.members.clone();
         members
             .iter_mut()
@@ -223,7 +231,7 @@ impl<'a> TestClusters<'a> {
     pub(super) async fn apply(&self, members: &[Value]) -> anyhow::Result<u128> {
         let client = self.hub.client().await?;
         let meshes = objects(client, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
-        // Opens the connection before the time starts.
+        // Open the connection to the API server before the clock starts.
         meshes.get(MESH).await?;
         let changed_at = now();
         let patch = Patch::Merge(json!({"spec": {"clusters": members}}));

@@ -1,6 +1,6 @@
-//! Limits every answer of a member's API server below all code that collects, splits or parses it: the length of a body, the
-//! length of a line of a watch, and the number of JSON values in both. The number matters because a short text of empty objects
-//! takes many times its length once it is parsed.
+//! Limits each response of a member's API server before any other code buffers or parses it: the length of a body, the length of
+//! a line of a watch, and the memory that the parsed JSON would take. Memory needs its own limit because a short text of empty
+//! objects takes many times its length once it is parsed.
 
 use std::{
     pin::Pin,
@@ -15,26 +15,27 @@ use tower::{BoxError, Layer, Service};
 
 use crate::memory::{Account, Charge, OverBudget};
 
-/// Bytes of one answer, and of one line of a watch. An object of etcd is 1.5 MiB at most.
-pub const MAX_ANSWER: usize = 4 * 1024 * 1024;
-/// Memory that parsing one answer or one line may take, as `Weight` estimates it.
+/// The most bytes of one response, and of one line of a watch. By default etcd accepts objects of at most 1.5 MiB.
+pub const MAX_RESPONSE: usize = 4 * 1024 * 1024;
+/// The most bytes of memory for one parsed response or line, as `Weight` estimates them.
 pub const MAX_PARSED: usize = 16 * 1024 * 1024;
 
-/// The body is held as frames, as one buffer and as text while kube collects it.
+/// While kube collects a body, memory holds it up to three times: as frames, as one buffer and as text.
 const COPIES: usize = 3;
 
-/// Estimates, from the structure of streamed JSON, the memory of its `serde_json::Value`. Measured on 64-bit: a map of one entry
-/// is a B-tree leaf of 640 bytes, and a non-empty array has room for four values of 32 bytes.
+/// Estimates, from the structure of streamed JSON, the memory of its `serde_json::Value`. Measured on a 64-bit platform: a map of
+/// one entry is a B-tree leaf of 640 bytes, and a non-empty array has room for four values of 32 bytes.
 #[derive(Debug, Default)]
 struct Weight {
     bytes: usize,
     in_string: bool,
     escaped: bool,
-    /// The last structural byte opened a map or an array.
+    /// `{` or `[` if the last structural byte opened a map or an array.
     opened: Option<u8>,
 }
 
 impl Weight {
+    // The bytes of a non-empty map, of a non-empty array, of each further entry, and of a string without its text.
     const MAP: usize = 640;
     const ARRAY: usize = 160;
     const ENTRY: usize = 112;
@@ -71,23 +72,23 @@ impl Weight {
     }
 }
 
-/// Counts length and estimated weight of one answer while it is read.
+/// Measures one response while it is read.
 #[derive(Debug)]
 struct Meter {
-    /// A watch: each line is an answer of its own.
-    lines: bool,
-    /// Bytes of the answer or of the current line.
+    /// In the response to a watch, each line has its own limit.
+    is_watch: bool,
+    /// Bytes of the response, or of the current line of a watch.
     length: usize,
-    /// The longest line so far: readers keep a buffer of its size.
+    /// The longest line so far. Readers keep a buffer of its size.
     longest: usize,
     weight: Weight,
     charge: Charge,
 }
 
 impl Meter {
-    fn new(lines: bool, account: &Account) -> Self {
+    fn new(is_watch: bool, account: &Account) -> Self {
         Self {
-            lines,
+            is_watch,
             length: 0,
             longest: 0,
             weight: Weight::default(),
@@ -97,7 +98,7 @@ impl Meter {
 
     fn add(&mut self, data: &[u8]) -> Result<(), OverBudget> {
         for byte in data {
-            if self.lines && *byte == b'\n' {
+            if self.is_watch && *byte == b'\n' {
                 self.length = 0;
                 self.weight = Weight::default();
                 continue;
@@ -105,10 +106,10 @@ impl Meter {
             self.length += 1;
             self.weight.add(*byte);
             self.longest = self.longest.max(self.length);
-            let over = if self.length > MAX_ANSWER && self.lines {
-                OverBudget::Event(MAX_ANSWER)
-            } else if self.length > MAX_ANSWER {
-                OverBudget::Answer(MAX_ANSWER)
+            let over = if self.length > MAX_RESPONSE && self.is_watch {
+                OverBudget::Event(MAX_RESPONSE)
+            } else if self.length > MAX_RESPONSE {
+                OverBudget::Response(MAX_RESPONSE)
             } else if self.weight.bytes > MAX_PARSED {
                 OverBudget::Values(MAX_PARSED)
             } else {
@@ -120,11 +121,11 @@ impl Meter {
     }
 }
 
-/// A body that ends in [`OverBudget`] when it is too long or too expensive to parse.
+/// A body whose next frame is the error [`OverBudget`] when the body exceeds a limit.
 #[derive(Debug)]
 pub struct Bounded<B> {
     inner: B,
-    /// `None` = it was refused; nothing more of it is read.
+    /// `None` = the body exceeded a limit, and no more of it is read.
     meter: Option<Meter>,
 }
 
@@ -159,12 +160,12 @@ where
     }
 }
 
-/// Bounds all answers of a service.
+/// A tower layer that limits all responses of a service.
 #[derive(Debug, Clone)]
 pub struct BoundLayer(Account);
 
 impl BoundLayer {
-    /// Charges what is being read to `account`.
+    /// Creates a layer that charges the memory of bodies in transfer to `account`.
     #[must_use]
     pub const fn new(account: Account) -> Self {
         Self(account)
@@ -182,7 +183,7 @@ impl<S> Layer<S> for BoundLayer {
     }
 }
 
-/// A service whose answers are bounded.
+/// A service whose responses are limited.
 #[derive(Debug, Clone)]
 pub struct BoundService<S> {
     inner: S,
@@ -205,11 +206,11 @@ where
 
     fn call(&mut self, request: Request<RequestBody>) -> Self::Future {
         let query = request.uri().query().unwrap_or_default();
-        let watch = query.split('&').any(|word| word == "watch=true");
+        let is_watch = query.split('&').any(|parameter| parameter == "watch=true");
         let (account, answer) = (self.account.clone(), self.inner.call(request));
         Box::pin(async move {
             let answer = answer.await?;
-            let meter = Meter::new(watch && answer.status().is_success(), &account);
+            let meter = Meter::new(is_watch && answer.status().is_success(), &account);
             Ok(answer.map(|inner| Bounded {
                 inner,
                 meter: Some(meter),
@@ -218,7 +219,7 @@ where
     }
 }
 
-/// The exceeded budget among the causes of an error, however deep.
+/// Returns the [`OverBudget`] in the chain of causes of `error`.
 #[must_use]
 pub fn over_budget(error: &(dyn std::error::Error + 'static)) -> Option<OverBudget> {
     crate::cause(error)

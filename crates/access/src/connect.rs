@@ -1,4 +1,4 @@
-//! Connects to a member's API server: the address that is dialled is the address that was checked.
+//! Opens TCP connections to a member's API server. Each address is checked immediately before it is dialled.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -19,11 +19,11 @@ use crate::kubeconfig::{HubHosts, host_of};
 
 type Pending<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
 
-/// A function that looks up the addresses of a name.
+/// A function that looks up the addresses of a host name.
 type Lookup = dyn Fn(String) -> Pending<Vec<SocketAddr>> + Send + Sync;
 
-/// Looks a name up and refuses it if a member's API server may not be at one of its addresses. The connector dials only the
-/// returned addresses, so a name that changes between two look-ups gives an attacker nothing.
+/// Looks up a host name, and refuses the name if one of its addresses is not allowed for a member's API server. The connector dials
+/// only the returned addresses, so a name whose addresses change between two look-ups (DNS rebinding) bypasses no check.
 #[derive(Clone)]
 pub(crate) struct Resolver {
     hub: HubHosts,
@@ -53,7 +53,7 @@ impl Service<Name> for Resolver {
     }
 }
 
-/// Connects to the host of a URI, which is a name or an address.
+/// Connects to the host of a URI. The host is a name or an IP address.
 #[derive(Clone)]
 pub(crate) struct Connector {
     http: HttpConnector<Resolver>,
@@ -61,7 +61,7 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// For a server on this port.
+    /// Creates a connector for a server on this port.
     pub(crate) fn new(hub: HubHosts, port: u16) -> Self {
         let lookup = |name: String| -> Pending<Vec<SocketAddr>> {
             Box::pin(async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) })
@@ -93,8 +93,8 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        // The resolver is not called for a host that is an address. It was checked when the kubeconfig was read, but the hub's
-        // addresses may have been learned since then.
+        // The resolver is not called for an IP address. The address was checked when the kubeconfig was read, but the hub's
+        // addresses may have been set after that.
         let (host, port) = (host_of(uri.host().unwrap_or_default()), uri.port_u16().unwrap_or(443));
         if let Ok(address) = host.parse::<IpAddr>()
             && let Err(refused) = self.hub.check(address, port)
@@ -113,8 +113,7 @@ mod tests {
     use super::*;
     use crate::{cause, kubeconfig::Refused};
 
-    /// Dials `uri` with a resolver that returns one element of `answers` for each look-up. Also
-    /// returns the number of look-ups.
+    /// Dials `uri` with a resolver that returns the next element of `answers` for each look-up. Also returns the number of look-ups.
     async fn dial(hub: &HubHosts, uri: &str, answers: &[&[&str]]) -> (Result<(), String>, usize) {
         let answers: Vec<Vec<IpAddr>> = (answers.iter())
             .map(|addresses| addresses.iter().map(|text| text.parse().unwrap()).collect())
@@ -141,7 +140,7 @@ mod tests {
     // threat: kubeconfig-address
     #[tokio::test]
     async fn name_with_a_refused_address_is_not_dialled() {
-        // Something listens there, so a dial would succeed.
+        // With this listener, a dial would succeed.
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let uri = format!("https://api.tenant.example:{port}");
@@ -162,9 +161,9 @@ mod tests {
 
     // threat: kubeconfig-address
     #[tokio::test]
-    async fn hub_address_learned_later_is_not_dialled() {
+    async fn address_of_the_hubs_api_server_is_not_dialled() {
         let hub = HubHosts::default();
-        hub.learn(["198.51.100.4:6443".parse().unwrap()].into());
+        hub.set_addresses(["198.51.100.4:6443".parse().unwrap()].into());
         let refused = "the kubeconfig's clusters[].cluster.server is refused: it is the hub's own API server; the hub's entry is the one with `local: true`";
         for (uri, answers) in [
             ("https://198.51.100.4:6443", &[][..]),

@@ -11,18 +11,18 @@ use kube::config::{
     AuthInfo, Cluster, Config, Context, KubeConfigOptions, Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext,
 };
 
-/// A Secret value larger than this is not read as a kubeconfig.
+/// The largest kubeconfig that is accepted.
 const MAX_BYTES: usize = 512 * 1024;
 
-/// Why a kubeconfig is refused. Each message names the field and what to write instead. None repeats a value that may be secret.
+/// Why a kubeconfig is refused. Each message names the field and the remedy. No message repeats a value, which may be secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Not YAML of a kubeconfig.
+    /// The text is not the YAML of a kubeconfig.
     #[error(
         "the kubeconfig does not parse: it must be the YAML that `kubectl config view --raw --minify --flatten` prints"
     )]
     Malformed,
-    /// Larger than any kubeconfig.
+    /// The text is too large.
     #[error("the kubeconfig is larger than {} KiB: keep one context, with `kubectl config view --raw --minify --flatten`", MAX_BYTES / 1024)]
     TooLarge,
     /// A required field is missing.
@@ -30,7 +30,7 @@ pub enum Refused {
     Lacks {
         /// Path of the field.
         field: &'static str,
-        /// What to write.
+        /// The instruction for the author.
         remedy: &'static str,
     },
     /// A field is not allowed.
@@ -38,10 +38,10 @@ pub enum Refused {
     Has {
         /// Path of the field.
         field: &'static str,
-        /// What to write instead.
+        /// The instruction for the author.
         remedy: &'static str,
     },
-    /// `clusters[].cluster.server` points where no member may be.
+    /// `clusters[].cluster.server` names a host or address that no member may have.
     #[error("the kubeconfig's clusters[].cluster.server is refused: {0}")]
     Server(&'static str),
     /// A value is invalid.
@@ -49,7 +49,7 @@ pub enum Refused {
     Invalid {
         /// Path of the field.
         field: &'static str,
-        /// What to write.
+        /// The instruction for the author.
         remedy: &'static str,
     },
 }
@@ -58,19 +58,20 @@ mod addresses;
 
 use addresses::translated_addresses;
 
-/// Hosts and addresses of the hub's own API server. A mesh must not use the controller's credentials or network position to
-/// reach it. Cheap to clone; all clones share one value.
+/// Hosts and addresses of the hub's own API server. No kubeconfig of a member may name them. Cheap to clone; all clones share one
+/// value.
 #[derive(Debug, Clone, Default)]
 pub struct HubHosts {
     names: Arc<BTreeSet<(String, u16)>>,
-    /// The addresses on which its API servers listen, once [`HubHosts::learn`] has set them.
+    /// The addresses on which the hub's API servers listen. [`HubHosts::set_addresses`] sets them.
     addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
 }
 
-const HUB: Refused = Refused::Server("it is the hub's own API server; the hub's entry is the one with `local: true`");
+const IS_HUB: Refused =
+    Refused::Server("it is the hub's own API server; the hub's entry is the one with `local: true`");
 
 impl HubHosts {
-    /// The API server at these hosts and ports.
+    /// Creates a value with these hosts and ports of the API server.
     #[must_use]
     pub fn new(hosts: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
@@ -79,33 +80,33 @@ impl HubHosts {
         }
     }
 
-    /// Sets the addresses on which its API servers listen.
-    pub fn learn(&self, addresses: BTreeSet<SocketAddr>) {
+    /// Sets the addresses on which the hub's API servers listen.
+    pub fn set_addresses(&self, addresses: BTreeSet<SocketAddr>) {
         *self.addresses.write().unwrap_or_else(PoisonError::into_inner) = addresses;
     }
 
-    /// Refuses an address at which no member's API server may be: those that [`check_address`] refuses, and those of the hub's API server.
+    /// Refuses the addresses that [`check_address`] refuses, and those of the hub's API server.
     ///
     /// # Errors
     /// [`Refused::Server`], which names the kind of address.
     pub fn check(&self, address: IpAddr, port: u16) -> Result<(), Refused> {
         check_address(address)?;
-        let learned = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
+        let known = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
         for address in translated_addresses(address) {
-            if learned.contains(&SocketAddr::new(address, port)) || self.names.contains(&(address.to_string(), port)) {
-                return Err(HUB);
+            if known.contains(&SocketAddr::new(address, port)) || self.names.contains(&(address.to_string(), port)) {
+                return Err(IS_HUB);
             }
         }
         Ok(())
     }
 
     fn has_name(&self, host: &str, port: u16) -> bool {
-        // With the search list of a pod, the first label is enough to resolve the name.
+        // With the DNS search list of a pod, the first label is enough to resolve the name.
         self.names.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
     }
 }
 
-/// The host of a URL in the form in which hosts are compared: without brackets and final dot, in lower case.
+/// Normalizes the host of a URL for comparisons: without brackets and final dot, in lower case.
 pub(crate) fn host_of(host: &str) -> String {
     host.trim_start_matches('[')
         .trim_end_matches(']')
@@ -113,13 +114,15 @@ pub(crate) fn host_of(host: &str) -> String {
         .to_ascii_lowercase()
 }
 
-const FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
-const STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
+// What the author of a kubeconfig can do about a refused field.
+const REMEDY_FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
+const REMEDY_STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
 
 /// Reads the client configuration of a context (`None` = the current one).
 ///
 /// # Errors
-/// Anything that would make the controller run, read, trust or reach something it should not.
+/// The kubeconfig does not parse, lacks a required field, or has a field that would make the controller run a program, read a file,
+/// accept an unverified server or reach a forbidden address.
 pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Config, Refused> {
     let clean = sanitise(text, context, hub)?;
     let invalid = Refused::Invalid {
@@ -130,7 +133,7 @@ pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<
         .await
         .map_err(|_| invalid)?;
     config.connect_timeout = Some(std::time::Duration::from_secs(10));
-    // The callers wait and retry themselves. Retries inside the client would delay them.
+    // The callers retry with their own backoff. Retries inside the client would delay that.
     config.default_retry = false;
     Ok(config)
 }
@@ -148,7 +151,7 @@ fn sanitise(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Kubeco
         remedy: "set it, or name a context in kubeconfigSecretRef.context",
     })?;
     let no_context = Refused::Lacks {
-        field: "the context that is asked for",
+        field: "the selected context",
         remedy: "kubeconfigSecretRef.context or current-context must name one of contexts[]",
     };
     let context = given
@@ -212,7 +215,7 @@ fn check_cluster(given: &Cluster, hub: &HubHosts) -> Result<Cluster, Refused> {
     if given.certificate_authority.is_some() {
         return Err(Refused::Has {
             field: "clusters[].cluster.certificate-authority (a file path)",
-            remedy: FLATTEN,
+            remedy: REMEDY_FLATTEN,
         });
     }
     if given.proxy_url.is_some() {
@@ -248,22 +251,22 @@ fn check_cluster(given: &Cluster, hub: &HubHosts) -> Result<Cluster, Refused> {
 fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
     let has = |field, remedy| Err(Refused::Has { field, remedy });
     if given.exec.is_some() {
-        return has("users[].user.exec", STATIC);
+        return has("users[].user.exec", REMEDY_STATIC);
     }
     if given.auth_provider.is_some() {
-        return has("users[].user.auth-provider", STATIC);
+        return has("users[].user.auth-provider", REMEDY_STATIC);
     }
     if given.token_file.is_some() {
-        return has("users[].user.tokenFile", FLATTEN);
+        return has("users[].user.tokenFile", REMEDY_FLATTEN);
     }
     if given.client_certificate.is_some() {
-        return has("users[].user.client-certificate (a file path)", FLATTEN);
+        return has("users[].user.client-certificate (a file path)", REMEDY_FLATTEN);
     }
     if given.client_key.is_some() {
-        return has("users[].user.client-key (a file path)", FLATTEN);
+        return has("users[].user.client-key (a file path)", REMEDY_FLATTEN);
     }
     if given.username.is_some() || given.password.is_some() {
-        return has("users[].user.username or password", STATIC);
+        return has("users[].user.username or password", REMEDY_STATIC);
     }
     let impersonates = given.impersonate.is_some()
         || given.impersonate_uid.is_some()
@@ -288,7 +291,7 @@ fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
         }),
         (None, None, None) => Err(Refused::Lacks {
             field: "users[].user.token",
-            remedy: STATIC,
+            remedy: REMEDY_STATIC,
         }),
         (None, ..) => Err(Refused::Lacks {
             field: "users[].user.client-certificate-data or client-key-data",
@@ -320,7 +323,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     let host = host_of(authority.host());
     let port = authority.port_u16().unwrap_or(443);
     if hub.has_name(&host, port) {
-        return Err(HUB);
+        return Err(IS_HUB);
     }
     if host == "localhost" || host.ends_with(".localhost") {
         return Err(Refused::Server("it is the controller's own host"));
@@ -333,20 +336,22 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
 }
 
-/// Refuses addresses that belong to the controller's own host or link, where no member's API server can be. An IPv6 address is
-/// refused too if a translator or tunnel would turn it into such an IPv4 address.
+/// Refuses addresses that belong to the controller's own host or link, or to no host. An IPv6 address is also refused if a NAT64
+/// translator or a tunnel would convert it to such an IPv4 address.
 ///
 /// # Errors
 /// [`Refused::Server`], which names the kind of address.
 pub fn check_address(address: IpAddr) -> Result<(), Refused> {
-    translated_addresses(address).into_iter().try_for_each(check_one)
+    translated_addresses(address)
+        .into_iter()
+        .try_for_each(check_untranslated)
 }
 
-fn check_one(address: IpAddr) -> Result<(), Refused> {
+fn check_untranslated(address: IpAddr) -> Result<(), Refused> {
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));
     }
-    // 0.0.0.0/8 is this host on Linux; 240.0.0.0/4 is reserved.
+    // On Linux, 0.0.0.0/8 is the host itself. 240.0.0.0/4 is reserved.
     let is_reserved = match address {
         IpAddr::V4(v4) => matches!(v4.octets()[0], 0 | 240..),
         IpAddr::V6(v6) => v6.is_unspecified(),

@@ -1,12 +1,12 @@
-//! Makes a Kubernetes client from a kubeconfig, either a member's Secret (hostile input, checked) or the user's own, for the
-//! controller and `clustermeshctl`.
+//! Makes Kubernetes clients from kubeconfigs, for the controller and `clustermeshctl`. A kubeconfig is either in a member's Secret
+//! (hostile input, checked) or the user's own (trusted).
 //!
 //! # Example
 //!
 //! A kubeconfig that names a program is refused, because the controller would run it:
 //!
 //! ```
-//! use clustermesh_access::{kubeconfig::HubHosts, member, memory::Account};
+//! use clustermesh_access::{build_member_client, kubeconfig::HubHosts, memory::Account};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() {
@@ -16,7 +16,7 @@
 //! clusters: [{name: edge, cluster: {server: 'https://edge.example:6443', certificate-authority-data: LS0tLS1C}}]
 //! users: [{name: admin, user: {exec: {command: aws, apiVersion: client.authentication.k8s.io/v1}}}]
 //! ";
-//! let refused = member(kubeconfig, None, &HubHosts::default(), &Account::alone(64 << 20)).await;
+//! let refused = build_member_client(kubeconfig, None, &HubHosts::default(), &Account::standalone(64 << 20)).await;
 //! let message = refused.err().unwrap().to_string();
 //! assert!(message.starts_with("the kubeconfig has users[].user.exec, which is refused"), "{message}");
 //! # }
@@ -44,39 +44,44 @@ use connect::Connector;
 use kubeconfig::{HubHosts, Refused};
 use memory::Account;
 
-/// Bytes that hyper may buffer for one connection.
-const CONNECTION: usize = 64 * 1024;
+/// The most bytes that hyper buffers for one connection.
+const CONNECTION_BUFFER: usize = 64 * 1024;
 
-/// Why there is no client for a member.
+/// Why no client can be made for a member.
 #[derive(Debug, thiserror::Error)]
-pub enum Unusable {
+pub enum MemberClientError {
     /// A field of the kubeconfig is refused.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The source is kube's error. It may repeat parts of the kubeconfig, so it is not in the message.
+    /// The certificates do not parse. The message omits kube's error, because that may repeat parts of the kubeconfig.
     #[error("its certificates cannot be used; each must be base64 of PEM")]
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// Makes a client from a member's kubeconfig. The kubeconfig and the member's API server are hostile input. `hub` are the addresses of
-/// the hub's API server, at which no member may be. Data that is being read is charged to `account`.
+/// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input. No
+/// member may have an address in `hub`. The memory of responses in transfer is charged to `account`.
 ///
 /// # Errors
-/// A field of the kubeconfig would make this process run, read, trust or reach something it should not. Host names are resolved and
-/// checked at each connection, not here. If one is refused, the request fails with [`Refused`] among its causes.
-pub async fn member(text: &[u8], context: Option<&str>, hub: &HubHosts, account: &Account) -> Result<Client, Unusable> {
+/// The kubeconfig is refused, see [`kubeconfig::read`]. Host names are resolved and checked at each connection, not here. If a name is
+/// refused, the request fails with [`Refused`] among its causes.
+pub async fn build_member_client(
+    text: &[u8],
+    context: Option<&str>,
+    hub: &HubHosts,
+    account: &Account,
+) -> Result<Client, MemberClientError> {
     let config = kubeconfig::read(text, context, hub).await?;
-    client(&config, hub, account).map_err(|error| Unusable::Certificates(Box::new(error)))
+    build_client(&config, hub, account).map_err(|error| MemberClientError::Certificates(Box::new(error)))
 }
 
-/// kube's own stack without what is not needed (proxies, retries, tracing of requests), over our connector and bounds.
-fn client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Client, kube::Error> {
+/// Builds kube's client stack without proxies, retries and request tracing, on top of our connector and response limits.
+fn build_client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Client, kube::Error> {
     let port = config.cluster_url.port_u16().unwrap_or(443);
     let tls = config.rustls_https_connector_with_connector(Connector::new(hub.clone(), port))?;
     let mut connector = TimeoutConnector::new(tls);
     connector.set_connect_timeout(config.connect_timeout);
     let http: legacy::Client<_, kube::client::Body> = legacy::Builder::new(TokioExecutor::new())
-        .http1_max_buf_size(CONNECTION)
+        .http1_max_buf_size(CONNECTION_BUFFER)
         .build(connector);
     let bounded = BoundLayer::new(account.clone()).layer(http.map_err(BoxError::from));
     let stack = tower::ServiceBuilder::new()
@@ -87,7 +92,7 @@ fn client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Client, 
     Ok(Client::new(stack, config.default_namespace.clone()))
 }
 
-/// The cause of type `E` of an error, however deep.
+/// Returns the first error of type `E` in the chain of causes of `error`.
 #[must_use]
 pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Option<E> {
     let mut next = Some(error);
@@ -97,7 +102,7 @@ pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Optio
         if let Some(found) = error.downcast_ref::<E>() {
             return Some(found.clone());
         }
-        // What is inside an `io::Error` is not among its sources, but its own sources are.
+        // `io::Error::source` skips the wrapped error and returns the source of the wrapped error.
         let inside = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
         next = inside
             .map(|inside| inside as &(dyn Error + 'static))
@@ -106,12 +111,12 @@ pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Optio
     None
 }
 
-/// Reads the user's own kubeconfig, which is trusted. Without `file` it is found as by kubectl (`KUBECONFIG`, then `~/.kube/config`).
-/// Without `context` the current one is used.
+/// Reads the user's own kubeconfig, which is trusted. Without `file`, the path is the same as for kubectl (`KUBECONFIG`, else
+/// `~/.kube/config`). Without `context`, the current context is used.
 ///
 /// # Errors
-/// It cannot be read, or has no such context.
-pub async fn own(file: Option<&Path>, context: Option<&str>) -> Result<Config, KubeconfigError> {
+/// The kubeconfig cannot be read, or has no such context.
+pub async fn read_own_config(file: Option<&Path>, context: Option<&str>) -> Result<Config, KubeconfigError> {
     let text = file.map_or_else(Kubeconfig::read, Kubeconfig::read_from)?;
     let options = KubeConfigOptions {
         context: context.map(str::to_owned),
@@ -120,7 +125,7 @@ pub async fn own(file: Option<&Path>, context: Option<&str>) -> Result<Config, K
     Config::from_custom_kubeconfig(text, &options).await
 }
 
-/// The hosts of the hub's API server that this process knows: from its configuration, and from the environment of its pod.
+/// Returns the hosts of the hub's API server from `config` and from the environment variables of the pod.
 #[must_use]
 pub fn hub_hosts(config: &Config) -> HubHosts {
     let url = config

@@ -1,5 +1,5 @@
 //! Limits how much of this process's memory the data of members may use: one [`Memory`] for all members, one [`Account`] for
-//! each, and a [`Charge`] for each object, answer or buffer.
+//! each member, and one [`Charge`] for each table, list or response of a member.
 
 use std::{
     fmt,
@@ -14,29 +14,29 @@ const MIB: usize = 1024 * 1024;
 /// The data of a member exceeds a limit. The messages are shown in the status of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OverBudget {
-    /// One answer is too long.
+    /// One response is too long.
     #[error("over its budget: its API server answers with more than {} MiB at once", .0 / MIB)]
-    Answer(usize),
+    Response(usize),
     /// One line of a watch is too long.
     #[error("over its budget: its API server sends a watch event of more than {} MiB", .0 / MIB)]
     Event(usize),
-    /// An answer or an event is short, but of so many JSON values that parsing it would take too much.
+    /// One response or event has so many JSON values that parsing it would take too much memory.
     #[error("over its budget: its API server sends JSON that takes more than {} MiB to parse", .0 / MIB)]
     Values(usize),
-    /// All data of the member together is too much.
+    /// The data of the member exceeds the limit for one member.
     #[error("over its budget: its objects take more than {} MiB of the controller's memory", .0 / MIB)]
     Member(usize),
-    /// All members together use too much, and this one more than its share.
+    /// The data of all members exceeds the limit, and the data of this member exceeds an equal share.
     #[error("over its budget: its objects take more than its share of {} MiB of the controller's memory", .0 / MIB)]
     Share(usize),
 }
 
 impl OverBudget {
-    /// One word for a metric.
+    /// The value of a metric's label.
     #[must_use]
-    pub const fn word(&self) -> &'static str {
+    pub const fn label(&self) -> &'static str {
         match self {
-            Self::Answer(_) => "answer",
+            Self::Response(_) => "answer",
             Self::Event(_) => "event",
             Self::Values(_) => "values",
             Self::Member(_) => "member",
@@ -45,13 +45,13 @@ impl OverBudget {
     }
 }
 
-/// Called with the member and the limit each time something is refused.
+/// A callback that gets the name of the member and the exceeded limit at each refusal.
 type Report = dyn Fn(&str, OverBudget) + Send + Sync;
 
 /// The memory that all members share. Cheap to clone; all clones share one value.
 ///
-/// A member may take half of the limit. When all of them together have taken the limit, a member may grow only up to an equal
-/// share of it, so members that take much cannot keep the others from being read. The sum stays below twice the limit.
+/// A member may take half of the limit. When the members together have taken the limit, each may grow only up to an equal share of
+/// it, so members with much data cannot keep the others from being read. The sum stays below twice the limit.
 #[derive(Clone)]
 pub struct Memory {
     ledger: Arc<Mutex<Ledger>>,
@@ -72,7 +72,7 @@ impl fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// `limit` in bytes; `report` is called for each refusal.
+    /// Creates a budget of `limit` bytes. `report` is called at each refusal.
     pub fn new(limit: usize, report: impl Fn(&str, OverBudget) + Send + Sync + 'static) -> Self {
         Self {
             ledger: Arc::default(),
@@ -81,7 +81,7 @@ impl Memory {
         }
     }
 
-    /// The account of one member, which is called `name` in reports.
+    /// Creates the account of one member. `name` identifies the member in calls of `report`.
     #[must_use]
     pub fn account(&self, name: &str) -> Account {
         self.lock().accounts += 1;
@@ -105,7 +105,7 @@ pub struct Account(Arc<AccountState>);
 struct AccountState {
     name: String,
     memory: Memory,
-    /// Changed only under the lock of the ledger.
+    /// Changes only under the lock of the ledger.
     used: AtomicUsize,
 }
 
@@ -116,13 +116,14 @@ impl Drop for AccountState {
 }
 
 impl Account {
-    /// An account with its own memory of `limit` bytes, for a process that reads a few clusters once.
+    /// Creates an account that shares no [`Memory`] with others and has a limit of `limit` bytes, for a process that reads a few
+    /// clusters once.
     #[must_use]
-    pub fn alone(limit: usize) -> Self {
+    pub fn standalone(limit: usize) -> Self {
         Memory::new(2 * limit, |_, _| {}).account("")
     }
 
-    /// A new charge of zero bytes.
+    /// Creates a charge of zero bytes.
     #[must_use]
     pub fn charge(&self) -> Charge {
         Charge {
@@ -131,7 +132,7 @@ impl Account {
         }
     }
 
-    /// How many bytes are charged to it.
+    /// The number of bytes that are charged to the account.
     #[must_use]
     pub fn used(&self) -> usize {
         self.0.used.load(Ordering::Relaxed)
@@ -152,10 +153,10 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Changes the charge to this many bytes. Reducing it always succeeds.
+    /// Changes the charge to `bytes`. A reduction always succeeds.
     ///
     /// # Errors
-    /// The member, or all members together, would exceed a limit; the charge is unchanged.
+    /// The member, or all members together, would exceed a limit. Then the charge is unchanged.
     pub fn set(&mut self, bytes: usize) -> Result<(), OverBudget> {
         let state = &*self.account.0;
         let memory = &state.memory;
@@ -181,13 +182,13 @@ impl Charge {
         Ok(())
     }
 
-    /// A charge of zero bytes to the same account.
+    /// Creates a charge of zero bytes on the same account.
     #[must_use]
     pub fn another(&self) -> Self {
         self.account.charge()
     }
 
-    /// How many bytes it is.
+    /// The number of charged bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -200,7 +201,7 @@ impl Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        // Reducing a charge always succeeds.
+        // A reduction always succeeds.
         let _ = self.set(0);
     }
 }
@@ -217,7 +218,7 @@ mod tests {
         let mut charges: Vec<Charge> = accounts.iter().map(Account::charge).collect();
         assert_eq!(charges[0].set(51), Err(OverBudget::Member(50)));
         assert_eq!((charges[0].set(50), charges[1].set(50)), (Ok(()), Ok(())));
-        // Full: an equal share for each of five, and no more.
+        // The memory is full, so each of the five accounts may grow only to an equal share.
         assert_eq!(charges[2].set(21), Err(OverBudget::Share(100)));
         for charge in &mut charges[2..] {
             assert_eq!(charge.set(20), Ok(()));
@@ -238,7 +239,7 @@ mod tests {
         let reports = Arc::new(Mutex::new(Vec::new()));
         let kept = Arc::clone(&reports);
         let memory = Memory::new(8, move |name, over| {
-            kept.lock().unwrap().push((name.to_owned(), over.word()));
+            kept.lock().unwrap().push((name.to_owned(), over.label()));
         });
         let mut charge = memory.account("tenant-a").charge();
         assert!(charge.set(5).is_err());

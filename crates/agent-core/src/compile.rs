@@ -1,4 +1,4 @@
-//! Compiles Peers, PeerPolicies and facts about one node into the desired state of its kernel.
+//! Compiles Peers, PeerPolicies and the properties of this node into the desired state of its kernel.
 //!
 //! An invalid Peer is left out, and so is an invalid network of a PeerPolicy; each is reported as a [`Refused`]. The rest is used.
 
@@ -13,7 +13,7 @@ use ipnet::IpNet;
 
 use crate::{
     device::{PeerSpec, Peers},
-    firewall::{self, Firewall, Frame, Scope},
+    firewall::{self, Firewall, RuleParameters, Scope},
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
@@ -28,10 +28,10 @@ mod refuse;
 pub use policy_mode::{PolicyMode, compile_policy_mode};
 pub use refuse::{Object, Reason, Refused};
 
-/// Facts about this node.
+/// Properties of this node.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// Its name in Kubernetes.
+    /// Name of the Node object.
     pub name: String,
     /// Its own WireGuard key.
     pub public_key: PublicKey,
@@ -58,8 +58,8 @@ pub struct Node {
 pub struct Peer {
     /// Name of the Peer object.
     pub name: String,
-    /// The resourceVersion as a number. Of two Peers with the same key or allowed IP, the one with the greater revision wins, then the
-    /// one whose name sorts later.
+    /// The resourceVersion as a number. Of two Peers with the same key or allowed IP, the one with the greater revision wins; if the
+    /// revisions are equal, the one whose name sorts later.
     pub revision: u64,
     /// `spec.publicKey`.
     pub public_key: PublicKey,
@@ -87,13 +87,13 @@ pub struct Inputs {
     pub api_servers: BTreeSet<SocketAddr>,
     /// Addresses of this cluster's nodes, from their Node objects.
     pub nodes: BTreeSet<IpAddr>,
-    /// Pod CIDRs of the other nodes. Each also contains addresses of its node that no object names (the CNI's gateway).
+    /// Pod CIDRs of the other nodes. Each also contains an address of its node that no object lists (the pods' default gateway).
     pub pods_elsewhere: BTreeSet<IpNet>,
     /// Peers of this cluster.
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster, by name.
     pub policies: BTreeMap<String, PolicySpec>,
-    /// MTU of the peers whose path carries less than the device's MTU ([`crate::mtu::auto`]).
+    /// MTUs of the peers whose path is too narrow for the device's MTU ([`crate::mtu::auto`]).
     pub narrow: BTreeMap<PublicKey, u16>,
 }
 
@@ -141,22 +141,22 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         .filter(|a| covered(&host(*a), &mesh))
         .collect();
 
-    let sizes = peers.iter().filter_map(|p| {
-        let size = *inputs.narrow.get(&p.peer.public_key)?;
+    let mtus = peers.iter().filter_map(|p| {
+        let peer_mtu = *inputs.narrow.get(&p.peer.public_key)?;
         Some(p.allowed_ips.iter().filter_map(move |net| {
-            let size = mtu::of_route(node.mtu, size, Family::of(net))?;
-            Some((*net, size))
+            let route_mtu = mtu::of_route(node.mtu, peer_mtu, Family::of(net))?;
+            Some((*net, route_mtu))
         }))
     });
     let routes = routes::desired(&routes::Plan {
-        sizes: sizes.flatten().collect(),
+        mtus: mtus.flatten().collect(),
         addresses: node.wireguard_ips.clone(),
         peers: peers.iter().flat_map(|p| &p.allowed_ips).copied().collect(),
         mesh: mesh.clone(),
         throw: throw.clone(),
         underlay,
     });
-    let frame = Frame {
+    let parameters = RuleParameters {
         scope: Scope::Tunnel,
         device: node.device.clone(),
         listen_port: node.listen_port,
@@ -170,12 +170,13 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
     };
-    // In a shared pod network, pods of a Node have addresses outside its podCIDR.
+    // The addresses of a shared pod network are not bound to nodes: the pod CIDR of another node may contain pods of this node. A
+    // shared pod network is recognized by being anchored.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
     let firewall = firewall::desired(&firewall::Plan {
-        frame,
+        parameters,
         mesh: &mesh,
         throw: &throw,
         published: &published(node, &policies),
@@ -199,16 +200,16 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     }
 }
 
-/// Computes the published sources of this node: the allowed IPs that the planner writes into other members' Peers for it. These are
-/// its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
+/// Computes the published sources of this node: the allowed IPs of the Peers that the controller writes for it in other members. These
+/// are its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
-/// them. In a Masqueraded cluster they contain only its WireGuard range, so every source except the device's own addresses is
-/// translated to these. A shared pod network is anchored, so its pods are translated too. Before the first policy exists, only the
-/// WireGuard addresses are published; other members could not reply to more.
+/// them. In a Masqueraded cluster they contain only its WireGuard range, so every other source is translated to the device's address
+/// (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy exists, only the
+/// WireGuard addresses are published, because other members could not reply to other sources.
 #[must_use]
 pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
-    let served = aggregate(policies.iter().flat_map(PolicySpec::allowed));
+    let allowed = aggregate(policies.iter().flat_map(PolicySpec::allowed));
     let own = node
         .pod_cidrs
         .iter()
@@ -216,13 +217,13 @@ pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
         .chain(node.addresses.iter().copied().map(host));
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let mut out: BTreeSet<IpNet> = own
-        .filter(|net| covered(net, &served) && !covered(net, &anchored))
+        .filter(|net| covered(net, &allowed) && !covered(net, &anchored))
         .collect();
     out.extend(node.wireguard_ips.iter().copied().map(host));
     out
 }
 
-/// A Peer that is programmed, with the allowed IPs that no newer Peer has.
+/// A Peer to program, without the allowed IPs that a newer Peer has.
 struct Accepted<'a> {
     peer: &'a Peer,
     allowed_ips: BTreeSet<IpNet>,

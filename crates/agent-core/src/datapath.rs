@@ -1,9 +1,9 @@
-//! Detects from the settings of Cilium whether packets of a node's pods bypass netfilter.
+//! Detects from Cilium's settings whether packets of pods bypass netfilter.
 
 use std::collections::BTreeMap;
 
-/// Why Cilium with these settings (its ConfigMap `cilium-config`) forwards packets past the host's network stack, and so past
-/// nftables and ip rules. `None` = it does not. The conditions are those of Cilium's
+/// Returns why packets of pods bypass the host's network stack, and so nftables and policy routing rules; `None` = they do not.
+/// `settings` is Cilium's ConfigMap `cilium-config`. The conditions are those of Cilium's
 /// `Documentation/operations/performance/tuning.rst` (eBPF host routing) and `initKubeProxyReplacementOptions`.
 #[must_use]
 pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str> {
@@ -11,7 +11,7 @@ pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str
     if is("datapath-mode", &["netkit", "netkit-l2"]) {
         return Some("datapath-mode is netkit");
     }
-    // Host routing in BPF needs both masquerading in BPF and kube-proxy replacement, and can be switched off.
+    // Host routing in BPF needs masquerading in BPF and the kube-proxy replacement, and can be switched off.
     let masquerades = is("enable-bpf-masquerade", &["true"])
         || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
     let replaces = is("kube-proxy-replacement", &["true", "strict"]);

@@ -17,15 +17,15 @@ use crate::key::PresharedKey;
 #[cfg(test)]
 mod tests;
 
-/// The desired peers of a device. No two of them may have the same allowed IP: the device gives it to the one with the higher key, and
-/// every [`diff`] finds a change again.
+/// The desired peers of a device. No two of them may have the same allowed IP: the device would assign it to the peer with the higher
+/// key, and every [`diff`] would find a change.
 pub type Peers = BTreeMap<PublicKey, PeerSpec>;
 
 /// The desired configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// Where to send until authenticated packets arrive from another endpoint. `None` = the peer has to initiate. An endpoint that the
-    /// device already has is kept, because WireGuard cannot unset it.
+    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the peer has to initiate. An
+    /// endpoint that the device already has is kept, because WireGuard cannot unset it.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,
@@ -51,9 +51,9 @@ pub struct PeerStats {
     pub endpoint: Option<SocketAddr>,
     /// Time since the last completed handshake; `None` = never.
     pub handshake_age: Option<Duration>,
-    /// Bytes of authenticated UDP payload received from it.
+    /// Bytes of authenticated UDP payload received from the peer.
     pub rx_bytes: u64,
-    /// Bytes of UDP payload sent to it.
+    /// Bytes of UDP payload sent to the peer.
     pub tx_bytes: u64,
 }
 
@@ -65,7 +65,7 @@ pub type ObservedPeers = BTreeMap<PublicKey, ObservedPeer>;
 pub enum PeerChange {
     /// Adds a peer.
     Add(PublicKey, PeerSpec),
-    /// Changes attributes of a peer. Its session stays.
+    /// Changes attributes of a peer. Its session stays, unless the preshared key changes.
     Update(PublicKey, PeerUpdate),
     /// Removes a peer with its allowed IPs.
     Remove(PublicKey),
@@ -87,7 +87,7 @@ pub struct PeerUpdate {
 }
 
 impl PeerUpdate {
-    /// Whether it changes nothing.
+    /// Whether the update changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -110,14 +110,14 @@ impl PeerChange {
 /// peers are removed last.
 #[must_use]
 pub fn diff(observed: &ObservedPeers, desired: &Peers) -> Option<Vec<PeerChange>> {
-    let wanted: BTreeSet<&IpNet> = desired.values().flat_map(|spec| &spec.allowed_ips).collect();
+    let all_desired: BTreeSet<&IpNet> = desired.values().flat_map(|spec| &spec.allowed_ips).collect();
     let mut changes = Vec::new();
     for (key, want) in desired {
         let Some(have) = observed.get(key) else {
             changes.push(PeerChange::Add(*key, want.clone()));
             continue;
         };
-        let update = update(&have.configured, want, &wanted);
+        let update = update(&have.configured, want, &all_desired);
         if !update.is_empty() {
             changes.push(PeerChange::Update(*key, update));
         }
@@ -131,33 +131,33 @@ pub fn diff(observed: &ObservedPeers, desired: &Peers) -> Option<Vec<PeerChange>
     (!changes.is_empty()).then_some(changes)
 }
 
-fn update(have: &PeerSpec, want: &PeerSpec, wanted: &BTreeSet<&IpNet>) -> PeerUpdate {
+fn update(have: &PeerSpec, want: &PeerSpec, all_desired: &BTreeSet<&IpNet>) -> PeerUpdate {
     let lost = have.allowed_ips.difference(&want.allowed_ips);
     PeerUpdate {
         endpoint: want.endpoint.filter(|endpoint| have.endpoint != Some(*endpoint)),
         keepalive: (have.keepalive != want.keepalive).then_some(want.keepalive),
         preshared_key: (have.preshared_key != want.preshared_key).then(|| want.preshared_key.clone()),
         add_allowed_ips: want.allowed_ips.difference(&have.allowed_ips).copied().collect(),
-        remove_allowed_ips: lost.filter(|net| !wanted.contains(net)).copied().collect(),
+        remove_allowed_ips: lost.filter(|net| !all_desired.contains(net)).copied().collect(),
     }
 }
 
 /// Applies `changes` to the configuration of `peers`. It defines what every backend has to do: an allowed IP that is added moves from
 /// its owner, and an update or removal of an unknown peer does nothing.
 pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
-    let mut ledger = Ledger::new(peers);
-    changes.iter().for_each(|change| ledger.apply(change));
+    let mut indexed = IndexedPeers::new(peers);
+    changes.iter().for_each(|change| indexed.apply(change));
 }
 
-/// Peers with an index of the owner of each allowed IP, for a backend that reads them between many changes.
+/// Peers with an index of the owner of each allowed IP, for a backend that applies many changes and reads the peers in between.
 #[derive(Debug)]
-pub struct Ledger<'a> {
+pub struct IndexedPeers<'a> {
     peers: &'a mut Peers,
     owners: BTreeMap<IpNet, PublicKey>,
 }
 
-impl<'a> Ledger<'a> {
-    /// Takes time in proportion to the number of allowed IPs.
+impl<'a> IndexedPeers<'a> {
+    /// Builds the index, in time proportional to the number of allowed IPs.
     pub fn new(peers: &'a mut Peers) -> Self {
         let owners = peers
             .iter()
@@ -172,7 +172,7 @@ impl<'a> Ledger<'a> {
         self.peers
     }
 
-    /// As [`apply`] for one change. Takes time in proportion to that change.
+    /// Applies one change as [`apply`] does, in time proportional to the change.
     pub fn apply(&mut self, change: &PeerChange) {
         match change {
             PeerChange::Add(key, spec) => {

@@ -1,7 +1,7 @@
 //! Computes the nftables table of a node as typed values, renders it as text for `nft`, and derives the smallest transaction from
 //! one table to the next. A backend in `wg-agent` runs `nft`.
 //!
-//! The chains are fixed except for a few numbers and names ([`Frame`]). Everything that changes with Peers and policies is a set
+//! The chains are fixed except for a few numbers and names ([`RuleParameters`]). Everything that changes with Peers and policies is a set
 //! element, so such a change rewrites no rule. Only typed values are rendered, never text from an object.
 
 use std::{
@@ -15,7 +15,7 @@ use ipnet::IpNet;
 
 use crate::{
     interface::InterfaceName,
-    prefixes::{Family, NOT_UNICAST, aggregate, disjoint, host, maximal, overlap},
+    prefixes::{Family, SPECIAL_PURPOSE, aggregate, disjoint, host, maximal, overlap},
 };
 
 mod render;
@@ -30,7 +30,7 @@ pub use update::{Update, update};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Firewall {
     /// The numbers and names in the chains.
-    pub frame: Frame,
+    pub parameters: RuleParameters,
     /// IPv4 sets.
     pub v4: Sets,
     /// IPv6 sets.
@@ -42,17 +42,17 @@ pub struct Firewall {
 /// Which traffic of the node the table controls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scope {
-    /// This agent owns the device: all packets from and into the tunnel, and packets that must not bypass it.
+    /// This agent owns the device. The table controls all packets from and into the tunnel, and drops packets that would bypass it.
     #[default]
     Tunnel,
-    /// Another program owns the device and its routes, and also uses it for other traffic: only packets from the tunnel with a mesh
-    /// source, and packets into the tunnel with a mesh destination, whose published sources are kept.
+    /// Another program owns the device and its routes, and also uses it for other traffic. The table filters only packets from the
+    /// tunnel with a mesh source, and keeps the published sources of packets to the mesh from being masqueraded.
     Mesh,
 }
 
 /// The numbers and names in the chains. If one changes, the whole table is written again.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
+pub struct RuleParameters {
     /// Which traffic the chains control.
     pub scope: Scope,
     /// The WireGuard device.
@@ -79,14 +79,14 @@ pub struct Sets {
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
     pub served: BTreeSet<IpNet>,
-    /// (network, network) of one member. A source in the first may send ICMP errors about flows from or to the second.
+    /// Two networks of the same member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,
-    /// Addresses of this node at which other members may reach its listeners if `allow` contains them, too: its InternalIPs and the
-    /// anchored networks. The latter can be local addresses, because kube-proxy in IPVS mode adds ClusterIPs to an interface.
+    /// Addresses of this node at which other members may reach its listening sockets, if `allow` contains them too: its InternalIPs
+    /// and the anchored networks. The latter can be local addresses, because kube-proxy in IPVS mode adds ClusterIPs to an interface.
     pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,
-    /// (source, destination) denied on every port: destinations of [`NOT_UNICAST`] in an allowed network.
+    /// (source, destination) denied on every port: the destinations of [`SPECIAL_PURPOSE`] that overlap an allowed network.
     pub deny: BTreeSet<(IpNet, IpNet)>,
     /// (source, destination, TCP port) denied.
     pub deny_ports: BTreeSet<(IpNet, IpNet, u16)>,
@@ -97,7 +97,7 @@ pub struct Sets {
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
     pub pods_elsewhere: BTreeSet<IpNet>,
-    /// Networks of members that are closed in both directions.
+    /// Networks of members whose policy is closed. Packets from and to them are dropped.
     pub closed: BTreeSet<IpNet>,
 }
 
@@ -105,7 +105,7 @@ pub struct Sets {
 #[derive(Debug, Clone)]
 pub struct Plan<'a> {
     /// The numbers and names in the chains.
-    pub frame: Frame,
+    pub parameters: RuleParameters,
     /// Every mesh prefix.
     pub mesh: &'a BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs.
@@ -135,7 +135,7 @@ pub fn desired(plan: &Plan<'_>) -> Firewall {
         .copied()
         .collect();
     Firewall {
-        frame: plan.frame.clone(),
+        parameters: plan.parameters.clone(),
         v4,
         v6,
         infrastructure,
@@ -161,7 +161,7 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         listeners: of_family(&listeners(plan)),
         pairs: disjoint(&pairs),
         allow: source_pairs(plan.policies, family, PolicySpec::allowed),
-        deny: source_pairs(plan.policies, family, not_unicast),
+        deny: source_pairs(plan.policies, family, special_purpose),
         deny_ports: denied_ports(plan.policies, family),
         api: plan
             .api_servers
@@ -188,10 +188,10 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
     anchored.chain(own).collect()
 }
 
-/// The networks of [`NOT_UNICAST`] that overlap an allowed one.
-fn not_unicast(policy: &PolicySpec) -> impl Iterator<Item = &'static IpNet> {
+/// The prefixes of [`SPECIAL_PURPOSE`] that overlap an allowed network.
+fn special_purpose(policy: &PolicySpec) -> impl Iterator<Item = &'static IpNet> {
     let is_allowed = |net: &&IpNet| policy.allow.iter().any(|to| overlap(to, net));
-    NOT_UNICAST.iter().filter(is_allowed)
+    SPECIAL_PURPOSE.iter().filter(is_allowed)
 }
 
 fn denied_ports(policies: &[PolicySpec], family: Family) -> BTreeSet<(IpNet, IpNet, u16)> {

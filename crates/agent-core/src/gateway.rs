@@ -1,10 +1,9 @@
-//! Computes the WireGuard peers and the firewall table of a gateway pod for sandboxes, from SandboxAccess objects and the endpoints of
-//! granted Services.
+//! Computes the WireGuard peers and the firewall table of a gateway, from SandboxAccess objects and the endpoints of granted Services.
 //!
-//! A grant maps (sandbox, protocol, port of the gateway) to an endpoint of one port of one Service. The mark of each connection is the
-//! id of its grant. Every packet in both directions is matched against the current table: the grant by sandbox, protocol, port and
-//! id, the endpoint by id and address. So deleting an element also ends open connections, and a port that gets another grant does
-//! not pass packets of connections of the earlier grant.
+//! A grant maps (sandbox, protocol, gateway port) to the endpoints of one port of one Service. The connection mark is the id of the
+//! grant. Every packet in both directions is matched against the current table: the grant by sandbox, protocol, port and id, the
+//! endpoint by id and address. So deleting an element also stops open connections, and after a port gets another grant, packets of
+//! connections of the earlier grant are dropped.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,7 +28,7 @@ mod table;
 
 pub use compile::compile;
 pub use id::{GrantId, SandboxId};
-pub use table::{Balancer, Frame, Grant, Table, alive, update};
+pub use table::{Balancer, Grant, RuleParameters, Table, render_renewal, update};
 
 /// Input of [`compile`].
 #[derive(Debug, Clone)]
@@ -38,7 +37,7 @@ pub struct Inputs {
     pub settings: Settings,
     /// Every SandboxAccess.
     pub accesses: Vec<Access>,
-    /// Every granted Service, as far as it was observed.
+    /// The granted Services.
     pub services: BTreeMap<ObjectName, Service>,
 }
 
@@ -53,13 +52,13 @@ pub struct Settings {
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
-    /// Networks in which endpoints must lie: the pod networks of the cluster.
+    /// Networks that must contain every endpoint: the pod networks of the cluster.
     pub endpoint_networks: BTreeSet<IpNet>,
     /// Addresses that neither a sandbox nor an endpoint may have: those of this pod, its API server and every gateway.
     pub reserved: BTreeSet<IpNet>,
-    /// Names of the sandboxes to serve; empty = all.
+    /// Names of the sandboxes that this gateway serves; empty = all.
     pub serves: BTreeSet<String>,
-    /// Limit on new connections of a sandbox a second, unless its SandboxAccess has one. 0 = no limit.
+    /// Limit on new connections of a sandbox per second, if its SandboxAccess sets none. 0 = no limit.
     pub new_connections: u32,
     /// Limit on open connections of a sandbox; 0 = no limit.
     pub sandbox_connections: u32,
@@ -67,14 +66,14 @@ pub struct Settings {
     pub endpoint_connections: u32,
 }
 
-/// A SandboxAccess object. A field that does not parse holds the error message.
+/// A SandboxAccess object. `Err` is the message of a value that does not parse.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Access {
     /// Name of the object.
     pub name: String,
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
-    /// Identity of the sandbox. Several objects with the same identity describe one sandbox.
+    /// Identity of the sandbox. Several objects with the same identity, written for several meshes, describe one sandbox.
     pub identity: String,
     /// Name of the sandbox.
     pub sandbox: String,
@@ -83,47 +82,47 @@ pub struct Access {
     /// Its nodes.
     pub nodes: Vec<Node>,
     /// Its grants.
-    pub grants: Vec<Granted>,
-    /// Limit on new connections a second; `None` = the default of [`Settings`].
+    pub grants: Vec<GrantSpec>,
+    /// Limit on new connections per second; `None` = the default of [`Settings`].
     pub new_connections: Option<u32>,
 }
 
 /// A node of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its key.
+    /// Its WireGuard key.
     pub public_key: Result<PublicKey, String>,
     /// Its WireGuard addresses.
     pub addresses: Vec<Result<IpAddr, String>>,
 }
 
-/// A granted port of a Service.
+/// An entry of `spec.grants`: a granted port of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Granted {
+pub struct GrantSpec {
     /// The Service.
     pub service: ObjectName,
     /// Name of its port.
     pub port: String,
     /// Protocol.
     pub protocol: Protocol,
-    /// Port of the gateway at which the sandbox reaches it.
+    /// The gateway port.
     pub gateway_port: u16,
 }
 
 /// A Service of this cluster and its EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Service {
-    /// Not observed, and why: it was not read yet, or the gateway may not read it.
+    /// It could not be observed, with the reason: it was not read yet, or the gateway may not read it.
     Unknown(String),
     /// It does not exist.
     Absent,
     /// It was observed.
-    Seen(Facts),
+    Observed(ObservedService),
 }
 
 /// The observed properties of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub struct Facts {
+pub struct ObservedService {
     /// It has a selector, so Kubernetes writes its EndpointSlices.
     pub selector: bool,
     /// Its type is ExternalName.
@@ -147,11 +146,11 @@ pub struct Endpoint {
     pub port_name: String,
     /// Address of the pod.
     pub address: IpAddr,
-    /// Number of the port there.
+    /// Port of the pod.
     pub port: u16,
-    /// It takes new connections.
+    /// EndpointSlice condition `ready`: it gets new connections.
     pub ready: bool,
-    /// It serves its open connections.
+    /// EndpointSlice condition `serving`: it keeps its open connections.
     pub serving: bool,
 }
 
@@ -164,7 +163,7 @@ pub struct Compiled {
     pub routes: BTreeSet<IpNet>,
     /// The firewall table.
     pub table: Table,
-    /// Names of the SandboxAccesses that are served, at least in part.
+    /// Names of the SandboxAccesses with at least one served network.
     pub served: BTreeSet<String>,
     /// The parts that are left out.
     pub refused: BTreeSet<Refused>,
@@ -213,7 +212,7 @@ pub enum Reason {
     AddressInvalid,
     /// Another node has this address.
     AddressDuplicate,
-    /// Another grant has this port.
+    /// Another grant has this gateway port.
     PortDuplicate,
     /// The protocol is SCTP.
     ProtocolNotServed,
@@ -221,9 +220,9 @@ pub enum Reason {
     ServiceMissing,
     /// The Service was not observed.
     ServiceUnknown,
-    /// No sandbox may reach the Service.
+    /// Sandboxes must not reach the Service.
     ServiceNotServed,
-    /// No sandbox may reach some of the endpoints.
+    /// Sandboxes must not reach some of its endpoints.
     EndpointForbidden,
 }
 

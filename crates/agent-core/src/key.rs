@@ -1,4 +1,4 @@
-//! The preshared key of a peer, the only secret in the desired state. This crate never gets the node's private key.
+//! The preshared key of a peer. It is the only secret in the desired state, because this crate never gets the node's private key.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ impl PresharedKey {
         (bytes != [0; 32]).then_some(Self(bytes))
     }
 
-    /// The 32 bytes, to configure the device with.
+    /// The 32 bytes, for the configuration of the device.
     #[must_use]
     pub const fn expose(&self) -> &[u8; 32] {
         &self.0

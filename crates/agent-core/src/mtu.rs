@@ -1,7 +1,7 @@
 //! Computes the MTU of the device and of routes to peers, from the path MTUs to the peers' endpoints.
 //!
 //! The device gets the largest MTU that any peer can use; routes to other peers get their own, smaller MTU. So a peer behind a narrow
-//! link, or one that forges ICMP errors to look so, does not affect other peers. Packets by a route whose MTU is too large still
+//! link, or one that forges ICMP errors to look so, does not affect other peers. Packets on a route whose MTU is too large still
 //! arrive, because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
 //! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
@@ -18,7 +18,7 @@ use crate::prefixes::Family;
 pub const MINIMUM: u16 = 1280;
 /// The smallest MTU of a route. Every IPv4 host accepts packets of this size (RFC 791 §3.1), so a smaller claim is an error or an
 /// attack.
-pub const LEAST: u16 = 576;
+pub const MINIMUM_IPV4_ROUTE: u16 = 576;
 const PADDING: u16 = 16;
 
 /// Bytes WireGuard adds to a packet: the outer IP header (20 or 40), UDP 8, message header and tag 32
@@ -43,7 +43,7 @@ pub struct Path {
 impl Path {
     /// The largest inner packet, in bytes.
     #[must_use]
-    pub const fn inside(self) -> u16 {
+    pub const fn inner_mtu(self) -> u16 {
         self.mtu.saturating_sub(overhead(self.outer))
     }
 }
@@ -53,7 +53,7 @@ impl Path {
 pub struct Sizes {
     /// The device's MTU.
     pub device: u16,
-    /// The MTUs of peers whose path carries less: multiples of 16, at least [`LEAST`].
+    /// The MTUs of peers whose path carries less: multiples of 16, at least [`MINIMUM_IPV4_ROUTE`].
     pub narrow: BTreeMap<PublicKey, u16>,
 }
 
@@ -62,25 +62,25 @@ pub struct Sizes {
 #[must_use]
 pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let outer = Family::V6;
-    let unknown = Path { mtu: underlay, outer }.inside();
-    let widest = paths.values().map(|path| path.inside()).max();
+    let unknown = Path { mtu: underlay, outer }.inner_mtu();
+    let widest = paths.values().map(|path| path.inner_mtu()).max();
     let device = widest.unwrap_or(unknown).max(MINIMUM);
     let narrow = paths
         .iter()
-        .filter(|(_, path)| path.inside() < device)
-        .map(|(key, path)| (*key, (path.inside() / PADDING * PADDING).max(LEAST)))
+        .filter(|(_, path)| path.inner_mtu() < device)
+        .map(|(key, path)| (*key, (path.inner_mtu() / PADDING * PADDING).max(MINIMUM_IPV4_ROUTE)))
         .collect();
     Sizes { device, narrow }
 }
 
-/// The MTU of a route to a peer with the MTU `size`; `None` = the route needs none of its own. IPv6 routes get at least [`MINIMUM`].
+/// The MTU of a route to a peer with the MTU `peer`; `None` = the route needs none of its own. IPv6 routes get at least [`MINIMUM`].
 #[must_use]
-pub fn of_route(device: u16, size: u16, inner: Family) -> Option<u16> {
-    let size = match inner {
-        Family::V4 => size,
-        Family::V6 => size.max(MINIMUM),
+pub fn of_route(device: u16, peer: u16, inner: Family) -> Option<u16> {
+    let route = match inner {
+        Family::V4 => peer,
+        Family::V6 => peer.max(MINIMUM),
     };
-    (size < device).then_some(size)
+    (route < device).then_some(route)
 }
 
 /// The largest TCP segment in a packet of `mtu` bytes: without 20 bytes of TCP header, and 20 or 40 of IP header.
@@ -168,7 +168,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn padded_packet_of_a_routes_mtu_fits_the_path(
+        fn padded_packet_within_its_route_mtu_fits_the_path(
             made in proptest::collection::vec((1280u16..=9000, proptest::bool::ANY), 1..5), length in 1u16..9000,
         ) {
             let made: Vec<_> = made.iter().map(|(m, six)| (*m, if *six { Family::V6 } else { Family::V4 })).collect();

@@ -1,11 +1,11 @@
 //! The numbers and names that mark kernel state as the agent's own: routing tables, rule priorities, mark bits, metrics.
 //!
-//! They are fixed, so an agent finds the state of an earlier process whatever flags either was started with. Observed state is
-//! filtered by them, so the agent never touches the state of other programs.
+//! They are fixed, so an agent finds the kernel state of an earlier process even if the flags differ. Observed state is filtered by
+//! them, so the agent never changes the state of other programs.
 
 /// Routing table of the mesh prefixes.
 pub const TABLE: u32 = 5182;
-/// Routing table that holds a default route into the device, for packets marked [`MARK_TUNNEL`].
+/// Routing table with a default route into the device, for packets marked [`MARK_TUNNEL`].
 pub const TABLE_TUNNEL: u32 = 5183;
 /// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule that the agent writes. Unassigned in iproute2's `rt_protos`.
 pub const PROTOCOL: u8 = 117;
@@ -16,24 +16,25 @@ pub const RULE_MESH: u32 = 1001;
 
 /// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.
 ///
-/// Cilium writes a security identity into the upper half of the marks of pods' packets, which often sets our bits. In such a mark
+/// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, which often sets our bits. In such a mark
 /// Cilium always sets at least one of the four bits (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000
-/// and 0x8000. Calico has the IptablesMarkMask 0xffff0000 by default and uses 0x000f0000 of it; with kube-proxy in IPVS mode it
-/// uses the whole mask, which then has to be narrowed (without IPVS 0x000f0000 is enough).
+/// and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which it uses 0x000f0000. With kube-proxy in IPVS mode it uses the
+/// whole mask, which then has to be narrowed (0x000f0000 is enough only without IPVS).
 pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;
-/// Route by the underlay: the rule at [`RULE_MESH`] does not match. The device's socket sets it on the tunnel's outer packets, the
-/// firewall on replies to packets from the underlay.
+/// Mark of packets that are routed over the underlay: the rule at [`RULE_MESH`] does not match. The device's socket sets it on the
+/// tunnel's outer packets, the firewall on replies to packets from the underlay.
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
-/// Route by the tunnel, even to a destination with a `throw` route. Set on replies to packets from the tunnel.
+/// Mark of packets that are routed into the tunnel, even to a destination with a `throw` route. The firewall sets it on replies to
+/// packets from the tunnel.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
 
-/// Metric of `throw` routes. It is the lowest, so these win over all our routes of the same prefix.
+/// Metric of `throw` routes. It is the lowest, so they win over all our other routes of the same prefix.
 pub const METRIC_THROW: u32 = 10;
 /// Metric of the routes into the device for the allowed IPs of Peers.
 pub const METRIC_PEER: u32 = 20;
-/// Metric of the fallback route into the device, which exists where an underlay address of this node lies in a mesh network.
+/// Metric of the fallback routes into the device, which exist only if an underlay address of this node lies in a mesh network.
 pub const METRIC_FALLBACK: u32 = 4095;
 /// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;

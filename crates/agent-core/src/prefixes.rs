@@ -7,9 +7,9 @@ use std::{
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// Destinations that no other cluster may reach, whatever network contains them (RFC 6890): "this network", loopback, link-local
-/// (where the metadata service of a cloud gives out a node's credentials), multicast and broadcast.
-pub const NOT_UNICAST: [IpNet; 8] = [
+/// Special-purpose prefixes (RFC 6890), which no other cluster may reach even inside an allowed network: "this network", loopback,
+/// link-local (at which a cloud's metadata service hands out a node's credentials), multicast and broadcast.
+pub const SPECIAL_PURPOSE: [IpNet; 8] = [
     IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(0, 0, 0, 0), 8)),
     IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
     IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(169, 254, 0, 0), 16)),
@@ -71,7 +71,7 @@ pub fn aggregate<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNe
     IpNet::aggregate(&nets).into_iter().collect()
 }
 
-/// Whether `within`, which must be an aggregate, covers `net`.
+/// Whether `within`, which must be aggregated, covers `net`.
 #[must_use]
 pub fn covered(net: &IpNet, within: &BTreeSet<IpNet>) -> bool {
     within.iter().any(|outer| outer.contains(net))
@@ -90,8 +90,8 @@ fn cut(net: IpNet, cuts: &[IpNet], out: &mut Vec<IpNet>) {
     }
 }
 
-/// Converts pairs whose left sides may overlap into pairs without overlaps, so that every address on the left still has the same
-/// addresses on the right. The kernel refuses partial overlaps in concatenated range sets (nft_set_pipapo: ENOTEMPTY).
+/// Converts pairs of prefixes whose left sides may overlap into pairs without overlaps. Every left address keeps the same right
+/// addresses. The kernel refuses partial overlaps in concatenated range sets (nft_set_pipapo: ENOTEMPTY).
 #[must_use]
 pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, IpNet)> {
     let keys: Vec<IpNet> = pairs.keys().map(IpNet::trunc).collect();
@@ -115,7 +115,7 @@ pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, Ip
     out
 }
 
-/// The prefixes that lie in no other. [`aggregate`] may also join two neighbours into a prefix that is not among `nets`.
+/// The prefixes that no other one contains. Unlike [`aggregate`], it does not join neighbours to a prefix that is not in `nets`.
 pub(crate) fn maximal<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNet> {
     // A prefix sorts directly before those that lie in it.
     let sorted: BTreeSet<IpNet> = nets.into_iter().map(IpNet::trunc).collect();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn disjoint_gives_nested_prefixes_the_outer_ones_pairs() {
+    fn disjoint_gives_nested_prefixes_the_pairs_of_outer_ones() {
         let pairs = BTreeMap::from([
             ("10.0.0.0/30".parse().unwrap(), nets(&["1.0.0.0/8"])),
             ("10.0.0.1/32".parse().unwrap(), nets(&["2.0.0.0/8"])),

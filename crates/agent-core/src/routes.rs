@@ -1,5 +1,5 @@
-//! The desired addresses, routes and policy routing rules of the agent on this node, and the changes to get there from the observed
-//! ones. A backend in `wg-agent` applies them.
+//! Computes the desired addresses, routes and policy routing rules of the agent on this node, and the changes from the observed ones.
+//! A backend in `wg-agent` applies the changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,7 @@ pub use rule::{Action, Rule, rules};
 /// The agent's part of the kernel's routing, desired or observed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Routes {
-    /// Addresses on the device, as /32 and /128 there.
+    /// Addresses on the device, assigned as /32 and /128.
     pub addresses: BTreeSet<IpAddr>,
     /// Routes in our two tables with our protocol number.
     pub routes: BTreeSet<Route>,
@@ -29,7 +29,7 @@ pub struct Routes {
     pub rules: BTreeSet<Rule>,
 }
 
-/// One route. Its key in the kernel is (table, prefix, metric). Our kinds have different metrics, so none replaces another.
+/// One route. Its key in the kernel is (table, prefix, metric). Each kind has its own metrics, so no kind replaces another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Route {
     /// Routing table.
@@ -54,9 +54,9 @@ pub enum Kind {
     },
     /// Rejected with ICMP unreachable.
     Unreachable,
-    /// Ends the lookup in this table; the next rule decides.
+    /// Ends the lookup in this table; the lookup continues with the next rule.
     Throw,
-    /// An observed route with our numbers, in a form that the agent never writes.
+    /// An observed route with our protocol number, in a form that the agent never writes.
     Other,
 }
 
@@ -69,17 +69,17 @@ pub struct Plan {
     pub peers: BTreeSet<IpNet>,
     /// Every mesh prefix, aggregated; covers `peers`.
     pub mesh: BTreeSet<IpNet>,
-    /// Prefixes that the underlay needs.
+    /// Prefixes that stay on the underlay.
     pub throw: BTreeSet<IpNet>,
     /// This node's underlay addresses that lie in `mesh`.
     pub underlay: BTreeSet<IpAddr>,
-    /// MTU of those of `peers` whose path carries less than the device's MTU ([`crate::mtu`]).
-    pub sizes: BTreeMap<IpNet, u16>,
+    /// MTUs of the routes to those of `peers` whose path is too narrow for the device's MTU ([`crate::mtu`]).
+    pub mtus: BTreeMap<IpNet, u16>,
 }
 
 /// Computes the routes, rules and addresses for a plan.
 ///
-/// A family without a mesh prefix gets no routes and rules, so they work in a kernel without IPv6.
+/// A family without a mesh prefix gets no routes and rules, so a mesh without IPv6 works on a kernel without IPv6.
 #[must_use]
 pub fn desired(plan: &Plan) -> Routes {
     let mut out = Routes {
@@ -97,7 +97,7 @@ pub fn desired(plan: &Plan) -> Routes {
     for net in plan.peers.iter().filter(|net| !plan.throw.contains(net)) {
         let kind = Kind::Device {
             source: source(plan, Family::of(net)),
-            mtu: plan.sizes.get(net).copied(),
+            mtu: plan.mtus.get(net).copied(),
         };
         out.routes.insert(Route {
             table: TABLE,
@@ -108,8 +108,8 @@ pub fn desired(plan: &Plan) -> Routes {
     }
     for net in &plan.mesh {
         // A UDP server that is not bound to an address has to reply from the underlay address in the mesh. The kernel looks up the route
-        // of the reply before netfilter can mark it, so with `unreachable` alone the send would fail. This fallback sends nothing,
-        // because the device has no peer for these addresses.
+        // of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail. An unmarked packet on
+        // this fallback is dropped, because the device has no peer for its destination.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),
@@ -134,11 +134,11 @@ pub fn desired(plan: &Plan) -> Routes {
         .into_iter()
         .filter(|f| plan.mesh.iter().any(|net| Family::of(net) == *f))
     {
-        // A packet on the default route may go to any peer, so its MTU fits all of them.
-        let sizes = plan.sizes.iter().filter(|(net, _)| Family::of(net) == family);
+        // The default route may lead to any peer, so it has the smallest MTU.
+        let mtus = plan.mtus.iter().filter(|(net, _)| Family::of(net) == family);
         let kind = Kind::Device {
             source: None,
-            mtu: sizes.map(|(_, size)| *size).min(),
+            mtu: mtus.map(|(_, mtu)| *mtu).min(),
         };
         out.routes.insert(Route {
             table: TABLE_TUNNEL,
@@ -152,8 +152,9 @@ pub fn desired(plan: &Plan) -> Routes {
 }
 
 fn source(plan: &Plan, family: Family) -> Option<IpAddr> {
-    let mut mine = plan.underlay.iter().filter(|a| Family::of(&host(**a)) == family);
-    mine.find(|a| plan.mesh.iter().any(|net| overlap(net, &host(**a))))
+    let mut underlay = plan.underlay.iter().filter(|a| Family::of(&host(**a)) == family);
+    underlay
+        .find(|a| plan.mesh.iter().any(|net| overlap(net, &host(**a))))
         .copied()
 }
 
@@ -164,7 +165,7 @@ pub enum Change {
     AddAddress(IpAddr),
     /// Adds a route whose key does not exist.
     AddRoute(Route),
-    /// Replaces our route of the same key atomically.
+    /// Replaces our route with the same key atomically.
     ReplaceRoute(Route),
     /// Adds a rule.
     AddRule(Rule),
@@ -177,9 +178,9 @@ pub enum Change {
 }
 
 impl Change {
-    /// Whether it adds an address or a route to the device, which then has to be ours.
+    /// Whether the change adds an address or a route to the device. The caller must own the device then.
     #[must_use]
-    pub const fn puts_on_device(&self) -> bool {
+    pub const fn adds_to_device(&self) -> bool {
         match self {
             Self::AddAddress(_) => true,
             Self::AddRoute(route) | Self::ReplaceRoute(route) => matches!(route.kind, Kind::Device { .. }),
@@ -190,8 +191,8 @@ impl Change {
 
 /// Computes the changes from `observed` to `desired`; `None` = they are equal.
 ///
-/// The order keeps packets to the mesh from leaving unencrypted in between. Fallback routes are added before the routes in front of
-/// them and deleted after them. Rules are added after all routes and deleted before all routes.
+/// The order keeps packets to the mesh from leaving unencrypted in between. `unreachable` and fallback routes are added before the
+/// routes of Peers and deleted after them. Rules are added after all routes are added, and deleted before any route is deleted.
 #[must_use]
 pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     let mut changes: Vec<Change> = desired
@@ -219,9 +220,9 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
             .map(Change::DeleteRule),
     );
 
-    let mut gone: Vec<&Route> = observed.routes.iter().filter(|r| !wanted.contains(&key(r))).collect();
-    gone.sort_by_key(|r| (std::cmp::Reverse(add_order(&r.kind, r.metric)), (*r).clone()));
-    changes.extend(gone.into_iter().cloned().map(Change::DeleteRoute));
+    let mut removed: Vec<&Route> = observed.routes.iter().filter(|r| !wanted.contains(&key(r))).collect();
+    removed.sort_by_key(|r| (std::cmp::Reverse(add_order(&r.kind, r.metric)), (*r).clone()));
+    changes.extend(removed.into_iter().cloned().map(Change::DeleteRoute));
     changes.extend(
         observed
             .addresses
@@ -232,7 +233,7 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     (!changes.is_empty()).then_some(changes)
 }
 
-/// The position of a route among those to add: first `throw` routes, then `unreachable` ones, then routes into the device.
+/// Sort key of routes to add: first `throw` routes, then `unreachable` ones, then routes into the device.
 const fn add_order(kind: &Kind, metric: u32) -> u8 {
     match (kind, metric) {
         (Kind::Throw | Kind::Other, _) => 0,
@@ -279,7 +280,7 @@ impl fmt::Display for Change {
 
 impl Routes {
     /// Applies one change as the kernel does.
-    pub fn step(&mut self, change: &Change) {
+    pub fn apply(&mut self, change: &Change) {
         match change {
             Change::AddAddress(a) => drop(self.addresses.insert(*a)),
             Change::DeleteAddress(a) => drop(self.addresses.remove(a)),

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fmt};
 
 use crate::{interface::InterfaceName, prefixes::Family, routes::Routes};
 
-/// One setting.
+/// The desired value of one setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Sysctl {
     /// Its name.
@@ -13,10 +13,10 @@ pub struct Sysctl {
     pub value: u8,
     /// Values that the agent leaves as they are; `value` is one of them.
     pub accept: BTreeSet<u8>,
-    /// Whether the agent may write it. The administrator of the host decides on forwarding, because it changes how the host treats
-    /// redirects and router advertisements.
+    /// Whether the agent may write the setting. Forwarding is left to the administrator of the host, because it changes how the host
+    /// handles redirects and router advertisements.
     pub write: bool,
-    /// What the setting is for.
+    /// Why the data path needs the setting, for error messages.
     pub why: &'static str,
 }
 
@@ -91,7 +91,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors must leave by the path by which their packet came",
         ));
-        // For a single interface it can be set only in /proc, which NET_ADMIN does not allow. The device inherits the default.
+        // For a single interface this setting exists only in /proc, which NET_ADMIN alone cannot write. The device inherits the default.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
             "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",

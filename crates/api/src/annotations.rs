@@ -1,5 +1,5 @@
-//! Formats and parses the values of annotations: Kilo's, and the status that wg-agent publishes. [`crate::convert::node`] reads them
-//! from a Node; the agent writes them with [`NodeIdentity::annotations`].
+//! Formats and parses the values of Node annotations: Kilo's, and the status of wg-agent. [`crate::convert::node`] reads them from a
+//! Node; the agent writes them with [`NodeIdentity::annotations`].
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,7 @@ use crate::{
 /// The limit of Kubernetes for all annotations of an object, in bytes. A hostile API server may send more.
 const MAX_TEXT: usize = 256 * 1024;
 
-/// What wg-agent publishes about its node, in Kilo's formats, so that Kilo's tools and the predecessor of this project can read it.
+/// The values that wg-agent publishes on its Node, in Kilo's formats, so that Kilo's tools and the predecessor can read them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeIdentity {
     /// The node's public key.
@@ -30,16 +30,16 @@ pub struct NodeIdentity {
     pub wireguard_ip: IpNet,
     /// Its WireGuard endpoint; `None` = not known.
     pub endpoint: Option<SocketAddr>,
-    /// Its private address with its interface's prefix length; `None` = it has none.
+    /// Its private address with the prefix length of its interface; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// The endpoints that it observed of peers behind NAT.
+    /// The live endpoints of peers behind NAT, as this node observes them.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
     pub agent: Agent,
 }
 
 impl NodeIdentity {
-    /// The annotations to write. Those with the value `None` have to be removed, because an earlier process may have written them.
+    /// The annotations to write. `None` = remove the annotation, because an earlier process may have written it.
     #[must_use]
     pub fn annotations(&self) -> BTreeMap<&'static str, Option<String>> {
         let discovered = (!self.discovered.is_empty()).then(|| discovered_text(&self.discovered));
@@ -51,7 +51,7 @@ impl NodeIdentity {
                 KILO_INTERNAL_IP,
                 Some(self.internal_ip.map(|net| net.to_string()).unwrap_or_default()),
             ),
-            // Other clusters connect to each of our nodes directly.
+            // `full`, because other clusters connect to each node of this cluster directly.
             (KILO_GRANULARITY, Some("full".to_owned())),
             (KILO_DISCOVERED_ENDPOINTS, discovered),
             (NODE_AGENT, Some(self.agent.to_string())),
@@ -59,12 +59,12 @@ impl NodeIdentity {
     }
 }
 
-/// The status that wg-agent publishes (`kilo-clustermesh.io/agent`). These are claims of a node about itself, for users and for the
-/// status of a ClusterMesh.
+/// The status that wg-agent publishes (`kilo-clustermesh.io/agent`), for users and for the status of a ClusterMesh. A compromised node
+/// can publish false values.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
-    /// Its version.
+    /// Version of the agent.
     #[serde(default)]
     pub version: String,
     /// `kernel` or `userspace`.
@@ -73,22 +73,22 @@ pub struct Agent {
     /// `full` or `policy`.
     #[serde(default)]
     pub mode: String,
-    /// MTU of its device, bytes.
+    /// MTU of the agent's device, in bytes.
     #[serde(default)]
     pub mtu: u32,
-    /// Revision of the policies in its kernel: a hash over them.
+    /// Revision of the PeerPolicies that the agent enforces: a hash over them.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub policy_revision: String,
-    /// Peers with a live session.
+    /// Number of peers with a live session.
     #[serde(default)]
     pub peers_up: u32,
-    /// Peers without one.
+    /// Number of peers that should have a session and have none.
     #[serde(default)]
     pub peers_down: u32,
     /// Why packets bypass the PeerPolicies on this node: [`IPVS`], or a reason why they bypass netfilter. Empty = no bypass is known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub datapath_bypassed: String,
-    /// The links to members to which a tunnel of this node is down. [`member`] makes the keys. See [`Agent::set_links`].
+    /// The links to members to which a tunnel of this node is down. [`member_key`] makes the keys. See [`Agent::set_links`].
     #[serde(
         default,
         skip_serializing_if = "BTreeMap::is_empty",
@@ -97,22 +97,22 @@ pub struct Agent {
     pub links: BTreeMap<String, Link>,
 }
 
-/// The value of [`Agent::datapath_bypassed`] where kube-proxy translates after the policies. Any other text means that packets bypass
-/// netfilter.
+/// The value of [`Agent::datapath_bypassed`] if kube-proxy in IPVS mode translates destinations after the PeerPolicies were evaluated.
+/// Any other text means that packets bypass netfilter. The text must not change, because programs of other versions compare it.
 pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
 /// The longest value of [`NODE_AGENT`] that is read, in bytes.
 const MAX_AGENT: usize = 4096;
-/// How much of [`MAX_AGENT`] links may take. The other fields take a few hundred bytes.
+/// The part of [`MAX_AGENT`] that the links may use, in bytes. The other fields need a few hundred bytes.
 const MAX_LINKS: usize = 3584;
 
-/// The key of a member in [`Agent::links`]. It contains the mesh, because two meshes may use one name for two clusters.
+/// The key of a member in [`Agent::links`]. It contains the mesh, because two meshes may use the same name for different clusters.
 #[must_use]
-pub fn member(mesh_namespace: &str, mesh: &str, cluster: &str) -> String {
+pub fn member_key(mesh_namespace: &str, mesh: &str, cluster: &str) -> String {
     format!("{mesh_namespace}/{mesh}/{cluster}")
 }
 
-/// A node's tunnels to one member by state. The rest of `total` is idle or new.
+/// The numbers of a node's tunnels to one member. Tunnels that are neither up nor down are idle or new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Link {
     /// Tunnels with a live session.
@@ -133,7 +133,7 @@ impl From<Link> for Tunnels {
     }
 }
 
-/// Leaves out links that cannot be parsed. They may be written by a newer agent or a hostile node.
+/// Leaves out links that cannot be parsed. A newer agent or a hostile node may have written them.
 fn parse_links<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String, Link>, D::Error> {
     let value = serde_json::Value::deserialize(text)?;
     let links = value.as_object().into_iter().flatten();
@@ -143,7 +143,7 @@ fn parse_links<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<Str
 }
 
 impl Agent {
-    /// What makes packets bypass the PeerPolicies on this node.
+    /// How packets bypass the PeerPolicies on this node; `None` = no bypass is known.
     #[must_use]
     pub fn bypassed(&self) -> Option<Bypass> {
         match &*self.datapath_bypassed {
@@ -153,7 +153,7 @@ impl Agent {
         }
     }
 
-    /// Sets the members to which a tunnel is down. If these are too many for an annotation, those with the fewest tunnels down are left
+    /// Sets the members to which a tunnel is down. If there are too many for an annotation, those with the fewest tunnels down are left
     /// out.
     pub fn set_links(&mut self, links: impl IntoIterator<Item = (String, Link)>) {
         let mut broken: Vec<_> = links.into_iter().filter(|(_, link)| link.down > 0).collect();
@@ -162,7 +162,7 @@ impl Agent {
         self.links = broken
             .into_iter()
             .take_while(|link| {
-                // The length of its JSON. A comma takes the place of one of the braces.
+                // The length of the link in JSON, plus two braces. One of the braces makes up for the comma between links.
                 let length = serde_json::to_string(&BTreeMap::from([link.clone()])).map_or(usize::MAX, |t| t.len());
                 let fits = length <= room;
                 room = room.saturating_sub(length);
@@ -231,7 +231,7 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     endpoint_host(host, port).ok_or_else(|| wrong("has no address or name before the port"))
 }
 
-/// The endpoint for a port of an IPv4 address or a DNS name; `None` = `host` is neither.
+/// The endpoint at an IPv4 address or a DNS name; `None` = `host` is neither.
 pub(crate) fn endpoint_host(host: &str, port: u16) -> Option<Endpoint> {
     if let Ok(address) = host.parse() {
         return Some(Endpoint::Ip(SocketAddr::new(IpAddr::V4(address), port)));
@@ -256,7 +256,7 @@ struct UdpAddr {
 /// Formats the value of [`KILO_DISCOVERED_ENDPOINTS`].
 #[must_use]
 pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
-    // Go sorts by the text of the key.
+    // Go's JSON encoder sorts map keys by their text.
     let by_text: BTreeMap<String, UdpAddr> = discovered
         .iter()
         .map(|(key, address)| {
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn discovered_endpoints_are_written_as_go_prints_them() {
+    fn discovered_endpoints_have_the_json_form_of_go() {
         let found = BTreeMap::from([(KEY.parse().unwrap(), "192.0.2.1:51820".parse().unwrap())]);
         let text = discovered_text(&found);
         assert_eq!(
@@ -412,8 +412,8 @@ mod tests {
     fn only_links_with_a_tunnel_down_are_published() {
         let mut agent = Agent::default();
         agent.set_links([
-            (member("ns", "m", "a"), tunnels(2, 1)),
-            (member("ns", "m", "b"), tunnels(3, 0)),
+            (member_key("ns", "m", "a"), tunnels(2, 1)),
+            (member_key("ns", "m", "b"), tunnels(3, 0)),
         ]);
         let text = agent.to_string();
         assert!(
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn annotation_is_bounded_and_has_the_worst_links() {
+    fn annotation_is_bounded_and_contains_the_worst_links() {
         let long = "x".repeat(63);
         let mut agent = Agent {
             version: "10.20.30-rc.1".into(),
@@ -439,7 +439,7 @@ mod tests {
         };
         agent.set_links((0..100).map(|n| {
             (
-                member(&long, &long, &format!("{n:0>63}")),
+                member_key(&long, &long, &format!("{n:0>63}")),
                 tunnels(4_000_000, 1 + n % 7),
             )
         }));

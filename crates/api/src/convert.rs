@@ -1,5 +1,5 @@
-//! Converts Kubernetes objects to the values of `clustermesh_core` and back. The functions accept any input without panicking, and every
-//! error names the object, the field and the remedy.
+//! Converts Kubernetes objects to the values of `clustermesh_core` and back. No input makes the functions panic. An error names the
+//! field and the remedy.
 
 use std::fmt;
 
@@ -60,7 +60,7 @@ pub(crate) fn excerpt(text: &str) -> String {
     start
 }
 
-/// The creation timestamp in Unix seconds. An object that was never stored (a file in a dry run) counts as the youngest.
+/// The creation timestamp in Unix seconds. An object without one (a file in a dry run) counts as the youngest.
 pub(crate) fn creation_time(metadata: &k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta) -> i64 {
     metadata
         .creation_timestamp

@@ -1,4 +1,4 @@
-//! The CustomResourceDefinitions to install, generated from the types in [`crate::mesh`], [`crate::policy`], [`crate::peer`] and
+//! Generates the CustomResourceDefinitions from the types in [`crate::mesh`], [`crate::policy`], [`crate::peer`] and
 //! [`crate::sandbox`]. `cargo xtask crds` writes them to files.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -24,7 +24,7 @@ pub fn peer_policy() -> CustomResourceDefinition {
     clean(PeerPolicy::crd())
 }
 
-/// The CRD of [`Peer`]: accepts and refuses what Kilo's own does.
+/// The CRD of [`Peer`]. It accepts and refuses the same objects as Kilo's own CRD.
 #[must_use]
 pub fn peer() -> CustomResourceDefinition {
     clean(Peer::crd())
@@ -54,8 +54,8 @@ pub fn all() -> [CustomResourceDefinition; 5] {
     ]
 }
 
-/// Removes parts of the derived schema that an API server should not get: `nullable` (a null would survive pruning and defaulting,
-/// although elsewhere in Kubernetes it means "not set"), unsigned formats, and empty defaults, which would be stored in every object.
+/// Removes parts of the derived schema: `nullable` (with it the API server would store a null instead of treating it as "not set"),
+/// unsigned formats, and empty defaults, which the API server would store in every object.
 fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(schema) = version.schema.as_mut().and_then(|s| s.open_api_v3_schema.as_mut()) {
@@ -65,7 +65,7 @@ fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
                 *schema = tidied;
             }
         }
-        // Kilo's CRD has no lists where the derive writes empty ones.
+        // The derive writes empty lists, which Kilo's CRD does not have.
         if version.additional_printer_columns.as_ref().is_some_and(Vec::is_empty) {
             version.additional_printer_columns = None;
         }
@@ -84,7 +84,7 @@ fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
 fn tidy(value: &mut Value) {
     match value {
         Value::Object(map) => {
-            // A property may also be named `default` or `format`. Its value is a schema, an object; the value of a keyword is not.
+            // A property can also be named `nullable`, `default` or `format`. Its value is an object, while the keyword's value is not.
             if map.get("nullable").is_some_and(Value::is_boolean) {
                 map.remove("nullable");
             }

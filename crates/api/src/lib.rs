@@ -1,7 +1,5 @@
-//! The Kubernetes types of the project (ClusterMesh, PeerPolicy, Kilo's Peer and annotations), and conversions between them and the
-//! plain values of `clustermesh_core`.
-//!
-//! The API group `kilo.squat.ai` is written only in this crate.
+//! The Kubernetes types of the project (ClusterMesh, PeerPolicy, SandboxAccess, SandboxGateway, Kilo's Peer and annotations), and
+//! conversions between them and the plain values of `clustermesh_core`.
 //!
 //! # Example
 //!

@@ -1,4 +1,4 @@
-//! `ClusterMesh`: the object that users write, with the rules that the API server checks.
+//! Defines `ClusterMesh`, the object that users write, with the validation rules that the API server checks.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -36,19 +36,19 @@ pub use status::{
         name = "Ready",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].status",
-        description = "Whether every member is connected as asked for"
+        description = "Whether every member is connected as the spec requires"
     ),
     printcolumn(
         name = "Reason",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].reason",
-        description = "One word for the state"
+        description = "The reason of the condition Ready"
     ),
     printcolumn(
         name = "Members",
         type_ = "string",
         json_path = ".status.members",
-        description = "Members whose API server answers, of all"
+        description = "Members with a reachable API server, of all members"
     ),
     printcolumn(
         name = "Peers",
@@ -80,8 +80,8 @@ pub struct ClusterMeshSpec {
     /// Write nothing and delete nothing for this mesh while true. The annotation `cluster.x-k8s.io/paused` does the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub paused: bool,
-    /// The member clusters. The cluster that has this object may be one of them. Of two claims that are equal otherwise, the one of the
-    /// earlier entry wins.
+    /// The member clusters. The cluster that stores this object may be one of them. If two entries make equal claims, for example to a
+    /// network, the earlier entry wins.
     #[schemars(length(min = 2, max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterEntry>,
@@ -109,11 +109,11 @@ pub struct ClusterEntry {
     #[x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')")
         .message("must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit"))]
     pub name: String,
-    /// Whether this entry is the cluster that has this object. At most one entry may be. Without one, the mesh connects the other
-    /// clusters and writes nothing here.
+    /// Whether this entry is the cluster that stores this object. Without such an entry, the mesh connects only other clusters and
+    /// writes nothing into this one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub local: bool,
-    /// The Secret, in the namespace of this object, that holds the cluster's kubeconfig. Not used where `local` is true.
+    /// The Secret, in the namespace of this object, with the cluster's kubeconfig. Not used if `local` is true.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
     /// What this member may reach. `cluster-meshed`: every other cluster-meshed member. `sandbox`: only the Services in `egress`.
@@ -134,7 +134,7 @@ pub struct ClusterEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
     pub anchored_networks: Option<Vec<String>>,
-    /// Over how many nodes the anchored networks are spread.
+    /// The number of nodes over which the anchored networks are spread.
     #[serde(default = "one")]
     #[schemars(schema_with = "schema::anchors")]
     pub anchors: u16,
@@ -142,7 +142,7 @@ pub struct ClusterEntry {
     /// and Cilium pools); use `exports` and anchored networks then.
     #[serde(default)]
     pub pod_network: PodNetwork,
-    /// Pods whose addresses are published one by one, on the node that runs them. Only used if `podNetwork` is `Shared`.
+    /// Pods whose addresses are published one by one, in the Peer of the node that runs them. Only used if `podNetwork` is `Shared`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub exports: Vec<Export>,
@@ -154,8 +154,8 @@ pub struct ClusterEntry {
     #[serde(default)]
     #[schemars(schema_with = "schema::seconds")]
     pub persistent_keepalive: u16,
-    /// Networks of other members inside which the WireGuard endpoints of this member's nodes may lie (KubeVirt workers
-    /// have addresses of the cluster that hosts them).
+    /// Networks of other members in which the WireGuard endpoints of this member's nodes may lie. (Nodes in KubeVirt, for example,
+    /// have addresses of the cluster that hosts them.)
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::networks")]
     pub endpoint_networks: Vec<String>,
@@ -163,7 +163,7 @@ pub struct ClusterEntry {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub egress: Vec<Egress>,
-    /// True drops everything from this member at once, and keeps its objects.
+    /// If true, every other member drops all packets from this one at once. Its objects are kept.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quarantine: bool,
 }
@@ -175,7 +175,7 @@ pub struct KubeconfigSecretRef {
     /// Name of a Secret in the namespace of the ClusterMesh.
     #[schemars(length(min = 1, max = 253))]
     pub name: String,
-    /// Key of the Secret that holds the kubeconfig. The default is what Cluster API writes.
+    /// Key of the kubeconfig in the Secret. The default is the key that Cluster API uses.
     #[serde(default = "default_key")]
     #[schemars(length(min = 1, max = 253))]
     pub key: String,
@@ -185,17 +185,17 @@ pub struct KubeconfigSecretRef {
     pub context: Option<String>,
 }
 
-/// What a member may reach.
+/// The connections of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 #[schemars(inline)]
 pub enum IsolationProfile {
-    /// Every other cluster-meshed member.
+    /// It reaches every other cluster-meshed member.
     #[default]
     ClusterMeshed,
-    /// Only the Services in `egress`.
+    /// It reaches only the Services in `egress`.
     Sandbox,
-    /// Nothing, and no other member reaches it.
+    /// It reaches no member, and no member reaches it.
     Standard,
 }
 
@@ -214,10 +214,10 @@ pub enum Addressing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub enum PodNetwork {
-    /// They do.
+    /// Pods have addresses from the podCIDRs of their Node.
     #[default]
     PerNode,
-    /// They do not: their addresses come from a pool.
+    /// Pods have addresses from a pool of the whole cluster.
     Shared,
 }
 
@@ -228,7 +228,7 @@ pub struct Export {
     /// The namespace of the pods.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
-    /// Which pods. Empty = every pod of the namespace.
+    /// Selects the pods. Empty = every pod of the namespace.
     #[serde(default)]
     pub pod_selector: LabelSelector,
 }
@@ -239,7 +239,7 @@ pub struct Export {
 pub struct Egress {
     /// The Service in the other member.
     pub service: ServiceRef,
-    /// Which of its ports. Default: all.
+    /// Ports of the Service to mirror. Default: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub ports: Vec<ServicePort>,
@@ -299,7 +299,7 @@ const fn default_port() -> u16 {
     51820
 }
 
-/// The key under which Cluster API keeps a kubeconfig.
+/// The key of the kubeconfig in Secrets of Cluster API.
 fn default_key() -> String {
     "value".to_owned()
 }

@@ -1,5 +1,5 @@
 //! The labels, annotations and finalizers that the project uses in clusters, and the names of the objects that it writes.
-//! Those of "the predecessor" are also read and written by kilo-clustermesh-operator (docs/glossary.md).
+//! "(predecessor)" marks those that kilo-clustermesh-operator, the predecessor, also uses.
 //!
 //! [`crate::convert`] and [`crate::annotations`] read and write the values.
 
@@ -9,12 +9,12 @@ use clustermesh_core::{
 };
 use sha2::{Digest, Sha256};
 
-/// Finalizer of a ClusterMesh until all objects that were written for it are removed (the predecessor's).
+/// Finalizer of a ClusterMesh until all objects that were written for it are removed (predecessor).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
 
-/// Label: `metadata.name` of the ClusterMesh that an object belongs to (the predecessor's).
+/// Label: `metadata.name` of the ClusterMesh that an object belongs to (predecessor).
 pub const LABEL_MESH: &str = "kilo-clustermesh.io/mesh";
-/// Label: the entry of spec.clusters that an object describes (the predecessor's).
+/// Label: the entry of spec.clusters that an object describes (predecessor).
 pub const LABEL_SOURCE_CLUSTER: &str = "kilo-clustermesh.io/source-cluster";
 /// Label: `metadata.namespace` of the ClusterMesh.
 pub const LABEL_MESH_NAMESPACE: &str = "kilo-clustermesh.io/mesh-namespace";
@@ -24,7 +24,7 @@ pub const LABEL_HUB: &str = "kilo-clustermesh.io/hub";
 pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// Label that names the manager of an EndpointSlice. Kubernetes' own controllers ignore slices with other values.
 pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
-/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on objects that we write.
+/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on objects that the controller writes.
 pub const MANAGED_BY: &str = "kilo-clustermesh.io";
 /// Label of gateway pods, with the value [`GATEWAY_APP`]; deploy/gateway.yaml sets it.
 pub const LABEL_APP: &str = "app.kubernetes.io/name";
@@ -35,61 +35,61 @@ pub const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// Label with the location of a node that has no [`KILO_LOCATION`] (Kubernetes; the default of Kilo's `--topology-label`).
 pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
 
-/// ClusterMesh annotation of Cluster API: anything but `false` pauses.
+/// ClusterMesh annotation of Cluster API: any value except `false` pauses the mesh.
 pub const PAUSED: &str = "cluster.x-k8s.io/paused";
 /// ClusterMesh annotation: id of another hub, whose Peers for this mesh are adopted.
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
 /// ClusterMesh annotation: entries to quarantine, comma-separated, in addition to those whose `quarantine` is true.
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
-/// Annotation of `clusterctl move` on an object that it deletes here after it has created it on another hub.
+/// Annotation that `clusterctl move` sets on an object before it deletes it here. The object was created on another hub.
 pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
-/// ClusterMesh annotation: clusters, comma-separated, whose objects are left behind if they cannot be removed. `true` = every cluster,
+/// ClusterMesh annotation: clusters, comma-separated, whose objects are left in place if they cannot be removed. `true` = every cluster,
 /// while the ClusterMesh is being deleted.
 pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
-/// Service annotation: namespaces of the hub that may grant it, comma-separated.
+/// Service annotation: namespaces of the hub whose ClusterMeshes may grant the Service, comma-separated.
 pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
 
-/// Peer annotation: every endpoint candidate in order, `ip:port`, comma-separated.
+/// Peer annotation: all endpoint candidates in order of preference, `ip:port`, comma-separated.
 pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
 /// Node annotation: the status of wg-agent, JSON.
 pub const NODE_AGENT: &str = "kilo-clustermesh.io/agent";
 
 /// Node annotation of Kilo: base64 public key.
 pub const KILO_KEY: &str = "kilo.squat.ai/key";
-/// Node annotation of Kilo: `host/prefix` on its WireGuard device; empty where the node is not a leader.
+/// Node annotation of Kilo: address of the WireGuard device, `host/prefix`; empty if the node is not a leader.
 pub const KILO_WIREGUARD_IP: &str = "kilo.squat.ai/wireguard-ip";
-/// Node annotation of Kilo: `host:port`.
+/// Node annotation of Kilo: WireGuard endpoint, `host:port`.
 pub const KILO_ENDPOINT: &str = "kilo.squat.ai/endpoint";
-/// Node annotation that users set for Kilo: `host:port`, instead of what Kilo found.
+/// Node annotation that users set for Kilo: `host:port`, which replaces the endpoint that Kilo found.
 pub const KILO_FORCE_ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
-/// Node annotation that users set for the mesh only: `host:port` (the predecessor's).
+/// Node annotation that users set: endpoint for the mesh only, `host:port` (predecessor).
 pub const KILO_CLUSTERMESH_ENDPOINT: &str = "kilo.squat.ai/clustermesh-endpoint";
-/// Node annotation of Kilo: private `host/prefix`, or empty.
+/// Node annotation of Kilo: private address, `host/prefix`, or empty.
 pub const KILO_INTERNAL_IP: &str = "kilo.squat.ai/internal-ip";
 /// Node annotation of Kilo: Unix seconds of its last check-in, every 30 s.
 pub const KILO_LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 /// Node annotation of Kilo: `location`, `full` or `cross`.
 pub const KILO_GRANULARITY: &str = "kilo.squat.ai/granularity";
-/// Node annotation that users set for Kilo: where the node is.
+/// Node annotation that users set for Kilo: location of the node.
 pub const KILO_LOCATION: &str = "kilo.squat.ai/location";
 /// Node annotation that users set for Kilo, with any value: kg prefers the node as leader of its location.
 pub const KILO_LEADER: &str = "kilo.squat.ai/leader";
-/// Node annotation that users set for Kilo: seconds; the node is behind NAT.
+/// Node annotation that users set for Kilo if the node is behind NAT: seconds between keepalives.
 pub const KILO_PERSISTENT_KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
-/// Node annotation that users set for Kilo: further networks of the location, comma-separated.
+/// Node annotation that users set for Kilo: additional networks of the location, comma-separated.
 pub const KILO_ALLOWED_LOCATION_IPS: &str = "kilo.squat.ai/allowed-location-ips";
-/// Node annotation of Kilo: the endpoints at which the node sees the peers with other keys, JSON.
+/// Node annotation of Kilo: the live endpoints of peers as the node observes them, by public key, JSON.
 pub const KILO_DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
 
-/// The longest name an object may have.
+/// The longest name of an object.
 const MAX_NAME: usize = 253;
-/// `-` and 8 hex digits.
+/// The length of the suffix: `-` and 8 hex digits.
 const SUFFIX: usize = 9;
 
 /// Names of written objects, for one hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names {
-    /// The hub's id, as [`LABEL_HUB`] holds it.
+    /// The hub's id, which is the value of [`LABEL_HUB`].
     pub hub: String,
 }
 
@@ -119,8 +119,8 @@ impl Naming for Names {
     }
 }
 
-/// Makes the name of a Peer: `<mesh>--<cluster>--<node>`, the predecessor's form. A hash of hub, namespace, mesh, cluster and node
-/// (8 hex digits) is appended if this form would be ambiguous, too long or not a valid name, or is `taken` by another owner's Peer.
+/// Makes the name of a Peer: `<mesh>--<cluster>--<node>`, as the predecessor does. A hash of hub, namespace, mesh, cluster and node
+/// (8 hex digits) is appended if that name is ambiguous, too long or invalid, or if it is `taken`: another owner's Peer has it.
 #[must_use]
 pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
     join(&[&mesh.name, cluster, node], taken, || {
@@ -128,7 +128,7 @@ pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: boo
     })
 }
 
-/// Makes the name of a PeerPolicy: `<mesh>--<cluster>`, by the rule of [`peer_name`].
+/// Makes the name of a PeerPolicy: `<mesh>--<cluster>`, with a hash in the same cases as in [`peer_name`].
 #[must_use]
 pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> String {
     join(&[&mesh.name, cluster], taken, || {
@@ -138,7 +138,7 @@ pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> Stri
 
 fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
-    // Two nodes could get the same text if a part contains `--`, or is not a valid name (`a-`, `-b`).
+    // Two nodes could get the same name if a part contains `--`, or is not a valid name (`a-`, `-b`).
     let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
     if taken || ambiguous || readable.len() > MAX_NAME {
         format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())
@@ -147,7 +147,7 @@ fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     }
 }
 
-/// Hashes each part after its length, so that different lists of parts never have the same input.
+/// Hashes the length of each part and then the part, so that different lists of parts never give the same hash input.
 fn hash(parts: &[&str]) -> String {
     let mut hasher = Sha256::new();
     for part in parts {
@@ -162,8 +162,8 @@ fn hash(parts: &[&str]) -> String {
         .collect()
 }
 
-/// Converts `text` to at most `max` bytes that can begin an object's name. Names are used in the paths of requests, and a hostile API
-/// server chooses the names of its nodes, so every other character is replaced.
+/// Converts `text` to a valid beginning of an object name, at most `max` bytes long. Names are used in the paths of requests, and a
+/// hostile API server chooses the names of its nodes, so invalid characters are replaced.
 fn subdomain(text: &str, max: usize) -> String {
     let cut = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
     if is_subdomain(text) {
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_name_has_the_predecessors_form() {
+    fn plain_name_has_the_form_of_the_predecessor() {
         assert_eq!(
             peer_name("hub", &mesh(), "tenant-a", "worker-1.example", false),
             "prod--tenant-a--worker-1.example"
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_could_be_split_in_two_ways_get_different_names() {
+    fn ambiguous_parts_get_different_names() {
         let one = peer_name("hub", &mesh(), "a--b", "c", false);
         let other = peer_name("hub", &mesh(), "a", "b--c", false);
         assert_ne!(one, other);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn long_name_is_cut_and_stays_valid() {
+    fn long_name_is_truncated_and_stays_valid() {
         let node = format!("{}.{}", "n".repeat(63), "m-".repeat(120));
         let name = peer_name("hub", &mesh(), &"c".repeat(63), node.trim_end_matches('-'), false);
         assert!(name.len() <= MAX_NAME && is_subdomain(&name), "{name}");
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_both_families_and_each_mesh_have_their_own_names() {
+    fn slice_names_differ_by_family_and_mesh() {
         let names = Names { hub: "hub".into() };
         let service = ObjectName {
             namespace: "team".into(),

@@ -1,4 +1,4 @@
-//! Kilo's `Peer`, as in Kilo's own CRD. That CRD checks only types and required fields, so any text may be malformed and any number
+//! Defines `Peer` as in Kilo's own CRD. That CRD checks only types and required fields, so any text may be malformed and any number
 //! out of range. [`crate::convert::peer`] validates the values.
 
 use kube::CustomResource;
@@ -23,10 +23,10 @@ pub struct PeerSpec {
     /// The initial endpoint of the peer. Without it the peer has to initiate the connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<PeerEndpoint>,
-    /// Seconds between keepalive packets; 0 or nothing = none.
+    /// Seconds between keepalive packets; 0 or absent = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_keepalive: Option<i64>,
-    /// A further symmetric key, base64.
+    /// An optional symmetric key, base64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preshared_key: Option<String>,
     /// The peer's WireGuard public key, base64.

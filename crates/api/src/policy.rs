@@ -1,5 +1,5 @@
-//! `PeerPolicy`: what one source member may reach in the cluster that has the object. The controller writes it, every wg-agent of the
-//! cluster enforces it.
+//! Defines `PeerPolicy`: the destinations that one source member may reach in the cluster that contains the object. The controller
+//! writes it, and every wg-agent of the cluster enforces it.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -16,7 +16,7 @@ use crate::{
     schema,
 };
 
-/// What one source member may reach in this cluster. Whatever is not allowed is denied, and `deny` wins over `allow`.
+/// What one source member may reach in this cluster. All other destinations are denied, and `deny` takes precedence over `allow`.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",
@@ -29,7 +29,7 @@ use crate::{
         name = "Source",
         type_ = "string",
         json_path = ".spec.source",
-        description = "The member that it describes"
+        description = "The source member"
     ),
     printcolumn(
         name = "Networks",
@@ -47,26 +47,26 @@ use crate::{
 )]
 #[serde(rename_all = "camelCase")]
 pub struct PeerPolicySpec {
-    /// Name of the source member, for people.
+    /// Name of the source member, for display only.
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub source: String,
-    /// The source member's profile. With any profile but `cluster-meshed`, every packet from or to the member is dropped, whatever
-    /// `allow` contains. The controller writes such a policy before it removes the member's Peers.
+    /// The source member's profile. With any profile except `cluster-meshed`, every packet from or to the member is dropped, even if
+    /// `allow` contains its destination. The controller writes such a policy before it removes the member's Peers.
     #[serde(default, skip_serializing_if = "is_default")]
     pub isolation_profile: IsolationProfile,
     /// Source addresses that packets of this member may have.
     #[schemars(schema_with = "schema::policy_networks")]
     pub sources: Vec<String>,
-    /// Networks of this member that must not follow the default route when no Peer carries them.
+    /// Networks of this member. Packets to them must not use the default route while no Peer has them among its allowed IPs.
     #[serde(default)]
     #[schemars(schema_with = "schema::policy_networks")]
     pub networks: Vec<String>,
-    /// What may be reached.
+    /// Destinations that the member may reach.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub allow: Vec<Allow>,
-    /// Exceptions from `allow`.
+    /// Exceptions to `allow`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub deny: Vec<Deny>,
@@ -96,7 +96,7 @@ pub struct Deny {
     /// Networks.
     #[schemars(schema_with = "schema::rule_networks")]
     pub to: Vec<String>,
-    /// Which ports. Default: every one.
+    /// The denied ports. Default: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub ports: Vec<ServicePort>,

@@ -1,5 +1,5 @@
-//! Computes a revision: a hash over all PeerPolicies of a cluster. An agent publishes the revision of the policies that it enforces, and
-//! the controller compares it with that of the existing policies.
+//! Computes the policy revision: a hash over all PeerPolicies of a cluster. An agent publishes the revision of the policies that it
+//! enforces, and the controller compares it with the revision of the existing policies.
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -38,13 +38,13 @@ mod tests {
 
     use super::*;
 
-    /// Agents of other versions publish these revisions on Nodes. With another hash all of them would look outdated.
+    /// Agents of other versions publish these revisions on Nodes. If the hash changed, all of them would look outdated.
     #[test]
     fn revision_changes_with_any_field_and_not_with_the_version() {
         let spec = json!({"sources": ["10.5.0.0/16"], "networks": [], "later": 7});
         let one = digest("m--a", Some(&spec));
-        let word = of_all([&one]);
-        assert_eq!(word, "7002e223");
+        let revision = of_all([&one]);
+        assert_eq!(revision, "7002e223");
         assert_eq!(of_all([]), "e3b0c442");
         let others = [
             digest("m--b", Some(&spec)),
@@ -54,7 +54,7 @@ mod tests {
             ),
             digest("m--a", None),
         ];
-        let words = others.map(|other| of_all([&other]));
-        assert!(words.iter().all(|other| *other != word), "{words:?}");
+        let revisions = others.map(|other| of_all([&other]));
+        assert!(revisions.iter().all(|other| *other != revision), "{revisions:?}");
     }
 }

@@ -1,8 +1,8 @@
-//! `SandboxAccess`: what one sandbox may reach in the cluster that has the object. `SandboxGateway`: a gateway of that cluster and its
-//! status.
+//! Defines `SandboxAccess`: the Services that one sandbox may reach in the cluster that contains the object, and `SandboxGateway`: a
+//! gateway of that cluster and its status.
 //!
-//! The controller writes the SandboxAccess and reads the SandboxGateway. Gateways (`wg-agent --mode=gateway`) do the reverse. Agents on
-//! nodes read neither.
+//! The controller writes SandboxAccesses and reads the status of SandboxGateways. Gateways (`wg-agent --mode=gateway`) read
+//! SandboxAccesses and write that status.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::schema;
 
-/// What one sandbox may reach in this cluster: nothing but `grants`.
+/// What one sandbox may reach in this cluster: only `grants`.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",
@@ -29,7 +29,7 @@ use crate::schema;
         name = "Sandbox",
         type_ = "string",
         json_path = ".spec.sandbox",
-        description = "The member that it describes"
+        description = "The sandbox member"
     ),
     printcolumn(
         name = "Networks",
@@ -47,7 +47,7 @@ use crate::schema;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxAccessSpec {
-    /// Name of the sandbox member. Gateways that serve only some sandboxes choose by it.
+    /// Name of the sandbox member. Gateways that serve only some sandboxes select them by this name.
     #[schemars(length(min = 1, max = 63))]
     pub sandbox: String,
     /// Identifies the sandbox within the hub. SandboxAccesses of several meshes with the same ID describe one sandbox. Default: the
@@ -55,20 +55,20 @@ pub struct SandboxAccessSpec {
     #[serde(default, rename = "sandboxID", skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub sandbox_id: String,
-    /// Networks of the sandbox: the WireGuard addresses of its nodes lie in them.
+    /// Networks of the sandbox. They contain the WireGuard addresses of its nodes.
     #[schemars(schema_with = "schema::networks_required")]
     pub networks: Vec<String>,
-    /// The sandbox's nodes. Empty = none may connect.
+    /// The nodes of the sandbox. Empty = no node may connect.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_SANDBOX_NODES))]
     pub nodes: Vec<SandboxNode>,
-    /// What it may reach. Empty = nothing.
+    /// The Services that the sandbox may reach. Empty = none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_SANDBOX_GRANTS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gatewayPort".into(), "protocol".into()]))]
     pub grants: Vec<SandboxGrant>,
-    /// Limit on new connections a second at each gateway, for all nodes of the sandbox together, with bursts of twice as many. Default:
-    /// that of the gateway.
+    /// Limit of new connections a second at each gateway, for all nodes of the sandbox together, with bursts of twice as many. Default:
+    /// the limit of the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::rate")]
     pub new_connections_per_second: Option<u32>,
@@ -78,7 +78,7 @@ pub struct SandboxAccessSpec {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxNode {
-    /// Name of the Node, for people. A long one is cut and ends in a hash.
+    /// Name of the Node, for display. A long name is truncated and ends in a hash.
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub name: String,
@@ -114,7 +114,7 @@ pub struct LocalService {
 pub struct SandboxGrant {
     /// The Service.
     pub service: LocalService,
-    /// Name of the Service's port, as its EndpointSlices have it; empty where it has one port without a name.
+    /// Name of the Service's port, as in its EndpointSlices; empty if the Service has one port without a name.
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub port: String,
@@ -122,7 +122,7 @@ pub struct SandboxGrant {
     #[serde(default)]
     #[schemars(schema_with = "schema::protocol")]
     pub protocol: Protocol,
-    /// Port of the gateway's WireGuard address at which the sandbox reaches it. No other grant of this protocol here has the same.
+    /// Port of the gateway's WireGuard address at which the sandbox reaches the Service. It is unique in this object for each protocol.
     #[schemars(schema_with = "schema::port")]
     pub gateway_port: u16,
 }
@@ -143,13 +143,13 @@ pub struct SandboxGrant {
         name = "Address",
         type_ = "string",
         json_path = ".status.wireguardIPs",
-        description = "Where sandboxes reach it inside the tunnel"
+        description = "WireGuard addresses of the gateway"
     ),
     printcolumn(
         name = "Endpoints",
         type_ = "string",
         json_path = ".status.endpoints",
-        description = "Where sandboxes dial it, best first"
+        description = "WireGuard endpoints of the gateway, in order of preference"
     ),
     printcolumn(name = "Sandboxes", type_ = "integer", json_path = ".status.sandboxes"),
     printcolumn(name = "Grants", type_ = "integer", json_path = ".status.grants"),
@@ -165,13 +165,13 @@ pub struct SandboxGrant {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxGatewaySpec {
-    /// Further endpoints of this gateway for sandboxes, best first, as `203.0.113.7:31820`: for example of a load balancer, or of a
-    /// router that forwards the port.
+    /// Additional endpoints of this gateway for sandboxes, in order of preference, such as `203.0.113.7:31820`: for example those of a
+    /// load balancer, or of a router that forwards the port.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::sockets")]
     pub endpoints: Vec<String>,
-    /// UDP port at the addresses of the node that runs the pod: its hostPort, or the NodePort of a Service that leads to this
-    /// pod only.
+    /// UDP port at the addresses of the node that runs the pod: its hostPort, or the NodePort of a Service that selects only this
+    /// pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::port")]
     pub node_port: Option<u16>,
@@ -189,7 +189,7 @@ pub struct SandboxGatewayStatus {
     #[serde(default, rename = "wireguardIPs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub wireguard_ips: Vec<String>,
-    /// Its WireGuard endpoints, best first.
+    /// Its WireGuard endpoints, in order of preference.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub endpoints: Vec<String>,
@@ -215,7 +215,7 @@ pub struct SandboxGatewayStatus {
     /// Number of grants that are served.
     #[serde(default)]
     pub grants: u32,
-    /// The generation of each SandboxAccess that is in force.
+    /// The SandboxAccesses that the gateway applies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub applied: Vec<AppliedAccess>,
@@ -223,13 +223,13 @@ pub struct SandboxGatewayStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub refused: Vec<RefusedAccess>,
-    /// What is wrong and what to do; empty where nothing is.
+    /// What is wrong and what to do; empty if nothing is wrong.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 4096))]
     pub message: String,
 }
 
-/// A SandboxAccess that is in force.
+/// A SandboxAccess that the gateway applies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedAccess {
@@ -250,14 +250,14 @@ pub struct RefusedAccess {
     /// Name of the SandboxAccess.
     #[schemars(length(max = 253))]
     pub name: String,
-    /// Which part: `spec.grants[0]`.
+    /// Path of the part, such as `spec.grants[0]`.
     #[schemars(length(max = 63))]
     pub field: String,
     /// The grant, by protocol and gateway port: `TCP/20001`. Empty if the part is not a grant.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub grant: String,
-    /// Why it is not served, as one word.
+    /// Why the part is not served, as one word.
     #[schemars(length(max = 63))]
     pub reason: String,
     /// What is wrong and what to do.

@@ -1,20 +1,20 @@
-//! Schemas that the types of the CRDs share: bounded texts, networks, ports.
+//! Defines schemas that the types of the CRDs share: bounded texts, networks, ports.
 //!
-//! Every list and text is bounded, because the API server estimates the cost of a CEL rule for the largest object that the schema
-//! accepts, and refuses a CRD that is too expensive. Integers have bounds on their value, because an API server ignores
-//! `format: uint16`, which the derive would write.
+//! Every list and text has a maximum length, because the API server estimates the cost of a CEL rule for the largest object that the
+//! schema accepts, and refuses a CRD whose estimate is too high. Integers have explicit bounds, because the derive would write
+//! `format: uint16`, which an API server ignores.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 
-/// The most entries a mesh may have.
+/// The limit of entries of a mesh.
 pub(crate) const MAX_CLUSTERS: u32 = 100;
-/// The most networks of one entry.
+/// The limit of networks of one entry.
 pub(crate) const MAX_NETWORKS: u32 = 64;
-/// The most anchored networks of one entry.
+/// The limit of anchored networks of one entry.
 pub(crate) const MAX_ANCHORED: u32 = 16;
-/// The most nodes of one sandbox.
+/// The limit of nodes of one sandbox.
 pub(crate) const MAX_SANDBOX_NODES: u32 = 5000;
-/// The most ports of Services that one sandbox may reach in one cluster.
+/// The limit of Service ports that one sandbox may reach in one cluster.
 pub(crate) const MAX_SANDBOX_GRANTS: u32 = 2048;
 /// The longest text of a network. An IPv6 prefix written out in full has 43 characters.
 const MAX_CIDR: u32 = 49;
@@ -41,7 +41,7 @@ pub(crate) fn networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": cidr()})
 }
 
-/// A list of networks that a CEL rule compares with another list, so it is shorter.
+/// The list of anchored networks. It is short, because a CEL rule compares each entry with another list.
 pub(crate) fn anchored_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_ANCHORED, "items": cidr()})
 }
@@ -76,7 +76,7 @@ pub(crate) fn seconds(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 0, "maximum": 65535})
 }
 
-/// A count of anchors, 1 to 64.
+/// A number of anchors, 1 to 64.
 pub(crate) fn anchors(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 64})
 }
@@ -114,7 +114,7 @@ pub(crate) fn sockets(_: &mut SchemaGenerator) -> Schema {
     }})
 }
 
-/// Short texts that our programs write.
+/// A list of short texts that only programs of the project write.
 pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": 64, "items": {"type": "string", "maxLength": 64}})
 }

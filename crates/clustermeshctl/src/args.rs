@@ -1,4 +1,4 @@
-//! The commands and flags of the command line.
+//! The commands and flags of `clustermeshctl`. The help text of `--help` is made from these comments.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -20,26 +20,27 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Show what the controller would write into every member, and why a node is left out
+    /// Show the objects that the controller would write into every member, and why a node is left out
     ///
-    /// Reads the hub, with the current context of your kubeconfig, and its members. Writes nothing. In the hub, your account
+    /// Reads the hub, with the current context of your kubeconfig, and the hub's members. Writes nothing. In the hub, your account
     /// must be able to list ClusterMeshes and to get the Secrets that they name; in every member, the hub included, to list
-    /// nodes, peers, peerpolicies, services, endpointslices and pods. If a member does not answer, the output names it and
-    /// covers the other members.
+    /// nodes, peers, peerpolicies, services, endpointslices and pods, and with sandboxes also sandboxaccesses and
+    /// sandboxgateways. If a member does not answer, the output names the member and covers the other members.
     ///
     /// With --filename it reads only files. Save the objects of each member and name the file with --cluster:
     ///
     /// kubectl get nodes,peers,services,endpointslices,pods,peerpolicies -A -o yaml
     ///
-    /// (without peerpolicies where that CRD is not installed). For a member without files nothing is planned, and nothing is
-    /// deleted because of it. The same is true for a ClusterMesh that is not given, so give all ClusterMeshes of the hub. If
-    /// a member's files have no Peers, every planned object is a create. Host names in endpoint annotations are not resolved.
+    /// (with sandboxes also sandboxaccesses,sandboxgateways; without peerpolicies where that CRD is not installed). For a
+    /// member without files nothing is planned, and its Peers in other members are kept. Give all ClusterMeshes of the hub,
+    /// because the objects of a missing ClusterMesh count as objects of another hub. If a member's files have no Peers, every
+    /// planned Peer is shown as a create. Host names in endpoint annotations are not resolved.
     ///
-    /// Exit code: 0 success, 1 error; with --exit-code also 2 when something would change.
+    /// Exit code: 0 success, 1 error; with --exit-code also 2 when an object would change.
     Plan(PlanArgs),
-    /// Tell whether one connection is allowed, by which rule, and which path it takes
+    /// Show whether a connection is allowed, which rule decides, and which path the packets take
     ///
-    /// SRC opens the connection to DST. Write each of them as:
+    /// SRC opens the connection to DST. Write SRC and DST as:
     ///
     ///   CLUSTER/NAMESPACE/POD        mgmt/team-x/web-0
     ///   CLUSTER/NODE                 tenant-a/w1 (the node itself, or a pod in its network)
@@ -47,57 +48,58 @@ pub(crate) enum Command {
     ///   CLUSTER/NAMESPACE/svc/NAME   mgmt/team-x/svc/postgres-rw (only DST; a mirrored
     ///                                Service by its name in the importing cluster)
     ///
-    /// CLUSTER is the name of an entry of spec.clusters. The port of DST follows it:
+    /// CLUSTER is the name of an entry of spec.clusters. Append the port to DST:
     /// mgmt/team-x/svc/postgres-rw:5432, 10.244.1.20:53/udp, [fd00:1::20]:443. The default
-    /// protocol is TCP. For a Service write its own port, by number or name. Without a port the
-    /// answer is true for any port.
+    /// protocol is TCP. For a Service write a port of the Service, by number or name. Without a
+    /// port, the answer is for all ports except the closed ports that it lists.
     ///
-    /// Reads the same input as `plan`. The answer is from the plan; it also shows which of the
-    /// objects are written already. It does not consider NetworkPolicies or the underlay.
+    /// Reads the same input as `plan`. The answer follows from the plan; it also shows which of
+    /// the objects are written already. It does not consider NetworkPolicies or the underlay.
     ///
-    /// Exit code: 0 allowed (for a Service or a node: at least one of its addresses is),
-    /// 1 denied, 2 cannot tell, errors included.
+    /// Exit code: 0 allowed (for a Service or a node: at least one of its addresses is allowed),
+    /// 1 denied, 2 cannot tell, or an error.
     #[command(verbatim_doc_comment)]
     Explain(ExplainArgs),
     /// Probe from nodes and pods of each cluster which sockets answer, and compare with the plan
     ///
     /// Reads the same input as `plan`. Then it runs two short Jobs on each node that it probes
-    /// from: one in the node's network and one in a pod network, with the image of wg-agent and no
-    /// rights. They open TCP connections to every other cluster: to the declared ports of pods, to
-    /// Services (ClusterIP, NodePort, load balancer), to nodes at all their addresses (ports of
-    /// kubelet, etcd, API server, agent, SSH), and to the API server. The report compares the open
-    /// sockets with the plan, and shows whether the route is into the tunnel or to the underlay.
+    /// from: one in the node's network and one in a pod network, with the image of wg-agent and
+    /// without credentials or capabilities. They open TCP connections to every other cluster: to
+    /// the declared ports of pods, to Services (ClusterIP, NodePort, load balancer), to nodes at
+    /// all their addresses (ports of kubelet, etcd, API server, agent, SSH), and to the API server.
+    /// The report compares the open sockets with the plan, and shows whether each route leads into
+    /// the tunnel or to the underlay.
     ///
-    /// A sandbox may reach only what is granted, also on the underlay. The same applies to standard
-    /// and quarantined members. With --underlay-allows, name what their nodes need on the underlay
-    /// besides their own API server. What a cluster-meshed member reaches on the underlay is
-    /// listed but is no violation. The results come from nodes and API servers of the probing
-    /// cluster: a hostile one can hide what it reaches.
+    /// A sandbox may reach only granted sockets, also on the underlay. The same applies to standard
+    /// and quarantined members. With --underlay-allows, name the addresses that their nodes need on
+    /// the underlay, except their own API server. Sockets that a cluster-meshed member reaches on
+    /// the underlay are listed but are no violation. The results come from nodes and API servers of
+    /// the probing cluster: a hostile cluster can hide the sockets that it reaches.
     ///
     /// These Jobs are the only change in any cluster. They are deleted at the end, also after
     /// Ctrl-C; if this program is killed, the cluster removes them within minutes. In addition to
     /// the rights for `plan`, your account needs in the agent's namespace of each probing cluster:
     /// create, get, delete jobs.batch; list pods; get pods/log. The controller's account in a
-    /// member has none of these: name contexts of your own with --member-context.
+    /// member has none of these rights: name contexts of your own with --member-context.
     ///
-    /// Exit code: 0 all as planned; 1 something answers without a grant; 2 something could not be
-    /// probed, errors included; 3 something granted does not answer, all else is as planned.
+    /// Exit code: 0 all as planned; 1 a socket answers without a grant; 2 a socket could not be
+    /// probed, or an error; 3 no violation, but a granted socket does not answer.
     #[command(verbatim_doc_comment)]
     Verify(VerifyArgs),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ExplainArgs {
-    /// What opens the connection
+    /// The client of the connection
     #[arg(value_name = "SRC")]
     pub(crate) from: String,
 
-    /// What it connects to, with the port
+    /// The server of the connection, and the port
     #[arg(value_name = "DST[:PORT[/PROTOCOL]]")]
     pub(crate) to: String,
 
     #[command(flatten)]
-    pub(crate) given: GivenArgs,
+    pub(crate) input: InputArgs,
 
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
@@ -107,7 +109,7 @@ pub(crate) struct ExplainArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct VerifyArgs {
     #[command(flatten)]
-    pub(crate) given: GivenArgs,
+    pub(crate) input: InputArgs,
 
     /// Probe only from this cluster; repeatable
     #[arg(long, value_name = "CLUSTER")]
@@ -117,15 +119,15 @@ pub(crate) struct VerifyArgs {
     #[arg(long, value_name = "CLUSTER")]
     pub(crate) to: Vec<String>,
 
-    /// Probe from this many Ready nodes of each cluster, the first by name
+    /// Probe from this many Ready nodes of each cluster, in the order of their names
     #[arg(long, value_name = "N", default_value = "5")]
     pub(crate) nodes: NonZeroUsize,
 
-    /// An address that nodes may reach on the underlay and that is not probed, for example of a resolver or a registry; repeatable
+    /// An address that nodes may reach on the underlay and that is not probed, such as a resolver or a registry; repeatable
     #[arg(long, value_name = "ADDRESS[:PORT]")]
     pub(crate) underlay_allows: Vec<UnderlayAllowed>,
 
-    /// Image with wg-agent. Default: that of the agent's pods in the cluster
+    /// Image that contains wg-agent. Default: the image of the agent's pods in the cluster
     #[arg(long, value_name = "IMAGE")]
     pub(crate) image: Option<String>,
 
@@ -136,14 +138,14 @@ pub(crate) struct VerifyArgs {
 
 /// The input of every command.
 #[derive(Debug, clap::Args)]
-pub(crate) struct GivenArgs {
+pub(crate) struct InputArgs {
     /// ClusterMesh objects: a file, a folder (*.yaml, *.yml, *.json in it and below) or - for standard input; repeatable
     ///
-    /// Without it, the running hub and every member that its ClusterMeshes name are read.
+    /// Without this flag, the running hub and every member that its ClusterMeshes name are read.
     #[arg(short, long = "filename", value_name = "FILE|DIR|-")]
     pub(crate) filename: Vec<PathBuf>,
 
-    /// Kubeconfig with the hub's context. Default: as kubectl finds it
+    /// Kubeconfig with the hub's context. Default: the kubeconfig that kubectl uses
     #[arg(long, value_name = "FILE", conflicts_with = "filename")]
     pub(crate) kubeconfig: Option<PathBuf>,
 
@@ -153,14 +155,14 @@ pub(crate) struct GivenArgs {
 
     /// Read the member that the meshes call NAME with a context of that kubeconfig; repeatable
     ///
-    /// Default: the kubeconfig in the Secret that its entry names, as the controller does. This needs the right to read the
-    /// Secret, and the member's API server must be reachable from here under the name in the kubeconfig.
-    #[arg(long = "member-context", value_name = "NAME=CONTEXT", value_parser = context, conflicts_with = "filename")]
+    /// Default: the kubeconfig in the Secret that the member's entry names, as in the controller. This needs the right to read
+    /// the Secret, and the API server must be reachable from here at the address in that kubeconfig.
+    #[arg(long = "member-context", value_name = "NAME=CONTEXT", value_parser = parse_member_context, conflicts_with = "filename")]
     pub(crate) members: Vec<(String, String)>,
 
-    /// The controller's flag of the same name; give the same values, so that meshes have the same limits; repeatable
+    /// The controller's flag of the same name; give the same values, so that the same limits apply to meshes; repeatable
     ///
-    /// Without it, every namespace may have a mesh, of any profile.
+    /// Without this flag, every namespace may have meshes, with members of any profile.
     #[arg(
         long = "hub-namespace",
         value_name = "NAMESPACE[=PROFILE[,CIDR...]]",
@@ -185,39 +187,38 @@ pub(crate) struct GivenArgs {
     )]
     pub(crate) hub_networks: Vec<HubNetwork>,
 
-    /// The controller's flag of the same name; give the same values: ports that are closed in addition to the built-in ones; repeatable
+    /// The controller's flag of the same name; give the same values: ports that are closed in addition to the built-in ports; repeatable
     #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
     pub(crate) infrastructure_ports: Vec<InfrastructurePort>,
 
     /// Objects of the member that the meshes call NAME: a file, a folder or -; repeatable, also for one NAME
     ///
     /// Without --filename, this member is read from the files and not from its API server.
-    #[arg(long = "cluster", value_name = "NAME=FILE|DIR|-", value_parser = source)]
+    #[arg(long = "cluster", value_name = "NAME=FILE|DIR|-", value_parser = parse_cluster_path)]
     pub(crate) clusters: Vec<(String, PathBuf)>,
 
     /// Id of the hub, the controller's flag of the same name: the value of the label kilo-clustermesh.io/hub of its objects
     ///
-    /// Default: the UID of the Namespace kube-system of the local member; without it, the id that most Peers of these meshes
-    /// have; without Peers, "unknown". Peers of these meshes with another id count as foreign.
-    #[arg(long, value_name = "ID", value_parser = hub_id)]
+    /// Default: the UID of the Namespace kube-system of the local member. If that UID is not in the input, the id that most
+    /// Peers of these meshes have; without Peers, "unknown". Peers of these meshes with another id count as objects of another hub.
+    #[arg(long, value_name = "ID", value_parser = parse_hub_id)]
     pub(crate) hub_id: Option<String>,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
-    pub(crate) given: GivenArgs,
+    pub(crate) input: InputArgs,
 
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub(crate) output: Output,
 
-    /// Exit with 2 when something would change
+    /// Exit with 2 when an object would change
     #[arg(long)]
     pub(crate) exit_code: bool,
 }
 
-/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(crate) enum Output {
     /// For people
@@ -229,27 +230,29 @@ pub(crate) enum Output {
     Json,
 }
 
-fn source(text: &str) -> Result<(String, PathBuf), String> {
+fn parse_cluster_path(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && !path.is_empty() => Ok((name.to_owned(), path.into())),
         _ => Err("write NAME=FILE_OR_DIR, NAME being the name of an entry of spec.clusters".to_owned()),
     }
 }
 
-fn context(text: &str) -> Result<(String, String), String> {
+fn parse_member_context(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, context)) if !name.is_empty() && !context.is_empty() => Ok((name.to_owned(), context.to_owned())),
         _ => Err("write NAME=CONTEXT, NAME being the name of an entry of spec.clusters".to_owned()),
     }
 }
 
-fn hub_id(text: &str) -> Result<String, String> {
-    let inner = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
-    let ends = text.bytes().next().zip(text.bytes().last());
-    let fits = text.len() <= 63 && text.bytes().all(inner);
-    if fits && ends.is_some_and(|(first, last)| first.is_ascii_alphanumeric() && last.is_ascii_alphanumeric()) {
+fn parse_hub_id(text: &str) -> Result<String, String> {
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    let first_and_last = text.bytes().next().zip(text.bytes().last());
+    let has_allowed_bytes = text.len() <= 63 && text.bytes().all(is_allowed);
+    if has_allowed_bytes
+        && first_and_last.is_some_and(|(first, last)| first.is_ascii_alphanumeric() && last.is_ascii_alphanumeric())
+    {
         Ok(text.to_owned())
     } else {
-        Err("must be a label's value: 1 to 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit".to_owned())
+        Err("must be a label value: 1 to 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit".to_owned())
     }
 }

@@ -1,4 +1,4 @@
-//! Reads YAML and JSON files into trees that keep the line of every value, for error messages.
+//! Reads YAML and JSON files into trees. A tree keeps the line of every value, for error messages.
 
 use std::{
     collections::BTreeSet,
@@ -22,18 +22,18 @@ pub(crate) use read::{read, read_keys};
 #[cfg(test)]
 mod tests;
 
-/// One document of one file.
+/// One YAML document of a file.
 #[derive(Debug)]
 pub(crate) struct Document {
-    /// As in [`FilePosition`].
+    /// The path of the file, as in [`FilePosition::file`].
     file: String,
-    /// As in [`FilePosition`].
+    /// The number of the document, as in [`FilePosition::document`].
     number: Option<usize>,
     pub(crate) tree: Tree,
 }
 
 impl Document {
-    /// A line of this document, counted from the start of the file.
+    /// The position of a line of this document. `line` counts from the start of the file.
     pub(crate) fn position(&self, line: u64) -> FilePosition {
         FilePosition {
             file: self.file.clone(),
@@ -50,7 +50,6 @@ pub(crate) struct Tree {
     pub(crate) value: Value,
 }
 
-/// The value of a tree.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Value {
     Null,
@@ -73,12 +72,12 @@ impl Tree {
         }
     }
 
-    /// Whether it is a map with this key.
-    pub(crate) fn has(&self, key: &str) -> bool {
+    /// Whether the value is a map with this key.
+    pub(crate) fn has_key(&self, key: &str) -> bool {
         self.get(key).is_some()
     }
 
-    /// The entries of a list under a key of a map. Kubernetes writes an empty list as `null`.
+    /// The entries of the list under a key of a map. `null` is an empty list, because Go encodes a nil slice as `null`.
     pub(crate) fn list(&self, key: &str) -> Option<&[Self]> {
         match &self.get(key)?.value {
             Value::List(entries) => Some(entries),
@@ -87,7 +86,7 @@ impl Tree {
         }
     }
 
-    /// An entry of a list.
+    /// The entry of a list at an index.
     fn item(&self, index: usize) -> Option<&Self> {
         match &self.value {
             Value::List(items) => items.get(index),
@@ -95,7 +94,7 @@ impl Tree {
         }
     }
 
-    /// Returns the line of a field such as `spec.clusters[1].name`. If it is missing, the line of its innermost existing parent.
+    /// Returns the line of a field such as `spec.clusters[1].name`. If the field is missing, the line of its innermost parent.
     pub(crate) fn line_of(&self, field: &str) -> u64 {
         let mut at = self;
         for part in field.split(['.', '[']) {
@@ -121,7 +120,7 @@ impl From<Spanned<Value>> for Tree {
     }
 }
 
-/// Without the lines.
+/// Drops the line numbers.
 impl From<&Tree> for serde_json::Value {
     fn from(tree: &Tree) -> Self {
         match &tree.value {
@@ -210,7 +209,7 @@ impl<'de> Deserialize<'de> for Value {
 
 /// Parses the documents in `text` and skips empty ones. JSON is valid YAML.
 pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
-    // The parser's default limits protect servers, and would refuse the objects of a large cluster. The limit of depth stays.
+    // The parser's default limits are for servers and would refuse the objects of a large cluster. The depth limit stays.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -243,7 +242,7 @@ pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
 
 /// Reads the paths of the command line: files, folders with everything below them, and `-` for standard input.
 pub(crate) struct DocumentReader<'a> {
-    /// `None` after it was read.
+    /// `None` = standard input was read already.
     stdin: Option<&'a mut dyn Read>,
 }
 
@@ -263,7 +262,7 @@ impl<'a> DocumentReader<'a> {
             let mut text = String::new();
             return match stdin.read_to_string(&mut text) {
                 Ok(_) => parse("-", &text).map_err(|problem| vec![problem]),
-                Err(error) => Err(vec![unreadable(path, &error)]),
+                Err(error) => Err(vec![read_problem(path, &error)]),
             };
         }
         let mut files = Vec::new();
@@ -278,12 +277,12 @@ impl<'a> DocumentReader<'a> {
                 }
             }
             Ok(_) => files.push(path.to_owned()),
-            Err(error) => return Err(vec![unreadable(path, &error)]),
+            Err(error) => return Err(vec![read_problem(path, &error)]),
         }
         let mut documents = Vec::new();
         let mut problems = Vec::new();
         for file in files {
-            let read = fs::read_to_string(&file).map_err(|error| unreadable(&file, &error));
+            let read = fs::read_to_string(&file).map_err(|error| read_problem(&file, &error));
             match read.and_then(|text| parse(&file.display().to_string(), &text)) {
                 Ok(found) => documents.extend(found),
                 Err(problem) => problems.push(problem),
@@ -305,34 +304,34 @@ fn position(path: &Path) -> Option<FilePosition> {
     })
 }
 
-fn unreadable(path: &Path, error: &std::io::Error) -> Problem {
+fn read_problem(path: &Path, error: &std::io::Error) -> Problem {
     Problem {
         position: position(path),
         message: format!("cannot be read: {error}"),
     }
 }
 
-/// Collects the files below a folder. Names that begin with a dot are skipped: a mounted ConfigMap contains each file a second
-/// time in the folder `..data`.
+/// Collects the files in a folder and its subfolders. Names that begin with a dot are skipped, because a mounted ConfigMap
+/// contains each file a second time in the folder `..data`.
 fn collect_files(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
-    let canonical_path = fs::canonicalize(path).map_err(|error| unreadable(path, &error))?;
+    let canonical_path = fs::canonicalize(path).map_err(|error| read_problem(path, &error))?;
     if !visited.insert(canonical_path) {
         return Ok(());
     }
-    let entries = fs::read_dir(path).map_err(|error| unreadable(path, &error))?;
+    let entries = fs::read_dir(path).map_err(|error| read_problem(path, &error))?;
     let mut names = entries
         .map(|entry| entry.map(|entry| entry.file_name()))
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| unreadable(path, &error))?;
+        .map_err(|error| read_problem(path, &error))?;
     names.sort();
     for name in names.iter().filter(|name| !name.as_encoded_bytes().starts_with(b".")) {
-        let below = path.join(name);
-        let metadata = fs::metadata(&below).map_err(|error| unreadable(&below, &error))?;
-        let extension = below.extension().and_then(|extension| extension.to_str());
+        let child = path.join(name);
+        let metadata = fs::metadata(&child).map_err(|error| read_problem(&child, &error))?;
+        let extension = child.extension().and_then(|extension| extension.to_str());
         if metadata.is_dir() {
-            collect_files(&below, visited, files)?;
+            collect_files(&child, visited, files)?;
         } else if matches!(extension, Some("yaml" | "yml" | "json")) {
-            files.push(below);
+            files.push(child);
         }
     }
     Ok(())

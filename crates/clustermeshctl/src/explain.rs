@@ -1,6 +1,6 @@
 //! `clustermeshctl explain`: shows whether a connection is allowed, and why.
 //!
-//! It parses the two ends ([`end`]), finds their addresses in the input ([`locate`]), gets the explanation for each pair of
+//! It parses the two ends of the connection ([`end`]), finds their addresses in the input ([`locate`]), explains each pair of
 //! addresses ([`crate::explanation`]), and prints the answer ([`show`]).
 
 use std::{
@@ -20,19 +20,19 @@ mod locate;
 mod show;
 
 use end::ConnectionEnd;
-use locate::{Located, Target};
+use locate::{DestinationAddress, LocatedDestination};
 
-/// Exit code if the answer is neither yes nor no.
+/// Exit code for [`Verdict::Unknown`] and for errors.
 pub(crate) const CANNOT_TELL: u8 = 2;
 
 /// The answer for one address of the destination.
 struct Row {
-    target: Target,
+    destination: DestinationAddress,
     from: Source,
     explanation: Explanation,
 }
 
-/// The whole answer.
+/// The answers for all addresses of the destination.
 struct Answer {
     from: String,
     to: String,
@@ -43,7 +43,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// The verdict for the destination: allowed if one of its addresses is.
+    /// The verdict for the destination: allowed if at least one of its addresses is allowed.
     fn verdict(&self) -> Verdict {
         let verdicts = self.rows.iter().map(|row| row.explanation.verdict());
         verdicts.min().unwrap_or(Verdict::Unknown)
@@ -63,17 +63,17 @@ pub(crate) async fn run(
     let ExplainArgs {
         from,
         to,
-        given,
+        input,
         output,
     } = args;
     let (source, port) = end::parse(from).map_err(|why| vec![Problem::usage(format!("SRC {from:?}: {why}"))])?;
     if port.is_some() {
-        let why = format!("SRC {from:?}: leave the port out: the side that opens a connection has no fixed port");
+        let why = format!("SRC {from:?}: leave the port out, because the client of a connection has no fixed port");
         return Err(vec![Problem::usage(why)]);
     }
-    let (target, port) = end::parse(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
-    let outcome = PlanResult::read(given, stdin, stderr).await?;
-    let answer = answer(&outcome, (from, &source), (to, &target, port.as_ref()))?;
+    let (destination, port) = end::parse(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
+    let outcome = PlanResult::read(input, stdin, stderr).await?;
+    let answer = answer(&outcome, (from, &source), (to, &destination, port.as_ref()))?;
     print(stdout, &show::render(&answer, *output)?)?;
     Ok(match answer.verdict() {
         Verdict::Allowed => 0,
@@ -85,7 +85,7 @@ pub(crate) async fn run(
 fn answer(
     outcome: &PlanResult,
     (from, source): (&str, &ConnectionEnd),
-    (to, target, port): (&str, &ConnectionEnd, Option<&end::Port>),
+    (to, destination, port): (&str, &ConnectionEnd, Option<&end::Port>),
 ) -> Result<Answer, Vec<Problem>> {
     let mut answer = Answer {
         from: from.to_owned(),
@@ -94,11 +94,11 @@ fn answer(
         rows: Vec::new(),
     };
     let finder = locate::Finder { outcome };
-    let located = finder.sources(source).and_then(|sources| {
-        let targets = finder.targets(target, port, &sources)?;
-        Ok((sources, targets))
+    let located = finder.find_sources(source).and_then(|sources| {
+        let destinations = finder.find_destinations(destination, port, &sources)?;
+        Ok((sources, destinations))
     });
-    let (sources, targets) = match located {
+    let (sources, destinations) = match located {
         Ok(located) => located,
         Err(locate::LocateError::Usage(why)) => return Err(vec![Problem::usage(why)]),
         Err(locate::LocateError::NotFound(why)) => {
@@ -106,14 +106,14 @@ fn answer(
             return Ok(answer);
         }
     };
-    let Located { notes, targets } = targets;
+    let LocatedDestination { notes, addresses } = destinations;
     answer.notes.extend(notes);
     let explainer = outcome.explainer();
-    for target in targets {
-        let source = source_of_family(&sources, target.to.address);
-        let explanation = explainer.explain(&source, &target.to);
+    for destination in addresses {
+        let source = source_of_family(&sources, destination.to.address);
+        let explanation = explainer.explain(&source, &destination.to);
         answer.rows.push(Row {
-            target,
+            destination,
             from: source,
             explanation,
         });
@@ -122,32 +122,32 @@ fn answer(
     Ok(answer)
 }
 
-/// Returns the source address of the same family as the destination.
+/// Returns the source whose address has the same IP family as the destination. If there is none, the first source.
 fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
-    let fits = |source: &&Source| source.address.is_none_or(|address| address.is_ipv4() == to.is_ipv4());
+    let is_same_family = |source: &&Source| source.address.is_none_or(|address| address.is_ipv4() == to.is_ipv4());
     sources
         .iter()
-        .find(fits)
+        .find(is_same_family)
         .or_else(|| sources.first())
         .cloned()
-        .expect("an end that was found has a source")
+        .expect("find_sources returns at least one source")
 }
 
-/// Corrects the answers for ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so it is allowed only if
-/// one of its endpoints is.
+/// Corrects the answers for ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so a ClusterIP is allowed
+/// only if one of its endpoints is allowed.
 ///
-/// For a sandbox, rows of ClusterIPs are removed: it uses gateways instead, so their answer is irrelevant.
+/// Removes ClusterIPs that are not granted to a sandbox: it reaches Services through gateways and not through ClusterIPs.
 fn resolve_cluster_ips(rows: &mut Vec<Row>) {
-    let is_not_granted = |row: &Row| matches!(row.explanation.rule, Rule::NotGranted | Rule::NoGrant);
-    rows.retain(|row| !(row.target.is_cluster_ip && is_not_granted(row)));
-    let endpoints = || rows.iter().filter(|row| !row.target.is_cluster_ip);
+    let is_ungranted = |row: &Row| matches!(row.explanation.rule, Rule::NotGranted | Rule::NoGrant);
+    rows.retain(|row| !(row.destination.is_cluster_ip && is_ungranted(row)));
+    let endpoints = || rows.iter().filter(|row| !row.destination.is_cluster_ip);
     let has_allowed_endpoint = endpoints().any(|row| row.explanation.verdict() == Verdict::Allowed);
     let Some(first) = endpoints().next().map(|row| row.explanation.clone()) else {
         return;
     };
     for row in rows
         .iter_mut()
-        .filter(|row| row.target.is_cluster_ip && !has_allowed_endpoint)
+        .filter(|row| row.destination.is_cluster_ip && !has_allowed_endpoint)
     {
         if row.explanation.verdict() == Verdict::Allowed {
             row.explanation.rule = first.rule;
@@ -156,7 +156,6 @@ fn resolve_cluster_ips(rows: &mut Vec<Row>) {
     }
 }
 
-/// Whether the output is text for people.
 fn is_table(output: Output) -> bool {
     output == Output::Table
 }

@@ -1,7 +1,7 @@
-//! Explains whether the plan allows one connection, by which rule, and which Peers the packets take. `explain` and `verify` show
-//! the answers.
+//! Explains whether the plan allows a connection, which rule decides, and which Peers the packets pass. `explain` and `verify`
+//! show the answers.
 //!
-//! [`connectivity`] uses the planner's own decision whether and how the two members are connected. [`packet`] then follows the
+//! [`connectivity`] uses the planner's decision whether and how the two members are connected. [`packet`] then follows the
 //! connection through the planned Peers and PeerPolicies. So the answer always agrees with the plan.
 
 use std::{fmt, net::IpAddr};
@@ -24,7 +24,6 @@ pub(crate) use backend::{Backend, backends};
 /// The client of the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Source {
-    /// Its cluster.
     pub(crate) cluster: ClusterIdentity,
     /// Its Node, if known.
     pub(crate) node: Option<String>,
@@ -35,11 +34,9 @@ pub(crate) struct Source {
 /// The server of the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Destination {
-    /// Its cluster.
     pub(crate) cluster: ClusterIdentity,
     /// Its Node, if known.
     pub(crate) node: Option<String>,
-    /// Its address.
     pub(crate) address: IpAddr,
     /// `None` = any port.
     pub(crate) port: Option<(Protocol, u16)>,
@@ -52,11 +49,10 @@ pub(crate) enum Verdict {
     Allowed,
     /// A member was not observed, or the connection does not use the mesh.
     Unknown,
-    /// Not allowed.
     Denied,
 }
 
-/// The rule that decides. The name of the variant is shown to users.
+/// The rule that decides. Users see the name of the variant; `docs/operations/clustermeshctl.md` explains each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Rule {
     Meshed,
@@ -86,7 +82,7 @@ pub(crate) enum Rule {
 }
 
 impl Verdict {
-    /// As text in a sentence.
+    /// The verdict as text in a sentence.
     pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Self::Allowed => "allowed",
@@ -113,33 +109,32 @@ impl fmt::Display for Rule {
     }
 }
 
-/// A Peer that carries packets of the connection.
+/// A Peer through which packets of the connection pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hop {
-    /// Its name, in the cluster where it exists.
     pub(crate) peer: String,
-    /// The node it describes.
+    /// The remote node that the Peer describes.
     pub(crate) node: String,
-    /// Its allowed IP that contains the address.
+    /// The entry of the Peer's allowed IPs that contains the address of the other end.
     pub(crate) prefix: IpNet,
-    /// It exists there as planned.
+    /// Whether the Peer exists as planned.
     pub(crate) written: bool,
 }
 
 /// The Peers and the policy that the connection uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Route {
-    /// The Peer in the source's cluster that contains the destination.
+    /// The Peer in the source's cluster whose allowed IPs contain the destination.
     pub(crate) out: Hop,
-    /// The node of that Peer is the anchor of the network: the server sees this node's address, or that of another node of its
-    /// cluster.
+    /// Whether the node of that Peer is the anchor of the destination's network. If so, the server sees the address of the anchor
+    /// or of another node of its cluster as the source.
     pub(crate) anchored: bool,
-    /// The Peer in the destination's cluster that contains the source address, for incoming packets and for replies.
+    /// The Peer in the destination's cluster whose allowed IPs contain the source address. Replies use this Peer, too.
     pub(crate) back: Hop,
-    /// The source address of packets that arrive at the destination's cluster.
+    /// The source address with which packets arrive in the destination's cluster.
     pub(crate) seen_as: IpAddr,
-    /// `seen_as` is the WireGuard address of the source's node instead of the client's own address. `None` = this depends on the
-    /// CNI, because kg serves the node without an agent.
+    /// Whether `seen_as` is the WireGuard address of the source's node instead of the client's own address. `None` = this depends
+    /// on the CNI, because kg serves the node without wg-agent.
     pub(crate) masqueraded: Option<bool>,
     /// The PeerPolicy for the source in the destination's cluster, and whether it exists there as planned.
     pub(crate) policy: Option<(String, bool)>,
@@ -148,9 +143,8 @@ pub(crate) struct Route {
 /// The answer: the deciding rule, and details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Explanation {
-    /// The rule that decides.
     pub(crate) rule: Rule,
-    /// What the rule means for this connection, and the remedy.
+    /// The meaning of the rule for this connection, and the remedy.
     pub(crate) message: String,
     /// The mesh that decides.
     pub(crate) mesh: Option<MeshId>,
@@ -171,7 +165,6 @@ impl Explanation {
         }
     }
 
-    /// Whether the connection is allowed.
     pub(crate) const fn verdict(&self) -> Verdict {
         self.rule.verdict()
     }
@@ -179,25 +172,25 @@ impl Explanation {
 
 /// Explains the connections of one plan.
 pub(crate) struct Explainer<'a> {
-    seen: &'a Observations,
+    observations: &'a Observations,
     plan: &'a Plan,
     /// The members of all meshes of the hub.
     meshes: Vec<MeshMembers<'a>>,
 }
 
 impl<'a> Explainer<'a> {
-    /// `plan` = the result of [`clustermesh_core::plan::plan`] for the other inputs.
+    /// `plan` = the result of [`clustermesh_core::plan::plan`] for the other arguments.
     pub(crate) fn new(
         meshes: &'a [Mesh],
-        seen: &'a Observations,
+        observations: &'a Observations,
         settings: &Settings,
         naming: &dyn Naming,
         plan: &'a Plan,
     ) -> Self {
         Self {
-            seen,
+            observations,
             plan,
-            meshes: members(meshes, seen, settings, naming),
+            meshes: members(meshes, observations, settings, naming),
         }
     }
 
@@ -206,33 +199,33 @@ impl<'a> Explainer<'a> {
         if from.cluster.same_cluster(&to.cluster) {
             return Explanation::new(
                 Rule::SameCluster,
-                "both are in the same cluster: packets between them do not use the mesh",
+                "both ends are in the same cluster: packets between them do not use the mesh",
             );
         }
         let answers = self.meshes.iter().filter_map(|mesh| self.explain_in(mesh, from, to));
-        // Allowed by one mesh is allowed. Otherwise, one mesh that does not know makes the answer unknown.
+        // One mesh that allows the connection is enough. Otherwise, one mesh with an unknown answer makes the answer unknown.
         answers.min_by_key(Explanation::verdict).unwrap_or_else(|| {
             Explanation::new(
                 Rule::NotInOneMesh,
-                "no ClusterMesh contains both clusters: add one of them to a mesh of the other",
+                "no ClusterMesh contains both clusters: add one of the clusters to a mesh of the other",
             )
         })
     }
 
-    /// The answer of one mesh; `None` = it does not contain both clusters.
+    /// The answer of one mesh; `None` = the mesh does not contain both clusters.
     fn explain_in(&self, members: &MeshMembers<'_>, from: &Source, to: &Destination) -> Option<Explanation> {
         let mesh = members.mesh();
-        let named = |identity: &ClusterIdentity| {
+        let find_entry = |identity: &ClusterIdentity| {
             let entry = mesh
                 .clusters
                 .iter()
                 .find(|entry| entry.identity.same_cluster(identity))?;
             Some((&*entry.name, members.get(&entry.name)?))
         };
-        let (source, source_member) = named(&from.cluster)?;
-        let (target, target_member) = named(&to.cluster)?;
+        let (source, source_member) = find_entry(&from.cluster)?;
+        let (target, target_member) = find_entry(&to.cluster)?;
         let query = connectivity::Query {
-            seen: self.seen,
+            observations: self.observations,
             plan: self.plan,
             mesh,
             source,
@@ -255,17 +248,17 @@ impl<'a> Explainer<'a> {
 }
 
 /// The last observed state of a member.
-fn member<'a>(seen: &'a Observations, identity: &ClusterIdentity) -> Option<&'a Member> {
-    seen.members.get(identity).and_then(Observation::last)
+fn last_observed<'a>(observations: &'a Observations, identity: &ClusterIdentity) -> Option<&'a Member> {
+    observations.members.get(identity).and_then(Observation::last)
 }
 
-/// `5432/TCP`.
+/// Formats a port as `5432/TCP`.
 fn port_text((protocol, port): (Protocol, u16)) -> String {
     format!("{port}/{}", protocol.as_str())
 }
 
-/// The networks of an entry, for a message.
-fn bounds(cluster: &Cluster) -> String {
+/// The `allowedNetworks` of an entry, for a message.
+fn allowed_networks_text(cluster: &Cluster) -> String {
     let networks: Vec<String> = cluster.allowed.iter().map(ToString::to_string).collect();
     networks.join(", ")
 }

@@ -1,5 +1,5 @@
-//! Makes the planner's input from the objects that were read: assigns them to the members, determines the hub's id, and protects
-//! objects about which the input is incomplete.
+//! Makes the planner's input from the objects that were read: assigns them to the members, determines the hub's id, and marks
+//! objects as foreign if their mesh was not given, so that the plan does not change them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,71 +13,70 @@ use kube::ResourceExt;
 
 use crate::{objects::Objects, problem::Problem};
 
-/// The hub id that replaces the one of objects whose mesh was not given. No hub has it, because no label can have this value. So
-/// these objects count as foreign: they keep their keys and addresses, and are not deleted.
-const NOT_GIVEN: &str = "(mesh not given)";
+/// Replaces the hub id of objects whose mesh was not given. No hub has this id, because it is no valid label value. So these
+/// objects count as objects of another hub: they keep their keys and addresses, and are not deleted.
+const HUB_OF_MISSING_MESH: &str = "(mesh not given)";
 
 /// One cluster that was read.
 #[derive(Debug)]
 pub(crate) struct ReadCluster {
     pub(crate) objects: Objects,
-    /// The planner's input made from the objects.
+    /// The planner's input, made from the objects.
     pub(crate) member: Member,
     /// The number of objects that are left unchanged because their mesh was not given, by mesh.
     pub(crate) left_unchanged: BTreeMap<String, usize>,
-    /// Kinds that were probably not listed: every cluster has some objects of them, but there are none.
+    /// Kinds of which the cluster must have objects, but the input has none. They were probably not listed.
     pub(crate) not_listed: BTreeSet<&'static str>,
 }
 
-/// The planner's observations, and the clusters that they were made from.
+/// The planner's observations, and the clusters from which they were made.
 #[derive(Debug)]
 pub(crate) struct Inputs {
     pub(crate) observations: Observations,
     /// The clusters that were read, by their name on the command line.
     pub(crate) clusters: BTreeMap<String, ReadCluster>,
-    /// The name of each entry's cluster in `clusters`.
+    /// For each entry, the key of its cluster in `clusters`.
     pub(crate) names: BTreeMap<ClusterIdentity, String>,
 }
 
 /// The result of reading one cluster.
 #[derive(Debug)]
-pub(crate) enum ClusterSource {
+pub(crate) enum ReadResult {
     Read(Box<Objects>),
-    /// It could not be read, for this reason.
+    /// The cluster could not be read, for this reason.
     Unreadable(String),
 }
 
-/// All clusters that were given or read.
+/// The results of reading all clusters.
 #[derive(Debug, Default)]
-pub(crate) struct ClusterSources {
-    /// The name of each entry's cluster. An identity without a name was not given.
+pub(crate) struct ReadResults {
+    /// For each entry, the key of its cluster in `clusters`. A cluster without a key was not given.
     pub(crate) names: BTreeMap<ClusterIdentity, String>,
-    /// By that name.
-    pub(crate) clusters: BTreeMap<String, ClusterSource>,
+    pub(crate) clusters: BTreeMap<String, ReadResult>,
 }
 
-impl ClusterSources {
-    /// Assigns files to members by the names of the command line.
+impl ReadResults {
+    /// Assigns the objects of files to members, by the names on the command line.
     pub(crate) fn from_files(meshes: &[Mesh], given: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
-        let names = names(meshes, given.keys().map(String::as_str).collect())?;
-        let source = |(name, objects)| (name, ClusterSource::Read(Box::new(objects)));
+        let names = match_names(meshes, given.keys().map(String::as_str).collect())?;
+        let result = |(name, objects)| (name, ReadResult::Read(Box::new(objects)));
         Ok(Self {
             names,
-            clusters: given.into_iter().map(source).collect(),
+            clusters: given.into_iter().map(result).collect(),
         })
     }
 }
 
 impl Inputs {
-    /// `hub` is the hub's id from the command line, if it is given there.
-    pub(crate) fn new(meshes: &[Mesh], sources: ClusterSources, hub: Option<&str>) -> Self {
-        let ClusterSources { names, clusters } = sources;
+    /// `hub` is the value of `--hub-id`.
+    pub(crate) fn new(meshes: &[Mesh], results: ReadResults, hub: Option<&str>) -> Self {
+        let ReadResults { names, clusters } = results;
         let mut unreadable = BTreeMap::new();
         let mut objects = BTreeMap::new();
-        for (name, source) in clusters {
-            match source {
-                ClusterSource::Read(read) => drop(objects.insert(name, *read)),
-                ClusterSource::Unreadable(why) => drop(unreadable.insert(name, why)),
+        for (name, result) in clusters {
+            match result {
+                ReadResult::Read(read) => drop(objects.insert(name, *read)),
+                ReadResult::Unreadable(why) => drop(unreadable.insert(name, why)),
             }
         }
         let hub = hub.map_or_else(|| default_hub_id(meshes, &objects, &names), str::to_owned);
@@ -114,9 +113,9 @@ impl Inputs {
     }
 }
 
-/// Returns the name of each cluster on the command line. One cluster may have different names in several meshes; files may be
-/// given for one of them.
-fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
+/// Returns for each entry the name under which files of its cluster are given. A cluster may have different names in several
+/// meshes; its files may be given under one of them.
+fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let mut problems: Vec<Problem> = given
         .iter()
@@ -130,7 +129,7 @@ fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdent
             ))
         })
         .collect();
-    let mut sources = BTreeMap::new();
+    let mut matched = BTreeMap::new();
     for entry in entries() {
         let names: BTreeSet<&str> = entries()
             .filter(|other| other.identity.same_cluster(&entry.identity) && given.contains(&*other.name))
@@ -143,7 +142,7 @@ fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdent
                 entry.identity
             ))),
             (Some(name), None) => {
-                sources.insert(entry.identity.clone(), name.to_owned());
+                matched.insert(entry.identity.clone(), name.to_owned());
             }
             (None, _) => {}
         }
@@ -151,13 +150,13 @@ fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdent
     problems.sort();
     problems.dedup();
     if problems.is_empty() {
-        Ok(sources)
+        Ok(matched)
     } else {
         Err(problems)
     }
 }
 
-/// The hub's id without `--hub-id`, whose help text documents it.
+/// Returns the default of `--hub-id`, which its help text describes.
 fn default_hub_id(
     meshes: &[Mesh],
     given: &BTreeMap<String, Objects>,
@@ -170,10 +169,10 @@ fn default_hub_id(
     let mut found: BTreeMap<String, usize> = BTreeMap::new();
     for peer in given.values().flat_map(|objects| objects.peers.values()) {
         let owner = convert::owner(Some(peer.labels()));
-        let ours = meshes.iter().find(|mesh| {
+        let own_mesh = meshes.iter().find(|mesh| {
             owner.mesh.as_deref() == Some(&mesh.id.name) && owner.mesh_namespace.as_deref() == Some(&mesh.id.namespace)
         });
-        if let (Some(mesh), Some(hub)) = (ours, owner.hub)
+        if let (Some(mesh), Some(hub)) = (own_mesh, owner.hub)
             && mesh.adopt_hub.as_deref() != Some(&hub)
         {
             *found.entry(hub).or_default() += 1;
@@ -186,7 +185,7 @@ fn default_hub_id(
 impl ReadCluster {
     fn new(objects: Objects, meshes: &[Mesh], hub: &str) -> Self {
         let mut left_unchanged = BTreeMap::new();
-        let mut protect = |owner: &mut Owner| {
+        let mut mark_foreign = |owner: &mut Owner| {
             let is_given = meshes.iter().any(|mesh| {
                 owner.mesh.as_deref() == Some(&mesh.id.name)
                     && owner.mesh_namespace.as_deref().is_none_or(|ns| ns == mesh.id.namespace)
@@ -195,38 +194,38 @@ impl ReadCluster {
                 let text = |part: &Option<String>| part.clone().unwrap_or_else(|| "?".to_owned());
                 let mesh = format!("{}/{}", text(&owner.mesh_namespace), text(&owner.mesh));
                 *left_unchanged.entry(mesh).or_default() += 1;
-                owner.hub = Some(NOT_GIVEN.to_owned());
+                owner.hub = Some(HUB_OF_MISSING_MESH.to_owned());
             }
         };
         let mut member = member(&objects);
         for peer in member.peers.iter_mut().flat_map(BTreeMap::values_mut) {
-            protect(&mut peer.owner);
+            mark_foreign(&mut peer.owner);
         }
         for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
-            protect(&mut policy.owner);
+            mark_foreign(&mut policy.owner);
         }
         for access in member.accesses.iter_mut().flat_map(BTreeMap::values_mut) {
-            protect(&mut access.owner);
+            mark_foreign(&mut access.owner);
         }
         for owner in member
             .services
             .values_mut()
             .filter_map(|service| service.managed.as_mut())
         {
-            protect(owner);
+            mark_foreign(owner);
         }
         for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
-            protect(owner);
+            mark_foreign(owner);
         }
         let peers = member.peers.iter().flat_map(BTreeMap::values);
-        let is_ours = |owner: &Owner| {
+        let is_of_given_mesh = |owner: &Owner| {
             meshes
                 .iter()
                 .any(|mesh| owner.mesh.as_deref() == Some(&mesh.id.name) && owner.hub.as_deref() == Some(hub))
         };
         // The controller writes the policy before the Peers, so Peers without a policy mean that policies were not listed. Every
         // cluster has the Service default/kubernetes and its EndpointSlice.
-        let has_peers = peers.into_iter().any(|peer| is_ours(&peer.owner));
+        let has_peers = peers.into_iter().any(|peer| is_of_given_mesh(&peer.owner));
         let is_from_files = objects.crds.is_none();
         let not_listed = [
             (
@@ -255,12 +254,12 @@ fn member(objects: &Objects) -> Member {
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
-    // Files may have been saved at any earlier time, so the age of a check-in counts from the newest one.
+    // Files may have been saved at any earlier time, so the age of kg's check-ins (`last-seen`) counts from the newest one.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {
         if let Some(node) = nodes.get_mut(&name) {
-            node.silent = age >= checkin::SILENT;
+            node.silent = age >= checkin::SILENT_AFTER;
         }
     }
     // Files do not show which CRDs are installed. Where kg publishes keys and no agent runs, nothing reads PeerPolicies, so the
@@ -275,18 +274,21 @@ fn member(objects: &Objects) -> Member {
     Member {
         uid: objects.uid.clone(),
         peers: has_peers.then(|| {
-            let ours = objects.peers.iter();
-            ours.map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
+            let peers = objects.peers.iter();
+            peers
+                .map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
                 .collect()
         }),
         policies: has_policies.then(|| {
-            let ours = objects.policies.iter();
-            ours.map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))
+            let policies = objects.policies.iter();
+            policies
+                .map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))
                 .collect()
         }),
         accesses: objects.crds.is_none_or(|crds| crds.accesses).then(|| {
-            let ours = objects.accesses.iter();
-            ours.map(|(name, access)| (name.clone(), convert::sandbox::to_core(access)))
+            let accesses = objects.accesses.iter();
+            accesses
+                .map(|(name, access)| (name.clone(), convert::sandbox::to_core(access)))
                 .collect()
         }),
         gateways: gateways(objects),
@@ -305,14 +307,14 @@ fn member(objects: &Objects) -> Member {
             .iter()
             .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
             .collect(),
-        // A running cluster is read with lists of all namespaces, which fail as a whole. Files contain all namespaces.
+        // No namespace is missing: a list of a running cluster covers all namespaces or fails, and files contain all namespaces.
         unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,
     }
 }
 
-/// Converts the SandboxGateways. As in the controller, an invalid one is ignored.
+/// Converts the SandboxGateways. Invalid objects are ignored, as in the controller.
 fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
     let gateways = objects.gateways.iter().filter_map(|(name, gateway)| {
         let (gateway, pod_uid) = convert::sandbox::gateway_to_core(gateway).ok()??;
@@ -329,7 +331,7 @@ fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
     gateways.collect()
 }
 
-/// The rules by which this hub names its objects.
+/// Returns the rules by which this hub names its objects.
 pub(crate) fn naming(hub: &str) -> names::Names {
     names::Names { hub: hub.to_owned() }
 }

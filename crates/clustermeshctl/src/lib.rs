@@ -1,7 +1,8 @@
 //! The command line for operators. It reads files or running clusters, runs the planner of `clustermesh_core`, and prints the
-//! result. The Jobs of `verify` are all that it writes into a cluster.
+//! result. It writes nothing into a cluster, except the temporary Jobs of `verify`.
 //!
-//! The binary is `clustermeshctl`; a copy or link of it called `kubectl-clustermesh` on the PATH is `kubectl clustermesh`.
+//! The binary is `clustermeshctl`. It is also a kubectl plugin: `kubectl clustermesh` runs a copy or link of it in the PATH, with the
+//! name `kubectl-clustermesh`.
 #![forbid(unsafe_code)]
 
 use std::{
@@ -27,7 +28,7 @@ mod verify;
 
 use args::{Args, Command};
 
-/// The command line, for a check of documents that contain commands.
+/// Returns the definition of the command line. xtask checks the commands in documents against it.
 #[must_use]
 pub fn command() -> clap::Command {
     Args::command()
@@ -35,9 +36,9 @@ pub fn command() -> clap::Command {
 
 /// Runs one command. `args` begins with the program's name.
 ///
-/// Exit codes of `plan`: 0 success, 1 an error, wrong usage included; with `--exit-code` also 2, when something would change.
-/// Of `explain`: 0 allowed, 1 denied, 2 cannot tell, errors included. Of `verify`: 0 as planned, 1 a violation, 2 cannot tell,
-/// errors included, 3 something that is granted does not answer.
+/// Exit codes of `plan`: 0 success, 1 error; with `--exit-code` also 2, an object would change.
+/// Exit codes of `explain`: 0 allowed, 1 denied, 2 cannot tell or error.
+/// Exit codes of `verify`: 0 as planned, 1 violation, 2 cannot tell or error, 3 a granted socket does not answer.
 pub fn run(
     args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     stdin: &mut dyn Read,
@@ -47,7 +48,7 @@ pub fn run(
     let stdout: &mut dyn Write = &mut output::Printable(stdout);
     let stderr: &mut dyn Write = &mut output::Printable(stderr);
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    // These commands use 1 for "denied" and for "violation", so an error needs another code.
+    // 1 means "denied" in `explain` and "violation" in `verify`, so their errors have another code.
     let failure = match args.get(1).and_then(|command| command.to_str()) {
         Some("explain") => explain::CANNOT_TELL,
         Some("verify") => verify::CANNOT_TELL,
@@ -55,7 +56,7 @@ pub fn run(
     };
     let Args { command } = match Args::try_parse_from(args) {
         Ok(args) => args,
-        // clap's exit code for wrong usage is 2, which means "something would change" here. `--help` also ends here.
+        // clap's own exit code for wrong usage is 2, which means "an object would change" here. `--help` is also an `Err`.
         Err(usage) => {
             let is_error = usage.use_stderr();
             let out: &mut dyn Write = if is_error { stderr } else { stdout };

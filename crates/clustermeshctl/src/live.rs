@@ -12,8 +12,8 @@ use k8s_openapi::api::core::v1::{Namespace, Secret};
 use kube::{Api, Client};
 
 use crate::{
-    args::GivenArgs,
-    inputs::{ClusterSource, ClusterSources},
+    args::InputArgs,
+    inputs::{ReadResult, ReadResults},
     objects::Objects,
     problem::Problem,
 };
@@ -22,97 +22,97 @@ mod list;
 
 pub(crate) use list::with_timeout;
 
-/// For one request, for example a page of a list.
+/// Timeout of one request, such as one page of a list.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The clusters that were read.
 pub(crate) struct LiveClusters {
-    /// In the order of their names.
+    /// Sorted by namespace and name.
     pub(crate) meshes: Vec<Mesh>,
-    pub(crate) sources: ClusterSources,
-    /// The clients of the members that could be reached.
+    pub(crate) results: ReadResults,
+    /// The clients of the members. An unreadable member has none.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
-    /// For stderr.
+    /// Lines to print to stderr.
     pub(crate) notes: Vec<String>,
 }
 
 impl LiveClusters {
-    /// Reads the hub, then all members at the same time. A member that cannot be read becomes [`ClusterSource::Unreadable`].
+    /// Reads the hub, then all members at the same time. A member that cannot be read becomes [`ReadResult::Unreadable`].
     ///
     /// # Errors
     /// The hub cannot be read, or the command line names a cluster that no mesh has.
-    pub(crate) async fn read(given: &GivenArgs, files: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
-        let hub = Hub::open(given).await.map_err(|why| vec![Problem::usage(why)])?;
+    pub(crate) async fn read(args: &InputArgs, files: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
+        let hub = Hub::open(args).await.map_err(|why| vec![Problem::usage(why)])?;
         let mut notes = Vec::new();
         let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::usage(why)])?;
         if meshes.is_empty() {
-            // The notes have the reason for which each ClusterMesh was left out, and the remedy.
+            // The notes explain why each ClusterMesh was left out.
             let why = format!("the hub ({}) has no ClusterMesh that can be read", hub.url);
             return Err(notes.into_iter().chain([why]).map(Problem::usage).collect());
         }
         let names = cluster_names(&meshes);
         check_names("--cluster", files.keys(), &names)?;
-        check_names("--member-context", given.members.iter().map(|(name, _)| name), &names)?;
+        check_names("--member-context", args.members.iter().map(|(name, _)| name), &names)?;
         let mut files = files;
         let reads = names.iter().map(|(identity, name)| {
             let file = files.remove(name);
             let hub = &hub;
             async move {
-                let context = given.members.iter().find(|(member, _)| member == name);
+                let context = args.members.iter().find(|(member, _)| member == name);
                 let client = hub.client_of(identity, context.map(|(_, context)| &**context)).await;
-                let (source, client, notes) = match (file, client) {
+                let (result, client, notes) = match (file, client) {
                     // The objects come from files. `verify` may still need the client.
-                    (Some(objects), client) => (ClusterSource::Read(Box::new(objects)), client.ok(), Vec::new()),
-                    (None, Err(why)) => (ClusterSource::Unreadable(why), None, Vec::new()),
+                    (Some(objects), client) => (ReadResult::Read(Box::new(objects)), client.ok(), Vec::new()),
+                    (None, Err(why)) => (ReadResult::Unreadable(why), None, Vec::new()),
                     (None, Ok(client)) => match list::read_cluster(&client).await {
-                        Ok((objects, notes)) => (ClusterSource::Read(Box::new(objects)), Some(client), notes),
-                        Err(why) => (ClusterSource::Unreadable(why), None, Vec::new()),
+                        Ok((objects, notes)) => (ReadResult::Read(Box::new(objects)), Some(client), notes),
+                        Err(why) => (ReadResult::Unreadable(why), None, Vec::new()),
                     },
                 };
-                (identity.clone(), name.clone(), source, client, notes)
+                (identity.clone(), name.clone(), result, client, notes)
             }
         });
-        let mut sources = ClusterSources::default();
+        let mut results = ReadResults::default();
         let mut clients = BTreeMap::new();
-        for (identity, name, source, client, of_member) in futures::future::join_all(reads).await {
-            if let ClusterSource::Unreadable(why) = &source {
+        for (identity, name, result, client, member_notes) in futures::future::join_all(reads).await {
+            if let ReadResult::Unreadable(why) = &result {
                 notes.push(format!("warning: cluster {name:?} ({identity}) cannot be read: {why}"));
             }
             notes.extend(
-                of_member
+                member_notes
                     .into_iter()
                     .map(|note| format!("warning: cluster {name:?}: {note}")),
             );
             clients.extend(client.map(|client| (identity.clone(), client)));
-            sources.names.insert(identity, name.clone());
-            sources.clusters.insert(name, source);
+            results.names.insert(identity, name.clone());
+            results.clusters.insert(name, result);
         }
         Ok(Self {
             meshes,
-            sources,
+            results,
             clients,
             notes,
         })
     }
 }
 
-/// Chooses one name for each cluster: the name of its entry. Where two clusters have the same name, the second is prefixed with
-/// its mesh.
+/// Chooses one name for each cluster: the name of its entry. If an earlier cluster has the same name, the name of the mesh is
+/// prepended: `NAMESPACE/MESH/ENTRY`.
 fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
-    let mut first: Vec<(&ClusterIdentity, String)> = Vec::new();
+    let mut named: Vec<(&ClusterIdentity, String)> = Vec::new();
     let mut all = BTreeMap::new();
     for mesh in meshes {
         for entry in &mesh.clusters {
-            let known = first.iter().find(|(other, _)| other.same_cluster(&entry.identity));
+            let known = named.iter().find(|(other, _)| other.same_cluster(&entry.identity));
             let name = match known {
                 Some((_, name)) => name.clone(),
                 None => {
-                    let taken = first.iter().any(|(_, name)| *name == entry.name);
-                    let name = match taken {
+                    let is_taken = named.iter().any(|(_, name)| *name == entry.name);
+                    let name = match is_taken {
                         true => format!("{}/{}", mesh.id, entry.name),
                         false => entry.name.clone(),
                     };
-                    first.push((&entry.identity, name.clone()));
+                    named.push((&entry.identity, name.clone()));
                     name
                 }
             };
@@ -122,7 +122,7 @@ fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     all
 }
 
-/// Checks that every name of a flag is the name of a cluster.
+/// Checks that every name in the values of a flag is the name of a cluster.
 fn check_names<'n>(
     flag: &str,
     given: impl Iterator<Item = &'n String>,
@@ -144,19 +144,19 @@ fn check_names<'n>(
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// The memory budget for the answers of one member, in bytes.
-const MEMORY: usize = 64 * 1024 * 1024;
+/// The memory budget for the responses of one member, in bytes.
+const MEMORY_BUDGET: usize = 64 * 1024 * 1024;
 
 struct Hub<'a> {
-    given: &'a GivenArgs,
+    args: &'a InputArgs,
     client: Client,
     url: String,
     hosts: HubHosts,
 }
 
 impl<'a> Hub<'a> {
-    async fn open(given: &'a GivenArgs) -> Result<Self, String> {
-        let config = clustermesh_access::own(given.kubeconfig.as_deref(), given.context.as_deref())
+    async fn open(args: &'a InputArgs) -> Result<Self, String> {
+        let config = clustermesh_access::read_own_config(args.kubeconfig.as_deref(), args.context.as_deref())
             .await
             .map_err(|error| {
                 format!(
@@ -169,25 +169,31 @@ impl<'a> Hub<'a> {
         let client = Client::try_from(config)
             .map_err(|error| format!("no client for the hub {url}: {}", error_chain(&error)))?;
         Ok(Self {
-            given,
+            args,
             client,
             url,
             hosts,
         })
     }
 
+    /// Lists the ClusterMeshes. Adds a note for each that is left out.
     async fn meshes(&self, notes: &mut Vec<String>) -> Result<Vec<Mesh>, String> {
-        let hub = |why: String| format!("ClusterMeshes of the hub ({}): {why}", self.url);
-        let found = list::list_kind::<ClusterMesh>(&self.client, notes).await.map_err(hub)?;
+        let hub_error = |why: String| format!("ClusterMeshes of the hub ({}): {why}", self.url);
+        let found = list::list_kind::<ClusterMesh>(&self.client, notes)
+            .await
+            .map_err(hub_error)?;
         let found = found.ok_or_else(|| {
-            hub("it has no CRD clustermeshes.kilo.squat.ai: is it the hub? Name its context with --context".to_owned())
+            hub_error(
+                "it has no CRD clustermeshes.kilo.squat.ai: is it the hub? Name the hub's context with --context"
+                    .to_owned(),
+            )
         })?;
-        let GivenArgs {
+        let InputArgs {
             hub_namespaces,
             member_namespaces,
             hub_networks,
             ..
-        } = self.given;
+        } = self.args;
         let namespaces = (!hub_namespaces.is_empty())
             .then(|| HubNamespaces::new(hub_namespaces, member_namespaces, hub_networks, ""));
         let mut meshes = Vec::new();
@@ -209,7 +215,7 @@ impl<'a> Hub<'a> {
                     .map(|finding| format!("warning: ClusterMesh {name}: {finding}")),
             );
             if let Some(namespaces) = &namespaces {
-                if let Some((_, why)) = namespaces.refuses(&mesh) {
+                if let Some((_, why)) = namespaces.find_refusal(&mesh) {
                     notes.push(format!("warning: ClusterMesh {name}: {why}; it is left out"));
                     continue;
                 }
@@ -221,10 +227,10 @@ impl<'a> Hub<'a> {
         Ok(meshes)
     }
 
-    /// Creates the client for a member: with `context` of the user's kubeconfig if given, else with the Secret.
+    /// Creates the client of a member: from `context` of the user's kubeconfig if given, else from the Secret.
     async fn client_of(&self, identity: &ClusterIdentity, context: Option<&str>) -> Result<Client, String> {
         if let Some(context) = context {
-            let config = clustermesh_access::own(self.given.kubeconfig.as_deref(), Some(context)).await;
+            let config = clustermesh_access::read_own_config(self.args.kubeconfig.as_deref(), Some(context)).await;
             let config =
                 config.map_err(|error| format!("context {context:?} of the kubeconfig: {}", error_chain(&error)))?;
             return Client::try_from(config).map_err(|error| format!("context {context:?}: {}", error_chain(&error)));
@@ -238,27 +244,28 @@ impl<'a> Hub<'a> {
         else {
             return Ok(self.client.clone());
         };
-        let instead = "or name a context of your own with --member-context";
+        let alternative = "name a context of your own with --member-context";
         let secrets: Api<Secret> = Api::namespaced(self.client.clone(), namespace);
         let secret = with_timeout(secrets.get_opt(name)).await;
-        let secret =
-            secret.map_err(|why| format!("Secret {namespace}/{name} of the hub cannot be read: {why}; {instead}"))?;
+        let secret = secret.map_err(|why| {
+            format!("Secret {namespace}/{name} of the hub cannot be read: {why}. Instead, you can {alternative}")
+        })?;
         let secret = secret.ok_or_else(|| {
-            format!("Secret {namespace}/{name} does not exist; create it with the cluster's kubeconfig under key {key:?}, {instead}")
+            format!("Secret {namespace}/{name} does not exist; create it with the cluster's kubeconfig under key {key:?}, or {alternative}")
         })?;
         let text = secret.data.and_then(|mut data| data.remove(key)).ok_or_else(|| {
             format!(
                 "Secret {namespace}/{name} has no key {key:?}; set kubeconfigSecretRef.key to the key that holds the kubeconfig"
             )
         })?;
-        let client =
-            clustermesh_access::member(&text.0, context.as_deref(), &self.hosts, &Account::alone(MEMORY)).await;
+        let account = Account::standalone(MEMORY_BUDGET);
+        let client = clustermesh_access::build_member_client(&text.0, context.as_deref(), &self.hosts, &account).await;
         client.map_err(|why| format!("Secret {namespace}/{name} key {key:?}: {why}"))
     }
 }
 
-/// The UID of kube-system. If the cluster is the hub, it is the hub's default id.
-async fn uid(client: &Client) -> Option<String> {
+/// Returns the UID of the Namespace kube-system. The UID in the hub is the default of `--hub-id`.
+async fn kube_system_uid(client: &Client) -> Option<String> {
     let namespaces: Api<Namespace> = Api::all(client.clone());
     with_timeout(namespaces.get("kube-system")).await.ok()?.metadata.uid
 }

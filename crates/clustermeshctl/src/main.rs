@@ -1,4 +1,4 @@
-//! `clustermeshctl`; installed as `kubectl-clustermesh` it is also `kubectl clustermesh`.
+//! The binary `clustermeshctl`.
 #![forbid(unsafe_code)]
 
 use std::{io, process::ExitCode};

@@ -22,7 +22,7 @@ use crate::{
     problem::{FilePosition, Problem},
 };
 
-/// One object of a document, not deserialized yet.
+/// One object of a document, before it is deserialized.
 #[derive(Debug, Clone)]
 pub(crate) struct Item<'a> {
     document: &'a Document,
@@ -32,7 +32,7 @@ pub(crate) struct Item<'a> {
     metadata: HeaderMetadata,
 }
 
-/// What every object has. The items of a typed list, such as `NodeList`, may lack apiVersion and kind.
+/// The common fields of all objects. The items of a typed list, such as `NodeList`, may have no apiVersion and kind.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Header {
@@ -48,16 +48,16 @@ struct HeaderMetadata {
 }
 
 impl Item<'_> {
-    /// The position of one of its fields.
+    /// The position of one of its fields; `""` = of the object.
     pub(crate) fn position(&self, field: &str) -> FilePosition {
         self.document.position(self.tree.line_of(field))
     }
 
-    fn is<T: Resource<DynamicType = ()>>(&self) -> bool {
+    fn is_kind<T: Resource<DynamicType = ()>>(&self) -> bool {
         self.kind == T::kind(&()) && self.api_version == T::api_version(&())
     }
 
-    /// Deserializes it. Also returns the fields that its type does not have, each with its line.
+    /// Deserializes the object. Also returns the fields that its type does not have, each with its line.
     fn read<T: DeserializeOwned>(&self) -> Result<(T, Vec<(String, u64)>), Problem> {
         document::read(self.tree).map_err(|error| Problem {
             position: Some(self.document.position(error.line)),
@@ -65,10 +65,10 @@ impl Item<'_> {
         })
     }
 
-    /// How a user corrects a field.
+    /// Returns the remedy for an error in a field.
     fn remedy(&self, field: &str) -> String {
         let mut path = self.kind.to_lowercase();
-        // kubectl knows neither indices nor the keys of labels and annotations.
+        // `kubectl explain` accepts no list indices and no keys of labels or annotations.
         for part in field
             .split('.')
             .take_while(|part| !["labels", "annotations"].contains(part))
@@ -103,7 +103,7 @@ pub(crate) fn items(documents: &[Document]) -> Result<Vec<Item<'_>>, Vec<Problem
     if problems.is_empty() { Ok(items) } else { Err(problems) }
 }
 
-/// Adds the object of a tree, or the objects of a list. `list_type` is the apiVersion and kind of the items of a typed list.
+/// Adds the object in `tree`, or all objects if it is a list. `list_type` = apiVersion and kind of the items of a typed list.
 fn unpack<'a>(
     document: &'a Document,
     tree: &'a Tree,
@@ -133,7 +133,7 @@ fn unpack<'a>(
         );
         return;
     };
-    let Some(item_kind) = kind.strip_suffix("List").filter(|_| tree.has("items")) else {
+    let Some(item_kind) = kind.strip_suffix("List").filter(|_| tree.has_key("items")) else {
         items.push(Item {
             document,
             tree,
@@ -159,24 +159,24 @@ fn unpack<'a>(
 /// The remedy for a file that has no objects.
 const SAVE_AGAIN: &str = "save the objects with `kubectl get KIND -A -o yaml`";
 
-/// Kinds that no command needs, with the number of their objects.
+/// The number of ignored objects, by kind.
 pub(crate) type Ignored = BTreeMap<String, usize>;
 
-/// Reads the ClusterMeshes among `items`. Returns each with its item, in the same order.
-pub(crate) fn meshes<'a>(
+/// Reads the ClusterMeshes among `items`. Returns each with its item, in the same order. Other objects are ignored.
+pub(crate) fn read_meshes<'a>(
     items: &[Item<'a>],
     ignored: &mut Ignored,
 ) -> Result<Vec<(Item<'a>, ClusterMesh)>, Vec<Problem>> {
     let mut meshes = Vec::new();
     let mut problems = Vec::new();
     for item in items {
-        if !item.is::<ClusterMesh>() {
+        if !item.is_kind::<ClusterMesh>() {
             *ignored.entry(item.kind.clone()).or_default() += 1;
             continue;
         }
         match item.read::<ClusterMesh>() {
             Ok((mesh, unknown)) => {
-                // An unknown field is an error, as it is with kubectl. Otherwise a misspelt isolationProfile would mean the default.
+                // An unknown field is an error, as in kubectl. Otherwise a misspelt isolationProfile would mean the default profile.
                 let is_relevant =
                     |field: &str| !(["apiVersion", "kind"].contains(&field) || field.starts_with("status"));
                 problems.extend(
@@ -210,13 +210,13 @@ pub(crate) struct Objects {
     pub(crate) services: BTreeMap<ObjectName, Service>,
     pub(crate) slices: BTreeMap<ObjectName, EndpointSlice>,
     pub(crate) pods: BTreeMap<ObjectName, Pod>,
-    /// UID of the Namespace kube-system, if that was read.
+    /// UID of the Namespace kube-system, if that Namespace was read.
     pub(crate) uid: Option<String>,
-    /// The CRDs that are installed. `None` = the objects come from files, which do not show this, nor which kinds were listed.
+    /// The CRDs that are installed. `None` = the objects come from files, which show neither the CRDs nor the listed kinds.
     pub(crate) crds: Option<InstalledCrds>,
 }
 
-/// Which of the CRDs that a cluster may lack are installed.
+/// Whether the optional CRDs are installed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct InstalledCrds {
     pub(crate) peers: bool,
@@ -230,23 +230,23 @@ impl Objects {
         let mut objects = Self::default();
         let mut collector = Collector::default();
         for item in items {
-            if item.is::<Node>() {
+            if item.is_kind::<Node>() {
                 collector.add(item, &mut objects.nodes, |name| name.name);
-            } else if item.is::<Peer>() {
+            } else if item.is_kind::<Peer>() {
                 collector.add(item, &mut objects.peers, |name| name.name);
-            } else if item.is::<PeerPolicy>() {
+            } else if item.is_kind::<PeerPolicy>() {
                 collector.add(item, &mut objects.policies, |name| name.name);
-            } else if item.is::<SandboxAccess>() {
+            } else if item.is_kind::<SandboxAccess>() {
                 collector.add(item, &mut objects.accesses, |name| name.name);
-            } else if item.is::<SandboxGateway>() {
+            } else if item.is_kind::<SandboxGateway>() {
                 collector.add(item, &mut objects.gateways, |name| name);
-            } else if item.is::<Service>() {
+            } else if item.is_kind::<Service>() {
                 collector.add(item, &mut objects.services, |name| name);
-            } else if item.is::<EndpointSlice>() {
+            } else if item.is_kind::<EndpointSlice>() {
                 collector.add(item, &mut objects.slices, |name| name);
-            } else if item.is::<Pod>() {
+            } else if item.is_kind::<Pod>() {
                 collector.add(item, &mut objects.pods, |name| name);
-            } else if item.is::<Namespace>() {
+            } else if item.is_kind::<Namespace>() {
                 let mut namespaces = BTreeMap::new();
                 collector.add(item, &mut namespaces, |name| name.name);
                 let system: Option<Namespace> = namespaces.remove("kube-system");

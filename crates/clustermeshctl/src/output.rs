@@ -59,11 +59,8 @@ mod tests {
 
     #[test]
     fn printable_text_of_any_script_is_unchanged() {
-        let text = "a \"quoted\" \\ 'word', ├─ →\nÄpfel, 节点, узел, עברית, ελληνικά, नोड\u{2713}\n";
-        assert_eq!(
-            printed(text.replace('\u{94b}', "").as_bytes()),
-            text.replace('\u{94b}', "")
-        );
+        let text = "a \"quoted\" \\ 'word', ├─ →\nÄpfel, 节点, узел, עברית, ελληνικά, नड\u{2713}\n";
+        assert_eq!(printed(text.as_bytes()), text);
     }
 
     // threat: terminal-injection
@@ -86,7 +83,7 @@ mod tests {
                 "n\\u200b1\\ufeff\\u2060\\u00ad\\u180e",
             ),
             ("\u{2028}\u{2029}\u{a0}\u{3000}", "\\u2028\\u2029\\u00a0\\u3000"),
-            // Tags, private use, unassigned; beyond 16 bits as JSON writes them.
+            // Tag, private-use and unassigned characters. Above U+FFFF they become surrogate pairs, as in JSON.
             ("\u{e0041}\u{e000}\u{10ffff}", "\\udb40\\udc41\\ue000\\udbff\\udfff"),
             ("e\u{301}\u{489}", "e\\u0301\\u0489"),
         ] {
@@ -96,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn escaped_json_holds_the_same_strings() {
+    fn escaped_json_contains_the_same_strings() {
         let value = serde_json::json!({"name": "n\u{9b}\u{202e}\u{1f}\"\u{e0041}1"});
         let text = printed(serde_json::to_string_pretty(&value).unwrap().as_bytes());
         assert!(text.is_ascii(), "{text}");

@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-/// The longest line.
+/// The largest width of a line, in characters.
 const WIDTH: usize = 100;
 
-/// Appends a text, wrapped between words. Its first line is indented by `indent`, the others by `hang`.
-pub(crate) fn line(page: &mut String, indent: usize, hang: usize, text: &str) {
+/// Appends a text, wrapped between words. The first line is indented by `indent`, the others by `hang`.
+pub(crate) fn write_line(page: &mut String, indent: usize, hang: usize, text: &str) {
     let mut column = indent;
     let _ = write!(page, "{:indent$}", "");
     for (index, word) in text.split(' ').enumerate() {

@@ -1,5 +1,5 @@
 //! `clustermeshctl plan`: reads the input, runs the planner and prints the result, as a [`table`] or as a [`report`] in JSON or
-//! YAML. `explain` and `verify` start with the same steps.
+//! YAML. `explain` and `verify` also use [`PlanResult`].
 
 use std::{
     collections::BTreeMap,
@@ -17,10 +17,10 @@ use clustermesh_core::{
 use kube::Client;
 
 use crate::{
-    args::{GivenArgs, Output, PlanArgs},
+    args::{InputArgs, Output, PlanArgs},
     document::{Document, DocumentReader},
     explanation::Explainer,
-    inputs::{self, ClusterSources, Inputs, ReadCluster},
+    inputs::{self, Inputs, ReadCluster, ReadResults},
     live::LiveClusters,
     objects::{self, Ignored, Objects},
     problem::{FilePosition, Problem},
@@ -40,11 +40,11 @@ pub(crate) async fn run(
     stderr: &mut dyn Write,
 ) -> Result<u8, Vec<Problem>> {
     let PlanArgs {
-        given,
+        input,
         output,
         exit_code,
     } = args;
-    let outcome = PlanResult::read(given, stdin, stderr).await?;
+    let outcome = PlanResult::read(input, stdin, stderr).await?;
     let text = match output {
         Output::Table => table::render(&outcome),
         Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
@@ -54,40 +54,39 @@ pub(crate) async fn run(
             .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as YAML: {error}"))])?,
     };
     print(stdout, &text)?;
-    let changes = outcome.steps.values().any(|steps| !steps.is_empty());
-    Ok(if *exit_code && changes { 2 } else { 0 })
+    let has_changes = outcome.steps.values().any(|steps| !steps.is_empty());
+    Ok(if *exit_code && has_changes { 2 } else { 0 })
 }
 
-/// Writes to standard output.
 pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Problem>> {
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(()),
-        // A reader such as `head` may close the pipe early.
+        // A program that reads from the pipe, such as `head`, may close it early.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         Err(error) => Err(vec![Problem::usage(format!("standard output: {error}"))]),
     }
 }
 
-/// Everything that was given in files or read from clusters.
+/// The input from files and running clusters.
 struct Input {
     meshes: Vec<Mesh>,
-    /// An error here is printed after the notes.
-    sources: Result<ClusterSources, Vec<Problem>>,
+    /// An error is returned only after the notes are printed.
+    results: Result<ReadResults, Vec<Problem>>,
     clients: BTreeMap<ClusterIdentity, Client>,
-    /// For stderr.
+    /// Lines to print to stderr.
     notes: Vec<String>,
 }
 
 impl Input {
     /// Reads only files if `--filename` is given, else the hub and its members.
-    async fn read(args: &GivenArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
+    async fn read(args: &InputArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
         let (filename, clusters) = (&args.filename, &args.clusters);
         let mut reader = DocumentReader::new(stdin);
         let mut problems = Vec::new();
         let mut ignored = Ignored::new();
         let mut notes = Vec::new();
         let documents = read_all(&mut reader, filename.iter().map(PathBuf::as_path), &mut problems);
-        let meshes = meshes(&documents, &mut ignored, &mut notes).unwrap_or_else(|found| {
+        let meshes = read_meshes(&documents, &mut ignored, &mut notes).unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
@@ -98,12 +97,12 @@ impl Input {
         for (name, path) in clusters {
             paths.entry(name).or_default().push(path);
         }
-        let mut given = BTreeMap::new();
+        let mut objects_by_cluster = BTreeMap::new();
         for (name, paths) in paths {
             let documents = read_all(&mut reader, paths.into_iter(), &mut problems);
             match objects::items(&documents).and_then(|items| Objects::read(&items, &mut ignored)) {
                 Ok(objects) => {
-                    given.insert(name.to_owned(), objects);
+                    objects_by_cluster.insert(name.to_owned(), objects);
                 }
                 Err(found) => problems.extend(found),
             }
@@ -119,25 +118,25 @@ impl Input {
             ));
         }
         if filename.is_empty() {
-            let live = LiveClusters::read(args, given).await?;
+            let live = LiveClusters::read(args, objects_by_cluster).await?;
             let LiveClusters {
                 meshes,
-                sources,
+                results,
                 clients,
                 notes: live_notes,
             } = live;
             notes.extend(live_notes);
             return Ok(Self {
                 meshes,
-                sources: Ok(sources),
+                results: Ok(results),
                 clients,
                 notes,
             });
         }
-        let sources = ClusterSources::from_files(&meshes, given);
+        let results = ReadResults::from_files(&meshes, objects_by_cluster);
         Ok(Self {
             meshes,
-            sources,
+            results,
             clients: BTreeMap::new(),
             notes,
         })
@@ -160,12 +159,16 @@ fn read_all<'p>(
 }
 
 /// Reads the ClusterMeshes in the documents.
-fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>) -> Result<Vec<Mesh>, Vec<Problem>> {
+fn read_meshes(
+    documents: &[Document],
+    ignored: &mut Ignored,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Mesh>, Vec<Problem>> {
     let items = objects::items(documents)?;
     let mut meshes: Vec<Mesh> = Vec::new();
     let mut positions: BTreeMap<MeshId, FilePosition> = BTreeMap::new();
     let mut problems = Vec::new();
-    for (item, object) in objects::meshes(&items, ignored)? {
+    for (item, object) in objects::read_meshes(&items, ignored)? {
         let problem = |finding: convert::Finding| Problem {
             position: Some(item.position(&finding.field)),
             message: finding.to_string(),
@@ -191,35 +194,35 @@ fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>
     if problems.is_empty() { Ok(meshes) } else { Err(problems) }
 }
 
-/// The input, the plan for it, and the steps that would carry it out.
+/// The input, its plan, and the steps (writes) that would apply the plan.
 pub(crate) struct PlanResult {
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) plan: Plan,
     pub(crate) inputs: Inputs,
-    /// The clients of the members that were read from running clusters.
+    /// The clients of the members, as in [`LiveClusters::clients`].
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
-    /// The steps for each member, by its name on the command line, in the order of writing.
+    /// The steps for each member, by its name on the command line, in the order in which the controller writes them.
     steps: BTreeMap<String, Vec<Step>>,
     pub(crate) settings: Settings,
 }
 
 impl PlanResult {
-    /// Reads the input and plans it. Notes and warnings go to `stderr`.
+    /// Reads the input and runs the planner. Notes and warnings go to `stderr`.
     ///
     /// # Errors
     /// All errors in the input.
     pub(crate) async fn read(
-        given: &GivenArgs,
+        args: &InputArgs,
         stdin: &mut dyn Read,
         stderr: &mut dyn Write,
     ) -> Result<Self, Vec<Problem>> {
-        let settings = Settings::closing(&given.infrastructure_ports);
+        let settings = Settings::with_infrastructure_ports(&args.infrastructure_ports);
         let settings = settings.map_err(|why| vec![Problem::usage(why.to_string())])?;
-        let input = Input::read(given, stdin).await?;
+        let input = Input::read(args, stdin).await?;
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
-        let outcome = Self::new(input, given.hub_id.as_deref(), settings)?;
+        let outcome = Self::new(input, args.hub_id.as_deref(), settings)?;
         for line in outcome.notes() {
             let _ = writeln!(stderr, "{line}");
         }
@@ -229,11 +232,11 @@ impl PlanResult {
     fn new(input: Input, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
         let Input {
             meshes,
-            sources,
+            results,
             clients,
             notes: _,
         } = input;
-        let inputs = Inputs::new(&meshes, sources?, hub);
+        let inputs = Inputs::new(&meshes, results?, hub);
         let naming = inputs::naming(&inputs.observations.hub);
         let plan = plan::plan(&meshes, &inputs.observations, &settings, &naming);
         let mut steps = BTreeMap::new();
@@ -255,21 +258,21 @@ impl PlanResult {
     }
 
     pub(crate) fn explainer(&self) -> Explainer<'_> {
-        let seen = &self.inputs.observations;
+        let observations = &self.inputs.observations;
         Explainer::new(
             &self.meshes,
-            seen,
+            observations,
             &self.settings,
-            &inputs::naming(&seen.hub),
+            &inputs::naming(&observations.hub),
             &self.plan,
         )
     }
 
-    /// Returns the steps in one entry's cluster for one mesh. `None` = the cluster was not given.
+    /// Returns the steps of one mesh in the cluster of an entry. `None` = the cluster was not given.
     fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
         let identity = mesh.identities.get(entry)?;
         let steps = self.steps.get(self.inputs.names.get(identity)?)?;
-        // If a mesh names one cluster twice, only the first entry shows its changes.
+        // If a mesh names one cluster twice, only the first entry shows the cluster's changes.
         let first = mesh.identities.iter().find(|(_, other)| other.same_cluster(identity));
         let is_shown = first.is_some_and(|(name, _)| name == entry);
         Some(steps.iter().filter(|step| is_shown && step.mesh == *id).collect())
@@ -306,8 +309,8 @@ impl PlanResult {
     }
 }
 
-/// Whether a step follows only from objects that were not listed. Then the policy that the step creates may exist already, or
-/// the Service whose mirror the step deletes may still exist.
+/// Whether a step is planned only because objects are missing in the input: the policy that the step creates may exist already,
+/// or the Service whose mirror the step deletes may still exist.
 fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {
     match (&step.item, step.action) {
         (Item::Policy(..), Action::Create) => target.not_listed.contains("PeerPolicy"),

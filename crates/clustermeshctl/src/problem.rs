@@ -5,11 +5,11 @@ use std::fmt;
 /// A position in a file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FilePosition {
-    /// The path that was given on the command line, or of a file below it. `-` = standard input.
+    /// The path that was given on the command line, or the path of a file in that folder. `-` = standard input.
     pub(crate) file: String,
-    /// Starts at 1; 0 = the whole file.
+    /// Counted from 1; 0 = the whole file.
     pub(crate) line: u64,
-    /// The number of the document, from 1, if the file has several. Empty documents do not count.
+    /// The number of the document, from 1, if the file has several documents. Empty documents are not counted.
     pub(crate) document: Option<usize>,
 }
 
@@ -29,7 +29,7 @@ impl fmt::Display for FilePosition {
 /// An error that the user has to correct before anything can be planned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Problem {
-    /// `None` = the command line, or a running cluster.
+    /// `None` = the error is in the command line or in a running cluster.
     pub(crate) position: Option<FilePosition>,
     /// Kind and name of the object, its field, and the error: `Node w1: spec.podCIDRs: ...`.
     pub(crate) message: String,

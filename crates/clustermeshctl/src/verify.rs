@@ -1,6 +1,6 @@
 //! `clustermeshctl verify`: probes running clusters and compares the results with the plan.
 //!
-//! [`sockets`] collects the addresses and ports to probe, [`jobs`] probes them from pods, [`classify`] compares each result with
+//! [`sockets`] collects the addresses and ports to probe, [`jobs`] probes them from pods, [`classify`] compares each answer with
 //! the plan, and [`show`] prints the report.
 
 use std::{
@@ -32,13 +32,13 @@ mod tests;
 use classify::Row;
 use jobs::{Answers, Job};
 pub(crate) use sockets::UnderlayAllowed;
-use sockets::{OwnAddresses, Socket, Sockets};
+use sockets::{ExcludedAddresses, Socket, Sockets};
 
-/// Exit code if something answers without a grant.
+/// Exit code if a socket answers without a grant.
 const VIOLATION: u8 = 1;
-/// Exit code if something could not be probed. Errors of the command have the same code.
+/// Exit code if a socket could not be probed. Errors of the command have the same code.
 pub(crate) const CANNOT_TELL: u8 = 2;
-/// Exit code if there is no violation, but something that is granted does not answer.
+/// Exit code if there is no violation, but a granted socket does not answer.
 const UNANSWERED: u8 = 3;
 
 /// A network namespace from which connections are opened.
@@ -47,7 +47,7 @@ struct ProbeSource {
     /// The name of its cluster.
     cluster: String,
     node: String,
-    /// The host network of the Node; otherwise that of a new pod on it.
+    /// Whether it is the host network of the Node. Otherwise it is the network of a new pod on the Node.
     is_host: bool,
 }
 
@@ -63,23 +63,23 @@ impl std::fmt::Display for ProbeSource {
 #[derive(Debug, Default)]
 struct Report {
     rows: Vec<Row>,
-    /// What could not be probed, and why. It changes the exit code.
+    /// Messages about sockets that could not be probed. They change the exit code.
     not_probed: Vec<String>,
-    /// What was left out on purpose.
+    /// Messages about sockets that were left out on purpose.
     notes: Vec<String>,
 }
 
 impl Report {
-    fn count(&self, of: impl Fn(&Row) -> usize) -> usize {
-        self.rows.iter().map(of).sum()
+    fn sum(&self, count: impl Fn(&Row) -> usize) -> usize {
+        self.rows.iter().map(count).sum()
     }
 
     fn code(&self) -> u8 {
-        if self.count(|row| row.violations.len()) > 0 {
+        if self.sum(|row| row.violations.len()) > 0 {
             VIOLATION
         } else if !self.not_probed.is_empty() || self.rows.is_empty() {
             CANNOT_TELL
-        } else if self.count(|row| row.unanswered.len()) > 0 {
+        } else if self.sum(|row| row.unanswered.len()) > 0 {
             UNANSWERED
         } else {
             0
@@ -87,7 +87,7 @@ impl Report {
     }
 }
 
-/// One cluster that was read.
+/// A cluster that was read.
 struct Cluster<'o> {
     name: &'o str,
     identity: &'o ClusterIdentity,
@@ -104,17 +104,17 @@ pub(crate) async fn run(
     stdout: &mut dyn Write,
     stderr: &mut dyn Write,
 ) -> Result<u8, Vec<Problem>> {
-    if !args.given.filename.is_empty() {
+    if !args.input.filename.is_empty() {
         let why =
             "verify needs running clusters: leave --filename out, and name the hub with --kubeconfig and --context";
         return Err(vec![Problem::usage(why)]);
     }
-    let outcome = PlanResult::read(&args.given, stdin, stderr).await?;
+    let outcome = PlanResult::read(&args.input, stdin, stderr).await?;
     let check_names = |flag: &str, given: &[String]| {
-        let known = |name: &&String| outcome.inputs.names.values().any(|other| other == *name);
+        let is_known = |name: &&String| outcome.inputs.names.values().any(|other| other == *name);
         let unknown: Vec<Problem> = given
             .iter()
-            .filter(|name| !known(name))
+            .filter(|name| !is_known(name))
             .map(|name| Problem::usage(format!("{flag} {name}: no mesh of the hub has an entry of that name")))
             .collect();
         if unknown.is_empty() { Ok(()) } else { Err(unknown) }
@@ -132,7 +132,7 @@ pub(crate) async fn run(
 }
 
 /// Returns the SandboxAccesses that are planned in a cluster.
-fn accesses<'a>(outcome: &'a PlanResult, cluster: &ClusterIdentity) -> Vec<&'a AccessSpec> {
+fn planned_accesses<'a>(outcome: &'a PlanResult, cluster: &ClusterIdentity) -> Vec<&'a AccessSpec> {
     let meshes = outcome.plan.meshes.values();
     let targets = meshes.flat_map(|mesh| {
         let entries = mesh.identities.iter();
@@ -162,7 +162,8 @@ impl<'a> Verify<'a> {
         clusters
     }
 
-    /// Whether a cluster may reach only what is granted, also on the underlay.
+    /// Whether a cluster may reach only granted sockets, also on the underlay: if an entry has a stricter profile than
+    /// cluster-meshed, or is quarantined.
     fn is_confined(&self, cluster: &ClusterIdentity) -> bool {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
@@ -171,10 +172,10 @@ impl<'a> Verify<'a> {
 
     async fn report(&self, stderr: &mut dyn Write) -> Report {
         let mut report = Report::default();
-        let is_selected = |given: &[String], name: &str| given.is_empty() || given.iter().any(|one| one == name);
+        let is_selected = |given: &[String], name: &str| given.is_empty() || given.iter().any(|given| given == name);
         for (identity, name) in &self.outcome.inputs.names {
-            let takes_part = is_selected(&self.args.from, name) || is_selected(&self.args.to, name);
-            if takes_part && self.outcome.inputs.cluster(identity).is_none() {
+            let is_needed = is_selected(&self.args.from, name) || is_selected(&self.args.to, name);
+            if is_needed && self.outcome.inputs.cluster(identity).is_none() {
                 report.not_probed.push(format!(
                     "cluster {name:?} could not be read: nothing is probed from it or toward it"
                 ));
@@ -186,7 +187,7 @@ impl<'a> Verify<'a> {
             .values()
             .filter(|cluster| is_selected(&self.args.to, cluster.name))
             .map(|cluster| {
-                let accesses = accesses(self.outcome, cluster.identity);
+                let accesses = planned_accesses(self.outcome, cluster.identity);
                 (
                     cluster.name,
                     sockets::collect(cluster.read, &self.outcome.settings, &accesses),
@@ -198,14 +199,18 @@ impl<'a> Verify<'a> {
             .values()
             .filter(|cluster| is_selected(&self.args.from, cluster.name))
         {
-            let own = OwnAddresses::new(from.read, self.networks(from.identity), &self.args.underlay_allows);
+            let excluded = ExcludedAddresses::new(
+                from.read,
+                self.allowed_networks(from.identity),
+                &self.args.underlay_allows,
+            );
             let targets: Vec<(&str, Sockets)> = sockets
                 .iter()
                 .filter(|(to, _)| **to != from.name)
                 .map(|(to, all)| {
                     (
                         *to,
-                        self.sockets_to_probe(from, &clusters[to], all, &own, &mut report.notes),
+                        self.select_sockets(from, &clusters[to], all, &excluded, &mut report.notes),
                     )
                 })
                 .collect();
@@ -217,7 +222,7 @@ impl<'a> Verify<'a> {
         let probes: usize = jobs.iter().map(|job| job.sockets.len()).sum();
         let _ = writeln!(
             stderr,
-            "note: {} temporary pods probe {probes} connections; nothing else is changed in any cluster",
+            "note: {} temporary pods open {probes} connections; nothing else is changed in any cluster",
             jobs.len()
         );
         let answers = jobs::run(&jobs, stderr).await;
@@ -234,51 +239,52 @@ impl<'a> Verify<'a> {
         report
     }
 
-    /// Returns the networks that the meshes allow for a cluster. Its nodes and pods use these addresses for themselves.
-    fn networks(&self, cluster: &ClusterIdentity) -> Vec<ipnet::IpNet> {
+    /// Returns `allowedNetworks` of a cluster, from all meshes. The cluster's own nodes and pods have these addresses.
+    fn allowed_networks(&self, cluster: &ClusterIdentity) -> Vec<ipnet::IpNet> {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.flat_map(|entry| entry.allowed.iter().copied()).collect()
     }
 
-    /// Selects the sockets of `to` that are probed from `from`: without addresses that `from` uses itself, and with the mirrored
-    /// Services of `to` in `from`.
-    fn sockets_to_probe(
+    /// Selects the sockets of `to` that are probed from `from`: removes the excluded addresses, and adds the Services of `to` that
+    /// are mirrored in `from`.
+    fn select_sockets(
         &self,
         from: &Cluster<'_>,
         to: &Cluster<'_>,
         all: &Sockets,
-        own: &OwnAddresses,
+        excluded: &ExcludedAddresses,
         notes: &mut Vec<String>,
     ) -> Sockets {
         let mut selected = all.clone();
-        selected.retain(|socket, _| !own.contains(*socket));
+        selected.retain(|socket, _| !excluded.contains(*socket));
         if !self.is_confined(from.identity) {
-            // Gateways serve only sandboxes, so they need not answer here.
+            // Gateways serve only sandboxes, so they do not have to answer a source that is not confined.
             let gateways = || to.read.member.gateways.values().flat_map(|gateway| &gateway.addresses);
-            for (at, socket) in &mut selected {
-                socket.should_answer &= !gateways().any(|address| address.to_canonical() == at.ip());
+            for (address, socket) in &mut selected {
+                socket.should_answer &= !gateways().any(|gateway| gateway.to_canonical() == address.ip());
             }
         }
         let left_out = all.len() - selected.len();
         if left_out > 0 {
             notes.push(format!(
-                "{left_out} sockets of {:?} are not probed from {:?}: it uses their addresses itself, or --underlay-allows names \
-                 them",
-                to.name, from.name
+                "{left_out} sockets of {:?} are not probed from {:?}: their addresses also exist in {:?}, or --underlay-allows \
+                 names them",
+                to.name, from.name, from.name
             ));
         }
         let mut mirrors = Sockets::new();
-        let accesses = accesses(self.outcome, to.identity);
+        let accesses = planned_accesses(self.outcome, to.identity);
         for mesh in &self.outcome.meshes {
-            let entry = |of: &ClusterIdentity| mesh.clusters.iter().find(|entry| entry.identity.same_cluster(of));
-            let (Some(source), Some(target)) = (entry(from.identity), entry(to.identity)) else {
+            let find_entry =
+                |cluster: &ClusterIdentity| mesh.clusters.iter().find(|entry| entry.identity.same_cluster(cluster));
+            let (Some(source), Some(target)) = (find_entry(from.identity), find_entry(to.identity)) else {
                 continue;
             };
             let uses_gateways = source.profile == Profile::Sandbox && !to.read.member.gateways.is_empty();
             let sandbox_accesses = uses_gateways.then_some((&*source.name, &*accesses));
             for grant in source.egress.iter().filter(|grant| grant.cluster == target.name) {
-                mirrors.extend(sockets::mirror(
+                mirrors.extend(sockets::collect_mirrored(
                     from.read,
                     to.read,
                     &grant.local,
@@ -301,8 +307,8 @@ impl<'a> Verify<'a> {
     ) -> Vec<Row> {
         let from = &clusters[&*job.source.cluster];
         let mut by_target: BTreeMap<&str, BTreeMap<SocketAddr, &Socket>> = BTreeMap::new();
-        for (socket, (to, what)) in &job.sockets {
-            by_target.entry(to).or_default().insert(*socket, what);
+        for (address, (to, socket)) in &job.sockets {
+            by_target.entry(to).or_default().insert(*address, socket);
         }
         let classifier = classify::Classifier {
             explainer,
@@ -315,7 +321,7 @@ impl<'a> Verify<'a> {
         };
         let rows = by_target
             .into_iter()
-            .map(|(to, sockets)| classifier.row(to, clusters[to].identity, &sockets));
+            .map(|(to, sockets)| classifier.classify(to, clusters[to].identity, &sockets));
         rows.collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Runs the built binary `clustermeshctl explain` on files.
+//! Tests the built binary with `clustermeshctl explain` on files.
 
 use std::{
     fs,
@@ -10,14 +10,15 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The result of one run.
 struct Run {
     code: Option<i32>,
     out: String,
     err: String,
 }
 
-const WORLD: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a \
+/// The flags for the files of all clusters. The mesh is on standard input.
+const INPUT: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml \
+                     --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a \
                      --cluster tenant-a=explain/tenant-a.yaml --cluster notebooks=explain/notebooks.yaml";
 
 fn fixtures() -> std::path::PathBuf {
@@ -48,12 +49,12 @@ fn run(args: &str, mesh: &str) -> Run {
 }
 
 fn explain(from: &str, to: &str) -> Run {
-    run(&format!("explain {from} {to} {WORLD}"), &mesh())
+    run(&format!("explain {from} {to} {INPUT}"), &mesh())
 }
 
-/// Exit code and the rules of all addresses.
+/// Returns the exit code and the rules of all addresses.
 fn rules(from: &str, to: &str, mesh: &str) -> (Option<i32>, Vec<String>) {
-    let run = run(&format!("explain {from} {to} {WORLD} -o json"), mesh);
+    let run = run(&format!("explain {from} {to} {INPUT} -o json"), mesh);
     let answer: Value = serde_json::from_str(&run.out).unwrap_or_else(|_| panic!("{}{}", run.out, run.err));
     let answers = answer["answers"].as_array().unwrap();
     let rules = answers.iter().map(|answer| answer["rule"].as_str().unwrap().to_owned());
@@ -62,42 +63,43 @@ fn rules(from: &str, to: &str, mesh: &str) -> (Option<i32>, Vec<String>) {
 
 #[test]
 fn explain_table_shows_verdict_rule_and_path() {
-    let questions = [
-        // Between two cluster-meshed members: a pod, a Service by endpoint and ClusterIP, a node.
+    let queries = [
+        // Between two cluster-meshed members: to a pod, to a Service (endpoint and ClusterIP), and to a node.
         ("tenant-a/default/app-0", "mgmt/team-x/web-0:8080"),
         ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:5432"),
         ("tenant-a/default/agent", "mgmt/h2"),
         // Closed to every member.
         ("tenant-a/w1", "mgmt/h1:10250"),
         ("10.20.0.5", "mgmt/default/svc/kubernetes:443"),
-        // A sandbox: only what it is granted, also by the name of the mirrored Service.
+        // From a sandbox: only granted Services are allowed, also by the name of the mirrored Service. No member reaches a sandbox.
         ("notebooks/lab/nb-0", "mgmt/team-x/svc/postgres-rw"),
         ("notebooks/lab/nb-0", "notebooks/default/svc/postgres:5432"),
         ("notebooks/lab/nb-0", "mgmt/team-x/web-0:8080"),
         ("notebooks/lab/nb-0", "tenant-a/default/app-0:80"),
         ("mgmt/team-x/web-0", "notebooks/lab/nb-0:22"),
-        // Nodes without a Peer, a member with the profile standard or without files, addresses of no member.
+        // From and to nodes without a Peer, to a member with the profile standard, to an address of no member, to a port that the
+        // Service does not have.
         ("tenant-a/default/app-1", "mgmt/team-x/web-0"),
         ("mgmt/team-x/web-0", "tenant-a/default/app-1:80"),
         ("tenant-a/default/app-0", "10.30.0.1:80"),
         ("tenant-a/default/app-0", "192.0.2.1:80"),
         ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:80"),
     ];
-    let mut read = String::new();
-    for (from, to) in questions {
+    let mut printed = String::new();
+    for (from, to) in queries {
         let run = explain(from, to);
-        read.push_str(&format!(
+        printed.push_str(&format!(
             "$ clustermeshctl explain {from} {to}\n{}exit {}\n\n",
             run.out,
             run.code.unwrap()
         ));
     }
-    insta::assert_snapshot!(read);
+    insta::assert_snapshot!(printed);
 }
 
 #[test]
 fn explain_json_and_yaml_match() {
-    let args = format!("explain notebooks/lab/nb-0 mgmt/team-x/svc/postgres-rw:sql {WORLD} --output");
+    let args = format!("explain notebooks/lab/nb-0 mgmt/team-x/svc/postgres-rw:sql {INPUT} --output");
     let json = run(&format!("{args} json"), &mesh());
     assert_eq!(
         (json.code, &*json.err),
@@ -120,17 +122,17 @@ fn changed_mesh_changes_the_answer() {
         "notebooks/lab/nb-0",
         "mgmt/team-x/svc/postgres-rw:5432",
     );
-    let one = |rule: &str| vec![rule.to_owned()];
-    assert_eq!(rules(app, web, &mesh()), (Some(0), one("Meshed")));
-    let sandboxed = |cluster: &str, line: &str| {
+    let single = |rule: &str| vec![rule.to_owned()];
+    assert_eq!(rules(app, web, &mesh()), (Some(0), single("Meshed")));
+    let mesh_with = |cluster: &str, line: &str| {
         let name = format!("- name: {cluster}\n");
         mesh().replace(&name, &format!("{name}    {line}\n"))
     };
     for (change, code, rule) in [
-        (sandboxed("tenant-a", "quarantine: true"), 1, "Quarantined"),
-        (sandboxed("mgmt", "quarantine: true"), 1, "Quarantined"),
-        (sandboxed("tenant-a", "isolationProfile: sandbox"), 1, "NoGrant"),
-        (sandboxed("tenant-a", "isolationProfile: standard"), 1, "Standard"),
+        (mesh_with("tenant-a", "quarantine: true"), 1, "Quarantined"),
+        (mesh_with("mgmt", "quarantine: true"), 1, "Quarantined"),
+        (mesh_with("tenant-a", "isolationProfile: sandbox"), 1, "NoGrant"),
+        (mesh_with("tenant-a", "isolationProfile: standard"), 1, "Standard"),
         (mesh().replace("10.20.0.0/16, ", ""), 1, "NodeSkipped"),
         (
             mesh().replace("[10.20.0.0/16, 100.67.0.0/16]", "[10.244.0.0/15]"),
@@ -138,39 +140,39 @@ fn changed_mesh_changes_the_answer() {
             "NetworksOverlap",
         ),
     ] {
-        assert_eq!(rules(app, web, &change), (Some(code), one(rule)), "{change}");
+        assert_eq!(rules(app, web, &change), (Some(code), single(rule)), "{change}");
     }
-    assert_eq!(rules(notebook, postgres, &mesh()), (Some(0), one("Granted")));
-    let closed = sandboxed("notebooks", "quarantine: true");
+    assert_eq!(rules(notebook, postgres, &mesh()), (Some(0), single("Granted")));
+    let quarantined = mesh_with("notebooks", "quarantine: true");
     assert_eq!(
-        rules(notebook, postgres, &closed),
+        rules(notebook, postgres, &quarantined),
         (Some(1), vec!["Quarantined".to_owned(); 2])
     );
-    let other = mesh().replace("port: 5432", "port: 9187");
-    assert_eq!(rules(notebook, postgres, &other).1[0], "NotGranted");
+    let other_port = mesh().replace("port: 5432", "port: 9187");
+    assert_eq!(rules(notebook, postgres, &other_port).1[0], "NotGranted");
 }
 
 #[test]
 fn infrastructure_port_flag_changes_rule_and_policy() {
-    let own = |flags: &str| {
+    let rule = |flags: &str| {
         let answer = run(
-            &format!("explain tenant-a/w1 mgmt/h1:8132 {WORLD} -o json {flags}"),
+            &format!("explain tenant-a/w1 mgmt/h1:8132 {INPUT} -o json {flags}"),
             &mesh(),
         );
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
         answer["answers"][1]["rule"].as_str().unwrap().to_owned()
     };
-    assert_eq!(own(""), "WireguardAddress");
-    assert_eq!(own("--infrastructure-port 8132/TCP"), "InfrastructurePort");
-    assert_eq!(own("--infrastructure-port 8132/UDP"), "WireguardAddress");
+    assert_eq!(rule(""), "WireguardAddress");
+    assert_eq!(rule("--infrastructure-port 8132/TCP"), "InfrastructurePort");
+    assert_eq!(rule("--infrastructure-port 8132/UDP"), "WireguardAddress");
 
-    let plan = run(&format!("plan {WORLD} -o json --infrastructure-port 8132"), &mesh());
+    let plan = run(&format!("plan {INPUT} -o json --infrastructure-port 8132"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();
     let policy = &plan["meshes"][0]["targets"][0]["policies"][0]["spec"];
     let ports = policy["infrastructurePorts"].as_array().unwrap();
     assert!(ports.contains(&json!({"port": 8132, "protocol": "TCP"})), "{ports:?}");
 
-    let refused = run(&format!("plan {WORLD} --infrastructure-port konnectivity"), &mesh());
+    let refused = run(&format!("plan {INPUT} --infrastructure-port konnectivity"), &mesh());
     assert!(
         refused.code != Some(0) && refused.err.contains("--infrastructure-port") && refused.err.contains("8132/TCP"),
         "{}",
@@ -179,22 +181,22 @@ fn infrastructure_port_flag_changes_rule_and_policy() {
 }
 
 #[test]
-fn wireguard_address_allows_no_port_but_ping() {
+fn wireguard_address_allows_only_ping() {
     let rules = |to: &str| {
-        let answer = run(&format!("explain tenant-a/w1 {to} {WORLD} -o json"), &mesh());
+        let answer = run(&format!("explain tenant-a/w1 {to} {INPUT} -o json"), &mesh());
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
         let answers = answer["answers"].as_array().unwrap().iter();
         answers
-            .map(|one| one["rule"].as_str().unwrap().to_owned())
+            .map(|answer| answer["rule"].as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
     };
-    // The first rule is for the node's InternalIP, which is not in mgmt's allowedNetworks; the second for its WireGuard address.
+    // The first rule is for the node's InternalIP, which is outside allowedNetworks of mgmt, the second for its WireGuard address.
     assert_eq!(rules("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
     assert_eq!(rules("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
 }
 
 #[test]
-fn masquerading_by_a_kg_node_is_unknown() {
+fn masquerading_on_a_kg_node_is_unknown() {
     const NOTE: &str = "kg does not keep the source address";
     let nodes = fs::read_to_string(fixtures().join("kilo/nodes-c2.json")).unwrap();
     let path_from = |nodes: &Value| {
@@ -222,7 +224,7 @@ fn masquerading_by_a_kg_node_is_unknown() {
 
 #[test]
 fn path_shows_which_objects_are_written() {
-    let plan = run(&format!("plan {WORLD} -o json"), &mesh());
+    let plan = run(&format!("plan {INPUT} -o json"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();
     let folder = TempDir::new().unwrap();
     let mut flags = String::new();
@@ -243,7 +245,7 @@ fn path_shows_which_objects_are_written() {
         flags.push_str(&format!(" --cluster {name}={}", path.display()));
     }
     let are_written = |flags: &str| {
-        let args = format!("explain tenant-a/default/app-0 mgmt/team-x/web-0:80 {WORLD}{flags} -o json");
+        let args = format!("explain tenant-a/default/app-0 mgmt/team-x/web-0:80 {INPUT}{flags} -o json");
         let run = run(&args, &mesh());
         let answer: Value = serde_json::from_str(&run.out).unwrap();
         let path = &answer["answers"][0]["path"];

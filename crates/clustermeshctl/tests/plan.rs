@@ -1,4 +1,4 @@
-//! Runs the built binary `clustermeshctl plan` on files.
+//! Tests the built binary with `clustermeshctl plan` on files.
 
 use std::{
     fs,
@@ -10,7 +10,6 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The result of one run.
 struct Run {
     code: Option<i32>,
     out: String,
@@ -25,7 +24,7 @@ impl Run {
 }
 
 /// Runs `clustermeshctl plan` in the folder of the fixtures, so that messages contain relative paths.
-fn plan_of(args: &str, stdin: &str) -> Run {
+fn plan_with_stdin(args: &str, stdin: &str) -> Run {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut child = Command::new(env!("CARGO_BIN_EXE_clustermeshctl"))
         .arg("plan")
@@ -36,7 +35,7 @@ fn plan_of(args: &str, stdin: &str) -> Run {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // The write may fail: a run that ends early does not read its input.
+    // The write may fail, because a run that ends early does not read its input.
     let _ = child.stdin.take().unwrap().write_all(stdin.as_bytes());
     let output = child.wait_with_output().unwrap();
     Run {
@@ -47,13 +46,13 @@ fn plan_of(args: &str, stdin: &str) -> Run {
 }
 
 fn plan(args: &str) -> Run {
-    plan_of(args, "")
+    plan_with_stdin(args, "")
 }
 
 const AGENTS: &str = "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
 const KILO: &str = "-f kilo/mesh.yaml --cluster c1=kilo/nodes-c1.json --cluster c2=kilo/nodes-c2.json";
 
-/// A folder with one file for each member that contains the objects of a plan, as if they had been written.
+/// A folder with one file for each member. The file contains the planned objects, as if the controller had written them.
 struct Applied {
     folder: TempDir,
 }
@@ -92,7 +91,7 @@ impl Applied {
         fs::write(self.path(cluster), list.to_string()).unwrap();
     }
 
-    /// The flags that add these files to those of the fixtures.
+    /// The flags that add these files to the files of the fixtures.
     fn flags(&self, clusters: &[&str]) -> String {
         let flags = clusters
             .iter()
@@ -106,7 +105,7 @@ fn changes(plan: &Value, cluster: &str) -> Value {
     targets.iter().find(|target| target["cluster"] == cluster).unwrap()["changes"].clone()
 }
 
-fn change(action: &str, kind: &str, name: &str, fields: &[&str]) -> Value {
+fn expected_change(action: &str, kind: &str, name: &str, fields: &[&str]) -> Value {
     json!({"action": action, "kind": kind, "name": name, "fields": fields})
 }
 
@@ -163,9 +162,9 @@ fn applied_plan_leaves_nothing_to_change() {
         assert!(table.out.ends_with("\nNothing would change.\n"), "{}", table.out);
         assert_eq!(table.code, Some(0));
         let second = plan(&format!("{args} -o json")).json();
-        let unchanged = |plan: &Value, key: &str| plan["meshes"][0]["targets"][1][key].clone();
+        let objects = |plan: &Value, key: &str| plan["meshes"][0]["targets"][1][key].clone();
         for key in ["peers", "policies", "accesses", "services"] {
-            assert_eq!(unchanged(&second, key), unchanged(&first, key));
+            assert_eq!(objects(&second, key), objects(&first, key));
         }
     }
 }
@@ -179,7 +178,7 @@ fn unlisted_kinds_cause_no_changes() {
     }
     let run = plan(&format!("{AGENTS}{} --exit-code", applied.flags(&["mgmt", "tenant-a"])));
     assert_eq!(run.code, Some(0), "{}", run.out);
-    // The user listed no services and endpointslices of the member that exports the mirrored Service.
+    // The user listed neither services nor endpointslices of the member that has the original of the mirrored Service.
     let nodes = applied.folder.path().join("nodes.yaml");
     let mgmt = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mgmt.yaml")).unwrap();
     fs::write(&nodes, mgmt.split_once("- apiVersion: v1\n  kind: Service").unwrap().0).unwrap();
@@ -191,7 +190,8 @@ fn unlisted_kinds_cause_no_changes() {
     assert_eq!(run.code, Some(0), "{}", run.out);
     assert_eq!(
         run.err,
-        "note: the input for cluster \"mgmt\" has no EndpointSlice and no PeerPolicy and no Service: they were probably not listed, so their absence causes no change\n\
+        "note: the input for cluster \"mgmt\" has no EndpointSlice and no PeerPolicy and no Service: they were probably not listed, \
+         so their absence causes no change\n\
          note: the input for cluster \"tenant-a\" has no PeerPolicy: they were probably not listed, so their absence causes no change\n"
     );
     assert!(run.out.contains("Unresolved"), "{}", run.out);
@@ -211,19 +211,19 @@ fn missing_cluster_causes_no_deletes() {
 #[test]
 fn removed_node_deletes_its_peer() {
     let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
-    let empty = applied.folder.path().join("none.yaml");
-    fs::write(&empty, "kind: NodeList\napiVersion: v1\nitems: []\n").unwrap();
+    let no_nodes = applied.folder.path().join("none.yaml");
+    fs::write(&no_nodes, "kind: NodeList\napiVersion: v1\nitems: []\n").unwrap();
     let plan = plan(&format!(
         "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster tenant-a={}{} -o json",
-        empty.display(),
+        no_nodes.display(),
         applied.flags(&["mgmt"]),
     ));
-    let deleted = change("delete", "Peer", "prod--tenant-a--w1", &[]);
+    let deleted = expected_change("delete", "Peer", "prod--tenant-a--w1", &[]);
     assert_eq!(changes(&plan.json(), "mgmt"), json!([deleted]));
 }
 
 #[test]
-fn predecessor_peers_are_adopted_by_labels_only() {
+fn predecessor_peers_are_adopted_by_label_changes() {
     let applied = Applied::new(&plan(&format!("{KILO} -o json")).json());
     for cluster in ["c1", "c2"] {
         applied.edit(cluster, |peer| {
@@ -233,19 +233,19 @@ fn predecessor_peers_are_adopted_by_labels_only() {
         });
     }
     let run = plan(&format!("{KILO}{} -o json", applied.flags(&["c1", "c2"])));
-    let updated = |names: &[&str]| -> Value {
+    let label_updates = |names: &[&str]| -> Value {
         names
             .iter()
-            .map(|name| change("update", "Peer", name, &["metadata.labels"]))
+            .map(|name| expected_change("update", "Peer", name, &["metadata.labels"]))
             .collect()
     };
     assert_eq!(
         changes(&run.json(), "c1"),
-        updated(&["pair--c2--c2n1", "pair--c2--c2n2", "pair--c2--c2n3"])
+        label_updates(&["pair--c2--c2n1", "pair--c2--c2n2", "pair--c2--c2n3"])
     );
     assert_eq!(
         changes(&run.json(), "c2"),
-        updated(&["pair--c1--c1n1", "pair--c1--c1n3"])
+        label_updates(&["pair--c1--c1n1", "pair--c1--c1n3"])
     );
     insta::assert_snapshot!(plan(&format!("{KILO}{}", applied.flags(&["c1", "c2"]))).out);
 }
@@ -291,12 +291,14 @@ fn malformed_object_is_reported_with_file_line_and_field() {
     let folder = TempDir::new().unwrap();
     fs::write(
         folder.path().join("a.yaml"),
-        "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Node\n  metadata: {name: n1}\n  spec:\n    podCIDRs: 10.0.0.0/24\n",
+        "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Node\n  metadata: {name: n1}\n  spec:\n    \
+         podCIDRs: 10.0.0.0/24\n",
     )
     .unwrap();
     fs::write(
         folder.path().join("b.json"),
-        "{\"apiVersion\": \"kilo.squat.ai/v1alpha1\", \"kind\": \"Peer\",\n \"metadata\": {\"name\": \"p\"},\n \"spec\": {\"allowedIPs\": []}}",
+        "{\"apiVersion\": \"kilo.squat.ai/v1alpha1\", \"kind\": \"Peer\",\n \"metadata\": {\"name\": \"p\"},\n \
+         \"spec\": {\"allowedIPs\": []}}",
     )
     .unwrap();
     let run = plan(&format!(
@@ -330,7 +332,7 @@ fn wrong_field_is_reported_with_its_document() {
         object("Node", "n4", "{unschedulable: 1}"),
         "kind: 7\n".to_owned(),
     ];
-    let run = plan_of("-f agents/mesh.yaml --cluster mgmt=-", &nodes[..4].join("---\n"));
+    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &nodes[..4].join("---\n"));
     assert_eq!(
         run.err,
         "error: -:17 (document 3): Node n3: spec.taints[0].effect: invalid type: sequence, expected a string: correct it, or save the \
@@ -338,7 +340,7 @@ fn wrong_field_is_reported_with_its_document() {
          error: -:22 (document 4): Node n4: spec.unschedulable: invalid type: integer `1`, expected a boolean: correct it, or save \
          the object again; `kubectl explain node.spec.unschedulable` describes the field\n"
     );
-    let run = plan_of("-f agents/mesh.yaml --cluster mgmt=-", &nodes[3..].join("---\n"));
+    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &nodes[3..].join("---\n"));
     assert_eq!(
         run.err,
         "error: -:6 (document 2): is not a Kubernetes object: kind: invalid type: integer `7`, expected a string: save the objects \
@@ -351,7 +353,7 @@ fn invalid_mesh_is_reported_with_all_fields_and_lines() {
     let mesh = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: m, namespace: x}\nspec:\n  clusters:\n  \
                 - name: mgmt\n    local: true\n    allowedNetworks:\n    - 10.0.0.0/33\n  \
                 - name: A\n    kubeconfigSecretRef: {name: s}\n    allowedNetworks: [10.2.0.0/16]\n";
-    let run = plan_of("-f -", mesh);
+    let run = plan_with_stdin("-f -", mesh);
     assert_eq!(run.code, Some(1));
     insta::assert_snapshot!(run.err);
 }
@@ -360,7 +362,7 @@ fn invalid_mesh_is_reported_with_all_fields_and_lines() {
 fn misspelt_mesh_field_is_refused() {
     let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
     let mesh = mesh.replace("    egress:\n", "    isolationprofile: sandbox\n    egress:\n");
-    let run = plan_of("-f -", &mesh);
+    let run = plan_with_stdin("-f -", &mesh);
     assert_eq!(
         run.err,
         "error: -:16: ClusterMesh meshes/prod: spec.clusters[1].isolationprofile: a ClusterMesh has no such field: remove it or \
@@ -371,7 +373,7 @@ fn misspelt_mesh_field_is_refused() {
 #[test]
 fn invalid_or_duplicate_input_is_refused() {
     let err = |args: &str, stdin: &str| {
-        let run = plan_of(args, stdin);
+        let run = plan_with_stdin(args, stdin);
         assert_eq!((run.code, &*run.out), (Some(1), ""));
         run.err
     };
@@ -398,7 +400,7 @@ fn meshes_in_several_documents_share_a_cluster() {
                   - name: hub\n    local: true\n    allowedNetworks: [10.244.0.0/16, 100.66.0.0/16, 10.96.0.0/12]\n  \
                   - name: tenant-b\n    kubeconfigSecretRef: {name: b}\n    allowedNetworks: [10.30.0.0/16]\n---\n";
     let first = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
-    let run = plan_of(
+    let run = plan_with_stdin(
         "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a -o json",
         &format!("{second}{first}"),
     );
@@ -410,14 +412,14 @@ fn meshes_in_several_documents_share_a_cluster() {
         .map(|mesh| &mesh["name"])
         .collect();
     assert_eq!(names, ["lab", "prod"]);
-    // The files given for `mgmt` also count for `hub`: both are the local cluster.
+    // The files given for `mgmt` are also used for `hub`, because both entries are the local cluster.
     assert_eq!(
         both["meshes"][0]["conditions"][0]["message"],
         "cluster \"tenant-b\": not given; add --cluster tenant-b=FILE_OR_DIR"
     );
     let alone = plan(&format!("{AGENTS} -o json")).json();
     assert_eq!(both["meshes"][1], alone["meshes"][0]);
-    let twice = plan_of(
+    let twice = plan_with_stdin(
         "-f - --cluster mgmt=agents/mgmt.yaml --cluster hub=agents/mgmt.yaml",
         &format!("{second}{first}"),
     );
@@ -439,13 +441,13 @@ fn objects_of_a_missing_mesh_are_left_unchanged() {
             "note: 2 object(s) in cluster \"mgmt\" belong to ClusterMesh meshes/other, which is not given: they are left unchanged"
         )
     );
-    // The Peer of the missing mesh keeps the key of Node w1, as if that mesh were given and older.
-    let created = change("create", "PeerPolicy", "prod--tenant-a", &[]);
+    // The Peer of the missing mesh has the key of Node w1 and keeps it, so `prod` creates only the policy.
+    let created = expected_change("create", "PeerPolicy", "prod--tenant-a", &[]);
     assert_eq!(changes(&run.json(), "mgmt"), json!([created]));
     let table = plan(&format!("{AGENTS}{} --hub-id h", applied.flags(&["mgmt"])));
     assert!(table.out.contains("Into mgmt: 1 to create\n"), "{}", table.out);
     assert!(table.out.contains("other--peer there"), "{}", table.out);
-    assert!(table.out.ends_with("In all: 6 to create.\n"), "{}", table.out);
+    assert!(table.out.ends_with("Total: 6 to create.\n"), "{}", table.out);
 }
 
 #[test]
@@ -468,7 +470,7 @@ fn hub_id_defaults_to_system_uid_then_to_most_peers() {
     let system = format!("{existing} --cluster mgmt={}", system.display());
     assert_eq!(hub(&system), "11-22");
     assert_eq!(hub(&format!("{system} --hub-id flag")), "flag");
-    // With another id the Peers belong to another hub, so they keep their names and keys.
+    // With another id, the existing Peers belong to another hub, so no step changes or deletes them.
     let foreign = plan(&format!("{AGENTS}{existing} --hub-id another -o json")).json();
     assert_eq!(
         changes(&foreign, "mgmt")
@@ -491,16 +493,16 @@ fn sandbox_grants_and_their_changes_are_shown() {
     );
     let clusters =
         "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a";
-    let run = plan_of(clusters, &sandbox);
+    let run = plan_with_stdin(clusters, &sandbox);
     let granted = "        from 100.67.0.0/16
         nodes w1, w2
         through gateways at TCP/24040 -> Service team-x/postgres-rw sql
 ";
     assert!(run.out.contains(granted), "{}{}", run.out, run.err);
 
-    let applied = Applied::new(&plan_of(&format!("{clusters} -o json"), &sandbox).json());
+    let applied = Applied::new(&plan_with_stdin(&format!("{clusters} -o json"), &sandbox).json());
     let other = sandbox.replace("      ports: [{port: 5432}]\n", "");
-    let run = plan_of(&format!("{clusters}{}", applied.flags(&["mgmt", "tenant-a"])), &other);
+    let run = plan_with_stdin(&format!("{clusters}{}", applied.flags(&["mgmt", "tenant-a"])), &other);
     let change = "        through gateways at TCP/24040 -> Service team-x/postgres-rw sql -> through gateways at
           TCP/24040 -> Service team-x/postgres-rw sql, TCP/26929 -> Service team-x/postgres-rw
           metrics
@@ -514,13 +516,13 @@ fn sandbox_grants_and_their_changes_are_shown() {
 
 // threat: terminal-injection
 #[test]
-fn text_of_clusters_reaches_the_terminal_escaped() {
+fn text_from_clusters_is_escaped_on_the_terminal() {
     let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
     let hostile = json!({"apiVersion": "v1", "kind": "E\u{1b}[2J\u{9b}31m\u{202e}", "metadata": {"name": "x"}});
     let args = "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
     // YAML does not allow unescaped C1 control characters.
     let hostile = hostile.to_string().replace('\u{9b}', "\\u009b");
-    let run = plan_of(args, &format!("{mesh}\n---\n{hostile}\n"));
+    let run = plan_with_stdin(args, &format!("{mesh}\n---\n{hostile}\n"));
     let note = "note: ignored, because a plan does not need them: 1 ConfigMap, 1 E\\u001b[2J\\u009b31m\\u202e";
     assert!(run.err.lines().any(|line| line == note), "{:?}", run.err);
     assert_eq!(run.out, plan(AGENTS).out);

@@ -1,12 +1,12 @@
 //! Classifies failed requests and describes them to users.
 //!
-//! The description is the same for a closed port, a timeout and any certificate error. A kubeconfig is hostile input, and a
-//! more precise description would make the hub a port scanner for its author.
+//! The description is the same for a closed port, a timeout and any certificate error. A kubeconfig is hostile input, and with a
+//! more precise description its author could use the controller as a port scanner.
 
 use clustermesh_access::{bounds::over_budget, cause, kubeconfig::Refused};
 use kube::Error;
 
-/// The description of every failure below HTTP.
+/// The description of every failure without an HTTP response.
 pub(crate) const NO_ANSWER: &str = "its API server does not answer";
 
 /// Makes text from a member safe to log and to show: one line, printable characters, at most 200 bytes.
@@ -29,7 +29,7 @@ pub(crate) fn sanitize(text: &str) -> String {
     sanitized
 }
 
-/// Describes a failure without any text of the API server.
+/// Describes a failure without any text from the API server.
 pub(crate) fn describe(error: &Error) -> String {
     if let Some(over) = over_budget(error) {
         return over.to_string();
@@ -40,7 +40,7 @@ pub(crate) fn describe(error: &Error) -> String {
     match error {
         Error::Api(status) => match status.code {
             401 => "its API server refuses the credentials (401): renew the kubeconfig in the Secret".to_owned(),
-            403 => "its API server forbids what the account needs (403): apply the member's RBAC manifests".to_owned(),
+            403 => "its API server denies the account a permission (403): apply the member's RBAC manifests".to_owned(),
             429 => "its API server asks to slow down (429)".to_owned(),
             code @ 500.. => format!("its API server fails ({code})"),
             code => format!("its API server answers with an unexpected status ({code})"),
@@ -52,7 +52,7 @@ pub(crate) fn describe(error: &Error) -> String {
     }
 }
 
-/// Whether the failure is an answer of an API server. 502 to 504 are not: a proxy sends them when the API server is down.
+/// Whether the API server responded. The codes 502 to 504 do not count: a proxy sends them when the API server is down.
 pub(crate) fn is_answer(error: &Error) -> bool {
     match error {
         Error::Api(status) => !matches!(status.code, 502..=504),
@@ -61,10 +61,10 @@ pub(crate) fn is_answer(error: &Error) -> bool {
     }
 }
 
-/// Whether requests for other objects of the cluster would fail the same way, so that waiting is better than trying them.
+/// Whether requests for other objects of the cluster would fail for the same reason. Then the caller must wait before it sends more.
 ///
-/// A 500 or an answer that does not parse may concern one object (a webhook, a field of another version). It must not delay
-/// the others.
+/// A 500 or a response that does not parse may concern only one object (a webhook, a field of another version). It must not delay
+/// requests for other objects.
 pub(crate) fn is_cluster_wide(error: &Error) -> bool {
     match error {
         Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),

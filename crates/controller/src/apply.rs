@@ -41,7 +41,7 @@ struct Inner {
     is_running: bool,
 }
 
-/// What a write into the member needs.
+/// The client for writes into the member, and the data that decides about them.
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
@@ -52,13 +52,13 @@ pub(crate) struct Connection {
 /// The result of one step.
 #[derive(Debug)]
 enum Outcome {
-    /// The object already was as desired.
+    /// The object already had the desired content.
     Unchanged,
     /// The object was written. `overwritten_manager` is the other field manager that had changed it last.
     Written { overwritten_manager: Option<String> },
     /// The object changed in the meantime; `by` is the field manager that changed it.
     Conflict { by: Option<String> },
-    /// The member refuses this object, for this reason.
+    /// The member refuses this object. Contains the reason.
     Refused(String),
     /// The member throttles requests (429).
     Throttled(String),
@@ -103,12 +103,12 @@ impl MemberWriter {
         self.lock().queue.is_writing(mesh)
     }
 
-    /// Why something of this mesh could not be written, if so.
+    /// Why an object of this mesh cannot be written. `None` = no write failed.
     pub(crate) fn problem(&self, mesh: &MeshId) -> Option<String> {
         self.lock().queue.problem(mesh)
     }
 
-    /// Replaces the steps to write, and starts a task that sends them if none is running.
+    /// Replaces the steps to send, and starts a task that sends them unless one is running.
     ///
     /// `observed` is the time at which the pass that planned the steps began to observe.
     pub(crate) fn set_steps(
@@ -129,7 +129,7 @@ impl MemberWriter {
         self.steps_replaced.notify_one();
     }
 
-    /// Drops all steps that were not sent yet. Requests in flight end normally.
+    /// Drops all steps that were not sent yet. Requests in flight are not cancelled.
     pub(crate) fn clear(&self) {
         let now = Instant::now();
         self.lock().queue.replace(BTreeMap::new(), now, now);
@@ -168,15 +168,14 @@ impl MemberWriter {
                 () = crate::backoff::sleep_until(wait) => {}
             }
         }
-        // The member is up to date: the next pass reports the time (`lastSync`). If nothing was written, it has nothing new to
-        // report.
+        // The queue is empty. If an object was written, the next pass reports the time as `lastSync`.
         if has_written {
             self.changed.notify_one();
         }
     }
 
-    /// Logs and counts the outcome of a step. It wakes the loop only if the report of a mesh changes; the written object itself
-    /// wakes the loop through the feed.
+    /// Logs and counts the outcome of a step. It wakes the reconcile loop only if the report of a mesh changes. The feed wakes the
+    /// loop for the written object.
     fn record(&self, sent: SentStep, outcome: Outcome) {
         let step = &sent.step;
         let (kind, name) = key(step);
@@ -230,10 +229,10 @@ fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
         return Outcome::Unavailable(api_error::describe(error));
     }
     let kube::Error::Api(status) = error else {
-        return Outcome::Refused("the object there, or the answer, cannot be read".to_owned());
+        return Outcome::Refused("the existing object or the response does not parse".to_owned());
     };
     Outcome::Refused(match status.code {
-        // Kubernetes' admission plugin puts this word into its message. The rest of the message is not shown.
+        // Kubernetes' admission plugin puts this word into its message. The rest of the message is untrusted and not shown.
         403 | 422 if status.message.contains("ValidatingAdmissionPolicy") => format!(
             "an admission policy of the cluster refuses it ({}): see the lists in the ConfigMap of deploy/admission.yaml there",
             status.code
@@ -242,8 +241,8 @@ fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
             "the account may not {} it (403): apply the member's RBAC manifests",
             step.action.as_str()
         ),
-        404 => "its namespace or its CRD is not there (404)".to_owned(),
-        500 => "its API server fails on this object (500): see its log, or an admission webhook's".to_owned(),
+        404 => "its namespace or its CRD does not exist (404)".to_owned(),
+        500 => "its API server fails on this object (500): see its log, or the log of an admission webhook".to_owned(),
         code => format!("its API server refuses it ({code})"),
     })
 }

@@ -21,16 +21,17 @@ pub struct Args {
     #[arg(long, requires = "kubeconfig")]
     pub context: Option<String>,
 
-    /// Namespace whose ClusterMeshes may connect the hub itself (`local: true`). PROFILE is the widest isolation profile of
-    /// their other entries: cluster-meshed (default), sandbox or standard. If CIDRs follow, allowedNetworks must lie inside
-    /// them. `sandbox` needs CIDRs: without them no mesh is served there. Its meshes may grant Services of the same namespace,
-    /// and those with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable; `*` = every namespace. Default:
-    /// the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's context, else `default`).
+    /// Namespace whose ClusterMeshes may connect the hub itself (`local: true`). PROFILE is the least restrictive profile that
+    /// their other entries may have: cluster-meshed (default), sandbox or standard. If CIDRs follow, allowedNetworks must be
+    /// inside them. `sandbox` requires CIDRs: without CIDRs no mesh of the namespace is accepted. Its meshes may grant Services
+    /// of the same namespace, and Services with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable;
+    /// `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else the namespace of the kubeconfig's
+    /// context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE[,CIDR...]]")]
     pub hub_namespaces: Vec<HubNamespace>,
 
     /// Namespace whose ClusterMeshes may connect members with each other, but not with the hub (no `local: true`).
-    /// allowedNetworks must lie inside the CIDRs. Repeatable; `*` = every namespace.
+    /// allowedNetworks must be inside the CIDRs. Repeatable; `*` = every namespace.
     #[arg(long = "member-namespace", value_name = "NAMESPACE,CIDR[,CIDR...]")]
     pub member_namespaces: Vec<MemberNamespace>,
 
@@ -40,8 +41,8 @@ pub struct Args {
     #[arg(long = "hub-network", value_name = "CIDR[,CIDR...]", value_delimiter = ',')]
     pub hub_networks: Vec<HubNetwork>,
 
-    /// A port of your infrastructure that is closed to every member on each address of every node, in addition to the built-in
-    /// ones (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). Repeatable.
+    /// A port of your infrastructure that is closed to every member on each address of every node, in addition to the default
+    /// ports (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). Repeatable.
     #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
     pub infrastructure_ports: Vec<InfrastructurePort>,
 
@@ -58,12 +59,12 @@ pub struct Args {
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8081")]
     pub listen: SocketAddr,
 
-    /// Answer /metrics to every client. Default: to the loopback alone, because its labels name every mesh and cluster, and
+    /// Serve /metrics to every client. Default: only to loopback clients, because its labels name every mesh and cluster, and
     /// pods of every cluster-meshed member reach this port. Use it where a NetworkPolicy admits only your monitoring.
     #[arg(long)]
     pub open_metrics: bool,
 
-    /// How log lines are written; RUST_LOG chooses which.
+    /// Format of log lines. RUST_LOG filters them.
     #[arg(long, value_enum, default_value_t)]
     pub log_format: LogFormat,
 }
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn infrastructure_port_invalid_is_refused_with_an_example() {
+    fn invalid_infrastructure_port_is_refused_with_an_example() {
         let parse = |values: &[&str]| {
             let flags = values.iter().flat_map(|value| ["--infrastructure-port", value]);
             Args::try_parse_from(["clustermesh-controller"].into_iter().chain(flags))
@@ -127,7 +128,7 @@ mod tests {
 
         let hub_namespaces = args.hub_namespaces.iter();
         let hub_namespaces: Vec<_> = hub_namespaces
-            .map(|flag| (&*flag.namespace, flag.max_profile, texts(flag.networks.iter())))
+            .map(|flag| (&*flag.namespace, flag.profile_limit, texts(flag.networks.iter())))
             .collect();
         let listed = ["100.80.16.0/20", "fd00:80::/48"].map(str::to_owned);
         assert_eq!(
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn hub_id_not_a_label_value_is_refused() {
+    fn hub_id_that_is_no_label_value_is_refused() {
         assert!(label_value("0b9ad1b6-51a3-4a44").is_ok());
         for text in ["", "-a", "a/b", &"x".repeat(64)] {
             assert!(label_value(text).is_err(), "{text:?}");

@@ -31,14 +31,14 @@ impl Backoff {
         backoff
     }
 
-    /// Notes another failure for the same cause. Starts the next pause if none is running.
+    /// Records another failure for the same cause. Starts the next pause if none is running.
     pub(crate) fn record_failure(&mut self, now: Instant) {
         if self.until <= now {
             self.until = now + self.pauses.next().unwrap_or(self.max);
         }
     }
 
-    /// When to try again.
+    /// The end of the current or last pause, which is the time of the next attempt.
     pub(crate) const fn until(&self) -> Instant {
         self.until
     }
@@ -49,12 +49,12 @@ impl Backoff {
     }
 }
 
-/// A token bucket: `burst` tokens at once, then one every `interval`.
+/// A token bucket: `burst` tokens at once, then one token per `interval`.
 #[derive(Debug)]
 pub(crate) struct TokenBucket {
     burst: u32,
     interval: Duration,
-    /// When it will be full again.
+    /// The time at which the bucket is full again.
     full: Instant,
 }
 
@@ -68,13 +68,13 @@ impl TokenBucket {
         }
     }
 
-    /// When the next token is available.
+    /// The time at which the next token is available.
     pub(crate) fn ready_at(&self) -> Instant {
         let spare = self.interval * (self.burst.saturating_sub(1));
         self.full.checked_sub(spare).unwrap_or(self.full)
     }
 
-    /// Takes a token if one is available, and returns whether it did.
+    /// Takes a token if one is available. Returns whether it took one.
     pub(crate) fn take(&mut self, now: Instant) -> bool {
         let is_available = self.ready_at() <= now;
         if is_available {
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn bucket_after_its_burst_gives_one_an_interval() {
+    async fn bucket_after_its_burst_gives_one_token_per_interval() {
         let (start, interval) = (Instant::now(), Duration::from_secs(10));
         let mut bucket = TokenBucket::new(start, 3, interval);
         let mut taken = |seconds| bucket.take(start + Duration::from_secs(seconds));
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn backoff_with_failures_during_a_pause_extends_once() {
+    async fn failures_during_one_pause_extend_the_backoff_once() {
         let start = Instant::now();
         let mut backoff = Backoff::new(start, Duration::from_secs(60));
         let first = backoff.until();

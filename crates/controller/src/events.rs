@@ -1,4 +1,4 @@
-//! Publishes Kubernetes Events on ClusterMeshes: one for each change of a notice, not one for each pass. [`crate::report`]
+//! Publishes Kubernetes Events on ClusterMeshes: one Event for each change of a notice, not for each pass. [`crate::report`]
 //! makes the notices.
 
 use std::{
@@ -22,7 +22,7 @@ const MAX_NOTE: usize = 1024;
 /// At most this many Events are published for one report of one mesh.
 const MAX_EVENTS: usize = 20;
 
-/// For the request of one Event.
+/// Timeout of the request for one Event.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One fact about a mesh that is published as an Event.
@@ -30,25 +30,25 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct Notice {
     /// The subject, for example `Ready` or `node tenant-a/worker-1`. Each topic has at most one notice at a time.
     pub(crate) topic: String,
-    /// One word. A notice with another reason than the last one of its topic is a new Event.
+    /// One word. A notice whose reason differs from the last reason of its topic is a new Event.
     pub(crate) reason: String,
-    /// For a person.
+    /// The Event's text for people.
     pub(crate) message: String,
-    /// The Event's type is Warning: a person has to act.
-    pub(crate) warning: bool,
-    /// What the controller did about it, one word.
+    /// Whether the Event's type is Warning, because a person has to act.
+    pub(crate) is_warning: bool,
+    /// The Event's `action`: one word for what the controller did.
     pub(crate) action: &'static str,
-    /// The Node that the notice is about: name of the mesh's entry, and of the Node.
+    /// The Node that the notice is about: the name of its cluster's entry in the mesh, and the name of the Node.
     pub(crate) node: Option<(String, String)>,
 }
 
-/// The notices of one mesh that were published: the reason of each topic.
+/// The published notices of one mesh: the last reason of each topic.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reported(BTreeMap<String, String>);
 
 impl Reported {
-    /// Derives from the status what an earlier controller published, so that a restart repeats no Events. Notices that depend on
-    /// the spec alone count as published if the status has the spec's generation.
+    /// Derives the published notices from the status that an earlier process wrote, so that a restart repeats no Events. Notices
+    /// that depend only on the spec count as published if the status has the generation of the spec.
     pub(crate) fn from_status(mesh: &ClusterMesh, notices: &[Notice]) -> Self {
         let Some(status) = &mesh.status else {
             return Self::default();
@@ -70,8 +70,8 @@ impl Reported {
         Self(conditions.chain(nodes).chain(links).chain(fields).collect())
     }
 
-    /// Returns the notices that were not published yet. Forgets topics without a notice, so that they are published again when
-    /// they return.
+    /// Returns the notices that were not published yet. Forgets the topics that `notices` does not contain. If such a topic returns,
+    /// it is published again.
     pub(crate) fn unpublished(&mut self, notices: &[Notice]) -> Vec<Notice> {
         let topics: BTreeSet<&String> = notices.iter().map(|notice| &notice.topic).collect();
         self.0.retain(|topic, _| topics.contains(topic));
@@ -103,8 +103,8 @@ impl EventPublisher {
         }
     }
 
-    /// Publishes the notices in order, until the hub does not answer. Returns the notices that need no further attempt, and the
-    /// error that ended it.
+    /// Publishes the notices in order, and stops when the hub does not answer. Returns the notices that need no further attempt, and
+    /// the error that stopped the publication.
     ///
     /// A notice that the hub refuses, or that exceeds [`MAX_EVENTS`], needs no further attempt: the status contains it.
     pub(crate) async fn publish(
@@ -116,7 +116,7 @@ impl EventPublisher {
         let reference = mesh.object_ref(&());
         for (index, notice) in notices.iter().take(MAX_EVENTS).enumerate() {
             let event = Event {
-                type_: if notice.warning {
+                type_: if notice.is_warning {
                     EventType::Warning
                 } else {
                     EventType::Normal
@@ -151,10 +151,10 @@ impl EventPublisher {
     }
 }
 
-/// The reason for a value of the spec that was accepted in another form, for example a CIDR without its host bits.
+/// The Event reason for a value of the spec that was accepted in another form, for example a CIDR without its host bits.
 pub(crate) const SPEC_ADJUSTED: &str = "SpecAdjusted";
 
-/// The reason for a link with tunnels down.
+/// The Event reason for a link with tunnels down.
 pub(crate) const TUNNELS_DOWN: &str = "TunnelsDown";
 
 /// The topic of a link between two entries.
@@ -188,7 +188,7 @@ mod tests {
             topic: topic.into(),
             reason: reason.into(),
             message: String::new(),
-            warning: true,
+            is_warning: true,
             action: "Plan",
             node: None,
         }

@@ -1,5 +1,5 @@
-//! A local table of one kind of object of one cluster, kept up to date by list and watch ([`follow`]), and how far the table
-//! can be trusted. The table is like an informer's cache; a conversion function decides what a row contains.
+//! A local table of one kind of object of one cluster, and whether the table is current ([`Trust`]). [`follow`] keeps the table up to
+//! date by list and watch, like an informer's cache. A conversion function decides what a row contains.
 
 use std::{
     collections::BTreeMap,
@@ -23,14 +23,14 @@ pub(crate) use follow::{Resume, WatchedResource, follow};
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
 
-/// How far a table can be trusted.
+/// Whether a table is current, or why not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Trust {
-    /// Not listed yet, and nothing has failed yet.
+    /// The kind was not listed yet, and no request has failed yet.
     Pending,
-    /// Listed, and the watch is established.
+    /// The kind was listed, and the watch is open or is being opened.
     Live,
-    /// The last list or watch failed. Contains the reason, without text of the API server.
+    /// The last list or watch failed. Contains the reason, without text from the API server.
     Broken(String),
     /// The API server does not know the kind (404): the CRD is not installed.
     Absent,
@@ -38,7 +38,7 @@ pub(crate) enum Trust {
     Denied(String),
 }
 
-/// One object: its converted value and what a conditional delete needs.
+/// One object: its converted value, and the preconditions for a delete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Row<V> {
     pub(crate) value: V,
@@ -46,29 +46,29 @@ pub(crate) struct Row<V> {
     pub(crate) uid: String,
     /// `metadata.resourceVersion`.
     pub(crate) version: String,
-    /// How many bytes it is charged for.
+    /// The number of bytes that are charged for the row.
     weight: usize,
-    /// When the row came as the answer to our own write. `None` after a list or a watch event has confirmed it.
+    /// When the API server returned this object for our own write. `None` = a list or a watch event returned it.
     written_at: Option<Instant>,
 }
 
 impl<V> Row<V> {
-    /// Whether this row is from our own write, so that a list or an event may still show the state before it.
+    /// Whether this row is from our own recent write, so that a list or an event may still contain the object as it was before.
     ///
-    /// After [`WRITE_AHEAD`] it counts as seen by the API server, because versions can go back: when a cluster is restored from a backup, or when a
-    /// kubeconfig points to another cluster.
+    /// After [`OWN_WRITE_WINDOW`] every list or event replaces the row, because versions can decrease: when a cluster is restored from a
+    /// backup, or when a kubeconfig points to another cluster.
     fn may_be_ahead(&self) -> bool {
-        self.written_at.is_some_and(|at| at.elapsed() < WRITE_AHEAD)
+        self.written_at.is_some_and(|at| at.elapsed() < OWN_WRITE_WINDOW)
     }
 }
 
-/// An API server that has just started answers 403 until it has read its own roles. A 403 counts only after this time.
+/// An API server that has just started responds with 403 until it has loaded its RBAC roles. A 403 counts only after this time.
 const DENIED_AFTER: Duration = Duration::from_secs(10);
 
-/// How long lists and events may show the state before our own write.
-const WRITE_AHEAD: Duration = Duration::from_secs(60);
+/// How long after our own write lists and events may still contain the object as it was before.
+const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
 
-/// The most malformed objects whose reason is kept.
+/// The most malformed objects that a table remembers.
 const MAX_MALFORMED: usize = 1_000;
 
 #[derive(Debug)]
@@ -77,20 +77,20 @@ struct Table<V> {
     /// Objects that do not parse, with the reason. The other rows are not affected.
     malformed: BTreeMap<ObjectName, String>,
     trust: Trust,
-    /// A list was complete at least once, or the kind does not exist.
+    /// The kind was listed completely at least once, or does not exist.
     is_listed: bool,
-    /// A list was complete at least once.
+    /// The kind was listed completely at least once.
     was_read: bool,
-    /// Since when the account may not read the kind.
+    /// Since when the API server has refused to list or watch the kind (403).
     denied_since: Option<tokio::time::Instant>,
-    /// The memory that the rows of a member take. `None` for the hub, which is trusted.
+    /// The charge for the memory of the rows. `None` for tables of the hub, which is trusted.
     charge: Option<Charge>,
 }
 
 /// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
 type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync;
 
-/// A table, shared by the task that lists and watches and by its readers.
+/// A table that is shared by the task that lists and watches, and by the readers.
 pub(crate) struct Feed<V> {
     table: Arc<Mutex<Table<V>>>,
     convert: Arc<Convert<V>>,
@@ -99,7 +99,7 @@ pub(crate) struct Feed<V> {
     changed: Changed,
 }
 
-/// An object after conversion. `value` is an error if the object is malformed.
+/// An object after conversion. `value` is `Ok(None)` if the object is ignored, and an error if it is malformed.
 pub(crate) struct Converted<V> {
     name: ObjectName,
     uid: String,
@@ -111,9 +111,9 @@ pub(crate) struct Converted<V> {
 /// A complete list.
 struct List<V> {
     objects: Vec<Converted<V>>,
-    /// Its resourceVersion.
+    /// The resourceVersion of the list.
     version: String,
-    /// The memory that its objects take.
+    /// The charge for the memory of the objects.
     charge: Option<Charge>,
 }
 
@@ -180,29 +180,29 @@ impl<V: Clone + PartialEq> Feed<V> {
         }
     }
 
-    /// Charges the memory of its rows to a member.
+    /// Charges the memory of the rows to a member.
     pub(crate) fn charged_to(self, account: &Account) -> Self {
         self.lock().charge = Some(account.charge());
         self
     }
 
-    /// Removes these fields (paths such as `status/images`) before an object is converted, so that they take no memory beyond
-    /// the answer that contained them.
+    /// Removes these fields (paths such as `status/images`) before an object is converted, so that they take no memory after the
+    /// response is parsed.
     pub(crate) fn without_fields(mut self, fields: &'static [&'static str]) -> Self {
         self.unused_fields = fields;
         self
     }
 
-    /// A separate charge for a list in progress. Until the list is complete, the current rows stay and keep their own charge.
+    /// Creates a separate charge for a list in progress. The current rows keep their own charge until the list is complete.
     fn list_charge(&self) -> Option<Charge> {
         self.lock().charge.as_ref().map(Charge::another)
     }
 
-    /// Converts an object. `None` = no API server gives an object such a name, UID or version.
+    /// Converts an object. `None` = the name, UID or version is invalid.
     fn convert(&self, mut object: DynamicObject) -> Option<Converted<V>> {
         let (name, uid, version) = identity(&object.metadata)?;
         weight::prune(&mut object, self.unused_fields);
-        let weight = weight::of(&object) + size_of::<Row<V>>();
+        let weight = weight::estimate(&object) + size_of::<Row<V>>();
         Some(Converted {
             name,
             uid,
@@ -212,30 +212,30 @@ impl<V: Clone + PartialEq> Feed<V> {
         })
     }
 
-    /// How far the table can be trusted now.
+    /// Whether the table is current.
     pub(crate) fn trust(&self) -> Trust {
         self.lock().trust.clone()
     }
 
-    /// Whether a list was complete at least once, or the kind does not exist.
+    /// Whether the kind was listed completely at least once, or does not exist.
     pub(crate) fn is_listed(&self) -> bool {
         self.lock().is_listed
     }
 
-    /// For how long the account has not been allowed to read the kind. `None` if the last request was not refused.
+    /// For how long the API server has refused to list or watch the kind (403). `None` = the last request was not refused.
     pub(crate) fn denied_for(&self) -> Option<Duration> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the account was never allowed to read the kind. Such a kind is treated like one that does not exist.
+    /// Whether the account was never allowed to read the kind. Such a kind is treated like a kind that does not exist.
     ///
-    /// A kind that was read before does not count: its objects still exist although they cannot be read now.
+    /// A kind that was read before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
         let table = self.lock();
         !table.was_read && table.denied_since.is_some_and(|since| since.elapsed() >= DENIED_AFTER)
     }
 
-    /// Reads all rows under the lock.
+    /// Calls `with` on the map of all rows, under the lock.
     pub(crate) fn read<T>(&self, with: impl FnOnce(&BTreeMap<ObjectName, Row<V>>) -> T) -> T {
         with(&self.lock().rows)
     }
@@ -245,13 +245,13 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().malformed.clone()
     }
 
-    /// Sets how far the table can be trusted. Wakes the loop if that changed, and returns whether it did.
+    /// Sets the trust. Wakes the reconcile loop if it changed. Returns whether it changed.
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         if table.trust == trust {
             if table.denied_since.is_some() {
                 drop(table);
-                // The refusal may have reached `DENIED_AFTER` in the meantime.
+                // By now the refusal may have lasted for `DENIED_AFTER`, which changes `is_forbidden`.
                 self.changed.notify_one();
             }
             return false;
@@ -260,7 +260,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         if trust == Trust::Absent {
             table.rows.clear();
             table.malformed.clear();
-            // A smaller charge never fails.
+            // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
         }
         table.is_listed |= trust == Trust::Absent;
@@ -270,8 +270,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         true
     }
 
-    /// Lets lists and events of any version replace rows of our own writes. Called for a new connection, which may reach another
-    /// cluster.
+    /// Allows lists and events of any version to replace rows of our own writes. Called for a new connection, because it may reach
+    /// another cluster.
     pub(crate) fn forget_writes(&self) {
         self.lock().rows.values_mut().for_each(|row| row.written_at = None);
     }
@@ -279,14 +279,14 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Stores an object from a watch event.
     ///
     /// # Errors
-    /// The member now exceeds its memory budget. This object is in the table; the caller must add no more.
+    /// The member now exceeds its memory budget. The table contains the object, but the caller must add no more objects.
     pub(crate) fn put(&self, object: DynamicObject) -> Result<(), OverBudget> {
         self.store(object, None)
     }
 
     /// Stores an object that the API server returned for our own write.
     pub(crate) fn put_written(&self, object: DynamicObject) {
-        // If this exceeds the budget, so does the watch event with the same object, which reports it.
+        // If this exceeds the budget, the watch event with the same object exceeds it, too, and reports it.
         let _ = self.store(object, Some(Instant::now()));
     }
 
@@ -326,7 +326,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let was_malformed = table.malformed.remove(name).is_some();
         let row = table.rows.remove(name);
         if let Some(row) = &row {
-            // A smaller charge never fails.
+            // A reduction of the charge never fails.
             let _ = table.update_charge(0, row.weight);
         }
         drop(table);
@@ -335,9 +335,9 @@ impl<V: Clone + PartialEq> Feed<V> {
         }
     }
 
-    /// Replaces the table by a complete list. Rows of our own writes that are newer than the list stay.
+    /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay.
     ///
-    /// With `is_current` the table becomes live. Otherwise its trust does not change.
+    /// With `is_current` the trust becomes [`Trust::Live`]. Otherwise it does not change.
     fn replace(
         &self,
         List {
@@ -371,7 +371,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         for (name, why) in newly_malformed(&malformed_before, &table.malformed) {
             log_malformed(name, why);
         }
-        // Nearly all rows are now those of the list, so its charge covers the table.
+        // Nearly all rows are from the list, so the charge of the list replaces the charge of the table.
         if table.charge.is_some() {
             table.charge = charge;
         }
@@ -396,9 +396,9 @@ impl<V: Clone + PartialEq> Feed<V> {
 }
 
 impl<V: PartialEq> Table<V> {
-    /// Sets one row. Returns whether a reader sees a difference.
+    /// Sets one row. Returns whether its value, or its error, changed.
     ///
-    /// A malformed object keeps its last value. Otherwise an object that cannot be read would look like a deleted one.
+    /// The row of a malformed object keeps its last valid value. Otherwise the object would look as if it was deleted.
     fn set(&mut self, object: Converted<V>) -> bool {
         let Converted {
             name,
@@ -443,7 +443,7 @@ impl<V: PartialEq> Table<V> {
     }
 }
 
-/// Malformed objects of a list that were not malformed before, or for another reason.
+/// Returns the objects of `now` that are not in `before`, or have another reason in it.
 fn newly_malformed<'a>(
     before: &BTreeMap<ObjectName, String>,
     now: &'a BTreeMap<ObjectName, String>,
@@ -455,7 +455,8 @@ fn log_malformed(name: &ObjectName, why: &str) {
     tracing::warn!(object = %name, %why, "malformed object; its last valid version stays in use");
 }
 
-/// Returns name, UID and resourceVersion. `None` if no API server gives such values: a hostile one could send any length.
+/// Returns name, UID and resourceVersion. `None` = one of them is too long, or has a character that no real API server uses. Without this
+/// check a hostile API server could make the controller keep texts of any length.
 fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
     fn text(field: Option<&String>, max: usize) -> Option<String> {
         let text = field.map_or("", String::as_str);
@@ -473,8 +474,8 @@ fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
     Some((name, uid, version))
 }
 
-/// Whether resourceVersion `a` is older than `b`. Within one kind they compare as numbers (guaranteed since Kubernetes 1.35,
-/// KEP-5504; earlier they are etcd's revisions). A version that is not a number is never older.
+/// Whether resourceVersion `a` is older than `b`. Versions of one kind can be compared as numbers (guaranteed since Kubernetes 1.35,
+/// KEP-5504; before that they are etcd's revisions). A version that is not a number is never older.
 fn is_older(a: &str, b: &str) -> bool {
     matches!((a.parse::<u64>(), b.parse::<u64>()), (Ok(a), Ok(b)) if a < b)
 }

@@ -1,7 +1,7 @@
 //! Remembers since when the planner has held each Node.
 //!
-//! A held Node keeps its last Peer although its annotations are gone, for [`HOLD`] at most (kg removes its annotations at each
-//! restart). The planner is pure and has no clock, so the reconcile loop measures this time and passes it in.
+//! A held Node keeps its last Peer for at most [`HOLD`] although its annotations are gone, because kg removes them at each restart. The
+//! planner is pure and has no clock, so the reconcile loop measures the time and passes it to the planner.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -32,9 +32,9 @@ impl HeldNodes {
         }
     }
 
-    /// Takes over the Nodes that `plan` holds and drops the others. Returns the time until the next hold expires.
+    /// Adds the Nodes that `plan` holds, and forgets the others. Returns the time until the next hold expires.
     ///
-    /// A Node whose hold has expired is kept as long as the plan skips it. Otherwise the next plan would hold it again.
+    /// A Node whose hold has expired is remembered as long as the plan skips it. Otherwise the next plan would hold the Node again.
     pub(crate) fn update(&mut self, plan: &Plan, seen: &Observations, now: Instant) -> Option<Duration> {
         let mut keep: BTreeSet<(ClusterIdentity, String)> = BTreeSet::new();
         for mesh in plan.meshes.values() {
@@ -53,7 +53,7 @@ impl HeldNodes {
                 );
             }
         }
-        // The plan does not contain Nodes of a member that was never read.
+        // The plan contains no Nodes of a member that was not read yet, so their times stay.
         self.0
             .retain(|key, _| keep.contains(key) || seen.members.get(&key.0).is_none_or(|o| o.last().is_none()));
         for key in keep {
@@ -138,11 +138,11 @@ mod tests {
         let later = start + Duration::from_secs(100);
         assert_eq!(nodes.update(&held(), &seen(), later), Some(Duration::from_secs(200)));
         assert_eq!(age(&nodes, later), Some(Duration::from_secs(100)));
-        // The hold expired: the Node is skipped from now on and must not be held again.
+        // The hold expired. The Node is skipped from this time on and must not be held again.
         let end = start + HOLD;
         assert_eq!(nodes.update(&skipped(), &seen(), end), None);
         assert_eq!(age(&nodes, end), Some(HOLD));
-        // Its annotations are back.
+        // The annotations of the Node exist again.
         assert_eq!(nodes.update(&plan(ClusterReport::default()), &seen(), end), None);
         assert_eq!(age(&nodes, end), None);
     }

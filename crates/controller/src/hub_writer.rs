@@ -1,8 +1,7 @@
 //! Writes finalizers, status and Events of ClusterMeshes to the hub, in the background.
 //!
-//! Each pass of the reconcile loop hands over the desired values ([`HubWriter::publish`]) and does not wait. A task of this
-//! module writes them. For each mesh only the values of the last pass are kept. A hub that is slow or down delays only these
-//! writes, never a pass.
+//! Each pass of the reconcile loop sets the desired values ([`HubWriter::publish`]) and does not wait. A task of this module writes
+//! them. For each mesh only the values of the last pass are kept. A slow or unavailable hub delays only these writes, never a pass.
 
 use std::{
     collections::BTreeMap,
@@ -30,11 +29,12 @@ use crate::{
 
 mod requests;
 
-/// Requests in flight at the same time.
+/// The most requests in flight at the same time.
 const MAX_IN_FLIGHT: usize = 4;
 /// The longest pause after a failure.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// Status writes of one mesh: this many at once, then one each interval. It limits a mesh whose status changes all the time.
+/// The token bucket for status writes of one mesh: a burst of this many writes, then one write per interval. It limits the writes for a
+/// mesh whose status changes all the time.
 const STATUS_BURST: u32 = 10;
 const STATUS_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -42,23 +42,23 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(5);
 pub(crate) struct Desired {
     /// The version of the object that the pass read.
     pub(crate) object: Arc<ClusterMesh>,
-    /// The change of our finalizer, if it needs one.
+    /// The change of our finalizer; `None` = no change.
     pub(crate) finalizer: Option<FinalizerChange>,
-    /// Status and Events. `None` keeps the last report.
+    /// Status and Events. `None` = the last report stays valid.
     pub(crate) report: Option<Report>,
 }
 
-/// What to do with our finalizer.
+/// A change of our finalizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FinalizerChange {
-    /// The mesh is served once it has the finalizer.
+    /// Nothing is written into members for a mesh before it has the finalizer.
     Add,
-    /// No object of the mesh is left in any member. The request carries the resourceVersion that the pass read, so it fails if
-    /// the ClusterMesh changed since.
+    /// No object of the mesh is left in any member. The request contains the resourceVersion that the pass read, so it fails if the
+    /// ClusterMesh has changed since.
     Remove,
 }
 
-/// Hands values to the task that writes them. Dropping it ends the task.
+/// The handle of the task that writes to the hub. Dropping it stops the task.
 pub(crate) struct HubWriter {
     shared: Arc<Shared>,
     _task: AbortOnDropHandle<()>,
@@ -87,10 +87,10 @@ struct Entry {
     report: Option<Report>,
     /// The notices that already have an Event.
     reported: Option<Reported>,
-    /// Kinds of writes that the hub refused, with the status code: the keys of their backoff in [`Queue::refused`].
+    /// Kinds of writes that the hub refused, with the status code. Both together are the key of the backoff in [`Queue::refused`].
     blocked: BTreeMap<WriteKind, u16>,
     bucket: TokenBucket,
-    /// The status was written and its Events were not yet.
+    /// The status was written, but its Events were not written yet.
     events_due: bool,
     /// The entry may have something to write.
     is_dirty: bool,
@@ -125,18 +125,18 @@ impl Job {
 
 /// The result of a write.
 enum Outcome {
-    /// It succeeded. Contains the notices whose Events need no further write.
+    /// The write succeeded. Contains the notices whose Events need no further write.
     Done(Vec<Notice>),
     /// The object changed in the meantime. The watch delivers its next version, which starts the next pass.
     Outdated,
-    /// The hub refused it with this status code.
+    /// The hub refused the write with this status code.
     Refused(u16),
-    /// The hub gave no answer or asked to slow down. Contains the notices whose Events need no further write.
+    /// The hub did not answer, or throttles requests. Contains the notices whose Events need no further write.
     Unavailable(Vec<Notice>),
 }
 
 impl HubWriter {
-    /// Starts the task. `meshes` is the feed of ClusterMeshes; the objects that the hub returns for our writes are put into it.
+    /// Starts the task. `meshes` is the feed of ClusterMeshes; the task stores the objects there that the hub returns for our writes.
     pub(crate) fn start(client: Client, meshes: Feed<Arc<ClusterMesh>>, events: EventPublisher) -> Self {
         let shared = Arc::new(Shared {
             queue: Mutex::default(),
@@ -187,7 +187,7 @@ impl Entry {
             (self.report, self.reported) = (None, None);
         }
         if let Some(report) = report {
-            // This reads the status of an earlier process, so it must happen before the first status write of this one.
+            // `from_status` needs the status that an earlier process wrote, so it must run before this process writes a status.
             let reported = self.reported.take();
             self.reported = Some(reported.unwrap_or_else(|| Reported::from_status(&object, &report.notices)));
             self.report = Some(report);
@@ -195,9 +195,9 @@ impl Entry {
         (self.object, self.finalizer, self.is_dirty) = (object, finalizer, true);
     }
 
-    /// Returns the first write that is due. `Err` is the time at which one will be, or `None` if nothing is left to write.
+    /// Returns the first write that is due. `Err` is the time at which a write becomes due; `Err(None)` = nothing is left to write.
     ///
-    /// `current` is the object as the watch last showed it. `blocked_until` returns how long a kind of write has to wait.
+    /// `current` is the object as the feed contains it. `blocked_until` returns the end of the backoff for a kind of write.
     fn next_job(
         &mut self,
         current: &Arc<ClusterMesh>,
@@ -235,8 +235,8 @@ impl Entry {
             let until = self.bucket.ready_at();
             next = Some(next.map_or(until, |next| next.min(until)));
         }
-        // Events follow a status write. They do not wait until the status is up to date: a mesh whose status changes all the
-        // time would never have any.
+        // Events follow a status write. They do not wait until the status is up to date: a mesh whose status changes all the time
+        // would never get Events.
         if differs && !self.events_due {
             return Err(next);
         }
@@ -257,7 +257,8 @@ impl Entry {
 }
 
 impl Queue {
-    /// Returns the first mesh with a write that is due, and marks it as being written. `Err` is the time at which to look again.
+    /// Returns the first mesh with a write that is due, and marks the mesh as being written. `Err` is the time of the next call;
+    /// `Err(None)` = no write becomes due by the passing of time.
     fn next(&mut self, meshes: &Feed<Arc<ClusterMesh>>, now: Instant) -> Result<(MeshId, Job), Option<Instant>> {
         let mut wait: Option<Instant> = None;
         let mut earliest = |until: Instant| wait = Some(wait.map_or(until, |wait: Instant| wait.min(until)));
@@ -296,7 +297,7 @@ impl Queue {
         Err(wait)
     }
 
-    /// Takes over the outcome of a write.
+    /// Records the outcome of a write.
     fn record(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome, now: Instant) {
         let published = match &outcome {
             Outcome::Done(events) | Outcome::Unavailable(events) => &events[..],
@@ -374,7 +375,7 @@ impl Shared {
             Job::RemoveFinalizer(object) => {
                 let answer = requests::remove_finalizer(&self.client, &object).await;
                 answer.map(|()| {
-                    tracing::info!(mesh = %id, "finalizer removed: nothing of the mesh is left");
+                    tracing::info!(mesh = %id, "finalizer removed: no object of the mesh is left");
                     None
                 })
             }

@@ -1,5 +1,5 @@
 //! `clustermesh-controller`: reads ClusterMeshes and the kubeconfig Secrets that they reference, watches every member, and
-//! reconciles the Peers, PeerPolicies, SandboxAccesses and mirrored Services there. `clustermesh_core` computes the desired
+//! reconciles the Peers, PeerPolicies, SandboxAccesses and mirrored Services in each member. `clustermesh_core` computes the desired
 //! state.
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The controller's metrics. Their labels are fixed words and names of meshes and clusters. Names of nodes are never labels,
+//! The controller's metrics. Label values are fixed words, or names of meshes and clusters. Names of nodes are never label values,
 //! because their number is unbounded.
 
 use std::{
@@ -24,22 +24,22 @@ struct WriteLabels {
 
 /// The labels of one entry of a mesh's `spec.clusters`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Entry {
+pub(crate) struct EntryLabels {
     /// `namespace/name` of the mesh.
     pub(crate) mesh: String,
-    /// Name of the entry.
+    /// Name of the entry in `spec.clusters`.
     pub(crate) cluster: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Skip {
+struct SkippedLabels {
     mesh: String,
     cluster: String,
     reason: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct MemberState {
+struct StateLabels {
     mesh: String,
     cluster: String,
     state: &'static str,
@@ -58,22 +58,22 @@ pub(crate) struct Metrics {
     pass_seconds: Histogram,
     writes: Family<WriteLabels, Counter>,
     entries: Entries,
-    over: Family<OverBudgetLabels, Counter>,
+    over_budget: Family<OverBudgetLabels, Counter>,
 }
 
 /// The gauges of one entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EntryGauges {
-    pub(crate) entry: Entry,
-    /// Number of its nodes that are registered in other members.
+    pub(crate) entry: EntryLabels,
+    /// The number of nodes of the entry that are registered in other members.
     pub(crate) registered: usize,
-    /// The kind of its member's observation: `Fresh`, `Stale`, `Unreachable` or `Missing`.
+    /// The state of the member's observation: `Fresh`, `Stale`, `Unreachable` or `Missing`.
     pub(crate) state: &'static str,
-    /// Number of its nodes that are left out, by reason.
+    /// The number of skipped nodes of the entry, by reason.
     pub(crate) skipped: BTreeMap<String, usize>,
 }
 
-/// The gauges of all entries. Each pass replaces them together, so a scrape sees the values of one pass.
+/// The gauges of all entries. Each pass replaces them together, so a scrape gets the values of one pass.
 #[derive(Debug, Clone, Default)]
 struct Entries(Arc<Mutex<Arc<Vec<EntryGauges>>>>);
 
@@ -81,22 +81,22 @@ impl Collector for Entries {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let entries = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
         let (peers, skipped, members) = (
-            Family::<Entry, Gauge>::default(),
-            Family::<Skip, Gauge>::default(),
-            Family::<MemberState, Gauge>::default(),
+            Family::<EntryLabels, Gauge>::default(),
+            Family::<SkippedLabels, Gauge>::default(),
+            Family::<StateLabels, Gauge>::default(),
         );
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         for gauges in entries.iter() {
-            let Entry { mesh, cluster } = &gauges.entry;
+            let EntryLabels { mesh, cluster } = &gauges.entry;
             peers.get_or_create(&gauges.entry).set(number(gauges.registered));
-            let state = MemberState {
+            let state = StateLabels {
                 mesh: mesh.clone(),
                 cluster: cluster.clone(),
                 state: gauges.state,
             };
             members.get_or_create(&state).set(1);
             for (reason, count) in &gauges.skipped {
-                let skip = Skip {
+                let skip = SkippedLabels {
                     mesh: mesh.clone(),
                     cluster: cluster.clone(),
                     reason: reason.clone(),
@@ -107,7 +107,7 @@ impl Collector for Entries {
         let mut encode = |name, help, family: &dyn Encode| family.encode(name, help, &mut encoder);
         encode(
             "registered_nodes",
-            "Nodes of a member that are registered in the others",
+            "Nodes of a member that are registered in other members",
             &peers,
         )?;
         encode(
@@ -115,11 +115,11 @@ impl Collector for Entries {
             "Nodes of a member that are left out, by reason",
             &skipped,
         )?;
-        encode("member_state", "1 for the state that a member is in", &members)
+        encode("member_state", "1 for the state of a member", &members)
     }
 }
 
-/// A family that encodes itself under a name.
+/// A metric family that encodes itself under a name.
 trait Encode {
     fn encode(&self, name: &str, help: &str, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error>;
 }
@@ -138,13 +138,13 @@ impl Default for Metrics {
             pass_seconds: Histogram::new(buckets),
             writes: Family::default(),
             entries: Entries::default(),
-            over: Family::default(),
+            over_budget: Family::default(),
         }
     }
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers all metrics.
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register("reconciles", "Passes of observe, plan, diff", self.passes.clone());
         registry.register(
@@ -160,15 +160,17 @@ impl Metrics {
         registry.register_collector(Box::new(self.entries.clone()));
         registry.register(
             "over_budget",
-            "Answers and objects of a member that were not taken, by the limit they exceed",
-            self.over.clone(),
+            "Answers and objects of a member that were rejected, by the limit that they exceed",
+            self.over_budget.clone(),
         );
     }
 
     /// Counts data of a member that exceeded a limit.
     pub(crate) fn count_over_budget(&self, member: &str, limit: &'static str) {
         let member = member.to_owned();
-        self.over.get_or_create(&OverBudgetLabels { member, limit }).inc();
+        self.over_budget
+            .get_or_create(&OverBudgetLabels { member, limit })
+            .inc();
     }
 
     /// Counts a pass and its duration.
@@ -198,7 +200,7 @@ mod tests {
         let mut registry = Registry::default();
         metrics.register(&mut registry);
         let gauges = |cluster: &str, state| EntryGauges {
-            entry: Entry {
+            entry: EntryLabels {
                 mesh: "ns/m".into(),
                 cluster: cluster.into(),
             },

@@ -1,7 +1,7 @@
-//! Finds the agents that enforce an outdated revision of their cluster's PeerPolicies for longer than [`GRACE`].
+//! Finds the agents that have enforced an outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
 //!
-//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time, also for gateways and
-//! their SandboxAccesses.
+//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It does the same for gateways
+//! and their SandboxAccesses; for them the current revision is always `enforcement::APPLIED`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use std::{
 };
 
 use clustermesh_core::{
-    enforcement::{GRACE, outdated},
+    enforcement::{GRACE, is_outdated},
     mesh::ClusterIdentity,
 };
 
@@ -19,7 +19,7 @@ pub(crate) struct OutdatedAgents(BTreeMap<ClusterIdentity, BTreeMap<String, Outd
 
 #[derive(Debug)]
 struct Outdated {
-    /// The revision that the agent last reported. A change of it restarts the time, even if the new one is outdated too: it
+    /// The revision that the agent last reported. A new revision restarts the time even if it is outdated, too, because the change
     /// proves that the agent applies policies.
     revision: String,
     since: Instant,
@@ -34,8 +34,8 @@ impl OutdatedAgents {
 
     /// Returns the nodes of a member whose agent has been outdated for [`GRACE`].
     ///
-    /// `current` is the revision of the objects in the cluster, `enforced` the revision that each node reports. Without
-    /// `current`, because the objects cannot be read now, the result is the same as the last time.
+    /// `current` is the revision of the objects in the cluster, and `enforced` is the revision that each node reports. If `current` is
+    /// `None`, because the objects cannot be read now, the last result is returned again.
     pub(crate) fn update(
         &mut self,
         identity: &ClusterIdentity,
@@ -45,7 +45,9 @@ impl OutdatedAgents {
     ) -> BTreeSet<String> {
         if let Some(current) = current {
             let mut before = self.0.remove(identity).unwrap_or_default();
-            let outdated_nodes = enforced.into_iter().filter(|(_, revision)| outdated(revision, current));
+            let outdated_nodes = enforced
+                .into_iter()
+                .filter(|(_, revision)| is_outdated(revision, current));
             let nodes: BTreeMap<String, Outdated> = outdated_nodes
                 .map(|(name, revision)| {
                     let mut node = before
@@ -71,7 +73,7 @@ impl OutdatedAgents {
             .collect()
     }
 
-    /// When, after `now`, the next node will have been outdated for [`GRACE`].
+    /// The next time after `now` at which a node will have been outdated for [`GRACE`].
     pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
         let waiting = self
             .0
@@ -102,6 +104,7 @@ mod tests {
             (outdated.join(" "), agents.due(at(second)))
         };
         let none = String::new;
+        // `GRACE` is 15 s. Node `old` reports no revision, so it never counts as outdated.
         let a = || "a".to_owned();
         assert_eq!(
             update(0, Some("1"), &[("a", "1"), ("b", "1"), ("old", "")]),

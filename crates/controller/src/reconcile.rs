@@ -1,8 +1,8 @@
-//! The reconcile loop. Each pass observes all members, plans, computes the diff, hands its steps to the members' writers and
-//! reports.
+//! The reconcile loop. Each pass observes all members, plans, computes the diff, passes the steps of the diff to the writers of the
+//! members, and reports.
 //!
-//! `clustermesh_core` plans and computes the diff, as pure functions. This module holds what lives longer than one pass: the
-//! session and the writer of each member.
+//! `clustermesh_core` plans and computes the diff, as pure functions. This module owns the state between passes, such as the session
+//! and the writer of each member.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use clustermesh_core::{
     diff::{Action, Step, diff, diff_if_resumed},
     lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
-    observe::{Member as SeenMember, Observation, Observations},
+    observe::{Member as ObservedMember, Observation, Observations},
     plan::{Plan, plan},
 };
 use tokio_util::task::TaskTracker;
@@ -37,14 +37,14 @@ mod meshes;
 mod removed;
 mod status;
 
-use meshes::{LastServed, LoadedMesh, load_meshes};
+use meshes::{LastValidMeshes, LoadedMesh, load_meshes};
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
 use status::{Reports, truncate_to_seconds};
 
-/// Without a change, the next pass runs after this time.
+/// The next pass runs after this time even if nothing changes.
 const RESYNC: Duration = Duration::from_secs(30);
-/// The next pass runs after this time while the report of a mesh waits for its writes, or the hub was not listed yet.
+/// The next pass runs after this time while the report of a mesh waits for writes, or the ClusterMeshes were not listed yet.
 const PENDING_RESYNC: Duration = Duration::from_millis(500);
 
 /// One member: the session that observes it, and the writer that changes it.
@@ -56,7 +56,7 @@ struct Member {
 /// The content of `/debug/state`, shared with the admin endpoint.
 pub(crate) type SharedDebugView = Arc<Mutex<DebugView>>;
 
-/// The last pass, for `/debug/state`.
+/// The results of the last pass, for `/debug/state`.
 #[derive(Default)]
 pub(crate) struct DebugView {
     sessions: BTreeMap<String, Arc<Session>>,
@@ -64,7 +64,7 @@ pub(crate) struct DebugView {
 }
 
 impl DebugView {
-    /// Returns it as JSON, without secrets.
+    /// Returns the results as JSON, without secrets.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let sessions: BTreeMap<_, _> = self
             .sessions
@@ -75,7 +75,7 @@ impl DebugView {
     }
 }
 
-/// What the loop keeps between passes.
+/// The state of the reconcile loop between passes.
 pub(crate) struct Reconciler {
     hub: Arc<Hub>,
     meshes: Meshes,
@@ -88,22 +88,22 @@ pub(crate) struct Reconciler {
     pub(crate) tasks: TaskTracker,
 }
 
-/// The ClusterMeshes, and what is remembered of them.
+/// The ClusterMeshes, and the state of the loop about them.
 struct Meshes {
     feed: Feed<Arc<ClusterMesh>>,
     /// The last valid content of each mesh.
-    last_served: LastServed,
-    /// Clusters that a mesh no longer names but that may still contain its objects.
+    last_valid: LastValidMeshes,
+    /// Clusters that were removed from a mesh but may still contain its objects.
     removed: RemovedClusters,
 }
 
-/// The results of one pass, from which its report is made.
+/// The data of one pass from which the reports are built.
 struct Pass {
     meshes: BTreeMap<MeshId, LoadedMesh>,
     seen: Observations,
     plan: Plan,
     steps: BTreeMap<ClusterIdentity, Vec<Step>>,
-    /// The number of objects of each source that are not as planned, including those of paused meshes.
+    /// For each member and source, the number of objects that differ from the plan, including objects of paused meshes.
     outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
     /// When the pass began to observe.
     observed: tokio::time::Instant,
@@ -123,7 +123,7 @@ impl Reconciler {
             hub,
             meshes: Meshes {
                 feed: meshes,
-                last_served: LastServed::new(),
+                last_valid: LastValidMeshes::new(),
                 removed: RemovedClusters::default(),
             },
             members: BTreeMap::new(),
@@ -136,8 +136,8 @@ impl Reconciler {
 
     /// Runs one pass. Returns the time after which the next pass is due if nothing changes.
     pub(crate) async fn pass(&mut self) -> Duration {
-        // Before the first complete list nothing is planned: a mesh that is missing from the list would lose its Peers. Later,
-        // while the hub does not answer, the meshes that were listed last are used, but nothing is deleted.
+        // There is no plan before the first complete list, because a mesh that is not listed yet would lose its Peers. If the hub
+        // does not answer later, the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
         let hub_is_fresh = trust == Trust::Live;
         let was_listed = self.meshes.feed.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
@@ -146,7 +146,7 @@ impl Reconciler {
             return PENDING_RESYNC;
         }
         let (started, observed) = (Instant::now(), tokio::time::Instant::now());
-        let loaded = load_meshes(&self.meshes.feed, &self.hub, &mut self.meshes.last_served);
+        let loaded = load_meshes(&self.meshes.feed, &self.hub, &mut self.meshes.last_valid);
         self.meshes.removed.update(&loaded);
         self.sync_sessions(&loaded);
 
@@ -160,12 +160,12 @@ impl Reconciler {
         let settings = self.hub.settings.clone();
         let planned = tokio::task::spawn_blocking(move || {
             let plan = plan(&meshes, &seen, &settings, &names);
-            let mut steps = changes(&plan, &seen, diff);
+            let mut steps = compute_steps(&plan, &seen, diff);
             if !hub_is_fresh {
                 let all = steps.values_mut();
                 all.for_each(|steps| steps.retain(|step| step.action != Action::Delete));
             }
-            let outstanding = outstanding(&plan, &seen, &steps);
+            let outstanding = count_outstanding(&plan, &seen, &steps);
             (seen, plan, steps, outstanding)
         });
         let (seen, plan, steps, outstanding) = match planned.await {
@@ -192,7 +192,7 @@ impl Reconciler {
         self.update_debug_view(&pass);
 
         let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
-        // A time in the past belongs to a member that cannot be observed now.
+        // A due time in the past is from a member that cannot be observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [
@@ -208,19 +208,19 @@ impl Reconciler {
         }
     }
 
-    /// Starts the sessions that the meshes need, updates what each has to read, and ends the others.
+    /// Starts the sessions that the meshes need, updates which objects each session reads, and stops the other sessions.
     fn sync_sessions(&mut self, loaded: &BTreeMap<MeshId, LoadedMesh>) {
-        let mut wanted = interests(loaded.values().map(|loaded| &loaded.mesh));
+        let mut wanted = compute_interests(loaded.values().map(|loaded| &loaded.mesh));
         for identity in self.meshes.removed.identities() {
             wanted.entry(identity.clone()).or_default();
         }
-        let served = loaded.values().filter(|loaded| !loaded.mesh.deleting);
-        let served: BTreeSet<&ClusterIdentity> = served
+        let in_use = loaded.values().filter(|loaded| !loaded.mesh.deleting);
+        let in_use: BTreeSet<&ClusterIdentity> = in_use
             .flat_map(|loaded| loaded.mesh.clusters.iter().map(|cluster| &cluster.identity))
             .collect();
         for (identity, interest) in &wanted {
             let member = self.members.entry(identity.clone()).or_insert_with(|| {
-                tracing::info!(member = %identity, "session begins");
+                tracing::info!(member = %identity, "session starts");
                 Member {
                     session: Arc::new(Session::start(
                         identity.clone(),
@@ -231,7 +231,7 @@ impl Reconciler {
                 }
             });
             member.session.set_interest(interest);
-            member.session.set_cleanup_only(!served.contains(identity));
+            member.session.set_cleanup_only(!in_use.contains(identity));
         }
         self.members.retain(|identity, member| {
             let is_wanted = wanted.contains_key(identity);
@@ -255,13 +255,13 @@ impl Reconciler {
         }
     }
 
-    /// Hands the steps of the diff to the members' writers.
+    /// Passes the steps of the diff to the writers of the members.
     fn write(&self, pass: &Pass) {
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
             claimants: pass.plan.claimants.clone(),
         });
-        let unseen = SeenMember::default();
+        let unseen = ObservedMember::default();
         for (identity, member) in &self.members {
             let client = member.session.client().filter(|_| !member.session.is_unresponsive());
             let (Some(client), Some(steps)) = (client, pass.steps.get(identity)) else {
@@ -279,31 +279,31 @@ impl Reconciler {
                 tables: member.session.tables(),
                 claims: Arc::clone(&claims),
             };
-            let groups = lanes::by_source(steps.clone(), seen);
+            let groups = lanes::split_by_source(steps.clone(), seen);
             member.writer.set_steps(groups, pass.observed, connection, &self.tasks);
         }
     }
 
-    /// Drops all steps that were not sent yet. Requests in flight end normally.
+    /// Drops all steps that were not sent yet. Requests in flight are not cancelled.
     pub(crate) fn stop_writing(&self) {
         self.members.values().for_each(|member| member.writer.clear());
     }
 }
 
-/// Computes the steps for each member. Deletes are dropped where the member's observation is not fresh, and for a mesh that may
-/// name the same cluster by another Secret.
-fn changes(
+/// Computes the steps for each member. Omits deletes in a member whose observation is not fresh, and deletes for a mesh that may
+/// reference the same cluster by another Secret.
+fn compute_steps(
     plan: &Plan,
     seen: &Observations,
-    diff: fn(&Plan, &ClusterIdentity, &SeenMember) -> Vec<Step>,
+    diff: fn(&Plan, &ClusterIdentity, &ObservedMember) -> Vec<Step>,
 ) -> BTreeMap<ClusterIdentity, Vec<Step>> {
-    let mut changes: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
-    // Identities that differ only in the key inside the Secret are one cluster, and it is written once. An identity whose
-    // observation is fresh and that a mesh names is preferred.
+    let mut all: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
+    // Identities that differ only in the key of the Secret are one cluster, so only one of them gets steps. Identities whose
+    // observation is fresh, and then identities that a mesh references, are preferred.
     let mut members: Vec<_> = seen.members.iter().collect();
-    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !is_named(plan, identity)));
+    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !is_referenced(plan, identity)));
     for (identity, observation) in members {
-        if changes.keys().any(|written| written.same_cluster(identity)) {
+        if all.keys().any(|written| written.same_cluster(identity)) {
             continue;
         }
         let Some(member) = observation.last() else { continue };
@@ -311,23 +311,23 @@ fn changes(
         let mut steps = diff(plan, identity, member);
         steps.retain(|step| {
             step.action != Action::Delete
-                || (is_fresh && !may_be_named_by_other_secret(plan, seen, &step.mesh, identity, member.uid.as_deref()))
+                || (is_fresh && !may_have_other_secret(plan, seen, &step.mesh, identity, member.uid.as_deref()))
         });
-        changes.insert(identity.clone(), steps);
+        all.insert(identity.clone(), steps);
     }
-    changes
+    all
 }
 
-/// Counts the objects of each source that are not as planned: the steps, and for paused meshes the steps that resuming them
-/// would cause.
-fn outstanding(
+/// Counts the objects of each source that differ from the plan. Each step counts as one object. For a paused mesh, the counted steps
+/// are those that the diff would have if the mesh were resumed.
+fn count_outstanding(
     plan: &Plan,
     seen: &Observations,
     steps: &BTreeMap<ClusterIdentity, Vec<Step>>,
 ) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
     let paused = |step: &Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
     let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
-        changes(plan, seen, diff_if_resumed)
+        compute_steps(plan, seen, diff_if_resumed)
     } else {
         BTreeMap::new()
     };
@@ -339,24 +339,24 @@ fn outstanding(
     for (identity, steps) in steps.chain(resumed) {
         let counts = outstanding.entry(identity.clone()).or_default();
         for step in steps {
-            *counts.entry(lanes::source(step)).or_default() += 1;
+            *counts.entry(lanes::source_of(step)).or_default() += 1;
         }
     }
     outstanding
 }
 
-/// Whether a mesh names exactly this identity.
-fn is_named(plan: &Plan, identity: &ClusterIdentity) -> bool {
+/// Whether a mesh references exactly this identity.
+fn is_referenced(plan: &Plan, identity: &ClusterIdentity) -> bool {
     plan.meshes
         .values()
         .any(|mesh| mesh.identities.values().any(|other| other == identity))
 }
 
-/// Whether `identity`, which `mesh` does not name, may be a cluster that `mesh` names by another Secret.
+/// Whether `identity`, which `mesh` does not reference, may be a cluster that `mesh` references by another Secret.
 ///
-/// The plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete them all.
+/// The plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete all of them.
 /// Two clusters count as different only if both UIDs are known and differ.
-fn may_be_named_by_other_secret(
+fn may_have_other_secret(
     plan: &Plan,
     seen: &Observations,
     mesh: &MeshId,
@@ -379,8 +379,8 @@ fn may_be_named_by_other_secret(
     })
 }
 
-/// Computes what each member's session has to read beyond Nodes and Peers.
-fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIdentity, Interest> {
+/// Computes which on-demand objects ([`Interest`]) the session of each member has to read.
+fn compute_interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIdentity, Interest> {
     let mut wanted: BTreeMap<ClusterIdentity, Interest> = BTreeMap::new();
     for mesh in meshes {
         let identity = |name: &str| {
@@ -394,7 +394,7 @@ fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIden
             interest
                 .pods
                 .extend(cluster.exports.iter().map(|export| export.namespace.clone()));
-            // The mirrored Service may have the name of an existing Service in this cluster, which must not be overwritten.
+            // A Service of this cluster may already have the name of the mirrored Service. It must not be overwritten.
             let local = cluster.egress.iter().map(|grant| grant.local.clone());
             interest.services.extend(local.collect::<BTreeSet<ObjectName>>());
             for grant in &cluster.egress {
@@ -421,7 +421,7 @@ pub(crate) fn mesh_feed(changed: Changed) -> Feed<Arc<ClusterMesh>> {
     })
 }
 
-/// Converts a ClusterMesh to the planner's values. The error lists all invalid fields.
+/// Converts a ClusterMesh to the planner's input. The error lists all invalid fields.
 fn to_core(object: &ClusterMesh) -> Result<(Mesh, Vec<convert::Finding>), String> {
     convert::mesh::to_core(object).map_err(|problems| {
         problems

@@ -1,5 +1,5 @@
-//! Builds the report of a mesh, that is its status and the notices for its Events, from its plan and from what was observed and
-//! written. Pure. `clustermesh_core::status` derives the conditions.
+//! Builds the report of a mesh, which is its status and the notices for its Events, from the plan and from facts about its members.
+//! Pure functions. `clustermesh_core::status` derives the conditions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use clustermesh_core::{
     enforcement,
     links::Broken,
     mesh::Mesh,
-    pending::Pending,
+    pending::PendingRevocation,
     plan::MeshPlan,
     status::{self, Condition},
 };
@@ -23,55 +23,55 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, link_topic, node_topic, truncate};
 use crate::reconcile::RemovedRow;
 
-/// The status lists at most this many skipped nodes of a member. Only these have Events.
+/// The status lists at most this many skipped nodes of a member. Only the listed nodes have Events.
 const MAX_SKIPPED: usize = 20;
 /// The status lists at most this many removed clusters.
 const MAX_REMOVED: usize = 64;
 /// The status lists at most this many anchored networks of a member, and nodes of each network. The CRD has the same limit.
 const MAX_ANCHORED: usize = 64;
-/// The longest message of a row. The CRD has the same limit.
+/// The longest message of a row in the status. The CRD has the same limit.
 const MAX_MESSAGE: usize = 1024;
 /// The longest message of a condition. Kubernetes has the same limit.
 const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 
-/// What is known of one member in addition to its plan: the state of its API server, agents and objects.
+/// The facts about one member that its plan does not contain: the state of its API server, agents and objects.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemberFacts {
-    /// Its API server answers, and all tables are current.
+    /// The observation is fresh: the API server answers, and all tables are current.
     pub(crate) is_fresh: bool,
     pub(crate) uid: Option<String>,
     pub(crate) version: Option<String>,
-    /// `None` = its Nodes were never read.
+    /// `None` = the Nodes were not read yet.
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// When all objects in it last became as planned.
+    /// The time since which all objects of the mesh in the member have matched the plan.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
 /// The input of [`build_report`].
 pub(crate) struct ReportInput<'a> {
-    /// The object as the hub has it.
+    /// The ClusterMesh as the hub contains it.
     pub(crate) object: &'a ClusterMesh,
-    /// The planner's input that was made from `object`. If the spec is refused, the input from its last valid version.
+    /// The planner's input that was made from `object`. If the spec is refused, the input has the last valid content.
     pub(crate) mesh: &'a Mesh,
     pub(crate) plan: &'a MeshPlan,
-    /// Why the spec is refused: the condition's reason and message.
+    /// Reason and message of the condition if the spec is refused.
     pub(crate) refused: Option<&'a (&'static str, String)>,
     /// Fields whose values were accepted in another form than written.
     pub(crate) warnings: &'a [Finding],
-    /// By entry: why something could not be written there.
+    /// By entry: why an object cannot be written into its cluster.
     pub(crate) unwritten: &'a BTreeMap<String, String>,
-    /// Clusters that the spec no longer names but that still contain objects.
+    /// Clusters that were removed from the spec but still contain objects.
     pub(crate) removed: &'a [RemovedRow],
-    /// By entry and source: the number of objects that are not as planned.
+    /// By entry and source: the number of objects that differ from the plan.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
-    /// By entry.
+    /// Facts by entry.
     pub(crate) facts: &'a BTreeMap<String, MemberFacts>,
     /// Links between entries with tunnels down.
     pub(crate) broken: &'a [Broken],
     /// Revocations that do not take effect everywhere yet.
-    pub(crate) pending: &'a BTreeSet<Pending>,
+    pub(crate) pending: &'a BTreeSet<PendingRevocation>,
 }
 
 /// The report of one mesh.
@@ -80,7 +80,7 @@ pub(crate) struct Report {
     /// The status without its conditions.
     status: ClusterMeshStatus,
     conditions: Vec<Condition>,
-    /// The facts that have an Event when they change.
+    /// The facts whose changes are published as Events.
     pub(crate) notices: Vec<Notice>,
 }
 
@@ -166,7 +166,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
             observed_generation,
             conditions: vec![],
             members: Some(format!("{fresh}/{}", entries.len())),
-            registered_peers: Some(count(registered)),
+            registered_peers: Some(to_i64(registered)),
             clusters: entries.iter().map(|entry| cluster_row(input, &entry.name)).collect(),
             removed_clusters: removed_rows(input),
             broken_links: input.broken.iter().map(broken_link).collect(),
@@ -193,11 +193,11 @@ fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
     let report = input.plan.clusters.get(entry).cloned().unwrap_or_default();
     let facts = input.facts.get(entry).cloned().unwrap_or_default();
     let mut before = input.object.status.iter().flat_map(|status| &status.clusters);
-    // Values that are not known yet, after a restart or with a new connection, stay as in the last report.
+    // Values that are unknown after a restart or on a new connection stay as in the last report.
     let before = before.find(|row| row.name == entry).cloned().unwrap_or_default();
     ClusterStatus {
         name: entry.to_owned(),
-        kubeconfig_secret_ref: secret(input, entry),
+        kubeconfig_secret_ref: secret_ref(input, entry),
         uid: facts.uid.map(|uid| truncate(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         anchored: report
@@ -213,9 +213,9 @@ fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
                     .collect(),
             })
             .collect(),
-        registered_peers: count(report.registered),
-        gateways: Some(count(report.gateways)).filter(|gateways| *gateways > 0),
-        skipped_nodes: count(report.skipped.len()),
+        registered_peers: to_i64(report.registered),
+        gateways: Some(to_i64(report.gateways)).filter(|gateways| *gateways > 0),
+        skipped_nodes: to_i64(report.skipped.len()),
         skipped: report
             .skipped
             .iter()
@@ -245,8 +245,8 @@ fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
     }
 }
 
-/// The Secret that the spec names for an entry.
-fn secret(input: &ReportInput<'_>, entry: &str) -> Option<KubeconfigSecretRef> {
+/// Returns the Secret that the spec references for an entry.
+fn secret_ref(input: &ReportInput<'_>, entry: &str) -> Option<KubeconfigSecretRef> {
     let mut entries = input.object.spec.clusters.iter();
     let entry = entries.find(|row| row.name == entry && !row.local)?;
     entry.kubeconfig_secret_ref.clone()
@@ -263,8 +263,8 @@ fn broken_link(link: &Broken) -> BrokenLink {
     BrokenLink {
         from: from.clone(),
         to: to.clone(),
-        up: count(*up),
-        total: count(*total),
+        up: to_i64(*up),
+        total: to_i64(*total),
     }
 }
 
@@ -288,7 +288,7 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
                 cluster: grant.cluster.clone(),
                 service: source(&grant.cluster, grant.service.clone())?,
                 ready: grant.ready,
-                endpoints: count(grant.endpoints),
+                endpoints: to_i64(grant.endpoints),
                 message: Some(truncate(&grant.message, MAX_MESSAGE)).filter(|message| !message.is_empty()),
             })
         })
@@ -298,8 +298,8 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
 fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
     let mut notices = Vec::new();
     for condition in conditions {
-        // Only Ready has an Event for a good state. Skipped nodes and broken links have Events of their own below.
-        let warning = match condition.kind {
+        // Only Ready has an Event for its good state. Each skipped node and each broken link has its own Event, see below.
+        let is_warning = match condition.kind {
             "Ready" => !condition.status,
             "NetworksOverlap" | "Degraded"
                 if condition.status && !["NodesSkipped", "TunnelsDown"].contains(&condition.reason) =>
@@ -313,7 +313,7 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             topic: condition.kind.to_owned(),
             reason: condition.reason.to_owned(),
             message: condition.message.clone(),
-            warning,
+            is_warning,
             action: "Reconcile",
             node: None,
         });
@@ -323,7 +323,7 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             topic: format!("field {}", finding.field),
             reason: SPEC_ADJUSTED.to_owned(),
             message: format!("{}: {}", finding.field, finding.message),
-            warning: true,
+            is_warning: true,
             action: "ReadSpec",
             node: None,
         });
@@ -337,7 +337,7 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
                     "Node {} of cluster {entry:?} is left out: {}",
                     skipped.node, skipped.message
                 ),
-                warning: true,
+                is_warning: true,
                 action: "SkipNode",
                 node: Some((entry.clone(), skipped.node.clone())),
             });
@@ -348,15 +348,15 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             topic: link_topic(&link.from, &link.to),
             reason: TUNNELS_DOWN.to_owned(),
             message: status::describe_broken_link(link),
-            warning: true,
-            action: "LookAtLinks",
+            is_warning: true,
+            action: "CheckLinks",
             node: None,
         });
     }
     notices
 }
 
-fn count(number: usize) -> i64 {
+fn to_i64(number: usize) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
@@ -368,7 +368,7 @@ mod tests {
         Condition {
             kind,
             status,
-            reason: "Word",
+            reason: "AnyReason",
             message: String::new(),
         }
     }
@@ -389,7 +389,7 @@ mod tests {
 
     /// After a restart, the status is the only source of these values while the member does not answer.
     #[test]
-    fn row_of_a_member_never_observed_keeps_its_values() {
+    fn row_of_a_member_not_observed_yet_keeps_its_values() {
         let row = serde_json::json!({
             "name": "a", "uid": "u", "lastSync": "2026-01-01T00:00:00Z", "kubernetesVersion": "v1.36.3", "reachable": false,
             "agents": {"total": 2, "full": 2},

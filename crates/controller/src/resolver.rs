@@ -1,5 +1,5 @@
 //! Resolves the host names that Nodes publish as their endpoints, in the background, and refreshes the addresses. It limits
-//! which names, and how many, are looked up for each member.
+//! which names and how many names are looked up for each member.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,9 +21,9 @@ mod lookup_queue;
 
 use lookup_queue::LookupQueue;
 
-/// The most names of one member that are looked up. A hostile member must not make the hub flood a DNS server.
+/// The most names of one member that are looked up. A hostile member must not cause the controller to flood a DNS server.
 const MAX_NAMES: usize = 200;
-/// Lookups at the same time.
+/// The most lookups at the same time.
 const MAX_LOOKUPS: usize = 16;
 /// How often each name is looked up again.
 const REFRESH: Duration = Duration::from_secs(60);
@@ -35,7 +35,7 @@ type Addresses = Arc<Mutex<BTreeMap<String, IpAddr>>>;
 /// Host names, by the member whose Nodes publish them.
 pub(crate) type NamesByMember = BTreeMap<ClusterIdentity, BTreeSet<String>>;
 
-/// Hands names to the task that resolves them. Dropping it ends the task.
+/// The handle of the task that resolves names. Dropping it stops the task.
 #[derive(Debug)]
 pub(crate) struct Resolver {
     names: watch::Sender<NamesByMember>,
@@ -43,7 +43,7 @@ pub(crate) struct Resolver {
 }
 
 impl Resolver {
-    /// Starts the task, with no names.
+    /// Starts the task without names.
     pub(crate) fn start(changed: Changed) -> Self {
         let (names, wanted) = watch::channel(NamesByMember::new());
         let addresses = Addresses::default();
@@ -60,13 +60,14 @@ impl Resolver {
         });
     }
 
-    /// The address of each name that was resolved.
+    /// Returns the resolved names with their addresses.
     pub(crate) fn addresses(&self) -> BTreeMap<String, IpAddr> {
         self.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// Collects the host names that Nodes publish. Sandboxes are left out: they must not choose which names the hub looks up.
+/// Collects the host names that Nodes publish. Nodes of sandboxes are ignored, because a sandbox must not choose which names are looked
+/// up.
 pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMember {
     let entries = meshes
         .iter()
@@ -89,7 +90,8 @@ pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMemb
         .collect()
 }
 
-/// Looks a name up with the node's resolver. `None` = no answer, or no address; `getaddrinfo` does not tell them apart.
+/// Looks up a name with `getaddrinfo`. `None` = the DNS server did not answer, or the name has no address; `getaddrinfo` does not
+/// distinguish the two.
 async fn lookup(name: String) -> Option<BTreeSet<IpAddr>> {
     let found = tokio::time::timeout(LOOKUP_TIMEOUT, tokio::net::lookup_host((name.as_str(), 0))).await;
     Some(found.ok()?.ok()?.map(|address| address.ip()).collect())
@@ -149,8 +151,8 @@ fn store(addresses: &Addresses, name: &str, found: Option<&BTreeSet<IpAddr>>) ->
     before != after
 }
 
-/// Chooses the address of a name. It stays the same as long as the name has it: a name with several addresses must not flap.
-/// A failed lookup changes nothing, because a DNS server that is down must not remove an endpoint.
+/// Chooses the address of a name. The last address stays as long as the name has it, so that an endpoint does not flap between several
+/// addresses. It also stays after a failed lookup, so that an outage of the DNS server removes no endpoint.
 fn choose(before: Option<IpAddr>, found: Option<&BTreeSet<IpAddr>>) -> Option<IpAddr> {
     before
         .filter(|address| found.is_none_or(|found| found.contains(address)))

@@ -29,12 +29,12 @@ use crate::{
 
 /// The minimum time between the starts of two passes.
 const DEBOUNCE: Duration = Duration::from_millis(50);
-/// The longest rest after a pass. The loop rests twice as long as the pass took, so that members whose objects change all the
-/// time do not keep the CPU busy. A changed ClusterMesh, for example with a new quarantine, ends the rest.
-const MAX_REST: Duration = Duration::from_secs(2);
-/// The liveness probe fails if no pass finishes for this long. No pass waits for a member or the hub, so the loop is stuck then.
+/// The longest pause after a pass. The loop pauses twice as long as the pass took, so that members whose objects change all the
+/// time do not keep the CPU busy. A changed ClusterMesh, for example with a new quarantine, ends the pause.
+const MAX_PAUSE: Duration = Duration::from_secs(2);
+/// The liveness probe fails if no pass finishes for this long. Then the loop is stuck, because no pass waits for a member or the hub.
 const STUCK_AFTER: Duration = Duration::from_secs(180);
-/// How often the addresses of the hub's API servers are read again.
+/// The time after which the addresses of the hub's API servers are read again.
 const ADDRESS_REFRESH: Duration = Duration::from_secs(60);
 /// How long shutdown waits for writes that are in flight.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
@@ -42,8 +42,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
 /// Runs the controller until `stop` is cancelled.
 ///
 /// # Errors
-/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. A cluster that does
-/// not answer is no error: the controller waits for it.
+/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. If a cluster does not
+/// answer, this is no error: the controller waits for it.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Args {
         kubeconfig,
@@ -58,10 +58,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         open_metrics,
         log_format: _,
     } = args;
-    let settings = Settings::closing(&infrastructure_ports)?;
+    let settings = Settings::with_infrastructure_ports(&infrastructure_ports)?;
     let config = match kubeconfig {
         None => Config::incluster().context("not in a pod; give the hub's kubeconfig with --kubeconfig")?,
-        Some(path) => clustermesh_access::own(Some(&path), context.as_deref())
+        Some(path) => clustermesh_access::read_own_config(Some(&path), context.as_deref())
             .await
             .with_context(|| format!("--kubeconfig {}", path.display()))?,
     };
@@ -99,7 +99,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         () = stop.cancelled() => return Ok(()),
     };
     drop(identity);
-    tracing::info!(hub = %id, "objects that this hub writes carry this id");
+    tracing::info!(hub = %id, "hub identified; its objects in members have this id as a label");
 
     let (changed, meshes_changed) = (Changed::default(), Changed::default());
     let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&meshes_changed));
@@ -112,27 +112,27 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         fields: String::new(),
     };
     let following = tokio::spawn(async move {
-        // Nothing probes this connection: the watch itself times out when the connection is dead.
+        // Nothing probes this connection, so no signal to resume is sent. A watch on a dead connection times out by itself.
         let (_resume, resumed) = tokio::sync::watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
     });
-    // The first session needs these addresses to refuse kubeconfigs that point at the hub. If the hub does not answer
-    // here, the start continues after a timeout.
-    learn_addresses(&client, &hosts).await;
-    let (learning, learned) = (client.clone(), hosts.clone());
-    let learning = tokio::spawn(async move {
+    // The first session needs these addresses to refuse kubeconfigs that name the hub's API server. If the hub does not answer, the
+    // start continues after a timeout.
+    refresh_hub_addresses(&client, &hosts).await;
+    let (refresh_client, refreshed_hosts) = (client.clone(), hosts.clone());
+    let refreshing = tokio::spawn(async move {
         loop {
             tokio::time::sleep(ADDRESS_REFRESH).await;
-            learn_addresses(&learning, &learned).await;
+            refresh_hub_addresses(&refresh_client, &refreshed_hosts).await;
         }
     });
 
     let counted = metrics.clone();
     let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
     let memory = Memory::new(memory, move |member, over| {
-        // `debug`, because this may repeat many times a minute. The feed logs once, with the reason, that it stopped.
-        tracing::debug!(member, limit = over.word(), %over, "data of the member exceeds its budget");
-        counted.count_over_budget(member, over.word());
+        // The level is debug because this may happen many times per minute. The feed logs once, with the reason, that it is not current.
+        tracing::debug!(member, limit = over.label(), %over, "data of the member exceeds its budget");
+        counted.count_over_budget(member, over.label());
     });
     let hub = Arc::new(Hub {
         client: client.clone(),
@@ -154,13 +154,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     );
     let heartbeat = liveness.watch("reconcile", STUCK_AFTER);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
-    let (mut rest, mut wait) = (Duration::ZERO, Duration::ZERO);
+    let (mut pause, mut wait) = (Duration::ZERO, Duration::ZERO);
     loop {
         let due = async {
-            tokio::time::sleep(rest).await;
+            tokio::time::sleep(pause).await;
             tokio::select! {
                 () = changed.notified() => {}
-                () = tokio::time::sleep(wait.saturating_sub(rest)) => {}
+                () = tokio::time::sleep(wait.saturating_sub(pause)) => {}
             }
         };
         tokio::select! {
@@ -181,32 +181,32 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             first_plan.take();
         }
         let took = started.elapsed();
-        rest = (took * 2).min(MAX_REST);
+        pause = (took * 2).min(MAX_PAUSE);
         tokio::time::sleep(DEBOUNCE.saturating_sub(took)).await;
     }
     following.abort();
-    learning.abort();
+    refreshing.abort();
     reconciler.stop_writing();
     reconciler.tasks.close();
     drain::within(DRAIN_TIMEOUT, reconciler.tasks.wait()).await;
     drain::within(Duration::from_secs(2), served).await;
-    tracing::info!("ended; objects in the members stay as they are");
+    tracing::info!("stopped; objects in the members stay as they are");
     Ok(())
 }
 
-/// Reads the addresses on which the hub's API servers listen. A kubeconfig of a member that points at one of them is refused.
-/// If the hub does not answer, the addresses that were read last stay valid.
-async fn learn_addresses(client: &Client, hosts: &HubHosts) {
+/// Reads the addresses on which the hub's API servers listen, and stores them in `hosts`. Kubeconfigs of members that name one of them
+/// are refused. If the hub does not answer, the last addresses stay valid.
+async fn refresh_hub_addresses(client: &Client, hosts: &HubHosts) {
     let slices: Api<EndpointSlice> = Api::namespaced(client.clone(), "default");
     let api_service = ListParams::default().labels(&format!("{}=kubernetes", names::LABEL_SERVICE_NAME));
     match tokio::time::timeout(Duration::from_secs(5), slices.list(&api_service)).await {
-        Ok(Ok(slices)) => hosts.learn(convert::service::api_endpoints(&slices.items)),
-        Ok(Err(error)) => tracing::warn!(%error, "cannot read the addresses of the hub's own API"),
+        Ok(Ok(slices)) => hosts.set_addresses(convert::service::api_endpoints(&slices.items)),
+        Ok(Err(error)) => tracing::warn!(%error, "cannot read the addresses of the hub's API servers"),
         Err(_) => tracing::warn!("the hub's API server does not answer"),
     }
 }
 
-/// Returns the hub's id: `given`, else the UID of kube-system. Retries until the hub answers.
+/// Returns the hub's id: `given`, else the UID of the namespace kube-system. Retries until the hub answers.
 async fn hub_identity(client: &Client, given: Option<String>) -> String {
     if let Some(id) = given {
         return id;

@@ -1,5 +1,5 @@
-//! One session per member: it follows the member's credentials, connects, and keeps the tables of the member's objects up to
-//! date. A probe detects an API server that does not answer. Sessions run independently: no member delays another.
+//! Runs one session per member. A session watches the credentials of the member, connects, and keeps the tables of the member's
+//! objects up to date. A probe detects an API server that does not answer. Sessions are independent: no member delays another.
 
 use std::{
     collections::BTreeSet,
@@ -31,17 +31,17 @@ pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
-/// A problem is reported only after this time. A new session still waits for its first answers, and an API server that is being
-/// rolled out is back soon.
+/// A problem is reported only after this time: a new session still waits for its first responses, and an API server may only be
+/// restarting.
 const GRACE: Duration = Duration::from_secs(6);
 
-/// The longest delay, in milliseconds, before a member reconnects after its credentials were missing.
+/// The longest delay, in milliseconds, before a session connects again after the credentials were missing.
 const MAX_RECONNECT_DELAY: u64 = 5_000;
 
-/// What has to be read of a member beyond Nodes and Peers.
+/// The objects that a session reads only because meshes need them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// Services that grants name: the granted ones, and in the importing member the names of their mirrored Services.
+    /// Services that grants name: granted Services in the member that exports them, mirrored Services in the member that imports them.
     pub(crate) services: BTreeSet<ObjectName>,
     /// Namespaces whose pods are exported.
     pub(crate) pods: BTreeSet<String>,
@@ -57,17 +57,17 @@ impl Interest {
 #[derive(Clone)]
 struct Connection {
     credentials: Credentials,
-    /// Why the API server does not answer the probe. `None` = it answers, or was not probed yet.
+    /// Why the API server does not answer the probe. `None` = it answers the probe, or was not probed yet.
     unresponsive: Option<String>,
     /// `metadata.uid` of kube-system.
     uid: Option<String>,
     /// `gitVersion` of the API server.
     version: Option<String>,
-    /// Since when the observation is not fresh. `None` = it is fresh.
+    /// Since when the observation has not been fresh. `None` = the observation is fresh.
     stale_since: Option<Instant>,
 }
 
-/// The handle of a session. Dropping it ends the session.
+/// The handle of a session. Dropping it stops the session.
 pub(crate) struct Session {
     shared: Arc<Shared>,
     interest: watch::Sender<Interest>,
@@ -85,7 +85,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// With `is_charged` the rows of the tables count against the member's memory budget.
+    /// With `is_charged`, the rows of the tables are charged to the member's memory budget.
     fn new(identity: ClusterIdentity, account: Account, is_charged: bool, changed: Changed) -> Self {
         Self {
             tables: Tables::new(identity.to_string(), is_charged.then_some(&account), &changed),
@@ -106,7 +106,7 @@ impl Shared {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the connection and wakes the loop.
+    /// Changes the connection and wakes the reconcile loop.
     fn update_connection(&self, change: impl FnOnce(&mut Connection)) {
         change(&mut self.connection());
         self.changed.notify_one();
@@ -114,13 +114,13 @@ impl Shared {
 }
 
 impl Session {
-    /// Starts a session. It reads the credentials first.
+    /// Starts a session, which reads the credentials first.
     pub(crate) fn start(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
         let end = CancellationToken::new();
         let (interest, wanted) = watch::channel(Interest::default());
         let (cleanup_only, cleanup_only_receiver) = watch::channel(false);
         let account = hub.memory.account(&identity.to_string());
-        // The hub is trusted, so its objects do not count.
+        // The hub is trusted, so its objects are not charged.
         let is_charged = identity != ClusterIdentity::Local;
         let shared = Arc::new(Shared::new(identity, account, is_charged, changed));
         tokio::spawn(supervise(
@@ -138,7 +138,7 @@ impl Session {
         }
     }
 
-    /// Sets what has to be read.
+    /// Sets which objects the session reads because meshes need them.
     pub(crate) fn set_interest(&self, interest: &Interest) {
         self.interest.send_if_modified(|current| {
             let has_changed = current != interest;
@@ -150,9 +150,9 @@ impl Session {
         });
     }
 
-    /// Sets whether the member is only cleaned up, because all its meshes are being deleted or no longer name it.
+    /// Sets whether the member is only cleaned up, because each of its meshes is being deleted or does not contain it any more.
     ///
-    /// Then the last usable credentials stay in use after the Secret is deleted: a namespace that is deleted loses its Secrets
+    /// If so, the last usable credentials stay in use after the Secret is deleted: the deletion of a namespace may delete the Secrets
     /// first, and people who remove an entry often delete its Secret at the same time.
     pub(crate) fn set_cleanup_only(&self, cleanup_only: bool) {
         self.cleanup_only
@@ -184,19 +184,19 @@ impl Session {
         }
     }
 
-    /// When the next node becomes silent if no check-in of its kg arrives.
+    /// The time at which the next node becomes silent if no check-in of its kg arrives.
     pub(crate) fn silence_due(&self) -> Option<Instant> {
         self.shared.tables.silence_due()
     }
 
-    /// Whether the observation has been stale for less than [`GRACE`], which is too short to report it.
+    /// Whether the observation has been stale for less than [`GRACE`]. Such a problem is not reported yet.
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
         !matches!(connection.credentials, Credentials::Missing(_))
             && connection.stale_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
-    /// The client for writes. `None` = there are no usable credentials.
+    /// The client for writes. `None` = the credentials are missing, unusable or not read yet.
     pub(crate) fn client(&self) -> Option<Client> {
         match &self.shared.connection().credentials {
             Credentials::Ready(client) => Some(client.clone()),
@@ -204,22 +204,22 @@ impl Session {
         }
     }
 
-    /// Whether the API server does not answer the probe. Writes would fail, too.
+    /// Whether the API server does not answer the probe. Then writes would fail, too.
     pub(crate) fn is_unresponsive(&self) -> bool {
         self.shared.connection().unresponsive.is_some()
     }
 
-    /// `gitVersion` of the API server, once it answered.
+    /// `gitVersion` of the API server. `None` = no probe has succeeded yet.
     pub(crate) fn version(&self) -> Option<String> {
         self.shared.connection().version.clone()
     }
 
-    /// The tables. Writers use them for conditional deletes and put the answers to their writes there.
+    /// The tables. Writers take the preconditions of deletes from them, and store the objects that their writes return.
     pub(crate) fn tables(&self) -> Tables {
         self.shared.tables.clone()
     }
 
-    /// For `/debug/state`.
+    /// Returns the state of the session for `/debug/state`.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let connection = self.shared.connection().clone();
         let credentials = match &connection.credentials {
@@ -237,7 +237,7 @@ impl Session {
     }
 }
 
-/// Runs a session until it is dropped. Connects again when the credentials change or a connection ends.
+/// Runs a session until its handle is dropped. Connects again when the credentials change or a connection ends.
 async fn supervise(
     shared: Arc<Shared>,
     hub: Arc<Hub>,
@@ -283,7 +283,6 @@ async fn supervise(
                 () = served => {}
                 Ok(()) = cleanup_only.changed(), if is_missing => {}
                 changed = credentials.changed() => if changed.is_err() {
-                    // Without this task a changed Secret would not be noticed.
                     tracing::error!(member = %shared.identity, "the task that watches the kubeconfig Secret ended unexpectedly; starting it again");
                     watches = JoinSet::new();
                     credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
@@ -297,15 +296,15 @@ async fn supervise(
     }
 }
 
-/// How long a member waits before it connects again after its credentials were missing. Members that lost their credentials at
-/// the same time must not all list at the same time. The delay of one member is always the same.
+/// The delay before the session connects again after the credentials were missing. Sessions that lost their credentials at the same
+/// time must not list all objects at the same time. The delay of one member is always the same.
 fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     let mut hasher = DefaultHasher::new();
     identity.to_string().hash(&mut hasher);
     Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// Returns the problem of the first table that is not current. `None` = all are current.
+/// Returns the problem of the first table that is not current. `None` = all tables are current.
 fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,
@@ -334,7 +333,7 @@ async fn with_timeout<T>(request: impl Future<Output = Result<T, kube::Error>>) 
 /// A request of the probe that failed.
 #[derive(Debug)]
 struct ProbeError {
-    /// An API server answered, so it is running.
+    /// The API server responded, so it is running.
     is_answer: bool,
     why: String,
 }

@@ -1,4 +1,4 @@
-//! Computes how long ago kg last checked in for each node (`kilo.squat.ai/last-seen`, Unix seconds).
+//! Computes how long ago kg, Kilo's agent, last checked in for each node (`kilo.squat.ai/last-seen`, Unix seconds).
 //!
 //! The clocks of the nodes and of the observer may differ, so an age is measured from the newest check-in in the same cluster.
 //! A watch uses the arrival time of each check-in instead, and needs these ages only for the first list.
@@ -7,9 +7,9 @@ use std::{collections::BTreeMap, time::Duration};
 
 /// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and drops a node from its own mesh
 /// after 60 s.
-pub const SILENT: Duration = Duration::from_secs(65);
+pub const SILENT_AFTER: Duration = Duration::from_secs(65);
 
-/// How old each node's last check-in is. `now` is the observer's Unix time. A check-in in the future counts as `now`, so that
+/// Returns the age of each node's last check-in. `now` is the observer's Unix time. A check-in in the future counts as `now`, so that
 /// one Node with a wrong clock does not make all the others look old.
 #[must_use]
 pub fn ages(last_seen: &BTreeMap<String, i64>, now: i64) -> BTreeMap<String, Duration> {
@@ -44,8 +44,8 @@ mod tests {
         assert_eq!(seconds(&nodes, 99_999), want);
         assert_eq!(seconds(&nodes, 1_000), want);
         // One Node publishes a time in the future.
-        let ahead = [("a", 1_000), ("liar", i64::MAX)];
-        assert_eq!(seconds(&ahead, 1_010), [("a".to_owned(), 10), ("liar".to_owned(), 0)]);
+        let ahead = [("a", 1_000), ("ahead", i64::MAX)];
+        assert_eq!(seconds(&ahead, 1_010), [("a".to_owned(), 10), ("ahead".to_owned(), 0)]);
         assert_eq!(seconds(&[("old", i64::MIN)], i64::MAX), [("old".to_owned(), 0)]);
         assert_eq!(seconds(&[], 0), []);
     }

@@ -27,7 +27,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// In lower case, as in logs, metrics and the command line.
+    /// The name in lower case, for logs, metrics and command-line output.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -38,7 +38,7 @@ impl Action {
     }
 }
 
-/// The object of a step, with its desired value; `None` = it is deleted.
+/// The object that a step writes, with its desired value; `None` = the object is deleted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Item {
     /// A Peer, by name.
@@ -54,7 +54,7 @@ pub enum Item {
 }
 
 impl Item {
-    /// Its Kubernetes kind.
+    /// The Kubernetes kind of the object.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -66,7 +66,7 @@ impl Item {
         }
     }
 
-    /// Its name, with the namespace if it has one.
+    /// The name of the object, with the namespace if the object has one.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -85,17 +85,17 @@ pub struct Step {
     pub action: Action,
     /// The object and its desired value.
     pub item: Item,
-    /// The ownership labels that it should have.
+    /// The ownership labels that the object should have.
     pub owner: Owner,
-    /// Which fields differ (updates only).
+    /// The fields that differ (updates only).
     pub fields: Vec<&'static str>,
 }
 
 /// Lists all writes into the member `identity`, for all meshes, in order; empty if the member matches its plan.
 ///
-/// Policies are written first and deleted last, so that no Peer exists without one. A Peer that is renamed is deleted before its
-/// key is created again. A prefix that moves is added to its new Peer before it is removed from the old one. Other deletes precede
-/// updates and creates.
+/// PeerPolicies and SandboxAccesses are written first and PeerPolicies are deleted last, so that no Peer exists without its policy.
+/// A Peer that is renamed is deleted under its old name before it is created under the new one. A prefix that moves is added to its
+/// new Peer before it is removed from the old one. Other deletes precede updates and creates.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -139,7 +139,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |policy: &PolicySpec| differ.serves_any(&policy.networks);
+        let superseded = |policy: &PolicySpec| differ.is_any_connected(&policy.networks);
         let policies = differ.compare(existing.collect(), desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
@@ -158,7 +158,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, access)| (name.clone(), (access.source.clone(), access.spec.clone())))
                 .collect()
         });
-        let superseded = |access: &AccessSpec| differ.serves_any(&access.networks);
+        let superseded = |access: &AccessSpec| differ.is_any_connected(&access.networks);
         let accesses = differ.compare(existing.collect(), desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
@@ -249,16 +249,19 @@ impl<'a> Differ<'a> {
     /// Whether existing objects of this mirrored Service are kept, because the state needed to plan it was not observed.
     fn is_kept(&self, mesh: &MeshId, service: &ObjectName) -> bool {
         self.targets()
-            .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept.contains(service))
+            .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept_services.contains(service))
     }
 
-    fn desired<K: Ord, V>(&self, of: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>) -> BTreeMap<K, (Owner, MeshId, V)> {
+    fn desired<K: Ord, V>(
+        &self,
+        list: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>,
+    ) -> BTreeMap<K, (Owner, MeshId, V)> {
         let mut desired = BTreeMap::new();
         for (id, mesh, target) in self.targets() {
             if self.is_paused(mesh) || mesh.deleting {
                 continue;
             }
-            for (name, (source, value)) in of(target) {
+            for (name, (source, value)) in list(target) {
                 desired
                     .entry(name)
                     .or_insert_with(|| (self.owner(id, source), id.clone(), value));
@@ -276,8 +279,8 @@ impl<'a> Differ<'a> {
         }
     }
 
-    /// The mesh for which an object that is not in the plan may be deleted now; `None` = it stays. An absent mesh may have been moved
-    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if another mesh serves the same
+    /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept. An absent mesh may have been moved
+    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if another mesh connects the same
     /// networks (`superseded`).
     fn mesh_allowing_delete(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
@@ -291,7 +294,7 @@ impl<'a> Differ<'a> {
                 let source = owner.source_cluster.as_deref().unwrap_or_default();
                 let retained = self
                     .targets()
-                    .any(|(of, _, target)| of == id && target.retained.contains(source));
+                    .any(|(other, _, target)| other == id && target.sources_not_fresh.contains(source));
                 (!self.is_paused(mesh) && (mesh.deleting || !retained)).then(|| id.clone())
             }
         }
@@ -325,8 +328,8 @@ impl<'a> Differ<'a> {
                 None => (Action::Create, vec![]),
                 // Foreign objects are never overwritten. The planner has chosen another name, or reported the conflict.
                 Some((existing, _)) if self.is_foreign(existing) => continue,
-                Some((existing, value_there)) => {
-                    let mut differing = value_there.map_or_else(|| vec!["spec"], |old| fields(old, &value));
+                Some((existing, existing_value)) => {
+                    let mut differing = existing_value.map_or_else(|| vec!["spec"], |old| fields(old, &value));
                     if **existing != owner {
                         differing.push("metadata.labels");
                     }
@@ -362,24 +365,24 @@ impl<'a> Differ<'a> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |peer: &PeerSpec| self.serves_any(&peer.allowed_ips);
+        let superseded = |peer: &PeerSpec| self.is_any_connected(&peer.allowed_ips);
         self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 
     /// Whether an active mesh connects one of these networks to this member.
-    fn serves_any<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
-        let served: BTreeSet<IpNet> = self
+    fn is_any_connected<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
+        let connected: BTreeSet<IpNet> = self
             .targets()
             .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting)
-            .flat_map(|(.., target)| target.served.iter().copied())
+            .flat_map(|(.., target)| target.source_networks.iter().copied())
             .collect();
-        let serves = |net: &IpNet| served.iter().any(|served| overlap(*served, *net));
-        networks.into_iter().any(serves)
+        let is_connected = |net: &IpNet| connected.iter().any(|other| overlap(*other, *net));
+        networks.into_iter().any(is_connected)
     }
 
     fn slices(&self, member: &Member) -> Vec<Step> {
-        type Packed = (String, PlannedSlice);
-        let there: BTreeMap<ObjectName, (&Owner, Packed)> = member
+        type ServiceAndSlice = (String, PlannedSlice);
+        let observed: BTreeMap<ObjectName, (&Owner, ServiceAndSlice)> = member
             .slices
             .iter()
             .filter_map(|(name, slice)| {
@@ -394,9 +397,9 @@ impl<'a> Differ<'a> {
                 ))
             })
             .collect();
-        let existing = there
+        let existing = observed
             .iter()
-            .map(|(name, (owner, packed))| (name.clone(), (*owner, Some(packed))))
+            .map(|(name, (owner, slice))| (name.clone(), (*owner, Some(slice))))
             .collect();
         let desired = self.desired(|target| {
             let mut slices = Vec::new();
@@ -412,7 +415,7 @@ impl<'a> Differ<'a> {
             slices
         });
         let services: BTreeSet<String> = desired.values().map(|(.., (service, _))| service.clone()).collect();
-        let superseded = |(service, _): &Packed| services.contains(service);
+        let superseded = |(service, _): &ServiceAndSlice| services.contains(service);
         self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
             let differs = [
                 ("addressType", old.v6 != new.v6),

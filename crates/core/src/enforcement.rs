@@ -1,5 +1,5 @@
-//! Derives the condition `PolicyEnforced`: the nodes and gateways of a mesh that do not enforce the current PeerPolicies or
-//! SandboxAccesses. The input is what each node reports about itself. These reports are untrusted: they are quoted in messages,
+//! Derives the condition `PolicyEnforced`, which names the nodes and gateways that do not enforce the current PeerPolicies or
+//! SandboxAccesses. The inputs are the nodes' reports about themselves. These reports are untrusted: they are quoted in messages,
 //! and a false report affects only the status of the reporting node's own cluster.
 
 use std::{
@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{observe::Member, pending::Pending, status::Condition};
+use crate::{observe::Member, pending::PendingRevocation, status::Condition};
 
 /// The condition reason for nodes on which packets bypass the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -33,31 +33,31 @@ pub struct Unenforced {
     pub bypassed: BTreeMap<String, String>,
     /// Nodes on which kube-proxy's IPVS translates after the policies ([`Bypass::Ipvs`]).
     pub ipvs: BTreeSet<String>,
-    /// Nodes that only Kilo's `kg` serves.
+    /// Nodes on which Kilo's `kg` runs without wg-agent.
     pub without_agent: BTreeSet<String>,
-    /// Nodes whose agent has reported for [`GRACE`] that it enforces another revision of the PeerPolicies than the current one.
+    /// Nodes whose agent has reported an outdated revision of the PeerPolicies for [`GRACE`] or longer.
     pub outdated: BTreeSet<String>,
-    /// Gateways that have not applied a SandboxAccess for [`GRACE`], by namespace and name.
+    /// Gateways that have enforced an outdated SandboxAccess for [`GRACE`] or longer, as NAMESPACE/NAME.
     pub gateways: BTreeSet<String>,
 }
 
-/// For how long an agent may report another revision than the current one. It enforces a change at once, and reports it within
+/// How long an agent may report an outdated revision. It enforces a change at once, and reports the new revision within
 /// 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
 
-/// Whether an agent that reports the revision `reported` enforces other PeerPolicies than those of the revision `current`. An agent
-/// that reports none has a version that cannot report it.
+/// Whether an agent that reports the revision `reported` enforces PeerPolicies other than those of the revision `current`. An agent
+/// that reports no revision is too old to report one, so it does not count.
 #[must_use]
-pub fn outdated(reported: &str, current: &str) -> bool {
+pub fn is_outdated(reported: &str, current: &str) -> bool {
     !reported.is_empty() && reported != current
 }
 
 /// The value that [`applied_by_gateways`] returns for a gateway that is up to date.
 pub const APPLIED: &str = "applied";
 
-/// Whether each gateway of a member has applied the current SandboxAccesses; only gateways whose pod exists are listed. The value
-/// is [`APPLIED`], or the SandboxAccesses that are applied in another generation. A SandboxAccess that was never applied opens
-/// nothing, so it does not count.
+/// For each gateway of a member whose pod exists: [`APPLIED`] if every SandboxAccess that the gateway has applied is current, else
+/// the outdated ones with the applied generations. A SandboxAccess that the gateway has never applied opens nothing, so it does
+/// not count.
 #[must_use]
 pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
     let Some(accesses) = &member.accesses else {
@@ -85,19 +85,19 @@ pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
 /// How many nodes, gateways or pending revocations a message lists.
 const MAX_LISTED: usize = 10;
 
-/// The condition `PolicyEnforced`. `members` = the nodes and gateways that do not enforce policies, by entry name. `pending` = the
+/// Builds the condition `PolicyEnforced`. `members` = the nodes and gateways that do not enforce policies, by entry name. `pending` = the
 /// revocations that are not yet in effect.
 #[must_use]
-pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pending>) -> Condition {
+pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<PendingRevocation>) -> Condition {
     let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
     let bypassed = bypassed.map(|(cluster, member)| {
         let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
         let reasons: Vec<&str> = reasons.into_iter().take(3).collect();
         format!(
             "on {} of cluster {cluster:?} the CNI forwards packets of pods without netfilter ({:?}): PeerPolicies do not apply to \
-             them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
+             them, and pods there may fail to reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
              kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium",
-            named(member.bypassed.keys()),
+            list_nodes(member.bypassed.keys()),
             reasons.join("; "),
         )
     });
@@ -106,7 +106,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         format!(
             "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after the PeerPolicies, so \
              these do not apply to their final destinations: {IPVS_REMEDY}",
-            named(member.ipvs.iter())
+            list_nodes(member.ipvs.iter())
         )
     });
     let bypassed = bypassed.chain(ipvs);
@@ -114,9 +114,9 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let outdated = outdated.map(|(cluster, member)| {
         format!(
             "on {} of cluster {cluster:?} wg-agent has reported an outdated revision of the PeerPolicies for {} s or longer: it is \
-             dead, or cannot read them or write its table. What was closed since may be open there. See the log of its pod there, \
-             and `wg-agent status` on the node",
-            named(member.outdated.iter()),
+             dead, or cannot read them or write its table. Access that was revoked since then may still be open there. See the log \
+             of its pod there, and `wg-agent status` on the node",
+            list_nodes(member.outdated.iter()),
             GRACE.as_secs(),
         )
     });
@@ -124,8 +124,8 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let gateways = gateways.map(|(cluster, member)| {
         let names: Vec<&str> = member.gateways.iter().map(String::as_str).take(MAX_LISTED).collect();
         format!(
-            "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: what was revoked since \
-             may be open through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
+            "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: grants that were revoked \
+             since then may still work through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
             names.join(", "),
             GRACE.as_secs(),
         )
@@ -135,15 +135,15 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         format!(
             "on {} of cluster {cluster:?} kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy",
-            named(member.without_agent.iter())
+            list_nodes(member.without_agent.iter())
         )
     });
     let (bypassed, without_agent): (Vec<String>, Vec<String>) = (bypassed.collect(), without_agent.collect());
     let outdated: Vec<String> = outdated.chain(gateways).collect();
-    // Pending quarantines come first, because they are more urgent than other revocations.
-    let mut pending: Vec<&Pending> = pending.iter().collect();
+    // Quarantines come first, because they are more urgent than other revocations.
+    let mut pending: Vec<&PendingRevocation> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
-    let open = pending_messages(&pending);
+    let pending_messages = pending_messages(&pending);
     let reasons_by_urgency = [
         (&outdated, "PolicyOutdated"),
         (&bypassed, DATAPATH_BYPASSED),
@@ -158,19 +158,21 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             kind: "PolicyEnforced",
             status: true,
             reason: "Enforced",
-            message: "no meshed node is known not to enforce PeerPolicies".to_owned(),
+            message: "no node is known on which PeerPolicies are not enforced".to_owned(),
         };
     };
     Condition {
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [open, outdated, bypassed, without_agent].concat().join("; "),
+        message: [pending_messages, outdated, bypassed, without_agent]
+            .concat()
+            .join("; "),
     }
 }
 
 /// The messages of the first [`MAX_LISTED`] pending revocations.
-fn pending_messages(pending: &[&Pending]) -> Vec<String> {
+fn pending_messages(pending: &[&PendingRevocation]) -> Vec<String> {
     let mut messages: Vec<String> = pending
         .iter()
         .take(MAX_LISTED)
@@ -183,7 +185,7 @@ fn pending_messages(pending: &[&Pending]) -> Vec<String> {
 }
 
 /// Lists node names: `Node a`, or `Nodes a, b and 3 more`.
-pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
+pub(crate) fn list_nodes<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
     let count = nodes.len();
     let names: Vec<&str> = nodes.take(MAX_LISTED).map(String::as_str).collect();
     let noun = if count == 1 { "Node" } else { "Nodes" };
@@ -239,7 +241,7 @@ mod tests {
         assert_eq!(
             both.message,
             "on Nodes n1, n2 of cluster \"a\" the CNI forwards packets of pods without netfilter (\"datapath-mode is netkit\"): \
-             PeerPolicies do not apply to them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
+             PeerPolicies do not apply to them, and pods there may fail to reach the mesh. Set enable-host-legacy-routing to \"true\" and \
              datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium; \
              on Node k1 of cluster \"b\" kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy"
@@ -277,14 +279,14 @@ mod tests {
         assert_eq!(
             outdated,
             "on Node w2 of cluster \"a\" wg-agent has reported an outdated revision of the PeerPolicies for 15 s or longer: it is \
-             dead, or cannot read them or write its table. What was closed since may be open there. See the log of its pod there, \
-             and `wg-agent status` on the node"
+             dead, or cannot read them or write its table. Access that was revoked since then may still be open there. See the log \
+             of its pod there, and `wg-agent status` on the node"
         );
         assert!(bypassed.starts_with("on Node w1 of cluster"), "{bypassed}");
     }
 
     #[test]
-    fn gateway_with_another_applied_generation_is_listed() {
+    fn gateway_with_outdated_applied_generation_is_listed() {
         let gateway = |applied: &[(&str, i64)], exists| Gateway {
             public_key: PublicKey::new([1; 32]),
             addresses: BTreeSet::new(),
@@ -351,7 +353,7 @@ mod tests {
     fn agent_without_reported_revision_is_not_outdated() {
         let reports = [("1", "1"), ("1", "2"), ("", "1")];
         assert_eq!(
-            reports.map(|(reported, current)| outdated(reported, current)),
+            reports.map(|(reported, current)| is_outdated(reported, current)),
             [false, true, false]
         );
     }

@@ -1,4 +1,4 @@
-//! Computes a hash that is the same in every build, for numbers that are written to clusters and kernels.
+//! Computes a hash that is the same in every build, because numbers derived from it are written to clusters and kernels.
 
 /// FNV-1a, 32 bits.
 #[must_use]

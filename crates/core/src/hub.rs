@@ -1,5 +1,6 @@
-//! Restricts which namespaces of the hub may have a `ClusterMesh`, and what the meshes of each namespace may use: the hub itself
-//! (`local: true`), profiles, networks. The restrictions apply before [`crate::plan`] decides the networks of a mesh.
+//! Restricts the namespaces of the hub in which a `ClusterMesh` is accepted, and decides for each namespace whether a mesh may have a
+//! local entry, and which profiles and networks its entries may have. The restrictions apply before [`crate::plan`] decides the
+//! networks of a mesh.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +15,13 @@ mod tests;
 
 pub use flags::{FlagError, HubNamespace, HubNetwork, MemberNamespace};
 
-/// What the meshes of one namespace may use.
+/// The rights of the meshes in one namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rights {
     /// An entry may have `local: true`.
     local: bool,
     /// The least restrictive profile that a non-local entry may have.
-    max_profile: Profile,
+    profile_limit: Profile,
     /// The networks that a non-local entry may list. `None` = any entry, also the local one, may list any network.
     networks: Option<Vec<IpNet>>,
 }
@@ -34,8 +35,8 @@ pub struct HubNamespaces {
 }
 
 impl HubNamespaces {
-    /// Builds the rights from the flags. Without `--hub-namespace` only `own` may use the hub: the namespace in which the
-    /// controller runs. If a namespace has two flags, the networks of both and the more restrictive profile apply.
+    /// Builds the rights from the flags. Without `--hub-namespace`, only `own`, the namespace in which the controller runs, may have
+    /// local entries. If a namespace has two flags, the networks of both and the more restrictive profile apply.
     #[must_use]
     pub fn new(
         hub_namespaces: &[HubNamespace],
@@ -50,7 +51,7 @@ impl HubNamespaces {
                 return;
             };
             known.local |= rights.local;
-            known.max_profile = known.max_profile.max(rights.max_profile);
+            known.profile_limit = known.profile_limit.max(rights.profile_limit);
             match (&mut known.networks, rights.networks) {
                 (Some(known), Some(more)) => known.extend(more),
                 (known @ None, Some(list)) => *known = Some(list),
@@ -62,20 +63,20 @@ impl HubNamespaces {
                 own,
                 Rights {
                     local: true,
-                    max_profile: Profile::ClusterMeshed,
+                    profile_limit: Profile::ClusterMeshed,
                     networks: None,
                 },
             );
         }
         for flag in hub_namespaces {
             // A namespace that is limited to a more restrictive profile than cluster-meshed may use only listed networks.
-            let bound = flag.max_profile > Profile::ClusterMeshed || !flag.networks.is_empty();
+            let has_list = flag.profile_limit > Profile::ClusterMeshed || !flag.networks.is_empty();
             add(
                 &flag.namespace,
                 Rights {
                     local: true,
-                    max_profile: flag.max_profile,
-                    networks: bound.then(|| flag.networks.clone()),
+                    profile_limit: flag.profile_limit,
+                    networks: has_list.then(|| flag.networks.clone()),
                 },
             );
         }
@@ -84,7 +85,7 @@ impl HubNamespaces {
                 &flag.namespace,
                 Rights {
                     local: false,
-                    max_profile: Profile::ClusterMeshed,
+                    profile_limit: Profile::ClusterMeshed,
                     networks: Some(flag.networks.clone()),
                 },
             );
@@ -99,9 +100,9 @@ impl HubNamespaces {
         self.namespaces.get(namespace).or_else(|| self.namespaces.get("*"))
     }
 
-    /// Why this mesh is refused: the reason and the message of its Ready condition.
+    /// Why this mesh is refused, as reason and message of its Ready condition; `None` = it is accepted.
     #[must_use]
-    pub fn refuses(&self, mesh: &Mesh) -> Option<(&'static str, String)> {
+    pub fn find_refusal(&self, mesh: &Mesh) -> Option<(&'static str, String)> {
         let namespace = &mesh.id.namespace;
         let local = mesh.clusters.iter().find(|cluster| is_local(cluster));
         let Some(rights) = self.rights(namespace) else {
@@ -119,7 +120,7 @@ impl HubNamespaces {
                 None => (
                     "NamespaceNotAllowed",
                     format!(
-                        "no ClusterMesh is served in namespace {namespace}: write it in {allowed}, or start the controller \
+                        "no ClusterMesh is accepted in namespace {namespace}: create it in {allowed}, or start the controller \
                          with --member-namespace={namespace},CIDR,... and the networks of its members"
                     ),
                 ),
@@ -137,19 +138,19 @@ impl HubNamespaces {
             .forbidden_profile(namespace, &mesh.clusters)
             .map(|message| ("ProfileNotAllowed", message))
             .or_else(|| {
-                self.unlisted(rights, namespace, &mesh.clusters)
+                self.unlisted_network(rights, namespace, &mesh.clusters)
                     .map(|message| ("NetworksNotAllowed", message))
             })
     }
 
-    /// The first network of an entry that the operator did not list for this namespace, with the remedy.
-    fn unlisted(&self, rights: &Rights, namespace: &str, clusters: &[Cluster]) -> Option<String> {
+    /// The message about the first network of an entry that the flags do not list for this namespace, with the remedy.
+    fn unlisted_network(&self, rights: &Rights, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         rights.networks.as_ref()?;
         for entry in clusters {
             let Some(network) = entry
                 .allowed
                 .iter()
-                .find(|network| !self.admits(rights, entry, **network))
+                .find(|network| !self.allows(rights, entry, **network))
             else {
                 continue;
             };
@@ -157,14 +158,14 @@ impl HubNamespaces {
                 (&self.hub_networks[..], "--hub-network=CIDR,...".to_owned())
             } else {
                 let flag = if rights.local {
-                    format!("--hub-namespace={namespace}={},CIDR,...", rights.max_profile.as_str())
+                    format!("--hub-namespace={namespace}={},CIDR,...", rights.profile_limit.as_str())
                 } else {
                     format!("--member-namespace={namespace},CIDR,...")
                 };
                 (rights.networks.as_deref().unwrap_or_default(), flag)
             };
-            let of_the_hub = self.hub_networks.iter().find(|hub| overlap(**hub, *network));
-            let why = match of_the_hub.filter(|_| !is_local(entry)) {
+            let hub_network = self.hub_networks.iter().find(|hub| overlap(**hub, *network));
+            let why = match hub_network.filter(|_| !is_local(entry)) {
                 Some(hub) => format!("which overlaps {hub}, a network of the hub (--hub-network)"),
                 None if list.is_empty() => "and no network is listed for it".to_owned(),
                 None => {
@@ -181,7 +182,7 @@ impl HubNamespaces {
         None
     }
 
-    fn admits(&self, rights: &Rights, entry: &Cluster, network: IpNet) -> bool {
+    fn allows(&self, rights: &Rights, entry: &Cluster, network: IpNet) -> bool {
         let Some(networks) = &rights.networks else {
             return true;
         };
@@ -192,16 +193,16 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Removes networks outside the lists, and a profile or quarantine of the hub's own entry. A refused mesh still takes part
-    /// in the plan, and must not claim these.
+    /// Reduces a mesh to what its namespace allows: removes networks outside the lists, and resets the profile and quarantine of the
+    /// local entry. A refused mesh is also reduced, because it still takes part in the plan.
     pub fn confine(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);
-        let bound = rights.is_none_or(|rights| rights.networks.is_some());
-        let confined = rights.is_some_and(|rights| rights.max_profile > Profile::ClusterMeshed);
+        let is_restricted = rights.is_none_or(|rights| rights.networks.is_some());
+        let is_confined = rights.is_some_and(|rights| rights.profile_limit > Profile::ClusterMeshed);
         for local in mesh.clusters.iter_mut().filter(|entry| is_local(entry)) {
-            local.confined_to = confined.then(|| namespace.clone());
-            if bound {
+            local.confined_to = is_confined.then(|| namespace.clone());
+            if is_restricted {
                 local.profile = Profile::ClusterMeshed;
                 local.quarantine = false;
             }
@@ -211,18 +212,18 @@ impl HubNamespaces {
             mesh.clusters.iter_mut().for_each(|entry| entry.allowed.clear());
             return;
         };
-        if !bound {
+        if !is_restricted {
             return;
         }
         for entry in &mut mesh.clusters {
             let mut allowed = std::mem::take(&mut entry.allowed);
-            allowed.retain(|network| self.admits(rights, entry, *network));
+            allowed.retain(|network| self.allows(rights, entry, *network));
             entry.allowed = allowed;
         }
         let clusters = &mesh.clusters;
         mesh.accepted.retain(|name, networks| {
             let entry = clusters.iter().find(|entry| entry.name == *name);
-            networks.retain(|network| entry.is_some_and(|entry| self.admits(rights, entry, *network)));
+            networks.retain(|network| entry.is_some_and(|entry| self.allows(rights, entry, *network)));
             !networks.is_empty()
         });
     }
@@ -233,12 +234,12 @@ impl Rights {
     /// the hub, if the namespace has a list of networks: the profile and quarantine of the hub in one mesh apply in all meshes.
     fn forbidden_profile(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         let members = || clusters.iter().filter(|entry| !is_local(entry));
-        if let Some(wide) = members().find(|entry| entry.profile < self.max_profile) {
+        if let Some(wide) = members().find(|entry| entry.profile < self.profile_limit) {
             return Some(format!(
-                "entry {:?} has a profile that --hub-namespace does not allow in namespace {namespace}: set its isolationProfile to {} or a \
-                 more restrictive one",
+                "entry {:?} has a profile that --hub-namespace does not allow in namespace {namespace}: set its isolationProfile to {} or \
+                 a more restrictive one",
                 wide.name,
-                self.max_profile.as_str(),
+                self.profile_limit.as_str(),
             ));
         }
         self.networks.as_ref()?;

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn key_is_printed_as_it_was_written() {
+    fn parsed_key_is_printed_unchanged() {
         let text = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
         assert_eq!(text.parse::<PublicKey>().map(|k| k.to_string()), Ok(text.to_owned()));
     }

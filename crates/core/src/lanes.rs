@@ -1,8 +1,8 @@
-//! Splits the steps for one member by source, so that the writer can rate limit each source separately, and separates the steps
-//! that revoke something, so that other steps do not delay them.
+//! Splits the steps for one member by source, so that the writer can rate limit each source separately. Steps that revoke something
+//! get their own list, so that other steps do not delay them.
 //!
-//! Within one group the order of [`crate::diff::diff`] is kept: first `closing`, then `rest`. Sources share a group if a network or
-//! a key moves between them, because then the order matters across sources.
+//! In each list of a group the steps have the order of [`crate::diff::diff`]; `closing` is written before `rest`. Sources share a
+//! group if a network or a key moves between them, because then the order matters across sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,41 +18,42 @@ use crate::{
 /// The source of a step: a mesh and the name of an entry in it.
 pub type Source = (MeshId, String);
 
-/// The steps of one group of sources, each list in the order of the diff.
+/// The steps of one group of sources.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
-    /// Steps that revoke something: creates and updates of PeerPolicies, all steps of SandboxAccesses, Peers that only lose
-    /// networks, and deletes of other objects. A Peer whose network moves to another Peer is not among them, unless its key moves, too.
+    /// Steps that revoke something: creates and updates of PeerPolicies, all steps of SandboxAccesses, updates of Peers that
+    /// only lose networks, and deletes of Peers, Services and EndpointSlices. The step of a Peer whose network moves to another
+    /// Peer is not among them, unless its key moves, too.
     pub closing: Vec<Step>,
-    /// Everything else.
+    /// All other steps.
     pub rest: Vec<Step>,
 }
 
 /// The source of a step.
 #[must_use]
-pub fn source(step: &Step) -> Source {
+pub fn source_of(step: &Step) -> Source {
     (step.mesh.clone(), step.owner.source_cluster.clone().unwrap_or_default())
 }
 
-/// Splits `steps`, the result of the diff for `member`. The key of a group is the smallest of its sources.
+/// Splits `steps`, the result of the diff for `member`. The key of a group in the result is the smallest of its sources.
 #[must_use]
-pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
+pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = BTreeMap::new();
     let existing = member.peers.as_ref().unwrap_or(&none);
     let order = PeerOrder::of(steps.iter(), existing);
-    let mut groups = Groups::default();
+    let mut groups = SourceGroups::default();
     let mut first: BTreeMap<Moved, Source> = BTreeMap::new();
     for step in &steps {
-        for moved in moved(step, &order, existing) {
+        for moved in find_moved(step, &order, existing) {
             match first.get(&moved) {
-                Some(other) => groups.join(&source(step), other),
-                None => drop(first.insert(moved, source(step))),
+                Some(other) => groups.join(&source_of(step), other),
+                None => drop(first.insert(moved, source_of(step))),
             }
         }
     }
     let mut lanes: BTreeMap<Source, Lanes> = BTreeMap::new();
     for step in steps {
-        let lanes = lanes.entry(groups.find(&source(&step))).or_default();
+        let lanes = lanes.entry(groups.find(&source_of(&step))).or_default();
         if is_closing(&step, &order, existing) {
             lanes.closing.push(step);
         } else {
@@ -66,21 +67,21 @@ pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
 /// The delete of a policy does not: it follows the delete of the last Peer that the policy limits.
 fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
     // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
-    let moves = || {
+    let moves_prefix = || {
         lost_prefixes(step, existing).any(|net| order.moving_prefixes.contains(&net))
-            && !order.renames_key(step, existing)
+            && !order.is_renamed(step, existing)
     };
     match (&step.item, step.action) {
         (Item::Policy(_, spec), _) => spec.is_some(),
         (Item::Access(..), _) => true,
         (Item::Service(..) | Item::Slice(..), action) => action == Action::Delete,
-        (Item::Peer(..), Action::Delete) => !moves(),
+        (Item::Peer(..), Action::Delete) => !moves_prefix(),
         (Item::Peer(..), Action::Update) => {
             let key = |spec: Option<&crate::observe::PeerSpec>| spec.map(|spec| spec.public_key);
             key(existing_spec(step, existing)) == key(desired_spec(step))
                 && gained_prefixes(step, existing).is_empty()
                 && lost_prefixes(step, existing).next().is_some()
-                && !moves()
+                && !moves_prefix()
         }
         (Item::Peer(..), Action::Create) => false,
     }
@@ -93,7 +94,7 @@ enum Moved {
     Key(PublicKey),
 }
 
-fn moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
+fn find_moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
     if !matches!(step.item, Item::Peer(..)) {
         return BTreeSet::new();
     }
@@ -108,15 +109,15 @@ fn moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPee
         .flatten();
     let keys = keys
         .map(|spec| spec.public_key)
-        .filter(|key| order.renamed_keys.contains(key));
+        .filter(|key| order.created_keys.contains(key));
     networks.chain(keys.map(Moved::Key)).collect()
 }
 
 /// Groups of sources, as a union-find structure: each source points to a smaller one of its group; the smallest has no entry.
 #[derive(Default)]
-struct Groups(BTreeMap<Source, Source>);
+struct SourceGroups(BTreeMap<Source, Source>);
 
-impl Groups {
+impl SourceGroups {
     fn find(&self, source: &Source) -> Source {
         let mut found = source;
         while let Some(smaller) = self.0.get(found) {
@@ -187,7 +188,7 @@ mod tests {
     /// For each group: (source, names in `closing`, names in `rest`).
     fn split(steps: Vec<Step>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
         let names = |steps: Vec<Step>| steps.iter().map(|step| step.item.name()).collect();
-        let groups = by_source(steps, member).into_iter();
+        let groups = split_by_source(steps, member).into_iter();
         groups
             .map(|((_, source), lanes)| (source, names(lanes.closing), names(lanes.rest)))
             .collect()

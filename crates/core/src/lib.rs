@@ -1,4 +1,4 @@
-//! Plans all meshes: computes the objects that each member cluster should hold, the writes that get there, and the status.
+//! Plans all meshes: computes the desired objects in each member cluster, the writes that create them, and the status.
 //!
 //! [`plan::plan`] turns all meshes and the observed state of their members into one [`plan::Plan`]. [`diff::diff`] lists the
 //! writes for one member. [`status`] derives the conditions of a mesh. Everything here is a pure function over plain values:
@@ -40,7 +40,7 @@
 //! #         addressing: Addressing::Routed,
 //! #         allowed: allowed.iter().map(|net| net.parse().unwrap()).collect(),
 //! #         anchored: None,
-//! #         carriers: Default::default(),
+//! #         previous_anchors: Default::default(),
 //! #         anchors: 1,
 //! #         pod_network: PodNetwork::PerNode,
 //! #         exports: vec![],
@@ -72,7 +72,7 @@
 //!     adopt_hub: None,
 //!     accepted: Default::default(),
 //! };
-//! // What the nodes of both clusters publish; the CRD of Peers is installed in both.
+//! // The observed state: `hub` has one node, `edge` has none. The Peer CRD is installed in both.
 //! let node = Node {
 //!     ready: true,
 //!     public_key: Claim::Valid(PublicKey::new([1; 32])),

@@ -19,26 +19,26 @@ pub struct Tunnels {
 /// A link with tunnels that are down: all tunnels from the nodes of one member to those of another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Broken {
-    /// Entry of the nodes that report it.
+    /// The member whose nodes report the tunnels, by entry name.
     pub from: String,
-    /// Entry at the other end.
+    /// The remote member, by entry name.
     pub to: String,
     /// Tunnels with a live session, on nodes that report a tunnel down.
     pub up: usize,
     /// Tunnels that should have a session and have none.
     pub down: usize,
-    /// All tunnels to that member, on nodes that report a tunnel down.
+    /// All tunnels to the remote member, on nodes that report a tunnel down.
     pub total: usize,
 }
 
-/// How many links are listed: the limit of the CRD.
+/// The largest number of listed links, as in the CRD.
 const MAX_LISTED: usize = 256;
 
-/// The links with a tunnel that is down, sorted. `reports` = by entry, one report for each of its nodes; a report contains the
-/// tunnels by entry of the other end. Unknown entries and reports about the node's own cluster are ignored. If there are too many
-/// links, those with most tunnels down are listed.
+/// Lists the links with a tunnel that is down, sorted. `reports` has, for each entry, one report per node: the node's tunnels, by the
+/// entry name of the remote member. Unknown entries and reports about the node's own cluster are ignored. If there are too many
+/// links, those with the most tunnels down are listed.
 #[must_use]
-pub fn broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
+pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
     let mut broken = Vec::new();
     for (from, nodes) in reports {
         let Some(target) = plan.targets.get(from) else { continue };
@@ -131,8 +131,8 @@ mod tests {
             ("a".to_owned(), vec![report("b", 1, 1, 2), report("b", 0, 1, 2)]),
             ("b".to_owned(), vec![report("a", 2, 0, 2), BTreeMap::new()]),
         ];
-        assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 2, 4)]);
-        assert_eq!(broken(&mesh(), &BTreeMap::new()), []);
+        assert_eq!(find_broken(&mesh(), &reports.into()), [link("a", "b", 1, 2, 4)]);
+        assert_eq!(find_broken(&mesh(), &BTreeMap::new()), []);
     }
 
     // threat: false-report
@@ -151,11 +151,11 @@ mod tests {
             ),
             ("unknown".to_owned(), vec![report("a", 0, 1, 1)]),
         ];
-        assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 3, 4)]);
+        assert_eq!(find_broken(&mesh(), &reports.into()), [link("a", "b", 1, 3, 4)]);
     }
 
     #[test]
-    fn list_beyond_the_limit_keeps_links_with_most_down() {
+    fn list_beyond_limit_keeps_links_with_most_tunnels_down() {
         let mut plan = MeshPlan::default();
         let mut reports = BTreeMap::new();
         for n in 0..300 {
@@ -164,7 +164,7 @@ mod tests {
             plan.targets.insert(name.clone(), target);
             reports.insert(name, vec![report("b", 0, 1 + u32::from(n >= 100), 2)]);
         }
-        let listed = broken(&plan, &reports);
+        let listed = find_broken(&plan, &reports);
         assert_eq!(listed.len(), MAX_LISTED);
         assert_eq!(listed.iter().filter(|link| link.down == 2).count(), 200);
         assert_eq!((&*listed[0].from, &*listed[255].from), ("m000", "m299"));

@@ -45,7 +45,7 @@ impl fmt::Display for MeshId {
 /// One `ClusterMesh`, parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mesh {
-    /// Which object it is.
+    /// Namespace and name of the object.
     pub id: MeshId,
     /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a network that no mesh has been granted yet.
     pub created: i64,
@@ -67,7 +67,7 @@ pub struct Mesh {
 pub enum ClusterIdentity {
     /// The cluster that the controller runs in (`local: true`).
     Local,
-    /// The cluster behind this kubeconfig.
+    /// The cluster that the kubeconfig in a Secret names.
     Secret {
         /// Namespace of the Secret, always the mesh's own.
         namespace: String,
@@ -175,32 +175,32 @@ pub enum PodNetwork {
 pub struct Cluster {
     /// DNS-1123 label, unique in its mesh.
     pub name: String,
-    /// Which cluster it is.
+    /// The identity of the cluster.
     pub identity: ClusterIdentity,
-    /// How much it may reach.
+    /// How much the member may reach.
     pub profile: Profile,
-    /// Which of its addresses appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
+    /// Which addresses of the member appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
-    /// `allowedNetworks`, canonical: no Peer of this member ever contains an address outside them.
+    /// `allowedNetworks`, without host bits: no Peer of this member ever contains an address outside them.
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
-    /// Without `anchored`, a network of `allowed` that is in here stays anchored, even if a Node claims a part of it.
-    pub carriers: BTreeMap<IpNet, BTreeSet<String>>,
-    /// Over how many nodes the anchored networks are spread, at least 1.
+    /// Without `anchored`, a network of `allowed` that is listed here stays anchored, even if a Node claims a part of it.
+    pub previous_anchors: BTreeMap<IpNet, BTreeSet<String>>,
+    /// The number of nodes among which each anchored network is divided, at least 1.
     pub anchors: u16,
-    /// Whether podCIDRs can be used here.
+    /// Whether podCIDRs contain the pods' addresses.
     pub pod_network: PodNetwork,
     /// Pods published as host routes on the node that runs them (`Shared` only).
     pub exports: Vec<Export>,
     /// UDP port of Nodes that publish no endpoint.
     pub wireguard_port: u16,
-    /// Seconds; 0 = only where a NAT requires it.
+    /// Keepalive interval in seconds; 0 = only where a NAT requires keepalives.
     pub persistent_keepalive: u16,
     /// Networks of other members inside which this member's endpoints may lie (KubeVirt workers).
     pub endpoint_networks: Vec<IpNet>,
-    /// Services of other members that appear in this one.
+    /// Services of other members that are mirrored into this one.
     pub egress: Vec<Grant>,
     /// Denies all traffic from this member, and keeps its objects.
     pub quarantine: bool,
@@ -208,7 +208,7 @@ pub struct Cluster {
     /// of this namespace of the hub, and Services that allow it ([`crate::observe::Service::allowed_from`]). `None` = any
     /// Service.
     pub confined_to: Option<String>,
-    /// How many Nodes are used; the newest ones beyond that are skipped.
+    /// The largest number of Nodes that are used; newer ones are skipped.
     pub max_nodes: usize,
 }
 
@@ -235,7 +235,7 @@ impl Cluster {
 pub struct Export {
     /// The pods' namespace.
     pub namespace: String,
-    /// `podSelector.matchLabels` and `matchExpressions`: all must hold. Empty = every pod of the namespace.
+    /// `podSelector.matchLabels` and `matchExpressions`: all must match. Empty = every pod of the namespace.
     pub selector: Vec<Requirement>,
 }
 
@@ -271,11 +271,11 @@ impl Export {
 pub struct Grant {
     /// The member that has the Service, by its entry's name.
     pub cluster: String,
-    /// The Service there.
+    /// The Service in that member.
     pub service: ObjectName,
-    /// Which of its ports; empty = every one.
+    /// The granted ports; empty = all ports of the Service.
     pub ports: Vec<GrantPort>,
-    /// Namespace and name of the mirrored Service here.
+    /// Namespace and name of the mirrored Service in this member.
     pub local: ObjectName,
 }
 

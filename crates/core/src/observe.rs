@@ -22,7 +22,7 @@ use crate::{
 pub enum Observation<T> {
     /// Listed completely, and the watch is running.
     Fresh(T),
-    /// Was fresh, but the watch is broken or exceeded its limits. The last value, and why.
+    /// Was fresh, but the watch is broken or exceeded its limits. The last value, and the reason.
     Stale(T, String),
     /// Never listed since this controller started. The reason is safe to show to users.
     Unreachable(String),
@@ -49,18 +49,18 @@ impl<T> Observation<T> {
         }
     }
 
-    /// Why it is not fresh.
+    /// Why the value is not fresh; `None` = it is fresh.
     #[must_use]
-    pub fn trouble(&self) -> Option<&str> {
+    pub fn not_fresh_reason(&self) -> Option<&str> {
         match self {
             Self::Fresh(_) => None,
             Self::Stale(_, why) | Self::Unreachable(why) | Self::Missing(why) => Some(why),
         }
     }
 
-    /// `Fresh`, `Stale`, `Unreachable` or `Missing`.
+    /// The name of the state: `Fresh`, `Stale`, `Unreachable` or `Missing`.
     #[must_use]
-    pub const fn word(&self) -> &'static str {
+    pub const fn state_name(&self) -> &'static str {
         match self {
             Self::Fresh(_) => "Fresh",
             Self::Stale(..) => "Stale",
@@ -84,21 +84,21 @@ pub struct Observations {
 /// The observed state of one member cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Member {
-    /// UID of its kube-system namespace. A hostile API server can claim any UID, so it may only be a reason to refuse.
+    /// UID of the kube-system namespace. A hostile API server can claim any UID, so a UID may only be a reason to refuse something.
     pub uid: Option<String>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
-    /// All Peers by name, also those that are not ours. `None` = the Peer CRD is not installed.
+    /// All Peers by name, including those that this controller does not manage. `None` = the Peer CRD is not installed.
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
-    /// Our PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves).
+    /// Managed PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves).
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
-    /// Our SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed.
+    /// Managed SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed.
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
-    /// Gateways for sandboxes that have published their identity.
+    /// Gateways, by the name of their SandboxGateway. A gateway that has published no public key is left out.
     pub gateways: BTreeMap<ObjectName, Gateway>,
-    /// Services that a grant names, and all with our managed-by label.
+    /// Services that a grant names, and all with the controller's managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
-    /// EndpointSlices of those Services, by their own name.
+    /// EndpointSlices of those Services, by the name of the slice.
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
@@ -108,8 +108,8 @@ pub struct Member {
     pub api_endpoints: BTreeSet<SocketAddr>,
 }
 
-/// Namespaces that were never listed, and why. That [`Member`] contains no object of them does not mean that they are empty:
-/// objects that earlier plans derived from them are kept until they are listed.
+/// Namespaces that were never listed, with the reason. [`Member`] contains none of their objects, although they may not be empty.
+/// So objects that earlier plans derived from such a namespace are kept until it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unlisted {
     /// Namespaces whose Services and EndpointSlices were not listed, with the reason.
@@ -131,7 +131,7 @@ pub enum Claim<T> {
 }
 
 impl<T> Claim<T> {
-    /// The value, if there is one that parsed.
+    /// The parsed value.
     #[must_use]
     pub const fn value(&self) -> Option<&T> {
         match self {
@@ -165,15 +165,15 @@ impl Endpoint {
 /// Kilo's mesh granularity as the Node publishes it (`kg --mesh-granularity`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Granularity {
-    /// Every node is a segment of its own: one Peer per node.
+    /// Every node is a separate segment (Kilo's term): one Peer per node.
     Full,
-    /// One Peer per location: its leader has the prefixes of all nodes there.
+    /// One Peer per location, for its leader, with the prefixes of all nodes of the location.
     Location,
     /// Like `Full` as seen from other clusters.
     Cross,
 }
 
-/// Which program serves WireGuard on a node.
+/// The program that serves a node: it configures WireGuard there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Server {
     /// Kilo's kg: the Node has no annotation of wg-agent.
@@ -190,7 +190,7 @@ pub enum Server {
 pub struct Node {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
-    /// Its condition Ready is True.
+    /// The condition Ready is True.
     pub ready: bool,
     /// `metadata.deletionTimestamp` is set.
     pub deleting: bool,
@@ -210,7 +210,7 @@ pub struct Node {
     pub external_ips: Vec<IpAddr>,
     /// `status.addresses` of type InternalIP.
     pub internal_ips: Vec<IpAddr>,
-    /// Host part of `kilo.squat.ai/internal-ip`. Without one, other nodes of its location cannot reach the node privately.
+    /// Host part of `kilo.squat.ai/internal-ip`. `None` = other nodes of the location reach this node only through the tunnel.
     pub kilo_internal_ip: Option<IpAddr>,
     /// `kilo.squat.ai/persistent-keepalive`, seconds: the node is behind NAT.
     pub persistent_keepalive: u16,
@@ -227,11 +227,11 @@ pub struct Node {
     pub allowed_location_ips: Vec<IpNet>,
     /// `kilo.squat.ai/discovered-endpoints`: the endpoints at which this node sees its WireGuard peers, by key.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
-    /// Which program serves WireGuard on this node.
+    /// The program that serves this node.
     pub server: Server,
-    /// What its agent reports to bypass the PeerPolicies on this node; `None` = no known bypass.
+    /// How packets bypass the PeerPolicies on this node, as its agent reports; `None` = no known bypass.
     pub bypassed: Option<Bypass>,
-    /// For how long earlier plans have kept this node's last Peer although it publishes nothing usable
+    /// How long earlier plans have kept this node's last Peer although the node publishes nothing usable
     /// ([`crate::plan::ClusterReport::held`]); `None` = not held.
     pub held_for: Option<Duration>,
 }
@@ -267,19 +267,19 @@ pub struct Owner {
     pub source_cluster: Option<String>,
 }
 
-/// The spec of a Peer, with the annotations that wg-agent reads. A Peer is written if this value differs.
+/// The spec of a Peer, with the annotations that wg-agent reads. A Peer is written if this value differs from the desired one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PeerSpec {
-    /// The public key of the node that it describes.
+    /// The public key of the node or gateway that the Peer describes.
     pub public_key: PublicKey,
     /// Allowed IPs, without host bits.
     pub allowed_ips: BTreeSet<IpNet>,
-    /// Where to send; `None` = only the other side can initiate.
+    /// The endpoint of the node or gateway; `None` = only that side can initiate handshakes.
     pub endpoint: Option<Endpoint>,
     /// All endpoint candidates, best first (`kilo-clustermesh.io/endpoints`); empty if there is only one.
     pub candidates: Vec<SocketAddr>,
-    /// Seconds; 0 = none.
+    /// Keepalive interval in seconds; 0 = no keepalives.
     pub persistent_keepalive: u16,
 }
 
@@ -296,29 +296,30 @@ pub struct ObservedPolicy {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PolicySpec {
-    /// The source addresses that it applies to.
+    /// The source addresses to which the policy applies.
     pub sources: BTreeSet<IpNet>,
-    /// The member's networks. They are routed to its Peers. The agent installs `unreachable` routes for them, so that packets to
-    /// a part without a Peer never follow the default route.
+    /// The source's networks. The agent installs `unreachable` routes for them, so that packets to a part without a Peer never
+    /// follow the default route.
     pub networks: BTreeSet<IpNet>,
-    /// Destinations that may be reached on every port, as they are after the node's own address translation. For a cluster-meshed
+    /// Destinations that may be reached on every port, matched after the target node's own DNAT. For a cluster-meshed
     /// member these are the target's own allowedNetworks.
     pub allow: BTreeSet<IpNet>,
     /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
     /// Ports that are closed on the addresses of the target's nodes: every address of the agent's own node, the addresses in the
-    /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. In pod CIDRs they stay open
-    /// through a Service.
+    /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Only in pod CIDRs, a
+    /// connection to a Service may still reach them.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// The target's anchored networks. Agents translate tunnel traffic to them on the anchor, and publish no address in them.
+    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. No agent publishes an address
+    /// in them.
     pub anchored: BTreeSet<IpNet>,
-    /// No packet may pass from or to the source: it is quarantined, or it is no longer cluster-meshed and its Peers are being
+    /// No packet may pass from or to the source: it is quarantined, or it is not cluster-meshed and its Peers are being
     /// deleted.
     pub closed: bool,
 }
 
 impl PolicySpec {
-    /// The destinations that may be reached now: none while the policy is closed.
+    /// The destinations that may be reached: none while the policy is closed.
     pub fn allowed(&self) -> impl Iterator<Item = &IpNet> {
         self.allow.iter().filter(|_| !self.closed)
     }
@@ -340,7 +341,7 @@ pub struct ObservedAccess {
 pub struct AccessSpec {
     /// The entry name of the sandbox.
     pub sandbox: String,
-    /// Identifies the sandbox among those of the hub (`sandboxID`).
+    /// Distinguishes the sandboxes of one hub (`sandboxID`).
     pub id: String,
     /// The sandbox's allowedNetworks.
     pub networks: BTreeSet<IpNet>,
@@ -353,7 +354,7 @@ pub struct AccessSpec {
 /// A node of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AccessNode {
-    /// Its name, shortened if it is long.
+    /// The name of the Node, shortened if it is long.
     pub name: String,
     /// Its WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
@@ -375,9 +376,9 @@ pub struct Gateway {
     pub public_key: PublicKey,
     /// Its WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
-    /// The endpoints that it publishes, best first.
+    /// The published endpoints, best first.
     pub endpoints: Vec<SocketAddr>,
-    /// The sandboxes that it serves, by entry name; empty = all.
+    /// The sandboxes that may use the gateway, by entry name; empty = all.
     pub serves: BTreeSet<String>,
     /// Its pod is Ready, and it is the pod that published this key.
     pub ready: bool,
@@ -385,12 +386,12 @@ pub struct Gateway {
     pub exists: bool,
     /// The generation of each SandboxAccess, by name, that the gateway has applied.
     pub applied: BTreeMap<String, i64>,
-    /// Grants that it does not serve, with the reason, by SandboxAccess, protocol and gateway port.
+    /// Grants that the gateway refuses, with the reason, by SandboxAccess, protocol and gateway port.
     pub refused: BTreeMap<(String, Protocol, u16), String>,
 }
 
 impl Gateway {
-    /// Whether it serves this sandbox.
+    /// Whether this sandbox may use the gateway.
     #[must_use]
     pub fn serves(&self, sandbox: &str) -> bool {
         self.serves.is_empty() || self.serves.contains(sandbox)
@@ -402,13 +403,13 @@ impl Gateway {
 pub struct Service {
     /// Its ownership labels, if it has our managed-by label.
     pub managed: Option<Owner>,
-    /// Its type is ExternalName: it has no endpoints of its own.
+    /// The type is ExternalName: the Service has no endpoints.
     pub external_name: bool,
-    /// It has no selector, so its EndpointSlices may list any address.
+    /// The Service has no selector, so its EndpointSlices may list any address.
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// Its IP families. A dual-stack Service has both, even if its cluster supports only one: requesting the other one again
+    /// The IP families. A dual-stack Service has both, even if its cluster supports only one: requesting the other one again
     /// would change nothing.
     pub families: Families,
     /// Hub namespaces whose meshes may grant this Service although they are restricted to Services of their own namespace
@@ -429,7 +430,7 @@ impl Families {
     /// Both families.
     pub const BOTH: Self = Self { v4: true, v6: true };
 
-    /// Whether it contains all families of `other`.
+    /// Whether this set contains all families of `other`.
     #[must_use]
     pub const fn cover(self, other: Self) -> bool {
         (self.v4 || !other.v4) && (self.v6 || !other.v6)
@@ -476,22 +477,22 @@ pub struct Slice {
 pub struct SliceEndpoint {
     /// Its address.
     pub address: IpAddr,
-    /// The Node that runs it, if the slice names one. A mirrored slice never does: other members need not know it.
+    /// The Node of the endpoint, if the slice names one. Mirrored slices name none, because other members need not know it.
     pub node: Option<String>,
-    /// Accepts new connections.
+    /// The endpoint accepts new connections.
     pub ready: bool,
-    /// Still serves its existing connections.
+    /// The endpoint still serves its existing connections.
     pub serving: bool,
-    /// It is being terminated.
+    /// The endpoint is being terminated.
     pub terminating: bool,
 }
 
-/// The fields of a Pod that exports need.
+/// The fields of a Pod that the planner needs for exports.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pod {
     /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// The node that runs it.
+    /// The node that runs the pod.
     pub node: String,
     /// Its addresses; empty for a host-network pod.
     pub addresses: Vec<IpAddr>,

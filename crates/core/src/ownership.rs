@@ -1,4 +1,4 @@
-//! Decides from its labels which mesh owns an object. An object without our labels is never changed or deleted.
+//! Finds the mesh that owns an object, from the object's labels. Objects without the controller's labels are never changed or deleted.
 
 use crate::{
     mesh::{Mesh, MeshId},
@@ -28,12 +28,12 @@ impl From<&Mesh> for Claimant {
 pub enum Ownership<'a> {
     /// This mesh.
     Mesh(&'a MeshId),
-    /// This hub wrote it for a mesh that no longer exists.
+    /// This hub wrote the object for a mesh that does not exist.
     Orphan,
-    /// This hub wrote it, and its mesh label was removed since. It is not deleted. A mesh that plans the same object, by name
-    /// and content, adopts it ([`can_readopt`]).
+    /// This hub wrote the object, and the mesh label was removed later. The object is not deleted. A mesh that plans the same object,
+    /// by name and content, adopts it ([`can_readopt`]).
     Unlabelled,
-    /// Another hub, a person or another program.
+    /// Another hub, a person or another program wrote the object.
     Foreign,
 }
 
@@ -66,7 +66,7 @@ pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<
     }
 }
 
-/// Whether the remaining labels of an [`Ownership::Unlabelled`] object allow that it belongs to this mesh and source.
+/// Whether the labels that an [`Ownership::Unlabelled`] object still has name no other mesh namespace and no other source.
 #[must_use]
 pub fn can_readopt(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
     let is_same_or_missing = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);

@@ -1,5 +1,5 @@
-//! Finds revocations that are not yet in effect in a member, because they could not be written there: a quarantine, a revoked
-//! grant, a more restrictive profile. Compares the planned with the observed policies.
+//! Compares the planned with the observed policies, and finds revocations that are not yet in effect in a member because they could
+//! not be written there: a quarantine, a revoked grant, a more restrictive profile.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,27 +14,27 @@ use crate::{
 
 /// A revocation that is not in effect in one target.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Pending {
+pub struct PendingRevocation {
     /// `true` = the source is quarantined; `false` = a part of its access was revoked.
     pub quarantine: bool,
     /// The member that still has access, by its entry's name.
     pub source: String,
-    /// The member where it has access, by its entry's name.
+    /// The member to which the source has access, by its entry's name.
     pub target: String,
-    /// Why it is not in effect.
-    pub why: Why,
+    /// Why the revocation is not in effect.
+    pub why: PendingReason,
 }
 
 /// Why a revocation is not known to be in effect.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Why {
-    /// The target was never observed; the reason.
+pub enum PendingReason {
+    /// The target was never observed, for this reason.
     Unknown(String),
-    /// By the last observation the source still has access; the reason why that was not changed.
+    /// The source still had access at the last observation. The revocation was not written for this reason.
     Open(String),
 }
 
-impl Pending {
+impl PendingRevocation {
     /// `QuarantinePending` or `RevokePending`.
     #[must_use]
     pub const fn reason(&self) -> &'static str {
@@ -45,7 +45,7 @@ impl Pending {
         }
     }
 
-    /// The message for people.
+    /// The message for the condition.
     #[must_use]
     pub fn message(&self) -> String {
         let Self {
@@ -60,8 +60,10 @@ impl Pending {
             format!("access was revoked from cluster {source:?}")
         };
         match why {
-            Why::Unknown(why) => format!("{what}, and it is not known whether cluster {target:?} enforces this: {why}"),
-            Why::Open(why) => format!("{what}, and this is not yet in effect in cluster {target:?}: {why}"),
+            PendingReason::Unknown(why) => {
+                format!("{what}, and it is not known whether cluster {target:?} enforces this: {why}")
+            }
+            PendingReason::Open(why) => format!("{what}, and this is not yet in effect in cluster {target:?}: {why}"),
         }
     }
 }
@@ -69,12 +71,12 @@ impl Pending {
 /// Lists the revocations in the plan of one mesh that are not in effect. `unwritten` = members, by entry name, into which
 /// something could not be written, and why.
 #[must_use]
-pub fn pending(
+pub fn find_pending(
     mesh: &Mesh,
     plan: &Plan,
     seen: &Observations,
     unwritten: &BTreeMap<String, String>,
-) -> BTreeSet<Pending> {
+) -> BTreeSet<PendingRevocation> {
     let mut found = BTreeSet::new();
     let Some(planned) = plan.meshes.get(&mesh.id).filter(|planned| !planned.deleting) else {
         return found;
@@ -87,21 +89,21 @@ pub fn pending(
             _ => None,
         })
         .collect();
-    // Policies inside a sandbox are no security boundary, and a standard member has no objects of others.
+    // Policies inside a sandbox are no security boundary, and a standard member has no objects of other members.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
-        let reason = observation.map_or(Some("it was not observed yet"), Observation::trouble);
+        let reason = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            let linked = |source: &&&str| {
+            let is_linked = |source: &&&str| {
                 let report = planned.clusters.get(**source);
                 **source != *name && report.is_some_and(|report| report.linked)
             };
-            found.extend(quarantined.iter().filter(linked).map(|source| Pending {
+            found.extend(quarantined.iter().filter(is_linked).map(|source| PendingRevocation {
                 quarantine: true,
                 source: (*source).to_owned(),
                 target: name.clone(),
-                why: Why::Unknown(reason.unwrap_or_default().to_owned()),
+                why: PendingReason::Unknown(reason.unwrap_or_default().to_owned()),
             }));
             continue;
         };
@@ -112,11 +114,11 @@ pub fn pending(
             (None, None) => "it is being written".to_owned(),
         };
         let open = find_open_sources(mesh, plan, planned, name, member, &quarantined);
-        found.extend(open.into_iter().map(|source| Pending {
+        found.extend(open.into_iter().map(|source| PendingRevocation {
             quarantine: quarantined.contains(&*source),
             source,
             target: name.clone(),
-            why: Why::Open(why.clone()),
+            why: PendingReason::Open(why.clone()),
         }));
     }
     found
@@ -158,7 +160,7 @@ fn find_open_sources(
         }
     }
     if member.policies.is_none() {
-        // No policy is enforced there: access ends only when the Peers are deleted.
+        // No policy is enforced in the target: access ends only when the Peers are deleted.
         for existing in member.peers.iter().flat_map(BTreeMap::values) {
             let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
                 continue;
@@ -173,8 +175,8 @@ fn find_open_sources(
     open
 }
 
-/// Whether `existing` allows a network that `planned_spec` does not.
+/// Whether `existing` allows a network that `planned_spec` does not allow.
 fn allows_more(existing: &PolicySpec, planned_spec: &PolicySpec) -> bool {
-    let allowed = |net: &IpNet| planned_spec.allow.iter().any(|planned_spec| planned_spec.contains(net));
-    !existing.allow.iter().all(allowed)
+    let is_allowed = |net: &IpNet| planned_spec.allow.iter().any(|planned| planned.contains(net));
+    !existing.allow.iter().all(is_allowed)
 }

@@ -1,7 +1,7 @@
-//! Plans all meshes: computes the Peers, policies and mirrored Services that every member should hold.
+//! Plans all meshes: computes the desired Peers, policies and mirrored Services of every member.
 //!
-//! [`plan`] is pure and total: every input gives a plan, and none panics. Comments cite the planner's rules by the numbers in
-//! docs/design/planner.md; the first line of each module names the rules that it implements.
+//! [`plan`] is a pure function that never fails or panics. Comments cite the planner's rules by the numbers in
+//! docs/design/planner.md; most modules name the rules that they implement in their first sentence.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -37,10 +37,10 @@ pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedAccess, PlannedPeer, PlannedPolicy, PlannedService,
     PlannedSlice, Reason, Skipped, TargetPlan, Uncovered,
 };
-pub use settings::{INFRASTRUCTURE, InfrastructurePort, Settings, SettingsError};
+pub use settings::{INFRASTRUCTURE_PORTS, InfrastructurePort, Settings, SettingsError};
 
-/// For how long a node keeps its last Peer if its annotations vanish, or if its WireGuard address is a duplicate while kg
-/// renumbers (rule 9).
+/// How long a held node keeps its last Peer: its annotations are missing, or its WireGuard address is a duplicate while kg
+/// assigns new addresses (rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
 
 /// Held nodes are reported only after this time, because a restart of kg takes just seconds.
@@ -49,7 +49,7 @@ pub const HOLD_REPORT_DELAY: Duration = Duration::from_secs(30);
 /// The largest tested number of Peers in one target. A plan with more reports [`Fact::MeshTooLarge`].
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
-/// Makes the names of written objects. The implementation is in the API crate, which defines all names that users see.
+/// Builds the names of written objects. The implementation is in the API crate, which defines all names that users see.
 pub trait Naming {
     /// Name of the Peer of `node`. `taken` = the readable name belongs to another object, so a hash is appended.
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String;
@@ -61,7 +61,7 @@ pub trait Naming {
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }
 
-/// Plans all meshes. The result does not depend on the order of `meshes` or of anything observed.
+/// Plans all meshes. The result does not depend on the order of `meshes` or of observed lists.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
     let by_age = by_age(meshes);

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
-    enforcement::named,
+    enforcement::list_nodes,
     links::Broken,
     plan::{Fact, HOLD, MeshPlan},
 };
@@ -23,8 +23,8 @@ pub struct Condition {
 
 /// Derives the conditions of a mesh.
 ///
-/// - `unwritten`: members, by entry name, into which something could not be written, and why.
-/// - `leftovers`: clusters that the spec no longer names and whose objects cannot be deleted now, and why.
+/// - `unwritten`: members, by entry name, into which something could not be written, with the reason.
+/// - `leftovers`: clusters that were removed from the spec and whose objects cannot be deleted yet, with the reason.
 /// - `broken`: links with tunnels that are down.
 /// - `outstanding`: the number of objects that differ from the plan, by (target entry, source entry).
 #[must_use]
@@ -154,7 +154,7 @@ fn converging<'a>(
     outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
 ) -> Option<(&'static str, String)> {
     let total: usize = outstanding.clone().map(|(_, count)| count).sum();
-    // The largest count; of equal counts the first.
+    // The first of the largest counts.
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;
@@ -257,7 +257,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                     format!(
                         "{} of cluster {cluster:?}: {}. Their last Peers are kept for {} minutes and then removed. Check wg-agent \
                          or kg on these nodes",
-                        named(nodes.keys().collect::<Vec<_>>().into_iter()),
+                        list_nodes(nodes.keys().collect::<Vec<_>>().into_iter()),
                         reasons.join(", "),
                         HOLD.as_secs() / 60
                     ),
@@ -270,7 +270,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                      serves, leave it out (kg would route the tunnel's own packets into the tunnel): these nodes cannot be reached \
                      at their InternalIPs from there, and packets that kg sends from their host network are dropped there. Give the \
                      nodes another address as endpoint (annotation kilo.squat.ai/force-endpoint)",
-                    named(nodes.iter())
+                    list_nodes(nodes.iter())
                 ),
             ),
             Fact::KgSilent { cluster, nodes } => (
@@ -279,7 +279,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                     "kg has not checked in for a minute for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): its \
                      annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
                      run any more, remove its annotations",
-                    named(nodes.iter())
+                    list_nodes(nodes.iter())
                 ),
             ),
             Fact::Quarantined { message, .. } => ("Quarantined", message.clone()),
@@ -384,10 +384,10 @@ mod tests {
         let outstanding = [("a", "b", 3), ("b", "a", 4)];
         assert_eq!(ready_of(&plan, &[], &outstanding), (false, "Converging", converging));
         // A failed write is reported instead of the outstanding objects of that member.
-        let refused = "cluster \"b\": 403; 3 objects are still to be written or deleted; 3 of them in cluster \"a\" for cluster \"b\"";
+        let write_failed = "cluster \"b\": 403; 3 objects are still to be written or deleted; 3 of them in cluster \"a\" for cluster \"b\"";
         assert_eq!(
             ready_of(&plan, &["b"], &outstanding),
-            (false, "WriteFailed", refused.to_owned())
+            (false, "WriteFailed", write_failed.to_owned())
         );
     }
 

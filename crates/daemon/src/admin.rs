@@ -1,7 +1,6 @@
-//! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. Read-only and without
-//! secrets, because the program leaves them out of the state that it dumps. The state lists peers and connections, and untrusted
-//! hosts may reach the port, so `/debug/state` answers only loopback clients. `/metrics` does too in a program whose port the
-//! agent's firewall does not close ([`Audience`]).
+//! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. It is read-only, and the dumped
+//! state contains no secrets. The state lists peers and connections, and untrusted hosts may reach the port, so `/debug/state` is
+//! served only to loopback clients. So is `/metrics` in a program whose port the agent's firewall does not close ([`Audience`]).
 
 use std::{
     collections::VecDeque,
@@ -32,35 +31,35 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
-/// Connections that wait to be accepted, as in tokio and std.
+/// The listen backlog: the value of the examples in the documentation of tokio.
 const BACKLOG: u32 = 1024;
-/// Concurrent connections: many more than probes, scrapers and a person need, and far fewer than the file descriptors of a
-/// process (often 1,024 before [`crate::descriptors`] raises the limit), some of which the program needs for its own work.
+/// The most concurrent connections: many more than probes, metric scrapers and a person need, and far fewer than the file descriptors
+/// of a process (often 1,024 before [`crate::descriptors`] raises the limit), because the program needs descriptors for its own work.
 const MAX_CONNECTIONS: usize = 64;
-/// Time limit for the head of a request, and so also for an idle connection.
+/// Timeout for the head of a request, and therefore also for an idle connection.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Which clients get a page.
+/// The clients to which a page is served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Audience {
-    /// Every client that reaches the port.
+    /// Every client that can reach the port.
     Everyone,
-    /// Clients of this network namespace; others get 403.
+    /// Only clients of the loopback interface. Other clients get 403.
     Loopback,
 }
 
-/// What the endpoint shows.
+/// The data that the endpoint serves.
 #[derive(Clone)]
 pub struct State {
-    /// `/metrics`.
+    /// The metrics for `/metrics`.
     pub registry: Arc<Registry>,
-    /// Which clients get `/metrics`, whose labels name meshes and clusters.
+    /// The clients to which `/metrics` is served. Its labels name meshes and clusters.
     pub metrics_for: Audience,
-    /// `/readyz`: 200 with remarks, or 503 with what is pending, one a line.
+    /// `/readyz`: 200 with the remarks, or 503 with the pending items. Each of them is on its own line.
     pub readiness: Readiness,
-    /// `/healthz`: 200, or 503 with the loops that are silent, one a line.
+    /// `/healthz`: 200, or 503 with the silent loops. Each of them is on its own line.
     pub liveness: Liveness,
-    /// `/debug/state`: made for each request, without secrets. Clients outside the loopback interface get 403.
+    /// `/debug/state`: called for each request. The result must contain no secrets. Clients outside the loopback interface get 403.
     pub dump: Arc<dyn Fn() -> serde_json::Value + Send + Sync>,
 }
 
@@ -76,13 +75,13 @@ impl fmt::Debug for State {
 /// A bound endpoint that does not serve yet.
 #[derive(Debug)]
 pub struct Admin {
-    /// At least one; all with the same address.
+    /// At least one listener. All have the same address.
     listeners: Vec<TcpListener>,
 }
 
 impl Admin {
-    /// Binds the address, so that a taken port fails the start of the program, and the port that the kernel chooses for port 0 is
-    /// known. `[::]` also serves IPv4, and only IPv4 if the kernel has no IPv6.
+    /// Binds the address. This is separate from [`Self::serve`], so that a program does not start if the port is in use, and so that
+    /// the caller learns which port the kernel has chosen for port 0. `[::]` also serves IPv4, and only IPv4 if the kernel has no IPv6.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -95,11 +94,11 @@ impl Admin {
         })
     }
 
-    /// As [`Self::bind`], only for connections that come in by one of these interfaces (SO_BINDTODEVICE). On other interfaces the port
-    /// is closed, whatever the firewall allows. Linux before 5.7 requires CAP_NET_RAW for that.
+    /// Like [`Self::bind`], but accepts only connections that arrive on one of these interfaces (SO_BINDTODEVICE). On other interfaces
+    /// the port is closed even if the firewall allows it. Linux before 5.7 requires CAP_NET_RAW for this.
     ///
     /// # Errors
-    /// The address cannot be bound, or one of the interfaces.
+    /// The address or one of the interfaces cannot be bound.
     pub fn bind_to_interfaces<'a>(
         listen: SocketAddr,
         interfaces: impl IntoIterator<Item = &'a str>,
@@ -113,15 +112,15 @@ impl Admin {
         Ok(Self { listeners })
     }
 
-    /// The address on which it listens.
+    /// The address on which the endpoint listens.
     ///
     /// # Errors
-    /// The socket has no address (it always has).
+    /// getsockname(2) fails, which is not expected for a bound socket.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.listeners[0].local_addr()
     }
 
-    /// The next connection by any of the listeners.
+    /// Accepts the next connection of any listener.
     async fn accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
         poll_fn(|context| {
             let mut accepted = self.listeners.iter().map(|listener| listener.poll_accept(context));
@@ -132,11 +131,11 @@ impl Admin {
 
     /// Serves until the token is cancelled.
     ///
-    /// Beyond `MAX_CONNECTIONS` a new connection closes the oldest one. So a client that opens many idle connections does not block
-    /// the kubelet's probe.
+    /// If there are `MAX_CONNECTIONS` connections, a new one closes the oldest. So a client that opens many idle connections does not
+    /// block the kubelet's probe.
     ///
     /// # Errors
-    /// None at present.
+    /// No error occurs at present.
     pub async fn serve(self, state: State, stop: CancellationToken) -> anyhow::Result<()> {
         let routes = Router::new()
             .route("/metrics", get(show_metrics))
@@ -212,7 +211,7 @@ async fn show_readiness(extract::State(state): extract::State<State>) -> (Status
     (status, text + &remarks)
 }
 
-/// 200 `ok`, or 503 with one line for each pending item or problem.
+/// Returns 200 and `ok`, or 503 and one line for each pending item or problem.
 fn verdict(obstacles: &[String]) -> (StatusCode, String) {
     if obstacles.is_empty() {
         (StatusCode::OK, "ok\n".to_owned())
@@ -235,8 +234,8 @@ async fn show_state(
     )
 }
 
-/// Listens on an address. An IPv6 socket also serves IPv4 and reports IPv4 clients as IPv4-mapped IPv6 addresses. `[::]` becomes
-/// `0.0.0.0` in a kernel without IPv6 (`ipv6.disable=1`).
+/// Listens on an address. An IPv6 socket also serves IPv4 and reports IPv4 clients as IPv4-mapped IPv6 addresses. On a kernel without
+/// IPv6 (`ipv6.disable=1`), `[::]` becomes `0.0.0.0`.
 fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpListener> {
     let bound = |address: SocketAddr| {
         let socket = if address.is_ipv4() {
@@ -245,7 +244,7 @@ fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpList
             TcpSocket::new_v6()
         }?;
         if address.is_ipv6() {
-            // The default is net.ipv6.bindv6only.
+            // The sysctl net.ipv6.bindv6only may have another default.
             set_ipv6_v6only(&socket, false)?;
         }
         socket.set_reuseaddr(true)?;
@@ -270,7 +269,7 @@ fn is_loopback(from: SocketAddr) -> bool {
 }
 
 fn refuse_remote_client() -> (StatusCode, [(&'static str, &'static str); 1], String) {
-    let text = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward to the pod, kubectl exec where it has a shell, or \
+    let text = "served only to 127.0.0.1 and ::1: use kubectl port-forward to the pod, kubectl exec where it has a shell, or \
                 curl on the node itself\n";
     (StatusCode::FORBIDDEN, [("content-type", "text/plain")], text.to_owned())
 }
@@ -283,7 +282,7 @@ mod tests {
 
     use super::*;
 
-    async fn ask(address: SocketAddr, path: &str) -> (u16, String) {
+    async fn fetch(address: SocketAddr, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(address).await.expect("connects");
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.expect("writes");
@@ -317,29 +316,32 @@ mod tests {
             readiness.pending("first list of Peers"),
             liveness.watch("loop", Duration::ZERO),
         );
-        assert_eq!(ask(address, "/readyz").await, (503, "first list of Peers\n".to_owned()));
         assert_eq!(
-            ask(address, "/healthz").await,
+            fetch(address, "/readyz").await,
+            (503, "first list of Peers\n".to_owned())
+        );
+        assert_eq!(
+            fetch(address, "/healthz").await,
             (503, "loop: silent for 0 s\n".to_owned())
         );
         drop(pending);
         let remark = readiness.remark("from the cache");
         assert_eq!(
-            ask(address, "/readyz").await,
+            fetch(address, "/readyz").await,
             (200, "ok\nbut: from the cache\n".to_owned())
         );
         drop((remark, wedged));
-        assert_eq!(ask(address, "/readyz").await, (200, "ok\n".to_owned()));
-        assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
+        assert_eq!(fetch(address, "/readyz").await, (200, "ok\n".to_owned()));
+        assert_eq!(fetch(address, "/healthz").await, (200, "ok\n".to_owned()));
         assert_eq!(
-            ask(address, "/debug/state").await,
+            fetch(address, "/debug/state").await,
             (200, "{\n  \"peers\": 3\n}\n".to_owned())
         );
-        let (status, metrics) = ask(address, "/metrics").await;
+        let (status, metrics) = fetch(address, "/metrics").await;
         assert_eq!((status, metrics.contains("test_build_info")), (200, true), "{metrics}");
 
         stop.cancel();
-        served.await.expect("no panic").expect("ends well");
+        served.await.expect("no panic").expect("no error");
     }
 
     /// The address of a served endpoint, the token that stops it, and its task.
@@ -349,11 +351,11 @@ mod tests {
         tokio::task::JoinHandle<anyhow::Result<()>>,
     );
 
-    async fn serving() -> Served {
-        serve(Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds"))
+    async fn serve_on_loopback() -> Served {
+        spawn(Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds"))
     }
 
-    fn serve(admin: Admin) -> Served {
+    fn spawn(admin: Admin) -> Served {
         let address = admin.local_addr().expect("has an address");
         let state = State {
             registry: Arc::new(metrics::registry("test", "1")),
@@ -370,13 +372,13 @@ mod tests {
     #[tokio::test]
     async fn unspecified_ipv6_address_answers_both_families() {
         let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
-        let (address, stop, served) = serve(Admin::bind(any).expect("binds"));
+        let (address, stop, served) = spawn(Admin::bind(any).expect("binds"));
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
             let at = SocketAddr::new(loopback, address.port());
-            assert_eq!(ask(at, "/debug/state").await.0, 200, "{at}");
+            assert_eq!(fetch(at, "/debug/state").await.0, 200, "{at}");
         }
         stop.cancel();
-        served.await.expect("no panic").expect("ends well");
+        served.await.expect("no panic").expect("no error");
     }
 
     // threat: gateway-port
@@ -384,40 +386,40 @@ mod tests {
     async fn endpoint_bound_to_interfaces_answers_only_there() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
         let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
-        let (address, stop, served) = serve(admin);
+        let (address, stop, served) = spawn(admin);
         let at = SocketAddr::from(([127, 0, 0, 1], address.port()));
-        assert_eq!(ask(at, "/healthz").await, (200, "ok\n".to_owned()));
+        assert_eq!(fetch(at, "/healthz").await, (200, "ok\n".to_owned()));
         stop.cancel();
-        served.await.expect("no panic").expect("ends well");
-        let error = Admin::bind_to_interfaces(at, ["none-such"]).expect_err("there is none such");
+        served.await.expect("no panic").expect("no error");
+        let error = Admin::bind_to_interfaces(at, ["none-such"]).expect_err("the interface does not exist");
         assert!(format!("{error:#}").contains("of interface none-such"), "{error:#}");
     }
 
     // threat: admin-port-flood
     #[tokio::test]
     async fn idle_connections_beyond_the_limit_are_closed() {
-        let (address, stop, served) = serving().await;
+        let (address, stop, served) = serve_on_loopback().await;
         let mut idle = Vec::new();
         for _ in 0..3 * MAX_CONNECTIONS {
             idle.push(TcpStream::connect(address).await.expect("connects"));
         }
-        assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
-        let ends = |stream: &mut TcpStream| {
-            let ended = stream.try_read(&mut [0; 1]);
-            !matches!(ended, Err(error) if error.kind() == ErrorKind::WouldBlock)
+        assert_eq!(fetch(address, "/healthz").await, (200, "ok\n".to_owned()));
+        let is_closed = |stream: &mut TcpStream| {
+            let read = stream.try_read(&mut [0; 1]);
+            !matches!(read, Err(error) if error.kind() == ErrorKind::WouldBlock)
         };
         for stream in &mut idle[..2 * MAX_CONNECTIONS] {
-            stream.readable().await.expect("is closed");
-            assert!(ends(stream));
+            stream.readable().await.expect("the connection is closed");
+            assert!(is_closed(stream));
         }
         stop.cancel();
-        served.await.expect("no panic").expect("ends well");
+        served.await.expect("no panic").expect("no error");
     }
 
     // threat: admin-port-flood
     #[tokio::test(start_paused = true)]
     async fn request_with_an_endless_head_is_closed() {
-        let (address, _stop, _served) = serving().await;
+        let (address, _stop, _served) = serve_on_loopback().await;
         let mut stream = TcpStream::connect(address).await.expect("connects");
         stream
             .write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
@@ -425,7 +427,10 @@ mod tests {
             .expect("writes");
         let began = tokio::time::Instant::now();
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("is closed");
+        stream
+            .read_to_string(&mut answer)
+            .await
+            .expect("the connection is closed");
         assert!(
             !answer.contains(" 200 ") && began.elapsed() >= HEADER_TIMEOUT,
             "{answer}"
@@ -434,7 +439,7 @@ mod tests {
 
     // threat: controller-port
     #[tokio::test]
-    async fn state_and_closed_metrics_are_shown_only_to_loopback() {
+    async fn state_and_restricted_metrics_are_for_loopback_only() {
         let state = |metrics_for| State {
             registry: Arc::new(metrics::registry("test", "1")),
             metrics_for,
@@ -452,11 +457,11 @@ mod tests {
         ] {
             let from = extract::ConnectInfo(from.parse::<SocketAddr>().expect("an address"));
             let dump = show_state(extract::State(state(Audience::Everyone)), from).await;
-            let closed = show_metrics(extract::State(state(Audience::Loopback)), from).await;
+            let restricted = show_metrics(extract::State(state(Audience::Loopback)), from).await;
             let open = show_metrics(extract::State(state(Audience::Everyone)), from).await;
             for (page, shown, content) in [
                 (dump.into_response(), local, "\"peers\": 3"),
-                (closed.into_response(), local, "test_build_info"),
+                (restricted.into_response(), local, "test_build_info"),
                 (open.into_response(), true, "test_build_info"),
             ] {
                 let status = page.status().as_u16();

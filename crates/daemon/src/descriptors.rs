@@ -2,8 +2,8 @@
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft limit is low for programs that use
-/// select(2); neither this process nor the ones that it starts do. If it fails, the program logs that and runs with the old limit.
+/// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft limit is low because of programs that
+/// use select(2); neither this process nor its children use it. If the limit cannot be raised, the program logs that and continues.
 pub fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn soft_limit_is_raised_to_the_hard_one() {
+    fn soft_limit_is_raised_to_the_hard_limit() {
         let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
         let low = Rlimit {
             current: Some(512),

@@ -1,4 +1,4 @@
-//! Shuts a program down: a signal cancels one token that every task watches, and the remaining work has a time limit.
+//! Shuts down a program: a signal cancels one token that every task watches, and a time limit applies to the remaining work.
 
 use std::{future::Future, time::Duration};
 
@@ -21,10 +21,10 @@ pub fn on_signal() -> std::io::Result<CancellationToken> {
                 _ = interrupt.recv() => "SIGINT",
             };
             if first {
-                tracing::info!(signal = name, "draining; a second signal ends at once");
+                tracing::info!(signal = name, "draining; a second signal exits at once");
                 cancelled.cancel();
             } else {
-                tracing::warn!(signal = name, "second signal: ending without draining");
+                tracing::warn!(signal = name, "second signal: exiting without draining");
                 std::process::exit(1);
             }
         }
@@ -32,13 +32,13 @@ pub fn on_signal() -> std::io::Result<CancellationToken> {
     Ok(token)
 }
 
-/// Waits for the remaining work, at most for `bound`. `None` = it was not done by then.
-pub async fn within<T>(bound: Duration, rest: impl Future<Output = T>) -> Option<T> {
-    let done = tokio::time::timeout(bound, rest).await.ok();
+/// Waits for the remaining work, at most for `limit`. `None` = the work did not finish in time.
+pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
+    let done = tokio::time::timeout(limit, work).await.ok();
     if done.is_none() {
         tracing::warn!(
-            seconds = bound.as_secs_f32(),
-            "not drained within the bound; ending anyway"
+            seconds = limit.as_secs_f32(),
+            "work not finished within the time limit; exiting anyway"
         );
     }
     done
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_is_awaited_until_the_bound() {
+    async fn work_is_awaited_until_the_time_limit() {
         assert_eq!(within(Duration::from_secs(60), async { 7 }).await, Some(7));
         assert_eq!(
             within(Duration::from_millis(1), std::future::pending::<()>()).await,

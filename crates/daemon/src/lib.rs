@@ -1,11 +1,11 @@
-//! The parts that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown and the admin endpoint.
+//! Code that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown and the admin endpoint.
 //!
 //! A program calls [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`] and [`admin::Admin::bind`], spawns
-//! [`admin::Admin::serve`], works until the token is cancelled, and finishes its work in [`drain::within`].
+//! [`admin::Admin::serve`], works until the token is cancelled, and waits for its remaining work with [`drain::within`].
 //!
 //! # Example
 //!
-//! What a program waits for is listed by name, and `/readyz` shows the list:
+//! A program lists by name the items for which it waits, and `/readyz` shows the list:
 //!
 //! ```
 //! use clustermesh_daemon::Readiness;

@@ -1,5 +1,5 @@
-//! Watches the loops of a program, so that `/healthz` fails when one is stuck. A loop that waits for a remote server must call
-//! [`Heartbeat::beat`] meanwhile, because a lost connection is no reason for a restart.
+//! Watches the loops of a program, so that `/healthz` fails when a loop is stuck. A loop must also call [`Heartbeat::beat`] while it
+//! waits for a remote server, because a lost connection is no reason for a restart.
 
 use std::{
     collections::BTreeMap,
@@ -18,13 +18,13 @@ struct Beat {
 }
 
 impl Liveness {
-    /// An empty list: alive.
+    /// Creates an empty list, for which the program counts as alive.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Watches a loop, which must beat at least every `limit`, until the returned value is dropped.
+    /// Watches a loop until the returned value is dropped. The loop must call [`Heartbeat::beat`] at least every `limit`.
     pub fn watch(&self, name: impl Into<String>, limit: Duration) -> Heartbeat {
         let name = name.into();
         self.lock().insert(
@@ -40,7 +40,7 @@ impl Liveness {
         }
     }
 
-    /// The loops that have not beaten for longer than their limit, with the time since the last beat.
+    /// Returns the loops whose last beat is longer ago than their limit, with the time since that beat.
     #[must_use]
     pub fn silent(&self) -> BTreeMap<String, Duration> {
         let now = Instant::now();

@@ -8,7 +8,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Content type of the text form (OpenMetrics 1.0).
+/// Content type of the text format (OpenMetrics 1.0).
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -16,8 +16,8 @@ struct Build {
     version: &'static str,
 }
 
-/// Creates a registry whose metrics begin with `prefix` (`clustermesh_controller`, `wg_agent`). It already contains
-/// `<prefix>_build_info{version}` and `<prefix>_start_time_seconds`.
+/// Creates a registry that prepends `prefix` (`clustermesh_controller`, `wg_agent`) to the names of its metrics. The registry already
+/// contains `<prefix>_build_info{version}` and `<prefix>_start_time_seconds`.
 #[must_use]
 pub fn registry(prefix: &str, version: &'static str) -> Registry {
     let mut registry = Registry::with_prefix(prefix);
@@ -37,7 +37,7 @@ pub fn registry(prefix: &str, version: &'static str) -> Registry {
 /// Renders the registry as OpenMetrics text.
 ///
 /// # Errors
-/// A metric cannot be written (ours always can).
+/// A metric cannot be encoded. This is not expected for our metrics.
 pub fn encode(registry: &Registry) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
     text::encode(&mut text, registry)?;

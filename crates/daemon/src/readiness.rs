@@ -1,15 +1,15 @@
-//! Lists by name what a program waits for before it is ready, and remarks that do not affect readiness. `/readyz` shows both.
+//! Lists the pending items for which a program waits before it is ready, and remarks that do not affect readiness. `/readyz` shows both.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The pending items and the remarks. The program is ready when nothing is pending. Cheap to clone; all clones share one list.
+/// The pending items and the remarks. The program is ready when no item is pending. Cheap to clone; all clones share one list.
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<Items>>);
 
-/// The number of holders of each item, by kind and name.
+/// The number of [`Pending`] values that exist for each item, by kind and name.
 type Items = BTreeMap<(Kind, String), usize>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -19,19 +19,19 @@ enum Kind {
 }
 
 impl Readiness {
-    /// An empty list: ready.
+    /// Creates an empty list, for which the program is ready.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Lists `name` as pending until the returned value is dropped. If the same name is added several times, it is listed until the last
-    /// of the values is dropped.
+    /// Lists `name` as pending until the returned value is dropped. If a name is added several times, it is listed until the last of the
+    /// returned values is dropped.
     pub fn pending(&self, name: impl Into<String>) -> Pending {
         self.put(Kind::Pending, name.into())
     }
 
-    /// As [`Self::pending`], for a remark that does not affect readiness.
+    /// Like [`Self::pending`], for a remark that does not affect readiness.
     pub fn remark(&self, name: impl Into<String>) -> Pending {
         self.put(Kind::Remark, name.into())
     }
@@ -59,11 +59,11 @@ impl Readiness {
 
     fn all(&self, kind: Kind) -> Vec<String> {
         let list = self.lock();
-        let items = list.keys().filter(|(of, _)| *of == kind);
+        let items = list.keys().filter(|(item_kind, _)| *item_kind == kind);
         items.map(|(_, name)| name.clone()).collect()
     }
 
-    /// Whether nothing is pending.
+    /// Whether no item is pending.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.list().is_empty()
@@ -74,9 +74,9 @@ impl Readiness {
     }
 }
 
-/// One item of the list. Drop it when it is done.
+/// One item of the list. Dropping the value removes the item.
 #[derive(Debug)]
-#[must_use = "the item leaves the list when this is dropped"]
+#[must_use = "the item is removed from the list when this value is dropped"]
 pub struct Pending {
     list: Readiness,
     item: (Kind, String),
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn item_is_listed_until_its_last_holder_is_dropped() {
+    fn item_is_listed_until_its_last_value_is_dropped() {
         let readiness = Readiness::new();
         let device = readiness.pending("device");
         let peers = readiness.pending("peers");

@@ -4,27 +4,27 @@ use std::io::IsTerminal;
 
 use tracing_subscriber::{EnvFilter, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
-/// How log lines are written (`--log-format`).
+/// The format of log lines (`--log-format`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     #[default]
     Text,
-    /// One JSON object a line, its fields flat.
+    /// One JSON object per line, without nested objects.
     Json,
 }
 
-/// The filter without `RUST_LOG`: our own events from level info, warnings of libraries. boringtun logs an error about each unreachable peer
-/// every 90 s; the agent's status shows such a peer instead.
+/// The filter without `RUST_LOG`: our own events from level info, and warnings of libraries. boringtun is off because it logs an error
+/// for each unreachable peer every 90 s. The agent's status reports such peers.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
-/// kube-client logs whole responses with their newlines, and an API server may be hostile. Our callers log failures themselves.
+/// kube-client logs whole responses with their newlines, and an API server may be hostile. Our code logs failed requests itself.
 const ALWAYS_OFF: &str = "kube_client=off";
 
-/// Makes the filter of the log. `given` is the value of `RUST_LOG`.
+/// Creates the filter of the log. `given` is the value of `RUST_LOG`.
 ///
 /// # Errors
-/// It does not parse.
+/// `given` does not parse.
 pub fn filter(given: Option<&str>) -> anyhow::Result<EnvFilter> {
     let filter = match given {
         Some(text) if !text.is_empty() => EnvFilter::try_new(text)

@@ -1,5 +1,5 @@
 //! Acts as a malicious administrator of a sandbox: revokes the controller's rights, and gives the sandbox's Peers every
-//! address as allowed IPs. The caller judges what is then reachable.
+//! address as allowed IPs. The caller then checks which sockets are reachable.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,19 +14,19 @@ use crate::{Cluster, Lab, Result, wait_until};
 
 /// The routing table with the mesh's routes.
 const TABLE: &str = "5182";
-/// Selects its routes into the tunnel.
+/// Arguments of `ip route show` that select the routes into the tunnel.
 const INTO_TUNNEL: [&str; 2] = ["dev", "kilo0"];
 /// How long the agent may take to change routes on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(90);
 
 impl Cluster<'_> {
-    /// Every socket of these clusters (see [`Cluster::sockets`]) that does not belong to this cluster. Addresses in
-    /// this cluster's own pod range are left out, because its nodes never route them into the tunnel. Addresses in
-    /// `granted` are kept in any case.
+    /// Every socket of the given clusters (see [`Cluster::sockets`]) that does not belong to this cluster. Addresses in
+    /// this cluster's own pod range are left out, because its nodes never route them into the tunnel. Sockets at the
+    /// addresses in `granted` are always kept.
     ///
     /// # Errors
     /// When an API server does not answer.
-    pub async fn sockets_beyond(
+    pub async fn foreign_sockets(
         &self,
         clusters: &[&Cluster<'_>],
         granted: &BTreeSet<SocketAddr>,
@@ -112,9 +112,9 @@ impl<'a> Attacker<'a> {
         })
     }
 
-    /// Allows the controller to read in the sandbox again, but not to write. While the controller cannot read a
-    /// sandbox, it knows none of its nodes. Then a Peer that was deleted with the last grant is not planned again when
-    /// the next grant is added. A running controller reads again within half a minute.
+    /// Allows the controller to read in the sandbox again, but not to write. Otherwise it would know none of the sandbox's
+    /// nodes, and for a new grant it could not plan the Peers again that were deleted with the last grant. A running
+    /// controller retries its reads within half a minute.
     ///
     /// # Errors
     /// When the sandbox's API server does not answer.
@@ -122,13 +122,13 @@ impl<'a> Attacker<'a> {
         self.sandbox.apply(READ_ONLY_RIGHTS).await.map(drop)
     }
 
-    /// The node of the other cluster that a Peer describes, from the name of the Peer.
+    /// The name of the Node that a Peer describes, from the name of the Peer.
     #[must_use]
     pub fn node_of(peer: &str) -> &str {
         peer.rsplit_once("--").map_or(peer, |(_, node)| node)
     }
 
-    /// Sets a Peer's public key to the one that its Node publishes now.
+    /// Sets a Peer's public key.
     ///
     /// # Errors
     /// When there is no such Peer.
@@ -136,13 +136,14 @@ impl<'a> Attacker<'a> {
         self.patch(peer, &json!({"spec": {"publicKey": key}})).await
     }
 
-    /// Routes all addresses through one Peer and waits until the routing table does so. Returns the addresses that the
-    /// sandbox's node keeps on the underlay (a `throw` route) although a Peer contains them, such as its next hop.
+    /// Routes all addresses through one Peer and waits until the routing table has these routes. Returns the addresses
+    /// that the sandbox's node keeps on the underlay (a `throw` route) although a Peer contains them, such as the
+    /// node's next hop.
     ///
     /// # Errors
     /// When the routes do not change within 90 s.
-    pub async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
-        // First remove all allowed IPs, so that no earlier route is taken for a new one.
+    pub async fn route_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
+        // First remove all allowed IPs, so that no old route is mistaken for a new one.
         for name in &self.peers {
             self.set_allowed_ips(name, &BTreeSet::new()).await?;
         }
@@ -159,14 +160,14 @@ impl<'a> Attacker<'a> {
         wait_until("none of these addresses to have a route to kilo0", TIMEOUT, none).await?;
         self.set_allowed_ips(chosen, addresses).await?;
         let all = async || {
-            let (tunneled, left) = (matching(&INTO_TUNNEL).await?, matching(&["type", "throw"]).await?);
-            if tunneled.union(&left).count() == addresses.len() {
-                Ok(left)
+            let (tunneled, thrown) = (matching(&INTO_TUNNEL).await?, matching(&["type", "throw"]).await?);
+            if tunneled.union(&thrown).count() == addresses.len() {
+                Ok(thrown)
             } else {
                 Err(format!("{} of {} addresses", tunneled.len(), addresses.len()))
             }
         };
-        wait_until("every address to have a route to kilo0", TIMEOUT, all).await
+        wait_until("every address to have a route to kilo0 or a throw route", TIMEOUT, all).await
     }
 
     async fn set_allowed_ips(&self, peer: &str, addresses: &BTreeSet<IpAddr>) -> Result<()> {

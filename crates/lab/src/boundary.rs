@@ -1,4 +1,4 @@
-//! Applies the shipped NetworkPolicies for a sandbox whose workers are pods of the hub, with the lab's values, and
+//! Applies the shipped NetworkPolicies for a sandbox whose nodes are pods of the hub, with the lab's values, and
 //! lists the sockets that they admit. The shipped file selects the gateways, through which sandboxes enter the hub, by
 //! their labels.
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::lab::worker_namespace;
 use crate::product::{Granted, manifest};
-use crate::{Asker, Cluster, Error, Lab, Result, Workers};
+use crate::{Cluster, Error, Lab, Result, TrafficClient, Workers};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
 
@@ -22,10 +22,10 @@ pub struct Boundary<'a> {
 }
 
 impl Lab {
-    /// The boundary of a cluster whose workers are pods of another cluster.
+    /// The boundary of a cluster whose nodes are pods of another cluster.
     ///
     /// # Errors
-    /// When its workers are not pods.
+    /// When its nodes are not pods.
     pub fn boundary(&self, sandbox: &str) -> Result<Boundary<'_>> {
         let sandbox = self.cluster(sandbox);
         match &sandbox.plan().workers {
@@ -34,8 +34,8 @@ impl Lab {
                 hub: self.cluster(of),
                 sandbox,
             }),
-            Workers::Underlay => Err(Error::Plan(format!(
-                "the workers of {} are no pods: no NetworkPolicy selects them",
+            Workers::Underlay => Err(Error::Other(format!(
+                "the nodes of {} are not pods: no NetworkPolicy selects them",
                 sandbox.plan().name
             ))),
         }
@@ -43,7 +43,7 @@ impl Lab {
 }
 
 impl Boundary<'_> {
-    /// The shipped file with the values marked SET replaced: names, and the address of the sandbox's API server.
+    /// The shipped file, in which the values marked SET are replaced: names, and the address of the sandbox's API server.
     ///
     /// # Errors
     /// When the file does not exist, or does not contain such a value.
@@ -62,12 +62,12 @@ impl Boundary<'_> {
             if text.contains(marked) {
                 Ok(text.replace(marked, &value))
             } else {
-                Err(Error::Plan(format!("{SHIPPED} has no {marked:?} to set")))
+                Err(Error::Other(format!("{SHIPPED} has no {marked:?} to replace")))
             }
         })
     }
 
-    /// The TCP sockets that the policies admit for the sandbox's workers: both addresses of their API server, and the
+    /// The TCP sockets that the policies admit for the sandbox's nodes: both addresses of their API server, and the
     /// hub's DNS.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl Boundary<'_> {
             "json",
         ];
         let pods = self.hub.kubectl(words).await?.stdout;
-        let pods: Value = serde_json::from_str(&pods).map_err(|error| Error::Plan(format!("{error}: {pods}")))?;
+        let pods: Value = serde_json::from_str(&pods).map_err(|error| Error::Other(format!("{error}: {pods}")))?;
         let pods = pods["items"].as_array().into_iter().flatten();
         let pods = pods.filter_map(|pod| pod["status"]["podIP"].as_str()?.parse::<IpAddr>().ok());
         out.extend(
@@ -98,8 +98,8 @@ impl Boundary<'_> {
         Ok(out)
     }
 
-    /// Every socket of the hub and the other clusters that is not the sandbox's own, the admitted sockets, and the
-    /// gateways' addresses in the tunnel.
+    /// Every socket of the hub and the other clusters, without the sandbox's own addresses, and in addition the
+    /// admitted sockets and the gateways' WireGuard addresses.
     ///
     /// # Errors
     /// When an API server does not answer.
@@ -112,7 +112,8 @@ impl Boundary<'_> {
         all.retain(|socket, _| !own.contains(&socket.ip()));
         granted.add_to(&mut all);
         for socket in self.admitted().await? {
-            all.entry(socket).or_insert_with(|| "its own API server".to_owned());
+            all.entry(socket)
+                .or_insert_with(|| "the sandbox's API server".to_owned());
         }
         Ok(all)
     }
@@ -122,27 +123,32 @@ impl Boundary<'_> {
     ///
     /// # Errors
     /// When such a socket is still open after 90 s.
-    pub async fn close(&self, from: &Asker, open: &BTreeSet<SocketAddr>, granted: &BTreeSet<SocketAddr>) -> Result<()> {
+    pub async fn enforce(
+        &self,
+        from: &TrafficClient,
+        open: &BTreeSet<SocketAddr>,
+        granted: &BTreeSet<SocketAddr>,
+    ) -> Result<()> {
         self.hub.apply(&self.policy()?).await?;
         let admitted = self.admitted().await?;
         let wrong = open
             .iter()
             .filter(|socket| !admitted.contains(socket) && !granted.contains(socket));
-        self.lab.until_closed(from, &wrong.copied().collect()).await
+        self.lab.wait_for_closed_sockets(from, &wrong.copied().collect()).await
     }
 
-    /// The sockets that are open. Wanted sockets are scanned until they are open, the others once: on a loaded machine
-    /// one attempt may be too short.
+    /// Scans all sockets and returns the open ones. Wanted sockets are scanned until they are open, because on a loaded
+    /// machine one attempt may time out. The others are scanned once.
     ///
     /// # Errors
     /// When a wanted socket is not open within 90 s.
-    pub async fn found(
+    pub async fn open_sockets(
         &self,
-        from: &Asker,
+        from: &TrafficClient,
         all: &BTreeMap<SocketAddr, String>,
         wanted: &BTreeSet<SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
-        self.lab.until_open(from, wanted).await?;
+        self.lab.wait_for_open_sockets(from, wanted).await?;
         let rest = all.keys().filter(|socket| !wanted.contains(socket));
         let mut found = self.lab.scan(from, rest.copied()).await?;
         found.extend(wanted);

@@ -1,15 +1,15 @@
 //! Installs a datapath that bypasses netfilter, as Cilium's host routing with eBPF does. A `tc` program at the ingress
-//! of a node's links redirects packets between pods of different nodes from one link to the other. Netfilter in the
-//! node's network namespace never sees them.
+//! of a node's links redirects packets between pods of different nodes to the other link. Netfilter in the node's
+//! network namespace never sees them.
 //!
 //! ```text
 //!  pod -- veth -- [program] -----> eth0        toward pods of another node
 //!  pod -- veth -- cni0 <--- [program] -- eth0  toward pods of this node
 //! ```
-//! The program is assembled here, so that no compiler for BPF is needed. It handles IPv4 on little-endian machines.
+//! This module assembles the program itself, so that no BPF compiler is needed. It handles IPv4 on little-endian machines.
 //!
-//! With it, ClusterIPs with an endpoint on another node do not work: kube-proxy translates their packets in netfilter,
-//! and the replies bypass it. Cilium replaces kube-proxy for that reason.
+//! With this datapath, a ClusterIP whose endpoint is on another node does not work: kube-proxy translates the packets in
+//! netfilter, and the replies bypass netfilter. Cilium replaces kube-proxy for that reason.
 
 use ipnet::Ipv4Net;
 use serde_json::Value;
@@ -25,11 +25,11 @@ const UPLINK: &str = "eth0";
 const SECTION: &str = "tc";
 
 impl Cluster<'_> {
-    /// Redirects packets between pods of different nodes past netfilter, on every node of this cluster. Call it again
-    /// after a pod was created, because the new pod's link has no program yet.
+    /// Installs the datapath on every node of this cluster. Call it again after a pod was created, because the new
+    /// pod's link has no program yet.
     ///
     /// # Errors
-    /// When a node refuses the program.
+    /// When the kernel rejects the program.
     pub async fn bypass_netfilter(&self) -> Result<()> {
         let words = ["get", "nodes", "-o", "json"];
         let nodes = parse(&self.kubectl(words).await?.stdout)?;
@@ -52,7 +52,7 @@ impl Node<'_> {
         let index = |name: &str| {
             let link = list(&links).find(|link| link["ifname"] == name);
             link.and_then(|link| u32::try_from(link["ifindex"].as_u64()?).ok())
-                .ok_or_else(|| Error::Plan(format!("{} has no link {name}", self.name())))
+                .ok_or_else(|| Error::Other(format!("{} has no link {name}", self.name())))
         };
         let (bridge, uplink) = (index(BRIDGE)?, index(UPLINK)?);
         let ports: Vec<&str> = list(&links)
@@ -81,20 +81,20 @@ impl Node<'_> {
                 );
             }
         }
-        self.feed(["tc", "-batch", "-"], &batch).await.map(drop)
+        self.exec_with_stdin(["tc", "-batch", "-"], &batch).await.map(drop)
     }
 }
 
 fn parse(text: &str) -> Result<Value> {
-    serde_json::from_str(text).map_err(|error| Error::Plan(format!("{error}: {text}")))
+    serde_json::from_str(text).map_err(|error| Error::Other(format!("{error}: {text}")))
 }
 
 fn list(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }
 
-/// Redirects IPv4 packets for a pod of this range to the link with this index, where the kernel looks up route and
-/// neighbour. All other packets pass, also those for the first address of the range, which is the node itself.
+/// Redirects IPv4 packets for a pod in `range` to the link with index `to`; the kernel looks up the route and the
+/// neighbour. All other packets pass, also packets for the first address of the range, which is the node's own.
 ///
 /// Each instruction has: opcode, source and destination register, number of instructions to skip, value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
@@ -104,12 +104,12 @@ fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
     let protocol = 16;
     let bpf_redirect_neigh = 152;
     let instructions: [(u8, u8, i16, u32); 15] = [
-        // r6 = the packet, where instruction 0x20 expects it
+        // r6 = the packet: instruction 0x20 reads from it
         (0xbf, 0x16, 0, 0),
-        // if packet.protocol != IPv4, in network byte order: to the end
+        // if packet.protocol (network byte order) != IPv4: jump to the end
         (0x61, 0x62, protocol, 0),
         (0x55, 0x02, 10, u16::to_be(0x0800).into()),
-        // r0 = the destination, in host byte order
+        // r0 = the destination address, in host byte order
         (0x20, 0x00, 0, ethernet_header + destination),
         (0x16, 0x00, 8, node),
         (0x54, 0x00, 0, range.netmask().into()),
@@ -132,14 +132,14 @@ fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
     instructions.into_iter().flat_map(encode).collect()
 }
 
-/// Wraps the program into a relocatable object file (ELF) as its only function, as a compiler would.
+/// Writes a relocatable object file (ELF) with the program as its only function, as a compiler would.
 fn object(program: &[u8]) -> Vec<u8> {
     const HEADER: usize = 64;
     const SYMBOL: usize = 24;
     let names = format!("\0.strtab\0.symtab\0license\0{SECTION}\0redirect\0");
     let name = |of: &str| number(names.find(&format!("\0{of}\0")).map_or(0, |at| at + 1));
     let license = b"Apache-2.0\0";
-    // A global function of that size in section 1. The first symbol is always empty.
+    // The first symbol is always empty. The second one is the program: a global function in section 1.
     let mut symbols = vec![0; SYMBOL];
     symbols.extend(name("redirect"));
     symbols.extend([0x12, 0, 1, 0]);

@@ -16,8 +16,8 @@ pub struct Capture {
 }
 
 impl Lab {
-    /// Starts a capture on the underlay. `name` names its files, `filter` is a filter of tcpdump. Returns when the
-    /// capture has begun.
+    /// Starts a capture on the underlay, with a pcap filter. The files of the capture begin with `name`. Returns when
+    /// tcpdump captures.
     ///
     /// # Errors
     /// When tcpdump is missing or refuses the filter.
@@ -45,13 +45,13 @@ impl Lab {
             filter,
         ]);
         let mut tcpdump = Running::start(&words, &self.log(&format!("{name}-tcpdump")), false)?;
-        tcpdump.says("listening on", Duration::from_secs(20)).await?;
+        tcpdump.wait_for_log("listening on", Duration::from_secs(20)).await?;
         Ok(Capture { tcpdump, file })
     }
 }
 
 impl Node<'_> {
-    /// Captures what crosses this node's eth0, as [`Lab::capture`] does on the underlay.
+    /// Captures all frames on this node's eth0, as [`Lab::capture`] does on the underlay.
     ///
     /// # Errors
     /// As [`Lab::capture`].
@@ -61,13 +61,13 @@ impl Node<'_> {
 }
 
 impl Capture {
-    /// Ends the capture. Its file exists as long as the lab.
+    /// Ends the capture. The pcap file is deleted with the lab.
     ///
     /// # Errors
-    /// When tcpdump does not end.
+    /// When tcpdump does not exit.
     pub async fn stop(mut self) -> Result<Captured> {
         self.tcpdump.signal(Signal::SIGINT)?;
-        self.tcpdump.ends(Duration::from_secs(20)).await?;
+        self.tcpdump.wait_for_exit(Duration::from_secs(20)).await?;
         Ok(Captured { file: self.file })
     }
 }

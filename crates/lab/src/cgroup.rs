@@ -1,4 +1,4 @@
-//! Manages the cgroups of a lab: `clustermesh-lab/<run>/<machine>` in every hierarchy, in cgroup versions 1 and 2.
+//! Manages the cgroups of a lab: `clustermesh-lab/<run>/<node>` in every hierarchy, for cgroup versions 1 and 2.
 
 use std::path::{Path, PathBuf};
 
@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 
 const ROOT: &str = "/sys/fs/cgroup";
-const OURS: &str = "clustermesh-lab";
+const LAB_CGROUP: &str = "clustermesh-lab";
 
-/// How this machine mounts cgroups.
+/// How the host mounts cgroups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cgroups {
     /// The mounted hierarchies.
@@ -20,9 +20,9 @@ pub(crate) enum Cgroups {
 /// A version 1 hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hierarchy {
-    /// Where it is mounted.
+    /// The mount point.
     pub(crate) mount: PathBuf,
-    /// Its mount option: `cpu,cpuacct`, `memory`, `name=systemd`.
+    /// The mount option that names its controllers: `cpu,cpuacct`, `memory`, `name=systemd`.
     pub(crate) option: String,
 }
 
@@ -40,11 +40,11 @@ impl Cgroups {
         Ok(Self::V1(hierarchies))
     }
 
-    /// The cgroup of a whole lab (`machine` = none) or of one machine of it.
-    pub(crate) fn of(&self, run: &Path, machine: Option<&str>) -> Cgroup {
-        let below = Path::new(OURS)
+    /// The cgroup of a whole lab (`node` = `None`) or of one of its nodes.
+    pub(crate) fn of(&self, run: &Path, node: Option<&str>) -> Cgroup {
+        let below = Path::new(LAB_CGROUP)
             .join(run.file_name().unwrap_or_default())
-            .join(machine.unwrap_or_default());
+            .join(node.unwrap_or_default());
         let directories = match self {
             Self::V1(hierarchies) => hierarchies
                 .iter()
@@ -66,7 +66,7 @@ pub(crate) struct Cgroup {
 }
 
 impl Cgroup {
-    /// Creates it and moves the calling process into it.
+    /// Creates the cgroup and moves the calling process into it.
     pub(crate) fn join(&self) -> Result<()> {
         for directory in &self.directories {
             make(directory, self.unified)?;
@@ -76,7 +76,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Whether no process is in it or below it.
+    /// Whether no process is in this cgroup or below it.
     pub(crate) fn is_empty(&self) -> bool {
         self.directories.iter().all(|directory| {
             below(directory).iter().all(|directory| {
@@ -88,9 +88,9 @@ impl Cgroup {
         })
     }
 
-    /// The processes in it and below it.
+    /// The processes in this cgroup and below it.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // Every hierarchy contains all of them; one is enough.
+        // Every hierarchy contains all processes, so reading one is enough.
         let directories = self
             .directories
             .first()
@@ -104,7 +104,7 @@ impl Cgroup {
             .collect()
     }
 
-    /// Removes it and all cgroups below it. It is no error if it does not exist.
+    /// Removes this cgroup and all cgroups below it. A missing cgroup is no error.
     pub(crate) fn remove(&self) -> Result<()> {
         for directory in self.directories.iter().flat_map(|directory| below(directory)) {
             std::fs::remove_dir(&directory).with_context(|| format!("remove {}", directory.display()))?;
@@ -113,7 +113,7 @@ impl Cgroup {
     }
 }
 
-/// Every cgroup below and including `directory`, deepest first.
+/// `directory` and every cgroup below it, deepest first.
 fn below(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(directory) else {
         return vec![];
@@ -145,7 +145,7 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
                 enable_controllers(&made)?;
             }
         } else if made.join("cpuset.cpus").exists() {
-            // A new cpuset has no CPUs, and an empty one accepts no process.
+            // A new cpuset has no CPUs, and an empty cpuset accepts no process.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if std::fs::read_to_string(made.join(file))?.trim().is_empty() {
                     let parent = made.parent().unwrap_or(&made).join(file);
@@ -158,11 +158,11 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
     Ok(())
 }
 
-/// Version 2: enables for the children of `directory` every controller that it has.
+/// Cgroup version 2: enables every controller of `directory` for its children.
 pub(crate) fn enable_controllers(directory: &Path) -> Result<()> {
     let controllers = std::fs::read_to_string(directory.join("cgroup.controllers"))?;
     for controller in controllers.split_whitespace() {
-        // One at a time, so that a controller that cannot be delegated does not block the others.
+        // One write for each controller, so that one that cannot be delegated does not block the others.
         let _ = std::fs::write(directory.join("cgroup.subtree_control"), format!("+{controller}"));
     }
     Ok(())

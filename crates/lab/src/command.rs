@@ -1,4 +1,4 @@
-//! Runs programs in the caller's process: to their end with their output, or in the background until dropped.
+//! Runs programs as children of the calling process, until they exit or in the background.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use tokio::process::{Child, Command};
 
 use crate::{Error, Result, wait_until};
 
-/// What a finished program printed, and its exit status.
+/// The output and exit status of a finished program. Bytes that are not UTF-8 are replaced.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// Its exit status.
+    /// The exit status.
     pub status: ExitStatus,
-    /// Standard output; bytes that are not UTF-8 are replaced.
+    /// Standard output.
     pub stdout: String,
-    /// Standard error, likewise.
+    /// Standard error.
     pub stderr: String,
 }
 
@@ -40,7 +40,7 @@ impl Output {
     }
 }
 
-/// Makes an argument list; `argv[0]` is looked up in PATH.
+/// Converts words to an argument list. The first word is a program in PATH.
 pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<String> {
     words
         .into_iter()
@@ -48,7 +48,7 @@ pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<
         .collect()
 }
 
-/// Runs a program to its end and returns its output, also when it fails.
+/// Runs a program and returns its output, also when it fails.
 pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
     let mut command = Command::new(&argv[0]);
     command
@@ -58,14 +58,14 @@ pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Outp
         .kill_on_drop(true);
     command.stdin(if stdin.is_some() { Stdio::piped() } else { Stdio::null() });
     let mut child = command.spawn().map_err(|source| spawn_error(&argv[0], source))?;
-    let feed = child.stdin.take().zip(stdin);
-    let feeding = async {
-        if let Some((mut pipe, bytes)) = feed {
-            // A program may end before it has read everything. Its exit status decides, not this write.
+    let input = child.stdin.take().zip(stdin);
+    let write_input = async {
+        if let Some((mut pipe, bytes)) = input {
+            // A program may exit before it has read all input. Its exit status decides, so a write error is ignored.
             let _ = pipe.write_all(bytes).await;
         }
     };
-    let (done, ()) = tokio::join!(child.wait_with_output(), feeding);
+    let (done, ()) = tokio::join!(child.wait_with_output(), write_input);
     let done = done.map_err(Error::io(format!("run {}", argv[0])))?;
     let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
     Ok(Output {
@@ -75,7 +75,7 @@ pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Outp
     })
 }
 
-/// Runs a program to its end; a failure is an error with the last lines of its output.
+/// Runs a program. A failure is an error with the last lines of the output.
 pub(crate) async fn run(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
     output(argv, stdin).await?.check(argv)
 }
@@ -84,7 +84,7 @@ fn spawn_error(program: &str, source: std::io::Error) -> Error {
     if source.kind() == std::io::ErrorKind::NotFound {
         return Error::Missing {
             what: format!("the program {program}"),
-            remedy: "`cargo xtask test` names the package that has it".into(),
+            remedy: "`cargo xtask test` names the package that contains it".into(),
         };
     }
     Error::Io {
@@ -98,19 +98,19 @@ fn spawn_error(program: &str, source: std::io::Error) -> Error {
 pub struct Running {
     child: Child,
     log: PathBuf,
-    /// Whether `child` is an nsenter that waits for the program in another pid namespace.
+    /// Whether `child` is an nsenter, and the program is its child in another pid namespace.
     wrapped: bool,
 }
 
 impl Running {
     pub(crate) fn start(argv: &[String], log: &Path, wrapped: bool) -> Result<Self> {
         let file = std::fs::File::create(log).map_err(Error::io(format!("create {}", log.display())))?;
-        let twin = file.try_clone().map_err(Error::io("clone a log handle"))?;
+        let file_for_stderr = file.try_clone().map_err(Error::io("clone a log handle"))?;
         let child = Command::new(&argv[0])
             .args(&argv[1..])
             .stdin(Stdio::null())
             .stdout(file)
-            .stderr(twin)
+            .stderr(file_for_stderr)
             .kill_on_drop(true)
             .spawn()
             .map_err(|source| spawn_error(&argv[0], source))?;
@@ -121,14 +121,14 @@ impl Running {
         })
     }
 
-    /// Everything that it has printed so far.
+    /// The program's output so far.
     pub fn log(&self) -> String {
         std::fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .unwrap_or_default()
     }
 
-    /// Its pid as the host sees it; `None` once it has ended.
+    /// The program's pid in the host's pid namespace; `None` after it has exited.
     pub fn pid(&self) -> Option<i32> {
         let own = i32::try_from(self.child.id()?).ok()?;
         if !self.wrapped {
@@ -141,11 +141,11 @@ impl Running {
     /// Sends a signal to the program.
     ///
     /// # Errors
-    /// When it has ended.
+    /// When the program has exited.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let gone = || {
-            Error::Plan(format!(
-                "cannot send {signal}: the program has ended; see {}",
+            Error::Other(format!(
+                "cannot send {signal}: the program has exited; see {}",
                 self.log.display()
             ))
         };
@@ -156,7 +156,7 @@ impl Running {
     ///
     /// # Errors
     /// After `deadline`, with the last line of the log.
-    pub async fn says(&mut self, text: &str, deadline: Duration) -> Result<()> {
+    pub async fn wait_for_log(&mut self, text: &str, deadline: Duration) -> Result<()> {
         let what = format!("{text:?} in {}", self.log.display());
         wait_until(what, deadline, async || {
             let log = self.log();
@@ -169,12 +169,12 @@ impl Running {
         .await
     }
 
-    /// Waits until it exits.
+    /// Waits until the program exits.
     ///
     /// # Errors
     /// After `deadline`.
-    pub async fn ends(&mut self, deadline: Duration) -> Result<ExitStatus> {
-        let what = format!("the end of the program that logs to {}", self.log.display());
+    pub async fn wait_for_exit(&mut self, deadline: Duration) -> Result<ExitStatus> {
+        let what = format!("the exit of the program that logs to {}", self.log.display());
         wait_until(what, deadline, async || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
             Ok(None) => Err("running".into()),
@@ -183,14 +183,14 @@ impl Running {
         .await
     }
 
-    /// Sends SIGTERM and waits until it exits.
+    /// Sends SIGTERM and waits until the program exits.
     ///
     /// # Errors
-    /// When it does not end within `deadline`.
+    /// When it does not exit within `deadline`.
     pub async fn terminate(&mut self, deadline: Duration) -> Result<ExitStatus> {
         if self.pid().is_some() {
             let _ = self.signal(Signal::SIGTERM);
         }
-        self.ends(deadline).await
+        self.wait_for_exit(deadline).await
     }
 }

@@ -1,4 +1,4 @@
-//! Makes the command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
+//! Creates the command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use crate::pki::{Authority, Pair, service_account_key};
 use crate::{ClusterPlan, Error, Result, Tools};
 
-/// Where etcd listens inside the underlay namespace. One etcd serves all clusters, each under its own prefix.
+/// The address of etcd inside the underlay's network namespace. One etcd serves all clusters, each with its own key prefix.
 const ETCD: &str = "http://127.0.0.1:2379";
 
 /// File to which an API server writes the requests that [`AUDIT_POLICY`] selects.
 pub(crate) const AUDIT_LOG: &str = "audit.log";
-/// An audit policy that logs only the writes of the controller's ServiceAccount.
+/// An audit policy that logs only writes by the controller's ServiceAccount.
 const AUDIT_POLICY: &str = "\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -23,8 +23,8 @@ rules:
 - level: None
 ";
 
-fn crypto(error: rcgen::Error) -> Error {
-    Error::Plan(format!("make a certificate: {error}"))
+fn certificate_error(error: rcgen::Error) -> Error {
+    Error::Other(format!("create a certificate: {error}"))
 }
 
 fn write(path: PathBuf, text: &str) -> Result<()> {
@@ -36,7 +36,7 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
 pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) -> Result<()> {
     let pki = directory.join("pki");
     std::fs::create_dir_all(&pki).map_err(Error::io(format!("create {}", pki.display())))?;
-    let (authority, pair) = Authority::new(&cluster.name).map_err(crypto)?;
+    let (authority, pair) = Authority::new(&cluster.name).map_err(certificate_error)?;
     write(pki.join("ca.crt"), &pair.certificate)?;
     write(pki.join("ca.key"), &pair.key)?;
     let names = [
@@ -52,16 +52,16 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
         cluster.api_service_ip(),
     ]
     .map(IpAddr::V4);
-    let server = authority.server(&names, &addresses).map_err(crypto)?;
+    let server = authority.server(&names, &addresses).map_err(certificate_error)?;
     write(pki.join("server.crt"), &server.certificate)?;
     write(pki.join("server.key"), &server.key)?;
     write(directory.join("audit.yaml"), AUDIT_POLICY)?;
-    let (private, public) = service_account_key().map_err(crypto)?;
+    let (private, public) = service_account_key().map_err(certificate_error)?;
     write(pki.join("service-account.key"), &private)?;
     write(pki.join("service-account.pub"), &public)?;
 
     let inside = format!("https://{}:6443", cluster.api_address());
-    let nodes = server_of_nodes(cluster);
+    let nodes = server_for_nodes(cluster);
     let outside = format!("https://127.0.0.1:{port}");
     for (file, server, user, group) in [
         ("admin", &outside, "admin", Some("system:masters")),
@@ -72,7 +72,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     ] {
         let text = authority
             .kubeconfig(&cluster.name, server, user, group)
-            .map_err(crypto)?;
+            .map_err(certificate_error)?;
         write(directory.join(format!("{file}.kubeconfig")), &text)?;
     }
     Ok(())
@@ -88,22 +88,22 @@ pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &st
         certificate: read("ca.crt")?,
         key: read("ca.key")?,
     };
-    let authority = Authority::load(&cluster.name, &pair).map_err(crypto)?;
+    let authority = Authority::load(&cluster.name, &pair).map_err(certificate_error)?;
     let user = format!("system:node:{node}");
     authority
-        .kubeconfig(&cluster.name, &server_of_nodes(cluster), &user, Some("system:nodes"))
-        .map_err(crypto)
+        .kubeconfig(&cluster.name, &server_for_nodes(cluster), &user, Some("system:nodes"))
+        .map_err(certificate_error)
 }
 
-fn server_of_nodes(cluster: &ClusterPlan) -> String {
+fn server_for_nodes(cluster: &ClusterPlan) -> String {
     format!("https://{}:6443", cluster.advertised_api())
 }
 
-fn services(cluster: &ClusterPlan) -> String {
-    ClusterPlan::both(cluster.service_cidr, cluster.v6.as_ref().map(|v6| v6.service_cidr))
+fn service_ranges(cluster: &ClusterPlan) -> String {
+    ClusterPlan::comma_separated(cluster.service_cidr, cluster.v6.as_ref().map(|v6| v6.service_cidr))
 }
 
-/// Command lines of the control plane; each is a process in the underlay namespace.
+/// Command lines of the control plane. Each process runs in the underlay's network namespace.
 pub(crate) struct Commands<'a> {
     pub(crate) tools: &'a Tools,
     pub(crate) run: &'a Path,
@@ -156,7 +156,7 @@ impl Commands<'_> {
             "--authorization-mode=Node,RBAC".into(),
             "--enable-admission-plugins=NodeRestriction".into(),
             "--allow-privileged".into(),
-            format!("--service-cluster-ip-range={}", services(cluster)),
+            format!("--service-cluster-ip-range={}", service_ranges(cluster)),
             "--kubelet-preferred-address-types=InternalIP".into(),
             "--endpoint-reconciler-type=lease".into(),
         ];
@@ -174,7 +174,7 @@ impl Commands<'_> {
             format!("--kubeconfig={}", file("controller-manager.kubeconfig")),
             "--leader-elect=false".into(),
             "--secure-port=0".into(),
-            // With the default rate limits the nodes of a new cluster wait seconds for their pod ranges.
+            // With the default rate limits, the nodes of a new cluster wait seconds for their pod ranges.
             "--kube-api-qps=500".into(),
             "--kube-api-burst=500".into(),
             "--use-service-account-credentials".into(),
@@ -183,12 +183,12 @@ impl Commands<'_> {
             "--allocate-node-cidrs".into(),
             format!(
                 "--cluster-cidr={}",
-                ClusterPlan::both(cluster.pod_cidr, cluster.v6.as_ref().map(|v6| v6.pod_cidr))
+                ClusterPlan::comma_separated(cluster.pod_cidr, cluster.v6.as_ref().map(|v6| v6.pod_cidr))
             ),
-            format!("--service-cluster-ip-range={}", services(cluster)),
+            format!("--service-cluster-ip-range={}", service_ranges(cluster)),
             "--node-cidr-mask-size-ipv4=24".into(),
             "--configure-cloud-routes=false".into(),
-            // The default is a directory under /usr of the host.
+            // The default is a directory under the host's /usr.
             format!("--flex-volume-plugin-dir={}", file("flex")),
         ];
         if cluster.v6.is_some() {

@@ -1,4 +1,4 @@
-//! Errors of the lab. Each names the action that failed, and what a person can do about it.
+//! Errors of the lab. Each error names the action that failed.
 
 use std::path::PathBuf;
 
@@ -8,12 +8,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of the lab itself (not of the software under test).
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Something that the machine lacks; `remedy` = how to get it.
+    /// A program, file, permission or setting is missing on this machine.
     #[error("{what} is missing: {remedy}")]
     Missing {
-        /// What is missing.
+        /// The missing thing.
         what: String,
-        /// What a person can do about it.
+        /// How the user can provide it.
         remedy: String,
     },
     /// A command exited with a failure.
@@ -21,17 +21,17 @@ pub enum Error {
     Command {
         /// The command line.
         command: String,
-        /// Exit status in words.
+        /// The exit status, as text.
         status: String,
-        /// Last lines of what it printed.
+        /// The last lines of its output.
         output: String,
     },
     /// A condition did not become true in time.
     #[error("waited {seconds:.1} s for {what}; last state: {last}")]
     Timeout {
-        /// What was waited for.
+        /// The condition.
         what: String,
-        /// How long it waited.
+        /// The waiting time.
         seconds: f64,
         /// The state at the last check.
         last: String,
@@ -39,30 +39,30 @@ pub enum Error {
     /// A file or socket operation failed.
     #[error("{doing}: {source}")]
     Io {
-        /// What was being done.
+        /// The action, as a verb in the infinitive.
         doing: String,
         /// The cause.
         source: std::io::Error,
     },
-    /// The lab's supervisor refused a request, or does not run any more.
+    /// The lab's supervisor refused a request, or is not running.
     #[error("the lab's supervisor at {run}: {message}")]
     Supervisor {
         /// The lab's run directory.
         run: PathBuf,
-        /// Its answer.
+        /// The supervisor's response, or the reason why there is none.
         message: String,
     },
     /// An API server refused a request.
     #[error("{doing}: {source}")]
     Kube {
-        /// What was being done.
+        /// The action, as a verb in the infinitive.
         doing: String,
         /// The cause.
         source: Box<kube::Error>,
     },
-    /// The plan, or a name that a test passed to the lab, is invalid.
+    /// Any other failure, such as an invalid plan or an unknown name. The message describes it.
     #[error("{0}")]
-    Plan(String),
+    Other(String),
 }
 
 impl Error {

@@ -1,5 +1,5 @@
-//! Makes container images without a registry: a docker archive with one layer, from host files and the libraries that
-//! they are linked with. `ctr images import` reads it.
+//! Creates container images without a registry: a docker archive with one layer, from host files and the libraries that
+//! they are linked with. `ctr images import` reads the archive.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 pub struct ImageSpec {
     name: String,
     entrypoint: Vec<String>,
-    /// Path in the image -> its content.
+    /// Path in the image -> content.
     entries: BTreeMap<String, Entry>,
 }
 
@@ -31,7 +31,7 @@ enum Entry {
 }
 
 impl ImageSpec {
-    /// An image with exactly this name (`lab.local/box:1`). It contains only `/tmp`.
+    /// An image with this name (`lab.local/box:1`), which contains only `/tmp`.
     pub fn new(name: &str) -> Self {
         let spec = Self {
             name: name.into(),
@@ -40,15 +40,15 @@ impl ImageSpec {
         spec.directory("/tmp", 0o1777)
     }
 
-    /// Adds a host file at a path in the image. It keeps the executable bit of the host.
+    /// Adds a copy of a host file at a path in the image, with the same executable bit.
     #[must_use]
     pub fn file(mut self, host: impl Into<PathBuf>, path: &str) -> Self {
         self.entries.insert(path.into(), Entry::File(host.into()));
         self
     }
 
-    /// Adds a program of the host with every library that it is dynamically linked with, and the loader (from `ldd`). A
-    /// static program needs no other file.
+    /// Adds a program of the host, and the dynamic loader and libraries that `ldd` lists for it. A static program needs
+    /// no other file.
     ///
     /// # Errors
     /// When the program or one of its libraries does not exist.
@@ -60,7 +60,7 @@ impl ImageSpec {
             });
         }
         let output = Command::new("ldd").arg(host).output().map_err(Error::io("run ldd"))?;
-        let libraries = linked(&String::from_utf8_lossy(&output.stdout));
+        let libraries = parse_ldd(&String::from_utf8_lossy(&output.stdout));
         let libraries = libraries.map_err(|library| Error::Missing {
             what: format!("the library {library}, which {} is linked with,", host.display()),
             remedy: "install the program from the distribution's package again".into(),
@@ -93,7 +93,7 @@ impl ImageSpec {
         self
     }
 
-    /// Sets the command of a pod without `command`.
+    /// Sets the entrypoint: the command of containers without `command`.
     #[must_use]
     pub fn entrypoint(mut self, argv: &[&str]) -> Self {
         self.entrypoint = argv.iter().map(|word| (*word).into()).collect();
@@ -113,8 +113,8 @@ impl ImageSpec {
     }
 
     fn write_to(&self, archive: &Path) -> io::Result<()> {
-        // The layer is written to a file first, because the archive's headers contain its size and the image's config
-        // its hash.
+        // The layer is written to a file first, because the archive's headers contain its size, and the image's config
+        // contains its hash.
         let layer = archive.with_extension("layer");
         let digest = self.write_layer(&layer)?;
         let config = serde_json::json!({
@@ -153,7 +153,7 @@ impl ImageSpec {
 
     /// Writes the layer and returns its hash.
     fn write_layer(&self, path: &Path) -> io::Result<String> {
-        let mut builder = Builder::new(Hashing {
+        let mut builder = Builder::new(HashingWriter {
             file: fs::File::create(path)?,
             hash: Sha256::new(),
         });
@@ -191,7 +191,7 @@ impl ImageSpec {
         Ok(hex(&done.hash.finalize()))
     }
 
-    /// The parent directories of all entries that are not entries themselves, sorted, so that each comes before its children.
+    /// The parent directories of all entries, except those that are entries. They are sorted, so parents come first.
     fn parents(&self) -> BTreeSet<String> {
         let ancestors = |path: &String| {
             let above = Path::new(path).ancestors().skip(1).filter(|p| p.parent().is_some());
@@ -217,8 +217,8 @@ fn header(kind: EntryType, mode: u32, size: u64) -> Header {
     header
 }
 
-/// Extracts the absolute paths from the output of `ldd`; the error is the name of a library that is not found.
-fn linked(ldd: &str) -> std::result::Result<BTreeSet<String>, String> {
+/// Extracts the absolute paths from the output of `ldd`. The error is the name of a library that is not found.
+fn parse_ldd(ldd: &str) -> std::result::Result<BTreeSet<String>, String> {
     let mut libraries = BTreeSet::new();
     for line in ldd.lines().map(str::trim) {
         let (name, target) = line.split_once(" => ").unwrap_or((line, line));
@@ -233,13 +233,13 @@ fn linked(ldd: &str) -> std::result::Result<BTreeSet<String>, String> {
     Ok(libraries)
 }
 
-/// A writer that hashes what it writes.
-struct Hashing {
+/// A writer that hashes all bytes that it writes.
+struct HashingWriter {
     file: fs::File,
     hash: Sha256,
 }
 
-impl Write for Hashing {
+impl Write for HashingWriter {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         let written = self.file.write(buffer)?;
         self.hash.update(&buffer[..written]);
@@ -266,9 +266,9 @@ mod tests {
         let want = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib64/ld-linux-x86-64.so.2"]
             .map(String::from)
             .into();
-        assert_eq!(linked(text), Ok(want));
-        assert_eq!(linked("\tstatically linked\n"), Ok(BTreeSet::new()));
-        assert_eq!(linked("\tlibnft.so.1 => not found\n"), Err("libnft.so.1".into()));
+        assert_eq!(parse_ldd(text), Ok(want));
+        assert_eq!(parse_ldd("\tstatically linked\n"), Ok(BTreeSet::new()));
+        assert_eq!(parse_ldd("\tlibnft.so.1 => not found\n"), Err("libnft.so.1".into()));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Starts, attaches to and keeps a lab, and gives handles for its clusters and nodes.
+//! Starts a lab, attaches to a running one, and returns handles for its clusters and nodes.
 
 mod base;
 mod cluster;
@@ -22,19 +22,19 @@ pub use cluster::Cluster;
 pub use node::Node;
 pub(crate) use pods::worker_namespace;
 
-/// Longest wait for an API server or a node on a loaded machine.
+/// Timeout for an API server or a node to become ready, long enough for a loaded machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
-/// The network namespace of the bridge, the API servers and etcd.
+/// Name of the network namespace with the bridge, the API servers and etcd.
 const UNDERLAY: &str = "underlay";
 
-/// The environment of Kubernetes' programs: they collect garbage less often, which saves a sixth of the processor time of an API server that
-/// starts, for half as much memory again.
+/// The environment of Kubernetes' programs. Less frequent garbage collection saves a sixth of the CPU time of an API
+/// server's start, and costs 50 % more memory.
 fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()
 }
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When it is dropped by a panic, it
-/// prints how to look inside and keeps the logs in the lab's cache directory.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When a panic drops it, it
+/// prints commands to inspect the lab, and copies the logs into the lab's cache directory.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,
@@ -42,12 +42,12 @@ pub struct Lab {
     state: Mutex<LabState>,
 }
 
-/// What another process needs to attach; stored as `lab.json` in the run directory.
+/// The data that another process needs to attach, stored as `lab.json` in the run directory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct LabState {
     plan: LabPlan,
     tools: Tools,
-    /// Nodes in the order in which they joined, also those without power.
+    /// Nodes and bare hosts in the order in which they joined, including nodes without power.
     nodes: Vec<NodePlan>,
 }
 
@@ -56,7 +56,7 @@ impl Lab {
     /// ready: API servers answer, and in whole clusters every node is Ready and has pod routes, and DNS answers.
     ///
     /// # Errors
-    /// When the machine lacks something, or a part does not start or is not ready within three minutes.
+    /// When a program or permission is missing, or a component does not start or is not ready within three minutes.
     pub async fn start(plan: LabPlan) -> Result<Self> {
         Self::start_with(plan, &|line| eprintln!("lab: {line}")).await
     }
@@ -90,7 +90,7 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Attaches to a running lab (see [`crate::standing`]). Dropping the handle does not take it down.
+    /// Attaches to a running lab (see [`crate::running_labs`]). Dropping the handle does not take it down.
     ///
     /// # Errors
     /// When no lab runs at `directory`.
@@ -99,7 +99,7 @@ impl Lab {
         let path = directory.join("lab.json");
         let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
         let state: LabState = serde_json::from_slice(&text)
-            .map_err(|error| Error::Plan(format!("{} is of another version: {error}", path.display())))?;
+            .map_err(|error| Error::Other(format!("{} was written by another version: {error}", path.display())))?;
         Ok(Self {
             run,
             tools: state.tools.clone(),
@@ -112,12 +112,12 @@ impl Lab {
         self.make_underlay().await?;
         for cluster in &plan.clusters {
             let to = (cluster.api_address(), 6443).into();
-            let Response::Port(port) = self.run.ask(&Request::Forward {
+            let Response::Port(port) = self.run.request(&Request::Forward {
                 namespace: UNDERLAY.into(),
                 to,
             })?
             else {
-                return Err(Error::Plan("the supervisor forwarded nothing".into()));
+                return Err(Error::Other("the supervisor did not return a forwarded port".into()));
             };
             control_plane::write_files(&self.directory().join(&cluster.name), cluster, port)?;
         }
@@ -135,7 +135,7 @@ impl Lab {
         if plan.clusters.iter().any(|cluster| cluster.controllers) {
             self.write_base_images()?;
         }
-        // Workers in pods need the nodes that run these pods.
+        // Workers in pods need the nodes that run these pods, so these clusters start last.
         let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()
@@ -176,13 +176,13 @@ impl Lab {
         cluster.wait_for_nodes().await?;
         progress(&format!("{}: {} nodes Ready", plan.name, plan.nodes));
         if plan.nodes > 0 {
-            cluster.rollout("kube-system", "deployment/coredns").await?;
+            cluster.wait_for_rollout("kube-system", "deployment/coredns").await?;
             progress(&format!("{}: DNS up", plan.name));
         }
         Ok(())
     }
 
-    /// Starts a program in the underlay namespace; its log has the program's name.
+    /// Starts a program in the underlay's network namespace. `name` is also the name of its log.
     fn start_on_underlay(&self, name: &str, argv: Vec<String>) -> Result<()> {
         let inside = [
             vec![
@@ -194,7 +194,7 @@ impl Lab {
         .concat();
         let mut env = go_environment();
         env.insert("GOMAXPROCS".to_owned(), "2".to_owned());
-        self.run.ask(&Request::Start {
+        self.run.request(&Request::Start {
             name: name.into(),
             argv: inside,
             env,
@@ -203,7 +203,7 @@ impl Lab {
         Ok(())
     }
 
-    /// The plan it was started with.
+    /// The plan with which the lab was started.
     pub fn plan(&self) -> LabPlan {
         self.state().plan.clone()
     }
@@ -213,12 +213,12 @@ impl Lab {
         &self.run.directory
     }
 
-    /// The programs it runs; more sets come from [`Tools::ensure`].
+    /// The programs that the lab runs. [`Tools::ensure`] provides further sets.
     pub fn tools(&self) -> &Tools {
         &self.tools
     }
 
-    /// The log file of one part (`etcd`, `mgmt-apiserver`, `mgmt-1`, ...).
+    /// The log file of one component (`etcd`, `mgmt-apiserver`, `mgmt-1`, ...).
     pub fn log(&self, name: &str) -> PathBuf {
         self.directory().join("log").join(format!("{name}.log"))
     }
@@ -246,7 +246,7 @@ impl Lab {
         )
     }
 
-    /// The handle of a node (`mgmt-1`) or of a host made by [`Lab::add_host`].
+    /// The handle of a node (`mgmt-1`) or of a host that [`Lab::add_host`] added.
     ///
     /// # Panics
     /// When the lab has no such node.
@@ -255,24 +255,24 @@ impl Lab {
         Node::new(self, plan.unwrap_or_else(|| panic!("the lab has no node {name:?}")))
     }
 
-    /// Lets the lab go on when this process ends. [`crate::down_all`] or `clustermesh-lab down` takes it down.
+    /// Makes the lab continue when this process exits. [`crate::down_all`] or `clustermesh-lab down` takes it down.
     ///
     /// # Errors
-    /// When the supervisor is gone.
+    /// When the supervisor is not running.
     pub fn keep(&mut self) -> Result<()> {
         self.run.keep()
     }
 
-    /// Takes the lab down, also a kept or attached one, and waits until nothing is left.
+    /// Takes the lab down, even if it is kept or attached, and waits until its processes and files are gone.
     ///
     /// # Errors
-    /// When it does not end within half a minute.
+    /// When the supervisor does not exit within half a minute.
     pub fn down(self) -> Result<()> {
         run::down(self.directory())
     }
 
-    /// Tells a person how to get into the clusters and nodes from a terminal.
-    pub fn join_hint(&self) -> String {
+    /// Commands with which a user accesses the clusters and nodes from a terminal.
+    pub fn access_hint(&self) -> String {
         let state = self.state();
         let run = self.directory().display();
         let mut text = format!("lab: {run} (logs in {run}/log)\n");
@@ -288,7 +288,7 @@ impl Lab {
             );
         }
         for node in &state.nodes {
-            text += &match self.machine_pid(&node.name) {
+            text += &match self.node_pid(&node.name) {
                 Some(pid) => format!("  {}: nsenter -t {pid} -m -u -i -n -p -C -- bash\n", node.name),
                 None => format!("  {}: nsenter --net={run}/ns/{} bash\n", node.name, node.name),
             };
@@ -302,7 +302,7 @@ impl Lab {
 
     /// Writes `lab.json`.
     fn save(&self) -> Result<()> {
-        let text = serde_json::to_vec_pretty(&*self.state()).map_err(|error| Error::Plan(error.to_string()))?;
+        let text = serde_json::to_vec_pretty(&*self.state()).map_err(|error| Error::Other(error.to_string()))?;
         std::fs::write(self.directory().join("lab.json"), text).map_err(Error::io("write lab.json"))
     }
 }
@@ -312,9 +312,9 @@ impl Drop for Lab {
         if !std::thread::panicking() {
             return;
         }
-        eprintln!("{}", self.join_hint());
+        eprintln!("{}", self.access_hint());
         if std::env::var_os("CLUSTERMESH_LAB_KEEP").is_some() && self.keep().is_ok() {
-            eprintln!("lab: CLUSTERMESH_LAB_KEEP is set: it stays; `clustermesh-lab down` ends it");
+            eprintln!("lab: CLUSTERMESH_LAB_KEEP is set: the lab continues; `clustermesh-lab down` takes it down");
             return;
         }
         let Ok(home) = run::logs_home() else { return };

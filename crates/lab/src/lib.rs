@@ -1,5 +1,4 @@
-//! Runs whole Kubernetes clusters on one machine, for tests, the demo and the benchmarks. It contains no product code
-//! and no assertions.
+//! Runs whole Kubernetes clusters on one machine, for tests, the demo and the benchmarks.
 //!
 //! A [`Lab`] has one of two sizes:
 //! - **API servers alone** ([`LabPlan::control_planes`]): one etcd and one API server for each cluster, ready in
@@ -13,9 +12,9 @@
 //!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
 //!        +------------------------->|-- node tenant-a-1 ...
 //! ```
-//! When the pipe closes, for any reason, the supervisor takes everything down. Its file
-//! descriptors hold the network namespaces, and all mounts are in its mount namespace. So even `kill -9` of the
-//! supervisor leaves only cgroup directories and plain files, which the next lab removes.
+//! When the pipe closes, for any reason, the supervisor takes everything down. Only its file descriptors keep the network
+//! namespaces alive, and all mounts are in its mount namespace. So even `kill -9` of the supervisor leaves only cgroup
+//! directories and plain files, which the next lab removes.
 #![forbid(unsafe_code)]
 
 mod attack;
@@ -47,14 +46,14 @@ pub use command::{Output, Running};
 pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
-pub use machine::{Clock, Ended, Machine};
+pub use machine::{Clock, CommandEnd, Machine};
 pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
 pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };
-pub use run::{down_all, down_kept, our_program, standing};
-pub use scan::{Connections, Echo, INFRASTRUCTURE, Watch};
+pub use run::{down_all, down_kept, running_labs, workspace_program};
+pub use scan::{ConnectionWatch, EchoWatch, INFRASTRUCTURE, RepeatedScan};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};
-pub use traffic::{Answer, Asker, STORE, WEB, Web};
+pub use traffic::{Answer, RunningPod, STORE, TrafficClient, WEB};
 pub use wait::wait_until;

@@ -1,12 +1,13 @@
 //! Runs one command in a virtual machine, as root and on the host's own files, to test with a kernel that the host may
-//! lack. It needs no hardware virtualisation and knows nothing of the command.
+//! lack. It needs no hardware virtualisation.
 //!
 //! ```text
-//!  owner --stdout, stderr, exit code-- QEMU (software emulation, dies with its owner)
+//!  owner --stdout, stderr, exit code-- QEMU (software emulation, killed with its owner)
 //!                                        Debian's kernel -> init -> stage2 (pid 1) -> the command
-//!           / of this machine --9p, read-only--> lower layer of the guest's root; everything written lands in its memory
+//!           / of this machine --9p, read-only--> lower layer of the guest's root; the upper layer is in its memory
 //! ```
-//! So paths are the same in the guest, programs built on the host run there, and nothing that a command writes remains.
+//! So paths are the same in the guest, programs that were built on the host run there, and files that the command writes
+//! are lost.
 
 mod image;
 mod kernel;
@@ -22,17 +23,17 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::{Error, Result, lab_home};
 
 const QEMU: &str = "qemu-system-x86_64";
-/// A file lock that is held while a run lives. The next run removes a directory whose lock is free.
+/// A file lock that is held during a run. The next run removes a directory whose lock is free.
 const LOCK: &str = "lock";
 
 /// The resources and limits of a virtual machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// Memory in MiB. It also holds every file that is written in the guest.
+    /// Memory in MiB. Files that are written in the guest use it, too.
     pub memory: u32,
     /// Number of processors. With more than one, the emulator sometimes executes an instruction that the kernel has
-    /// just patched on another processor (a static key, such as the one that each `ping` enables for its timestamps).
-    /// The kernel then panics on an unexpected breakpoint.
+    /// just patched on another processor (a static key, such as the one that `ping` enables for its timestamps). The
+    /// kernel then panics because of an unexpected breakpoint.
     pub cpus: u32,
     /// The virtual machine is killed after this time.
     pub limit: Duration,
@@ -43,11 +44,11 @@ pub struct Machine {
 /// The source of a guest's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Clock {
-    /// Real time. How much the guest does in a second depends on the emulator and on the load of the host.
+    /// Real time. The speed of the guest depends on the emulator and on the load of the host.
     #[default]
     Real,
-    /// Each instruction takes one nanosecond. A measured duration is then a number of instructions, the same in every
-    /// run. About five times slower, and for one processor only.
+    /// Each instruction takes one nanosecond. A measured duration is then a number of instructions, equal in every run.
+    /// This clock is about five times slower and needs `cpus` = 1.
     Instructions,
 }
 
@@ -64,7 +65,7 @@ impl Default for Machine {
 
 /// The end of a command in a virtual machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
+pub enum CommandEnd {
     /// The command exited with this code.
     Code(i32),
     /// The command did not exit within the time limit.
@@ -72,29 +73,29 @@ pub enum Ended {
 }
 
 impl Machine {
-    /// Makes sure that the kernel is in the cache, and unpacks it if not; `progress` gets a line for each step.
+    /// Downloads and unpacks the kernel if the cache does not have it; `progress` gets a line for each step.
     ///
     /// # Errors
-    /// On another architecture than x86_64, or when a program is missing or Debian's package cannot be downloaded.
+    /// When the architecture is not x86_64, a program is missing, or Debian's package cannot be downloaded.
     pub fn prepare(progress: &dyn Fn(&str)) -> Result<()> {
         kernel::ensure(progress).map(drop)
     }
 
-    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off. That takes
-    /// about 8 s in addition to the command. Standard output and standard error are copied as they come.
+    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off. Boot and
+    /// power-off take about 8 s. Standard output and standard error of the command are copied to the caller's.
     ///
     /// # Errors
-    /// When the virtual machine cannot be started, or ends before the command; the message quotes the last lines of its
-    /// console.
-    pub fn run(&self, command: &[String]) -> Result<Ended> {
-        self.run_and_hear(command).map(|(ended, _)| ended)
+    /// When the virtual machine cannot be started, or stops before the command exits. The message quotes the last lines
+    /// of its console.
+    pub fn run(&self, command: &[String]) -> Result<CommandEnd> {
+        self.run_with_output(command).map(|(ended, _)| ended)
     }
 
-    /// Does the same, and returns also the command's standard output.
+    /// Does the same as [`Self::run`], and also returns the command's standard output.
     ///
     /// # Errors
     /// As [`Self::run`].
-    pub fn run_and_hear(&self, command: &[String]) -> Result<(Ended, String)> {
+    pub fn run_with_output(&self, command: &[String]) -> Result<(CommandEnd, String)> {
         let kernel = kernel::ensure(&|line| eprintln!("vm: {line}"))?;
         let run = Run::new(&kernel, command)?;
         let mut child = self
@@ -116,9 +117,9 @@ impl Machine {
         let [output, _] = [out, err].map(|copy| copy.and_then(|thread| thread.join().ok()).unwrap_or_default());
         let output = String::from_utf8_lossy(&output).into_owned();
         if !in_time {
-            return Ok((Ended::TimeLimit, output));
+            return Ok((CommandEnd::TimeLimit, output));
         }
-        Ok((Ended::Code(run.code()?), output))
+        Ok((CommandEnd::Code(run.code()?), output))
     }
 
     fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
@@ -128,8 +129,8 @@ impl Machine {
             limit: _,
             clock,
         } = self;
-        // `quiet`, and no timer check, which the irregular emulated timer fails. `panic=-1` reboots at once on a panic,
-        // which ends QEMU.
+        // `no_timer_check`: the emulated timer is too irregular for this check. `panic=-1` reboots at once on a panic,
+        // and with `-no-reboot` QEMU then exits.
         let line = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
         let share = |path: &Path, tag: &str, more: &str| {
             format!(
@@ -137,7 +138,7 @@ impl Machine {
                 path.display()
             )
         };
-        // If the owner dies, QEMU is killed.
+        // `--pdeathsig` kills QEMU when the owner dies.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", QEMU]);
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
@@ -179,7 +180,7 @@ impl Machine {
     }
 }
 
-/// Copies bytes on a thread until the sender closes; the thread returns all of them.
+/// Copies a stream to its end on a new thread. The thread returns all bytes.
 fn copy_stream(
     mut from: impl Read + Send + 'static,
     mut to: impl Write + Send + 'static,
@@ -187,7 +188,7 @@ fn copy_stream(
     std::thread::spawn(move || {
         let (mut buffer, mut all) = ([0; 1 << 16], Vec::new());
         while let Ok(length @ 1..) = from.read(&mut buffer) {
-            // If the reader has gone, the run continues without its output.
+            // A write error is ignored: the run continues without output.
             let _ = to.write_all(&buffer[..length]).and_then(|()| to.flush());
             all.extend_from_slice(&buffer[..length]);
         }
@@ -195,7 +196,7 @@ fn copy_stream(
     })
 }
 
-/// Waits until QEMU exits, and returns true; kills it after the time limit, and returns false.
+/// Waits until QEMU exits and returns true. After the time limit, kills it and returns false.
 fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     let until = Instant::now() + limit;
     let waited = || Error::io(format!("wait for {QEMU}"));
@@ -212,7 +213,7 @@ fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     }
 }
 
-/// The directory of one run, with its command and exit code. Removed when dropped, or by the next run if this process
+/// The directory of one run, with its command and exit code. It is removed on drop, or by the next run if this process
 /// is killed.
 #[derive(Debug)]
 struct Run {
@@ -250,15 +251,15 @@ impl Run {
             let lines: Vec<_> = console.lines().collect();
             Error::Command {
                 command: QEMU.into(),
-                status: "the machine ended before the command did".into(),
+                status: "the machine stopped before the command exited".into(),
                 output: lines[lines.len().saturating_sub(20)..].join("\n"),
             }
         })
     }
 }
 
-/// Creates the lock file of a run. It has another name until its lock is held, because a sweep of another process removes
-/// a directory whose lock is free.
+/// Creates the lock file of a run. The file has another name until it is locked, because a sweep by another process
+/// removes a directory whose lock is free.
 fn create_locked(directory: &Path) -> Result<Flock<File>> {
     let new = directory.join(format!("{LOCK}.new"));
     let failed = || Error::io(format!("create {}", new.display()));
@@ -277,7 +278,7 @@ fn sweep(all: &Path) {
         .flatten()
         .map(|entry| entry.path());
     for directory in directories {
-        // Without a lock file the directory is just being created.
+        // A directory without a lock file is being created.
         let Ok(file) = File::open(directory.join(LOCK)) else {
             continue;
         };

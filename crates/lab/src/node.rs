@@ -1,5 +1,5 @@
-//! Starts a node: from pid 1 of new namespaces to a running kubelet. Its functions are stages of the `clustermesh-lab`
-//! program.
+//! Starts a node and runs its services. The functions are entry points of the `clustermesh-lab` program, which runs as
+//! pid 1 and as some services of a node.
 
 mod cni;
 mod config;
@@ -26,21 +26,21 @@ pub(crate) struct Settings {
     address: Ipv4Addr,
     pod_cidr: Ipv4Net,
     dns: Ipv4Addr,
-    /// In a dual-stack cluster: the node's second address, and the cluster's pod range in that family.
+    /// In a dual-stack cluster: the node's IPv6 address, and the cluster's IPv6 pod range.
     #[serde(default)]
     v6: Option<(Ipv6Addr, Ipv6Net)>,
     proxy: ProxyMode,
-    /// The implementation that enforces NetworkPolicies, if one does.
+    /// The implementation of NetworkPolicies. `None` = the node does not enforce them.
     #[serde(default)]
-    policies: Option<Engine>,
+    policies: Option<PolicyEngine>,
     /// Directories with programs, which have the same paths in the node.
     programs: Vec<PathBuf>,
 }
 
 /// An implementation of NetworkPolicies.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-enum Engine {
-    /// The lab's own (`policies.rs`), a part of its CNI.
+enum PolicyEngine {
+    /// The lab's own implementation (`policies.rs`).
     Own,
     /// A kube-router that was built outside this repository, at the path in `KUBE_ROUTER_BIN`.
     KubeRouter {
@@ -50,7 +50,7 @@ enum Engine {
     },
 }
 
-impl Engine {
+impl PolicyEngine {
     fn of(cluster: &ClusterPlan) -> Self {
         match std::env::var_os("KUBE_ROUTER_BIN") {
             None => Self::Own,
@@ -69,8 +69,8 @@ impl Settings {
             .iter()
             .filter_map(|set| tools.directory(*set).map(Path::to_owned))
             .collect();
-        let policies = cluster.policies.then(|| Engine::of(cluster));
-        if let Some(Engine::KubeRouter { program, services: _ }) = &policies {
+        let policies = cluster.policies.then(|| PolicyEngine::of(cluster));
+        if let Some(PolicyEngine::KubeRouter { program, services: _ }) = &policies {
             programs.extend(program.parent().map(Path::to_owned));
         }
         Ok(Self {
@@ -97,7 +97,7 @@ impl Settings {
         self.run.join("nodes").join(&self.name)
     }
 
-    /// Its cluster's directory in the run directory.
+    /// The directory of the node's cluster in the run directory.
     fn cluster_directory(&self) -> PathBuf {
         self.run.join(&self.cluster)
     }
@@ -110,9 +110,9 @@ impl Settings {
     }
 }
 
-/// Runs as pid 1 of a node. Returns only when something fails at the start; the node's processes then end with it.
+/// Runs as pid 1 of a node. Returns only on an error; the kernel then kills all processes of the node.
 pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
-    // The /proc of the outer pid namespace is still mounted, so this is our pid as the host sees it.
+    // The host's /proc is still mounted, so this is the pid in the host's pid namespace.
     let pid = std::fs::read_link("/proc/self")?;
     let settings_path = settings;
     let settings = Settings::read(settings_path)?;
@@ -121,7 +121,7 @@ pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
     services::run(&settings, settings_path)
 }
 
-/// Runs the CNI's daemon on a node.
+/// Runs the lab's CNI daemon on a node.
 pub(crate) fn cni(settings: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(cni::run(&Settings::read(settings)?))

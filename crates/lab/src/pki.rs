@@ -1,5 +1,4 @@
-//! Creates keys and certificates (one authority for each cluster, with server and client certificates) and kubeconfigs,
-//! in memory.
+//! Creates the keys, certificates and kubeconfigs of clusters, in memory. Each cluster has its own certificate authority.
 
 use std::net::IpAddr;
 
@@ -23,7 +22,7 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// Creates an authority. Every cluster has its own, as real clusters do.
+    /// Creates an authority.
     pub(crate) fn new(cluster: &str) -> Result<(Self, Pair), rcgen::Error> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -56,7 +55,7 @@ impl Authority {
         })
     }
 
-    /// The API server's certificate, for its DNS names and addresses.
+    /// Creates the API server's certificate, for these DNS names and addresses.
     pub(crate) fn server(&self, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, rcgen::Error> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name("kube-apiserver", None);
@@ -70,7 +69,7 @@ impl Authority {
         self.sign(params)
     }
 
-    /// A client certificate: `user` is the name and `group` the group that the API server sees.
+    /// Creates a client certificate. The API server authenticates its holder as `user` in `group`.
     pub(crate) fn client(&self, user: &str, group: Option<&str>) -> Result<Pair, rcgen::Error> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name(user, group);
@@ -78,7 +77,7 @@ impl Authority {
         self.sign(params)
     }
 
-    /// A kubeconfig for a user of this cluster, with all credentials inline.
+    /// Creates a kubeconfig for a user of this cluster, with all credentials inline.
     pub(crate) fn kubeconfig(
         &self,
         cluster: &str,
@@ -109,7 +108,7 @@ impl Authority {
     }
 }
 
-/// A key that signs ServiceAccount tokens: (private, public), PEM.
+/// Creates a key that signs ServiceAccount tokens, and returns it as PEM: private key, public key.
 pub(crate) fn service_account_key() -> Result<(String, String), rcgen::Error> {
     let key = KeyPair::generate()?;
     Ok((key.serialize_pem(), key.public_key_pem()))

@@ -1,4 +1,4 @@
-//! The address plan: the clusters and nodes of a lab and their addresses. It contains values only and starts nothing.
+//! Defines the address plan: the clusters and nodes of a lab and their addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// The whole underlay: one flat segment that joins the nodes and routes nothing. Each cluster has a /24 of it.
+/// Prefix length of the whole underlay, one link that connects all nodes. Each cluster has a /24 of it.
 pub(crate) const UNDERLAY_PREFIX: u8 = 16;
-/// The same in IPv6: a /48, of which each cluster has a /64.
+/// Prefix length of the underlay in IPv6. Each cluster has a /64 of it.
 pub(crate) const UNDERLAY_PREFIX_V6: u8 = 48;
 
-/// The clusters of a lab. `clusters` may be empty: then the lab is an underlay with plain hosts only.
+/// The clusters of a lab. Without clusters, the lab is only an underlay, for bare hosts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LabPlan {
     /// The clusters, in order; names are unique.
@@ -22,52 +22,52 @@ pub struct LabPlan {
 /// One cluster. Clusters may have equal Pod and Service ranges, because nothing outside a cluster routes them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterPlan {
-    /// Name; nodes are called `<name>-<n>`, n from 1. At most 40 characters of a DNS label.
+    /// Name, a DNS label of at most 40 characters. Nodes are called `<name>-<n>`, n from 1.
     pub name: String,
-    /// Number of nodes at start. More may join later.
+    /// Number of nodes at the start. More nodes may join later.
     pub nodes: u8,
-    /// Whether controller-manager, scheduler and CoreDNS run. False = only an API server.
+    /// Whether controller-manager, scheduler and CoreDNS run. `false` = only an API server runs.
     pub controllers: bool,
     /// Pod range. The controller-manager gives each node a /24 of it.
     pub pod_cidr: Ipv4Net,
-    /// Service range. The first address is the API server's, the tenth the cluster DNS.
+    /// Service range. The first address is the ClusterIP of the API server, the tenth that of the cluster DNS.
     pub service_cidr: Ipv4Net,
     /// A range for WireGuard addresses, a /24 or a /112. The lab itself does not use it.
     pub wireguard_cidr: IpNet,
-    /// Addresses of nodes and API server: a /24 of the lab's /16. `.1` = API server, `.10 + n` = node n.
+    /// Addresses of nodes and API server: a /24 of the underlay. `.1` = API server, `.10 + n` = node n.
     pub underlay: Ipv4Net,
-    /// The network to which its nodes are connected.
+    /// The network to which the nodes are connected.
     #[serde(default)]
     pub workers: Workers,
-    /// The ranges of the second family in a dual-stack cluster. The first family is IPv4.
+    /// The IPv6 ranges of a dual-stack cluster. Its first family is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
-    /// The mode of kube-proxy on its nodes.
+    /// The mode of kube-proxy.
     #[serde(default)]
     pub proxy: ProxyMode,
-    /// Whether its nodes enforce NetworkPolicies. By default they do not, as with many CNIs.
+    /// Whether the nodes enforce NetworkPolicies. By default they do not, as with many CNIs.
     #[serde(default)]
     pub policies: bool,
 }
 
-/// The second family's ranges of a dual-stack cluster. API server and DNS have IPv4 addresses only.
+/// The IPv6 ranges of a dual-stack cluster. API server and DNS have IPv4 addresses only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanV6 {
     /// Pod range. The controller-manager gives each node a /64 of it.
     pub pod_cidr: Ipv6Net,
     /// Service range.
     pub service_cidr: Ipv6Net,
-    /// Addresses of nodes: a /64 of the lab's /48. `::1` = gateway, `::a` + n = node n.
+    /// Addresses of nodes: a /64 of the underlay. `::1` = default gateway, `::a` + n = node n.
     pub underlay: Ipv6Net,
 }
 
 /// The mode of kube-proxy, which implements Services.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProxyMode {
-    /// An nftables table of its own.
+    /// nftables.
     #[default]
     Nftables,
-    /// iptables, in the variant (legacy or nft) of this machine.
+    /// iptables, in this machine's variant (legacy or nft).
     Iptables,
 }
 
@@ -106,11 +106,11 @@ pub enum Uplink {
     /// The underlay's bridge.
     #[default]
     Underlay,
-    /// The pods' bridge of a node of another cluster.
+    /// The bridge of the pods on a node of another cluster.
     Pods {
         /// The host node.
         of: NodeName,
-        /// The pod range of that node; its first address is the gateway.
+        /// The pod range of that node. Its first address is the worker's default gateway.
         range: Ipv4Net,
     },
 }
@@ -120,7 +120,7 @@ pub enum Uplink {
 pub struct NodeName {
     /// `<cluster>-<n>`.
     pub name: String,
-    /// On the underlay.
+    /// The address on the underlay.
     pub address: Ipv4Addr,
 }
 
@@ -129,14 +129,14 @@ pub struct NodeName {
 pub struct NodePlan {
     /// `<cluster>-<n>`, also the Node object's name and the machine's hostname.
     pub name: String,
-    /// Name of its cluster.
+    /// Name of the cluster. Empty for a bare host.
     pub cluster: String,
-    /// Its InternalIP: on the underlay, or in another cluster's pod range.
+    /// The InternalIP: on the underlay, or in another cluster's pod range.
     pub address: Ipv4Addr,
-    /// The network to which it is connected.
+    /// The network to which the node is connected.
     #[serde(default)]
     pub uplink: Uplink,
-    /// Its second InternalIP, in a dual-stack cluster.
+    /// The IPv6 InternalIP, in a dual-stack cluster.
     #[serde(default)]
     pub address_v6: Option<Ipv6Addr>,
 }
@@ -146,7 +146,7 @@ impl LabPlan {
     pub fn control_planes(names: &[&str]) -> Self {
         let plan = |(index, name): (usize, &&str)| ClusterPlan {
             controllers: false,
-            ..ClusterPlan::numbered(index, name, 0)
+            ..ClusterPlan::with_default_ranges(index, name, 0)
         };
         Self {
             clusters: names.iter().enumerate().map(plan).collect(),
@@ -155,22 +155,22 @@ impl LabPlan {
 
     /// A plan of whole clusters: `(name, number of nodes)`.
     pub fn clusters(clusters: &[(&str, u8)]) -> Self {
-        let plan = |(index, (name, nodes)): (usize, &(&str, u8))| ClusterPlan::numbered(index, name, *nodes);
+        let plan = |(index, (name, nodes)): (usize, &(&str, u8))| ClusterPlan::with_default_ranges(index, name, *nodes);
         Self {
             clusters: clusters.iter().enumerate().map(plan).collect(),
         }
     }
 
-    /// Gives every cluster a second family: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
-    /// where N is as in [`ClusterPlan::numbered`].
+    /// Adds IPv6 ranges to every cluster: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
+    /// where N is as in [`ClusterPlan::with_default_ranges`].
     ///
     /// # Panics
-    /// When a cluster's range is not one of the default ones.
+    /// When a cluster does not have the default ranges.
     #[must_use]
     pub fn dual_stack(mut self) -> Self {
         for cluster in &mut self.clusters {
             let n = u16::from(cluster.underlay.network().octets()[2]);
-            // The decimal digits become hexadecimal ones: 10.20.0.0/16 and fd00:10:20::/48 belong together.
+            // The decimal number is used as hexadecimal digits: fd00:10:20::/48 is for the cluster with 10.20.0.0/16.
             let net = |text: String| text.parse().expect("a network of the default plan");
             cluster.v6 = Some(PlanV6 {
                 pod_cidr: net(format!("fd00:10:{}::/48", 10 * n)),
@@ -184,7 +184,7 @@ impl LabPlan {
     /// Gives a cluster an IPv6 range for WireGuard addresses: fd00:66:N::/112.
     ///
     /// # Panics
-    /// When it is not in the plan.
+    /// When the cluster is not in the plan.
     #[must_use]
     pub fn with_wireguard_v6(mut self, cluster: &str) -> Self {
         let position = self.clusters.iter().position(|one| one.name == cluster);
@@ -194,10 +194,10 @@ impl LabPlan {
         self
     }
 
-    /// Gives a cluster the Pod and Service ranges of another one, in both families.
+    /// Gives a cluster the Pod and Service ranges of another cluster, in both families.
     ///
     /// # Panics
-    /// When one of the two is not in the plan.
+    /// When one of the clusters is not in the plan.
     #[must_use]
     pub fn with_ranges_of(mut self, cluster: &str, other: &str) -> Self {
         let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
@@ -225,7 +225,7 @@ impl LabPlan {
     /// Makes the nodes of a cluster enforce NetworkPolicies.
     ///
     /// # Panics
-    /// When it is not in the plan.
+    /// When the cluster is not in the plan.
     #[must_use]
     pub fn with_policies(mut self, cluster: &str) -> Self {
         let found = self.clusters.iter_mut().find(|one| one.name == cluster);
@@ -235,11 +235,12 @@ impl LabPlan {
         self
     }
 
-    /// Connects the nodes of a cluster to the pod network of another cluster's node (see [`Workers::Pods`]). There its
-    /// API server has address number 100 + its index in the plan from the Service range.
+    /// Connects the nodes of a cluster to the pod network of a node of another cluster (see [`Workers::Pods`]). The
+    /// cluster's API server gets address number 100 + `i` in the other cluster's Service range, where `i` is the index of
+    /// the cluster.
     ///
     /// # Panics
-    /// When one of the two is not in the plan.
+    /// When one of the clusters is not in the plan.
     #[must_use]
     pub fn with_workers_in_pods(mut self, cluster: &str, of: &str, node: u8) -> Self {
         let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
@@ -253,7 +254,7 @@ impl LabPlan {
         self
     }
 
-    /// Checks the constraints that the rest of the lab relies on.
+    /// Checks the constraints on which the lab relies.
     pub(crate) fn validate(&self) -> Result<()> {
         let mut names = std::collections::BTreeSet::new();
         let mut underlays = std::collections::BTreeSet::new();
@@ -261,23 +262,23 @@ impl LabPlan {
             let name = &cluster.name;
             let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
             if name.is_empty() || name.len() > 40 || !name.chars().all(letters) || name.starts_with('-') {
-                return Err(Error::Plan(format!(
+                return Err(Error::Other(format!(
                     "cluster name {name:?}: want 1-40 of a-z, 0-9 and '-'"
                 )));
             }
-            // These names are other directories in the run directory, in which each cluster has one, too.
+            // Each cluster has a directory in the run directory; these names are already used there.
             let reserved = ["underlay", "nodes", "log", "ns", "images", "etcd"];
             if reserved.contains(&name.as_str()) || !names.insert(name) {
-                return Err(Error::Plan(format!("cluster name {name:?} is taken")));
+                return Err(Error::Other(format!("cluster name {name:?} is taken")));
             }
             if cluster.underlay.prefix_len() != 24 || !underlays.insert(cluster.underlay) {
-                return Err(Error::Plan(format!(
+                return Err(Error::Other(format!(
                     "underlay {} of {name}: want a /24 of its own",
                     cluster.underlay
                 )));
             }
             if cluster.nodes > 200 {
-                return Err(Error::Plan(format!("{name}: at most 200 nodes fit its underlay")));
+                return Err(Error::Other(format!("{name}: at most 200 nodes fit into its underlay")));
             }
             self.validate_workers(cluster)?;
         }
@@ -293,14 +294,14 @@ impl LabPlan {
         };
         let shares_host_node = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
-            return Err(Error::Plan(format!(
-                "{}: its workers want to be pods of {of}-{node}: no whole cluster has such a node on the underlay",
+            return Err(Error::Other(format!(
+                "{}: its nodes cannot be pods of {of}-{node}: no whole cluster has such a node on the underlay",
                 cluster.name
             )));
         }
         if cluster.nodes > 5 || self.clusters.iter().filter(shares_host_node).count() > 1 {
-            return Err(Error::Plan(format!(
-                "{of}-{node}: has room for five workers of one cluster"
+            return Err(Error::Other(format!(
+                "{of}-{node} has room for at most five workers, all of one cluster"
             )));
         }
         Ok(())
@@ -308,12 +309,12 @@ impl LabPlan {
 }
 
 impl ClusterPlan {
-    /// The default ranges of cluster number `index` (from 0): underlay 172.30.N.0/24, pods 10.N0.0.0/16, Services
-    /// 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1. At most 24 clusters.
+    /// A cluster with the default ranges of cluster number `index` (from 0): underlay 172.30.N.0/24, pods 10.N0.0.0/16,
+    /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
     ///
     /// # Panics
-    /// When `index` is above 23: the ranges would leave 10.0.0.0/8.
-    pub fn numbered(index: usize, name: &str, nodes: u8) -> Self {
+    /// When `index` is above 23, because the ranges would not be in 10.0.0.0/8.
+    pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
         let n = u8::try_from(index + 1)
             .ok()
             .filter(|n| *n <= 24)
@@ -334,7 +335,7 @@ impl ClusterPlan {
         }
     }
 
-    /// The address at which its nodes and pods reach the API server (port 6443).
+    /// The address at which the cluster's nodes and pods reach the API server (port 6443).
     pub(crate) fn advertised_api(&self) -> Ipv4Addr {
         match self.workers {
             Workers::Underlay => self.api_address(),
@@ -358,7 +359,7 @@ impl ClusterPlan {
     }
 
     /// The load balancer addresses on the underlay, one of each family.
-    pub(crate) fn balanced(&self) -> Vec<IpAddr> {
+    pub(crate) fn load_balancer_ips(&self) -> Vec<IpAddr> {
         let v6 = self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 240).into());
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
@@ -374,19 +375,18 @@ impl ClusterPlan {
         }
     }
 
-    /// The gateway of the nodes in a dual-stack cluster's second family.
+    /// The IPv6 default gateway of the nodes, in a dual-stack cluster.
     pub(crate) fn gateway_v6(&self) -> Option<Ipv6Addr> {
         self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
     }
 
-    /// A range and, in a dual-stack cluster, that of the second family after a comma, as flags of Kubernetes expect
-    /// them.
-    pub(crate) fn both(v4: Ipv4Net, v6: Option<Ipv6Net>) -> String {
+    /// Formats the ranges of one or both families, separated by a comma, for flags of Kubernetes.
+    pub(crate) fn comma_separated(v4: Ipv4Net, v6: Option<Ipv6Net>) -> String {
         v6.map_or_else(|| v4.to_string(), |v6| format!("{v4},{v6}"))
     }
 
-    /// Node number `n`, from 1, in the pod range of another cluster's node. Its address is near the end of the range,
-    /// because that node's IPAM plugin allocates from the start and does not know this address.
+    /// Node number `n`, from 1, in the pod range of a node of another cluster. Its address is near the end of the range,
+    /// because the IPAM plugin of that node allocates from the start and does not know this address.
     pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
         let of = NodeName {
             name: of.name.clone(),

@@ -1,5 +1,6 @@
-//! Installs the product on a lab with the steps of README.md: images by `cargo xtask images`, then `crds/` and `deploy/` with
-//! kubectl. There are two differences from a user's clusters: no registry, and in tests a chosen backend.
+//! Installs the product on a lab with the steps of README.md: builds the images with `cargo xtask images`, then applies
+//! `crds/` and `deploy/` with kubectl. Two things differ from a user's clusters: there is no registry, and tests choose
+//! the WireGuard implementation.
 
 mod gateways;
 mod granted;
@@ -20,24 +21,24 @@ pub use gateways::{GATEWAYS, gateway_ranges};
 pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
-use crate::{Cluster, ClusterPlan, Error, Lab, Result, Web, Workers, command, wait_until};
+use crate::{Cluster, ClusterPlan, Error, Lab, Result, RunningPod, Workers, command, wait_until};
 
 /// Namespace of the controller, its meshes and their Secrets.
 pub const NAMESPACE: &str = "clustermesh";
 /// Namespace of the agent.
 pub const AGENT_NAMESPACE: &str = "clustermesh-agent";
-/// Name of the mesh that [`Product::mesh`] makes.
+/// Name of the ClusterMesh that [`Product::mesh`] returns.
 pub const MESH: &str = "demo";
 
-/// How long a mesh may take to come up on a loaded machine.
+/// Timeout for a mesh to become ready, long enough for a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// The WireGuard implementation of the installed agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tunnel {
-    /// Whatever the machine has; `deploy/` is unchanged.
+    /// The agent's choice: `deploy/` is unchanged.
     Shipped,
-    /// Always userspace, so that a test that inspects the device gets the same result on every machine.
+    /// Always userspace, so that a test that inspects the device has the same result on every machine.
     Userspace,
 }
 
@@ -53,20 +54,20 @@ pub struct Product<'a> {
     gateways: bool,
 }
 
-/// The repository this crate was built from.
+/// The root directory of the repository.
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A file of the repository.
+/// Reads a file of the repository.
 pub(crate) fn manifest(path: &str) -> Result<String> {
     let path = repository().join(path);
     std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
 }
 
 impl<'a> Product<'a> {
-    /// Builds the images and installs agents in all clusters. Installs the controller in the first cluster, and there,
-    /// for each other cluster, a Secret with its kubeconfig. It creates no mesh.
+    /// Builds the images, installs agents in all clusters, and installs the controller in the first cluster, the hub.
+    /// For each other cluster, creates a Secret with its kubeconfig in the hub. Creates no ClusterMesh.
     ///
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
@@ -74,8 +75,8 @@ impl<'a> Product<'a> {
         Self::install_with_agents_in(lab, clusters, clusters, tunnel, progress).await
     }
 
-    /// As [`Product::install`], but with agents in some of the clusters only. The others have no object of the agent,
-    /// not even its CRDs; they have its image, which gateways run.
+    /// Does the same as [`Product::install`], but installs agents in some of the clusters only. The others have the
+    /// agent's image, which gateways run, but no object of the agent and none of its CRDs.
     ///
     /// # Errors
     /// As [`Product::install`].
@@ -97,9 +98,9 @@ impl<'a> Product<'a> {
         hub.apply(&manifest("deploy/controller.yaml")?).await?;
         for name in members {
             progress(&format!(
-                "{name}: the account of the controller, as a Secret of the hub"
+                "{name}: the controller's ServiceAccount; its kubeconfig becomes a Secret in the hub"
             ));
-            product.connect(&hub, &lab.cluster(name)).await?;
+            product.create_kubeconfig_secret(&hub, &lab.cluster(name)).await?;
         }
         Ok(product)
     }
@@ -168,14 +169,15 @@ impl<'a> Product<'a> {
                 let first = "- --wireguard-cidr=$(WIREGUARD_CIDR)\n";
                 let (before, after) = shipped
                     .split_once(first)
-                    .ok_or_else(|| Error::Plan(format!("deploy/agent.yaml without {first:?}")))?;
+                    .ok_or_else(|| Error::Other(format!("deploy/agent.yaml has no {first:?}")))?;
                 Ok(format!("{before}{first}        - --backend=userspace\n{after}"))
             }
         }
     }
 
-    /// Makes the kubeconfig of a member's account with the shipped script, and stores it in the hub.
-    async fn connect(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
+    /// Creates a kubeconfig for the controller's ServiceAccount in a member with the shipped script, and stores it in a
+    /// Secret in the hub.
+    async fn create_kubeconfig_secret(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
         member.apply(&manifest("deploy/member-account.yaml")?).await?;
         let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
         let server = format!("https://{}:6443", member.plan().api_address());
@@ -202,19 +204,19 @@ impl<'a> Product<'a> {
     /// The controller's pod.
     ///
     /// # Errors
-    /// When none runs, or more than one.
-    pub async fn controller_pod(&self) -> Result<Web> {
+    /// When no controller pod or more than one runs.
+    pub async fn controller_pod(&self) -> Result<RunningPod> {
         let pods = self
             .hub()
             .pods(NAMESPACE, "app.kubernetes.io/name=clustermesh-controller")
             .await?;
-        <[Web; 1]>::try_from(pods)
+        <[RunningPod; 1]>::try_from(pods)
             .map(|[pod]| pod)
-            .map_err(|pods| Error::Plan(format!("the controller runs as {pods:?}")))
+            .map_err(|pods| Error::Other(format!("expected one controller pod, found {pods:?}")))
     }
 
-    /// The controller's NetworkPolicy from `deploy/`, with the addresses of this lab's API servers as the values marked
-    /// SET.
+    /// The controller's NetworkPolicy from `deploy/`, in which the values marked SET are the addresses of this lab's API
+    /// servers.
     ///
     /// # Errors
     /// When the file does not exist, or does not contain such a value.
@@ -225,7 +227,7 @@ impl<'a> Product<'a> {
             manifest(path)?,
             |text, (example, clusters)| {
                 let line = text.lines().find(|line| line.contains(example));
-                let line = line.ok_or_else(|| Error::Plan(format!("{path} has no {example} to set")))?;
+                let line = line.ok_or_else(|| Error::Other(format!("{path} has no {example} to replace")))?;
                 let api = |name: &String| self.lab.cluster(name).plan().api_address().to_string();
                 let lines: Vec<String> = clusters.iter().map(|name| line.replace(example, &api(name))).collect();
                 Ok(text.replace(line, &lines.join("\n")))
@@ -233,14 +235,15 @@ impl<'a> Product<'a> {
         )
     }
 
-    /// A ClusterMesh of all clusters. If a cluster's nodes are pods, its `endpointNetworks` is the pod range of the
-    /// host cluster. `egress` = YAML of each member's `egress`, by the member's name.
+    /// The YAML of a ClusterMesh of all clusters. If a cluster's nodes are pods, its `endpointNetworks` is the pod range
+    /// of the host cluster. `egress` contains pairs of a member's name and the YAML of its `egress`.
     #[must_use]
     pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
         self.mesh_with(&[], egress)
     }
 
-    /// As [`Product::mesh`], with some members as sandboxes, whose `allowedNetworks` is only their WireGuard range.
+    /// Does the same as [`Product::mesh`], with some members as sandboxes. A sandbox's `allowedNetworks` is only its
+    /// WireGuard range.
     #[must_use]
     pub fn mesh_with(&self, sandboxes: &[&str], egress: &[(&str, &str)]) -> String {
         let mut text = format!(
@@ -258,7 +261,7 @@ impl<'a> Product<'a> {
                 text.push_str("    isolationProfile: sandbox\n");
                 vec![cluster.plan().wireguard_cidr.to_string()]
             } else {
-                networks(cluster.plan(), position == 0)
+                allowed_networks(cluster.plan(), position == 0)
             };
             if position == 0 && self.gateways {
                 networks.extend(gateway_ranges(cluster.plan()));
@@ -275,26 +278,27 @@ impl<'a> Product<'a> {
         text
     }
 
-    /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::ready`]).
+    /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::wait_until_ready`]).
     ///
     /// # Errors
-    /// After three minutes, with the mesh's conditions.
+    /// After three minutes. The error quotes the mesh's conditions.
     pub async fn mesh_up(&self, mesh: &str) -> Result<()> {
         let hub = self.hub();
         hub.apply(mesh).await?;
         for name in &self.agents {
             let cluster = self.lab.cluster(name);
-            cluster.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await?;
+            cluster.wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await?;
         }
-        hub.rollout(NAMESPACE, "deployment/clustermesh-controller").await?;
-        self.ready().await
+        hub.wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
+            .await?;
+        self.wait_until_ready().await
     }
 
     /// Waits until the mesh is Ready and every Node of every cluster is registered.
     ///
     /// # Errors
-    /// After three minutes, with its last status.
-    pub async fn ready(&self) -> Result<()> {
+    /// After three minutes. The error quotes the mesh's conditions.
+    pub async fn wait_until_ready(&self) -> Result<()> {
         let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
         let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
         let meshes: Api<DynamicObject> = Api::namespaced_with(self.hub().client().await?, NAMESPACE, &resource);
@@ -324,8 +328,7 @@ impl<'a> Product<'a> {
                 .zip(&nodes)
                 .map(
                     |(row, nodes)| match (number(&row["registeredPeers"]), number(&row["gateways"])) {
-                        // A cluster that is meshed only with sandboxes has gateways instead, and none of its Nodes has
-                        // a Peer.
+                        // In a hub that is connected only to sandboxes, gateways have Peers, and Nodes have none.
                         (0, 1..) => *nodes,
                         (registered, _) => registered,
                     },
@@ -342,10 +345,10 @@ impl<'a> Product<'a> {
         .await
     }
 
-    /// The agent's pod on a node.
+    /// The name of the agent's pod on a node.
     ///
     /// # Errors
-    /// When there is none.
+    /// When there is no such pod.
     pub async fn agent_pod(&self, cluster: &str, node: &str) -> Result<String> {
         let pods: Api<Pod> = Api::namespaced(self.lab.cluster(cluster).client().await?, AGENT_NAMESPACE);
         let list = pods
@@ -357,13 +360,13 @@ impl<'a> Product<'a> {
             .into_iter()
             .find(|pod| pod.metadata.deletion_timestamp.is_none());
         live.map(|pod| pod.name_any())
-            .ok_or_else(|| Error::Plan(format!("no agent runs on {node}")))
+            .ok_or_else(|| Error::Other(format!("no agent runs on {node}")))
     }
 }
 
-/// Pod range, WireGuard range and Service range of a cluster. The hub also has its nodes' own addresses, so that
-/// servers in their host network are reachable.
-fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
+/// The `allowedNetworks` of a cluster: pod range, WireGuard range and Service range. In the hub also the addresses of
+/// its nodes, so that servers in their host network are reachable.
+fn allowed_networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     let mut networks = vec![
         plan.pod_cidr.to_string(),
         plan.wireguard_cidr.to_string(),
@@ -374,7 +377,7 @@ fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     }
     if let Some(v6) = &plan.v6 {
         networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
-        // A WireGuard range has one family. In the other family hosts use their own address.
+        // The WireGuard range has one family, so in the other family packets from nodes have the nodes' own addresses.
         let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
         networks.extend(nodes.map(|address| format!("{address}/128")));
     }

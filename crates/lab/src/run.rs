@@ -1,5 +1,5 @@
-//! Manages run directories of labs, and the owner's end of the supervisor: starts it, sends it requests, and cleans up
-//! after dead labs.
+//! Manages the run directories of labs. Starts a supervisor for the owner of a lab, sends it requests, and removes the
+//! files of dead labs.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -20,24 +20,25 @@ pub(crate) const SOCKET: &str = "control.sock";
 pub(crate) const SUPERVISOR_LOCK: &str = "supervisor.lock";
 /// A file lock that the owner holds until its supervisor runs.
 const OWNER_LOCK: &str = "owner.lock";
-/// This file exists if the lab outlives its owner.
+/// A file that exists if the lab is kept: it continues when its owner exits.
 pub(crate) const KEPT: &str = "kept";
 const ROOT: &str = "/run/clustermesh-lab";
 
-/// A running lab's directory, and the life line if this process owns it.
+/// The directory of a running lab, and the supervisor's process if this process owns the lab.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) directory: PathBuf,
-    /// `unshare`, whose child is the supervisor. `None` = attached, not owned.
+    /// `unshare`, whose child is the supervisor. The supervisor takes the lab down when the pipe to its standard input
+    /// closes. `None` = attached, not owned.
     supervisor: Option<Child>,
 }
 
 impl Run {
-    /// Cleans up after dead labs, then makes a run directory and starts the supervisor for it.
+    /// Cleans up after dead labs, then creates a run directory and starts its supervisor.
     pub(crate) fn start() -> Result<Self> {
         if !nix::unistd::geteuid().is_root() {
             return Err(Error::Missing {
-                what: "the right to make network namespaces".into(),
+                what: "the right to create network namespaces".into(),
                 remedy: "run as root (`sudo -E cargo ...`)".into(),
             });
         }
@@ -46,8 +47,8 @@ impl Run {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let count = STARTED.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
-        // A sweep removes a directory with a leading dot only after a minute. This one gets its real name when its lock
-        // is held.
+        // `sweep` removes a directory whose locks are free, but a directory with a leading dot only after a minute. So
+        // the directory gets its final name when its lock is held.
         let hidden = Path::new(ROOT).join(format!(".{id}"));
         std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
         let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;
@@ -74,8 +75,8 @@ impl Run {
             .stdin(Stdio::piped())
             .stdout(log.try_clone().map_err(Error::io("clone a log handle"))?)
             .stderr(log)
-            // Ctrl-C in a terminal must reach the owner alone. The supervisor then ends in order when the life line
-            // closes.
+            // Ctrl-C in a terminal must signal only the owner. The pipe then closes, and the supervisor takes the lab
+            // down in order.
             .process_group(0)
             .spawn()
             .map_err(Error::io("start `unshare` (package util-linux)"))?;
@@ -89,14 +90,14 @@ impl Run {
 
     fn wait_for_supervisor(&mut self) -> Result<()> {
         let start = Instant::now();
-        while self.ask(&Request::Running).is_err() {
+        while self.request(&Request::Running).is_err() {
             let ended = self
                 .supervisor
                 .as_mut()
                 .and_then(|child| child.try_wait().ok().flatten());
             if ended.is_some() || start.elapsed() > Duration::from_secs(20) {
                 let log = std::fs::read_to_string(self.directory.join("log/supervisor.log")).unwrap_or_default();
-                return Err(self.refused(format!("did not start: {}", log.trim())));
+                return Err(self.supervisor_error(format!("did not start: {}", log.trim())));
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -109,35 +110,35 @@ impl Run {
             directory: directory.into(),
             supervisor: None,
         };
-        run.ask(&Request::Running)?;
+        run.request(&Request::Running)?;
         Ok(run)
     }
 
-    /// Sends one request and waits for its answer.
-    pub(crate) fn ask(&self, request: &Request) -> Result<Response> {
+    /// Sends one request and waits for the response.
+    pub(crate) fn request(&self, request: &Request) -> Result<Response> {
         let path = self.directory.join(SOCKET);
-        let gone = |error: std::io::Error| self.refused(format!("does not answer: {error}"));
+        let gone = |error: std::io::Error| self.supervisor_error(format!("does not answer: {error}"));
         let mut stream = UnixStream::connect(path).map_err(gone)?;
-        let mut line = serde_json::to_string(request).map_err(|error| self.refused(error.to_string()))?;
+        let mut line = serde_json::to_string(request).map_err(|error| self.supervisor_error(error.to_string()))?;
         line.push('\n');
         stream.write_all(line.as_bytes()).map_err(gone)?;
         let mut answer = String::new();
         BufReader::new(stream).read_line(&mut answer).map_err(gone)?;
         match serde_json::from_str(&answer) {
-            Ok(Response::Failed(message)) => Err(self.refused(message)),
+            Ok(Response::Failed(message)) => Err(self.supervisor_error(message)),
             Ok(response) => Ok(response),
-            Err(error) => Err(self.refused(format!("gave no answer: {error}"))),
+            Err(error) => Err(self.supervisor_error(format!("sent no response: {error}"))),
         }
     }
 
-    /// Lets the lab go on when this process ends.
+    /// Makes the lab continue when this process exits.
     pub(crate) fn keep(&mut self) -> Result<()> {
-        self.ask(&Request::Keep)?;
+        self.request(&Request::Keep)?;
         self.supervisor = None;
         Ok(())
     }
 
-    fn refused(&self, message: String) -> Error {
+    fn supervisor_error(&self, message: String) -> Error {
         Error::Supervisor {
             run: self.directory.clone(),
             message,
@@ -154,9 +155,9 @@ impl Drop for Run {
         let start = Instant::now();
         while matches!(child.try_wait(), Ok(None)) {
             if start.elapsed() > Duration::from_secs(30) {
-                eprintln!("the lab's supervisor did not end by itself; killing it");
-                // `--kill-child` kills the supervisor, pid 1 of its namespace, and the kernel then kills everything in
-                // it.
+                eprintln!("the lab's supervisor did not exit; killing it");
+                // `--kill-child` kills the supervisor. It is pid 1 of its pid namespace, so the kernel then kills all
+                // other processes there.
                 let _ = child.kill();
                 let _ = child.wait();
             }
@@ -169,26 +170,26 @@ impl Drop for Run {
 }
 
 /// The run directories of the labs that run on this machine.
-pub fn standing() -> Vec<PathBuf> {
+pub fn running_labs() -> Vec<PathBuf> {
     run_directories()
         .into_iter()
         .filter(|run| Run::attach(run).is_ok())
         .collect()
 }
 
-/// Takes every kept lab down and removes what dead ones left. A lab whose owner lives belongs to a running test and is
-/// left alone. Returns how many were taken down.
+/// Takes every kept lab down and removes the files of dead labs. Labs with an owner belong to running tests and
+/// continue. Returns the number of labs that were taken down.
 ///
 /// # Errors
-/// When a lab does not end within half a minute.
+/// When a supervisor does not exit within half a minute.
 pub fn down_all() -> Result<usize> {
-    down_kept(standing())
+    down_kept(running_labs())
 }
 
-/// Does the same for these labs only.
+/// Does the same as [`down_all`] for these labs only.
 ///
 /// # Errors
-/// When a lab does not end within half a minute.
+/// When a supervisor does not exit within half a minute.
 pub fn down_kept(labs: impl IntoIterator<Item = PathBuf>) -> Result<usize> {
     let kept: Vec<PathBuf> = labs.into_iter().filter(|directory| is_kept(directory)).collect();
     for directory in &kept {
@@ -198,7 +199,7 @@ pub fn down_kept(labs: impl IntoIterator<Item = PathBuf>) -> Result<usize> {
     Ok(kept.len())
 }
 
-/// Whether the lab outlives its owner.
+/// Whether the lab continues when its owner exits.
 pub(crate) fn is_kept(directory: &Path) -> bool {
     directory.join(KEPT).exists()
 }
@@ -211,12 +212,12 @@ pub(crate) fn down(directory: &Path) -> Result<()> {
     };
     let supervisor = std::fs::read_to_string(directory.join("supervisor.pid")).unwrap_or_default();
     let parent = parent(supervisor.trim()).unwrap_or_default();
-    // This request has no answer: the supervisor exits.
-    let _ = run.ask(&Request::Down);
+    // This request has no response: the supervisor exits.
+    let _ = run.request(&Request::Down);
     let start = Instant::now();
     while [supervisor.trim(), &parent].iter().any(|pid| is_supervisor(pid)) {
         if start.elapsed() > Duration::from_secs(30) {
-            return Err(run.refused("did not go down within 30 s".into()));
+            return Err(run.supervisor_error("did not go down within 30 s".into()));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -237,23 +238,23 @@ fn parent(pid: &str) -> Option<String> {
     )
 }
 
-/// Whether this process is a supervisor, or the `unshare` above one, and no zombie (which has no command line).
+/// Whether this process is a supervisor or its parent `unshare`, and not a zombie, which has no command line.
 fn is_supervisor(pid: &str) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }
 
-/// Removes cgroups and files of dead labs. Their processes, mounts and namespaces ended with their supervisor.
+/// Removes cgroups and files of dead labs. Their processes, mounts and namespaces disappeared with their supervisor.
 fn sweep() {
     let Ok(cgroups) = Cgroups::detect() else { return };
-    for started in abandoned_directories() {
-        let _ = std::fs::remove_dir_all(started);
+    for directory in abandoned_directories() {
+        let _ = std::fs::remove_dir_all(directory);
     }
     for run in run_directories() {
         if is_locked(&run.join(SUPERVISOR_LOCK)) || is_locked(&run.join(OWNER_LOCK)) {
             continue;
         }
-        // A cgroup that is not empty has processes that are just exiting; the next sweep removes it.
+        // The processes of a dead lab may still be exiting. If this takes too long, the next sweep removes the cgroup.
         let cgroup = cgroups.of(&run, None);
         let start = Instant::now();
         while !cgroup.is_empty() && start.elapsed() < Duration::from_secs(5) {
@@ -265,7 +266,7 @@ fn sweep() {
     }
 }
 
-/// Directories of owners that died before they renamed them.
+/// Hidden directories that are older than a minute: their owner died before it renamed them.
 fn abandoned_directories() -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(ROOT) else {
         return vec![];
@@ -304,9 +305,9 @@ fn now_millis() -> u128 {
         .as_millis()
 }
 
-/// Finds a program of this repository: by `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of its package), in
-/// `CLUSTERMESH_BIN_DIR`, beside this program, or one directory up (test binaries are in `deps/`).
-pub fn our_program(name: &str) -> Result<PathBuf> {
+/// Finds a program of this workspace: by `CARGO_BIN_EXE_<name>` (cargo sets it for tests of the program's package), in
+/// `CLUSTERMESH_BIN_DIR`, in the directory of the running program, or in its parent (test binaries are in `deps/`).
+pub fn workspace_program(name: &str) -> Result<PathBuf> {
     let mut candidates = vec![];
     candidates.extend(std::env::var_os(format!("CARGO_BIN_EXE_{name}")).map(PathBuf::from));
     candidates.extend(std::env::var_os("CLUSTERMESH_BIN_DIR").map(|directory| Path::new(&directory).join(name)));
@@ -324,10 +325,10 @@ pub fn our_program(name: &str) -> Result<PathBuf> {
 }
 
 pub(crate) fn lab_program() -> Result<PathBuf> {
-    our_program("clustermesh-lab")
+    workspace_program("clustermesh-lab")
 }
 
-/// Where the logs of failed tests are kept.
+/// The directory with the logs of failed tests.
 pub(crate) fn logs_home() -> Result<PathBuf> {
     Ok(crate::lab_home()?.join("failed"))
 }

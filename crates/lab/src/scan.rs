@@ -1,4 +1,4 @@
-//! Lists every address and port of a cluster, and scans which of them a pod or node of another cluster reaches.
+//! Lists every address and port of a cluster, and scans which of these sockets a pod or node of another cluster reaches.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,19 +11,18 @@ use ipnet::IpNet;
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
-use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
+use crate::{Cluster, Error, Lab, Result, Running, TrafficClient, run, wait_until};
 
-/// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH. A scan tries them also where nothing
-/// listens.
+/// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH. A scan tries them at every address.
 pub const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
-/// Number of background probes started so far; makes the names of their logs unique.
+/// Number of background probes so far, which makes the names of their logs unique.
 static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
-    /// All addresses of the cluster, each with every port that is open anywhere in the cluster, and what each address
-    /// belongs to: nodes (their own addresses, the gateway of their pods, their WireGuard address), pods, Services,
-    /// load balancers, the API server.
+    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`INFRASTRUCTURE`].
+    /// The value describes the owner of the address: a node (its own addresses, the gateway of its pods, its WireGuard
+    /// address), a pod, a Service, an EndpointSlice or the API server.
     ///
     /// # Errors
     /// When the API server does not answer.
@@ -33,8 +32,8 @@ impl Cluster<'_> {
             .kubectl(["get", &kinds.join(","), "-A", "-o", "json"])
             .await?
             .stdout;
-        let list: Value =
-            serde_json::from_str(&list).map_err(|error| Error::Plan(format!("what kubectl get printed: {error}")))?;
+        let list: Value = serde_json::from_str(&list)
+            .map_err(|error| Error::Other(format!("parse the output of kubectl: {error}")))?;
         let mut found = SocketInventory::default();
         found.add_address(&self.plan().api_address().to_string(), || "the API server".to_owned());
         found.ports.extend(INFRASTRUCTURE);
@@ -86,7 +85,7 @@ impl SocketInventory {
                 let annotations = &object["metadata"]["annotations"];
                 let wireguard = text(&annotations["kilo.squat.ai/wireguard-ip"]);
                 let wireguard = wireguard.split('/').next().unwrap_or_default();
-                self.add_address(wireguard, || format!("WireGuard of node {name}"));
+                self.add_address(wireguard, || format!("WireGuard address of node {name}"));
                 for pods in all(&object["spec"]["podCIDRs"]) {
                     if let Some(gateway) = pods
                         .as_str()
@@ -143,7 +142,7 @@ impl Lab {
     /// When the scanner cannot be run.
     pub async fn scan(
         &self,
-        from: &Asker,
+        from: &TrafficClient,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
         self.scan_with("scan", from, sockets).await
@@ -155,7 +154,7 @@ impl Lab {
     /// When the scanner cannot be run.
     pub async fn scan_udp(
         &self,
-        from: &Asker,
+        from: &TrafficClient,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
         self.scan_with("scan-udp", from, sockets).await
@@ -164,22 +163,22 @@ impl Lab {
     /// Scans these sockets until none accepts a TCP connection.
     ///
     /// # Errors
-    /// When one still does after 90 s; the error names it.
-    pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
-        self.wait_for_open(from, sockets, &BTreeSet::new()).await
+    /// When a socket still accepts connections after 90 s. The error names it.
+    pub async fn wait_for_closed_sockets(&self, from: &TrafficClient, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
+        self.wait_for_scan_result(from, sockets, &BTreeSet::new()).await
     }
 
     /// Scans these sockets until each accepts a TCP connection.
     ///
     /// # Errors
-    /// When one does not after 90 s; the error names those that do.
-    pub async fn until_open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
-        self.wait_for_open(from, sockets, sockets).await
+    /// When a socket accepts no connection within 90 s. The error names the sockets that do.
+    pub async fn wait_for_open_sockets(&self, from: &TrafficClient, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
+        self.wait_for_scan_result(from, sockets, sockets).await
     }
 
-    async fn wait_for_open(
+    async fn wait_for_scan_result(
         &self,
-        from: &Asker,
+        from: &TrafficClient,
         sockets: &BTreeSet<SocketAddr>,
         want: &BTreeSet<SocketAddr>,
     ) -> Result<()> {
@@ -197,7 +196,7 @@ impl Lab {
     async fn scan_with(
         &self,
         how: &str,
-        from: &Asker,
+        from: &TrafficClient,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
         let (program, list) = self.prepare_scan(sockets)?;
@@ -205,41 +204,45 @@ impl Lab {
             .run_at(from, &[&program, how, &list.path().display().to_string()])
             .await?;
         if !output.status.success() {
-            return Err(Error::Plan(format!("the scan from {from}: {}", output.stderr)));
+            return Err(Error::Other(format!("the scan from {from}: {}", output.stderr)));
         }
         let parsed = output
             .stdout
             .lines()
             .map(str::parse)
             .collect::<std::result::Result<_, _>>();
-        parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
+        parsed.map_err(|error| Error::Other(format!("the scan from {from} printed {}: {error}", output.stdout)))
     }
 
     /// Starts a scan of these sockets over TCP that repeats until the returned value is dropped.
     ///
     /// # Errors
     /// When the scanner cannot be started.
-    pub fn scan_on(&self, from: &Asker, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<Watch> {
+    pub fn scan_repeatedly(
+        &self,
+        from: &TrafficClient,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<RepeatedScan> {
         let (program, list) = self.prepare_scan(sockets)?;
         let file = list.path().display().to_string();
         let running = self.spawn_at(from, "scan", [&program, "scan-on", &file])?;
-        Ok(Watch { running, _list: list })
+        Ok(RepeatedScan { running, _list: list })
     }
 
     /// Sends a datagram to a UDP echo server every 10 ms, until the returned value is dropped.
     ///
     /// # Errors
     /// When the program cannot be started.
-    pub fn watch_udp(&self, from: &Asker, socket: SocketAddr) -> Result<Echo> {
+    pub fn watch_udp(&self, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
         self.watch("udp-watch", from, socket)
     }
 
-    /// Sends lines to a TCP echo server over one connection, until the returned value is dropped. It waits for an echo as long
-    /// as the kernel keeps the connection.
+    /// Sends lines to a TCP echo server over one connection, until the returned value is dropped. There is no timeout for
+    /// an echo: the probe waits as long as the connection exists.
     ///
     /// # Errors
     /// When the program cannot be started.
-    pub fn watch_stream(&self, from: &Asker, socket: SocketAddr) -> Result<Echo> {
+    pub fn watch_stream(&self, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
         self.watch("stream-watch", from, socket)
     }
 
@@ -247,43 +250,43 @@ impl Lab {
     ///
     /// # Errors
     /// When the program cannot be started.
-    pub fn watch_connections(&self, from: &Asker, socket: SocketAddr) -> Result<Connections> {
+    pub fn watch_connections(&self, from: &TrafficClient, socket: SocketAddr) -> Result<ConnectionWatch> {
         self.watch("connect-watch", from, socket)
-            .map(|Echo(running)| Connections(running))
+            .map(|EchoWatch(running)| ConnectionWatch(running))
     }
 
-    fn watch(&self, how: &str, from: &Asker, socket: SocketAddr) -> Result<Echo> {
-        let program = self.prober()?;
+    fn watch(&self, how: &str, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
+        let program = self.probe_program()?;
         let log = format!("{how}-{}", socket.port());
         let words = [&*program, how, &socket.to_string()];
-        self.spawn_at(from, &log, words).map(Echo)
+        self.spawn_at(from, &log, words).map(EchoWatch)
     }
 
-    fn spawn_at(&self, from: &Asker, log: &str, words: [&str; 3]) -> Result<Running> {
-        // Two probes of one kind may run at once; each needs its own log.
+    fn spawn_at(&self, from: &TrafficClient, log: &str, words: [&str; 3]) -> Result<Running> {
+        // Two probes of one kind may run at the same time, and each needs its own log.
         let log = format!("{log}-{}", SPAWNED.fetch_add(1, Ordering::Relaxed));
         match from {
-            Asker::Pod(web) => self.node(&web.node).pod_spawn(&format!("{log}-pod"), web.ip, words),
-            Asker::Host(node) => self.node(node).spawn(&format!("{log}-host"), words),
+            TrafficClient::Pod(pod) => self.node(&pod.node).pod_spawn(&format!("{log}-pod"), pod.ip, words),
+            TrafficClient::Host(node) => self.node(node).spawn(&format!("{log}-host"), words),
         }
     }
 
-    /// The probe program, and a file with these sockets, at paths that exist on every node.
+    /// The paths of `lab-probe` and of a file with these sockets, which are valid on every node.
     fn prepare_scan(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
         let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
         std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
-        Ok((self.prober()?, list))
+        Ok((self.probe_program()?, list))
     }
 
-    /// Path of `lab-probe`, copied to where every node sees it.
+    /// Copies `lab-probe` to a path that is valid on every node, and returns the path.
     ///
     /// # Errors
-    /// When it cannot be copied.
-    pub fn prober(&self) -> Result<String> {
+    /// When the program cannot be copied.
+    pub fn probe_program(&self) -> Result<String> {
         let program = self.directory().join("scanner");
         if !program.exists() {
-            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
+            std::fs::copy(run::workspace_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
         }
         Ok(program.display().to_string())
     }
@@ -291,13 +294,13 @@ impl Lab {
 
 /// A scan that repeats until it is dropped.
 #[derive(Debug)]
-pub struct Watch {
+pub struct RepeatedScan {
     running: Running,
     _list: NamedTempFile,
 }
 
-impl Watch {
-    /// Every socket that accepted a connection since the scan began.
+impl RepeatedScan {
+    /// Every socket that has accepted a connection since the scan began.
     #[must_use]
     pub fn opened(&self) -> BTreeSet<SocketAddr> {
         let log = self.running.log();
@@ -305,11 +308,11 @@ impl Watch {
         opened.filter_map(|socket| socket.parse().ok()).collect()
     }
 
-    /// Waits until the scan has tried every socket once more.
+    /// Waits until the scan has tried every socket again.
     ///
     /// # Errors
-    /// When that takes more than 90 s.
-    pub async fn another_round(&self) -> Result<()> {
+    /// After 90 s.
+    pub async fn wait_for_another_round(&self) -> Result<()> {
         let rounds = || {
             self.running
                 .log()
@@ -318,7 +321,7 @@ impl Watch {
                 .count()
         };
         let before = rounds();
-        // Wait for two rounds: the current one has already tried some of the sockets.
+        // Wait for two rounds, because the current round has already tried some of the sockets.
         wait_until(
             "another round of the scan",
             Duration::from_secs(90),
@@ -331,37 +334,37 @@ impl Watch {
     }
 }
 
-/// An echo server that is probed continuously.
+/// A background probe of an echo server.
 #[derive(Debug)]
-pub struct Echo(Running);
+pub struct EchoWatch(Running);
 
-impl Echo {
-    /// Times of its echoes, in milliseconds since 1970.
+impl EchoWatch {
+    /// The times of the echoes, in milliseconds since 1970.
     #[must_use]
     pub fn answers(&self) -> Vec<u128> {
         self.0.log().lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Waits for the first echo after `time`, and returns when it came.
+    /// Waits for the first echo after `time`, and returns its time.
     ///
     /// # Errors
-    /// When there is none within 90 s.
-    pub async fn answered_after(&self, time: u128) -> Result<u128> {
-        wait_until("an answer", Duration::from_secs(90), async || {
+    /// When there is no echo within 90 s.
+    pub async fn wait_for_echo_after(&self, time: u128) -> Result<u128> {
+        wait_until("an echo", Duration::from_secs(90), async || {
             let later = self.answers().into_iter().find(|at| *at > time);
-            later.ok_or_else(|| "silence".to_owned())
+            later.ok_or_else(|| "no echo".to_owned())
         })
         .await
     }
 
-    /// Waits until no echo has come for `silence`. Returns when the last one came, in milliseconds since 1970, if any
-    /// did.
+    /// Waits until there was no echo for `silence`. Returns the time of the last echo, if any, in milliseconds since
+    /// 1970.
     ///
     /// # Errors
-    /// When echoes still come after 90 s.
-    pub async fn silent_for(&self, silence: Duration) -> Result<Option<u128>> {
+    /// When echoes still arrive after 90 s.
+    pub async fn wait_for_silence(&self, silence: Duration) -> Result<Option<u128>> {
         let (mut last, mut since) = (None, Instant::now());
-        wait_until("silence", Duration::from_secs(90), async || {
+        wait_until("the echoes to stop", Duration::from_secs(90), async || {
             let now = self.answers().pop();
             if now != last {
                 (last, since) = (now, Instant::now());
@@ -369,7 +372,7 @@ impl Echo {
             if since.elapsed() >= silence {
                 Ok(last)
             } else {
-                Err(format!("an answer at {last:?}"))
+                Err(format!("last echo at {last:?}"))
             }
         })
         .await
@@ -378,11 +381,11 @@ impl Echo {
 
 /// TCP connections that are opened one after another.
 #[derive(Debug)]
-pub struct Connections(Running);
+pub struct ConnectionWatch(Running);
 
-impl Connections {
-    /// When each attempt began and when its connection was established, in milliseconds since 1970, as far as known.
-    /// `None` = not within three seconds.
+impl ConnectionWatch {
+    /// For each finished attempt, the time when it began and the time when the connection was established, in
+    /// milliseconds since 1970. `None` = not established within three seconds.
     #[must_use]
     pub fn attempts(&self) -> Vec<(u128, Option<u128>)> {
         let log = self.0.log();

@@ -1,7 +1,8 @@
-//! Runs the supervisor: one process for each lab, the ancestor of all its processes. It holds the network namespaces,
-//! starts and ends processes, forwards ports, and takes all of it down when its life line closes.
+//! Runs the supervisor: one process for each lab, the ancestor of all its processes. It keeps the network namespaces
+//! open, starts and kills processes and forwards ports. Its standard input is a pipe from the lab's owner. When this pipe
+//! closes, the supervisor takes the lab down.
 //!
-//! It is pid 1 of its own pid namespace, so nothing it started can outlive it.
+//! It is pid 1 of its own pid namespace, so the kernel kills all processes of the lab when it exits.
 
 mod forward;
 mod protocol;
@@ -29,12 +30,12 @@ use reaper::Reaper;
 use crate::cgroup::Cgroups;
 use crate::run;
 
-/// How long a killed machine may take to exit.
+/// Timeout for killed processes to exit.
 const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Supervisor {
     run: PathBuf,
-    /// Our pid as the host sees it. The host's /proc is still mounted here.
+    /// The supervisor's pid in the host's pid namespace, read from the host's /proc, which is still mounted.
     host_pid: String,
     cgroups: Cgroups,
     reaper: Reaper,
@@ -49,8 +50,8 @@ struct Resources {
     processes: BTreeMap<String, Pid>,
 }
 
-/// Serves requests until the life line (standard input) closes or `Down` arrives. Both end the process, so that only an
-/// error returns.
+/// Serves requests until standard input closes or `Down` arrives. Both exit the process, so this function returns only
+/// on an error.
 fn serve(run: &Path) -> anyhow::Result<()> {
     let lock = std::fs::File::create(run.join(run::SUPERVISOR_LOCK))?;
     let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;
@@ -67,7 +68,7 @@ fn serve(run: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(run.join("ns"))?;
     let listener = UnixListener::bind(run.join(run::SOCKET))?;
     let watched = supervisor.clone();
-    std::thread::spawn(move || watched.watch_life_line());
+    std::thread::spawn(move || watched.watch_owner());
     for connection in listener.incoming() {
         let connection = connection?;
         let serving = supervisor.clone();
@@ -77,8 +78,9 @@ fn serve(run: &Path) -> anyhow::Result<()> {
 }
 
 impl Supervisor {
-    /// Reads standard input to its end. The kernel closes the owner's side of the pipe however the owner ends.
-    fn watch_life_line(&self) {
+    /// Takes the lab down, unless it is kept, when standard input ends. The kernel closes the owner's end of the pipe
+    /// even if the owner is killed.
+    fn watch_owner(&self) {
         let mut buffer = [0; 64];
         while !matches!(std::io::stdin().read(&mut buffer), Ok(0) | Err(_)) {}
         if !self.keep.load(Ordering::SeqCst) {
@@ -99,7 +101,7 @@ impl Supervisor {
         };
         let mut text = serde_json::to_string(&response).unwrap_or_default();
         text.push('\n');
-        // The client may have closed the connection; then the answer is not needed.
+        // If the client has closed the connection, it does not need the response.
         let _ = (&connection).write_all(text.as_bytes());
     }
 
@@ -125,7 +127,7 @@ impl Supervisor {
             }
             Request::Running => {
                 let state = self.lock();
-                let names = state.processes.iter().filter(|(_, pid)| !self.reaper.ended(**pid));
+                let names = state.processes.iter().filter(|(_, pid)| !self.reaper.has_exited(**pid));
                 return Ok(Response::Names(names.map(|(name, _)| name.clone()).collect()));
             }
             Request::Keep => {
@@ -137,8 +139,8 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    /// Creates a network namespace. A file descriptor of ours holds it, and a link in `ns/` makes it reachable for
-    /// other processes.
+    /// Creates a network namespace. A file descriptor of the supervisor keeps it alive, and other processes open it by a
+    /// link in `ns/`.
     fn add_namespace(&self, name: &str) -> anyhow::Result<()> {
         let made = std::thread::spawn(|| -> anyhow::Result<std::fs::File> {
             unshare(CloneFlags::CLONE_NEWNET)?;
@@ -146,11 +148,11 @@ impl Supervisor {
         });
         let namespace = made
             .join()
-            .map_err(|_| anyhow::anyhow!("the thread that makes namespaces panicked"))??;
+            .map_err(|_| anyhow::anyhow!("the thread that creates namespaces panicked"))??;
         let link = self.run.join("ns").join(name);
         anyhow::ensure!(
             !self.lock().namespaces.contains_key(name),
-            "the network namespace {name} exists already"
+            "the network namespace {name} already exists"
         );
         std::os::unix::fs::symlink(format!("/proc/{}/fd/{}", self.host_pid, namespace.as_raw_fd()), link)?;
         self.lock().namespaces.insert(name.into(), namespace);
@@ -166,7 +168,7 @@ impl Supervisor {
     fn start(&self, name: &str, argv: &[String], env: &BTreeMap<String, String>, log: &Path) -> anyhow::Result<()> {
         let mut state = self.lock();
         if let Some(pid) = state.processes.get(name) {
-            anyhow::ensure!(self.reaper.ended(*pid), "{name} is running already");
+            anyhow::ensure!(self.reaper.has_exited(*pid), "{name} is running already");
         }
         let log = std::fs::File::options().create(true).append(true).open(log)?;
         let mut command = Command::new(&argv[0]);
@@ -190,20 +192,20 @@ impl Supervisor {
             .processes
             .get(name)
             .copied()
-            .filter(|pid| !self.reaper.ended(*pid));
+            .filter(|pid| !self.reaper.has_exited(*pid));
         pid.ok_or_else(|| anyhow::anyhow!("{name} is not running; its log is in {}/log", self.run.display()))
     }
 
-    /// Kills a process or machine and waits until its processes and cgroup are gone.
+    /// Kills a process or node, waits until all its processes have exited, and removes its cgroup.
     fn kill(&self, name: &str) -> anyhow::Result<()> {
         let pid = self.pid(name)?;
         kill(pid, Signal::SIGKILL)?;
         let deadline = Instant::now() + KILL_TIMEOUT;
         let cgroup = self.cgroups.of(&self.run, Some(name));
-        while !(self.reaper.ended(pid) && cgroup.is_empty()) {
+        while !(self.reaper.has_exited(pid) && cgroup.is_empty()) {
             anyhow::ensure!(
                 Instant::now() < deadline,
-                "{name} was killed but did not go within {} s",
+                "{name} was killed but did not exit within {} s",
                 KILL_TIMEOUT.as_secs()
             );
             std::thread::sleep(Duration::from_millis(5));
@@ -212,15 +214,16 @@ impl Supervisor {
         cgroup.remove()
     }
 
-    /// Ends everything, this process last. An error is logged, and the other steps are still done.
+    /// Kills all processes, removes the lab's files and exits. An error of one step is logged and does not prevent the
+    /// others.
     fn down(&self) -> ! {
-        // Keep the lock until the end, so that no request starts anything now.
+        // The lock is held until the exit, so that no request starts a process meanwhile.
         let _locked = self.lock();
         // From pid 1, `kill(-1)` reaches every other process of the pid namespace.
         let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
         let deadline = Instant::now() + KILL_TIMEOUT;
         let cgroup = self.cgroups.of(&self.run, None);
-        while !(self.reaper.childless() && cgroup.is_empty()) && Instant::now() < deadline {
+        while !(self.reaper.is_childless() && cgroup.is_empty()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
         }
         if let Err(error) = cgroup.remove() {

@@ -1,5 +1,5 @@
-//! Builds the programs that the lab runs from the pinned Go modules in `tools/`, into a cache. The cache key depends on
-//! everything that a build uses. Nothing is installed on the machine.
+//! Builds the programs that the lab runs from the pinned Go modules in `tools/`, into a cache. The cache key is a hash of
+//! the build's inputs.
 
 mod build;
 mod sets;
@@ -24,25 +24,25 @@ pub fn lab_home() -> Result<PathBuf> {
     }
     let home = std::env::var_os("HOME").ok_or_else(|| Error::Missing {
         what: "the environment variable HOME".into(),
-        remedy: "set it, or LAB_HOME to a directory with 2 GiB of room".into(),
+        remedy: "set it, or set LAB_HOME to a directory with 2 GiB of free space".into(),
     })?;
     Ok(Path::new(&home).join(".cache/clustermesh-lab"))
 }
 
-/// Built programs, by the directory of each set.
+/// Built programs: the directory of each set.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tools {
     directories: Vec<(ArtefactSet, PathBuf)>,
 }
 
 impl Tools {
-    /// Makes sure that the sets are in the cache, and builds those that are missing; `progress` gets one line for each
-    /// step. A second process that wants to build waits for the first. A killed build leaves no incomplete set.
+    /// Builds the sets that are not in the cache; `progress` gets one line for each step. Only one process builds at a
+    /// time. A killed build leaves no incomplete set.
     ///
     /// `KUBEBUILDER_ASSETS` (a directory with etcd, kube-apiserver and kubectl) replaces [`ArtefactSet::ControlPlane`].
     ///
     /// # Errors
-    /// When Go, a compiler or libseccomp is missing, or a build fails; the message quotes its last lines.
+    /// When Go, a C compiler or libseccomp is missing, or a build fails. The message quotes the last lines of the build.
     pub fn ensure(sets: &[ArtefactSet], progress: &dyn Fn(&str)) -> Result<Self> {
         let directories = sets
             .iter()
@@ -54,7 +54,7 @@ impl Tools {
     /// The path of a program (or other file) of these sets.
     ///
     /// # Errors
-    /// When no set given to [`Tools::ensure`] contains it.
+    /// When no set that was passed to [`Tools::ensure`] contains the file.
     pub fn path(&self, name: &str) -> Result<PathBuf> {
         let mut paths = self.directories.iter().map(|(_, directory)| directory.join(name));
         paths.find(|path| path.exists()).ok_or_else(|| Error::Missing {
@@ -92,14 +92,14 @@ fn ensure_one(set: ArtefactSet, progress: &dyn Fn(&str)) -> Result<PathBuf> {
     }
     std::fs::create_dir_all(&home).map_err(Error::io(format!("create {}", home.display())))?;
     let _lock = lock(&home.join("build.lock"), progress)?;
-    // Another process may have built it while this one waited for the lock.
+    // Another process may have built the set while this one waited for the lock.
     if !directory.exists() {
         build::build(set, &home, &directory, progress)?;
     }
     Ok(directory)
 }
 
-/// Twelve hex digits of a hash over everything that the set is built from.
+/// Twelve hex digits of a hash over the build's flags, the Go version and the files of the Go module.
 fn key(set: ArtefactSet) -> Result<String> {
     let mut hash = Sha256::new();
     hash.update(set.recipe());
@@ -130,7 +130,7 @@ fn go_version() -> Result<Vec<u8>> {
         what: "Go (the program `go`)".into(),
         remedy: "install Go 1.26 or newer from https://go.dev/dl/ and put it into PATH".into(),
     };
-    // Outside any module, so that no `toolchain` line of a go.mod applies.
+    // The directory is outside any module, so that no `toolchain` line of a go.mod applies.
     Ok(Command::new("go")
         .args(["env", "GOVERSION", "GOARCH"])
         .current_dir("/")

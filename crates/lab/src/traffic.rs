@@ -1,4 +1,4 @@
-//! Sends requests from one pod or node to another, and reports which server answered and which source address it saw.
+//! Sends requests from one pod or node to another, and returns which server answered and which source address reached it.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -15,51 +15,50 @@ use crate::{Cluster, Error, Lab, Result, wait_until};
 /// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
 
-/// Services of every type, in front of pods with three ports (`store`: TCP 8080 and 8081, a UDP echo at 9000) and of a
-/// server in the host network of one node (`hosted`: TCP 18080, a UDP echo at 19000). Applied by
-/// [`Cluster::run_store`].
+/// Services of every type. Their servers are pods with three ports (`store`: TCP 8080 and 8081, a UDP echo at 9000) and a
+/// pod in the host network of one node (`hosted`: TCP 18080, a UDP echo at 19000). Applied by [`Cluster::run_store`].
 pub const STORE: &str = include_str!("traffic/store.yaml");
 
-/// A running pod, such as one of the web Deployment.
+/// The name, node and addresses of a running pod.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Web {
-    /// Its node.
+pub struct RunningPod {
+    /// The name of its node.
     pub node: String,
-    /// Its name.
+    /// The pod's name.
     pub name: String,
-    /// Its address.
+    /// The pod's address.
     pub ip: IpAddr,
-    /// Its address of the second family, in a dual-stack cluster.
-    pub second: Option<IpAddr>,
+    /// The pod's address of the second family, in a dual-stack cluster.
+    pub second_ip: Option<IpAddr>,
 }
 
 /// The client of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Asker {
+pub enum TrafficClient {
     /// A pod, in its own network namespace.
-    Pod(Web),
+    Pod(RunningPod),
     /// A node, in its host network namespace.
     Host(String),
 }
 
-impl fmt::Display for Asker {
+impl fmt::Display for TrafficClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Pod(web) => write!(f, "pod {} ({} on {})", web.name, web.ip, web.node),
+            Self::Pod(pod) => write!(f, "pod {} ({} on {})", pod.name, pod.ip, pod.node),
             Self::Host(node) => write!(f, "host {node}"),
         }
     }
 }
 
-/// The answer of a web server: its identity and the client's address.
+/// The response of a web server: its identity and the client's address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// The pod that answered.
     pub pod: String,
-    /// Its node.
+    /// The name of that pod's node.
     pub node: String,
-    /// The source address it saw.
-    pub saw: IpAddr,
+    /// The source address of the connection at the server.
+    pub client_ip: IpAddr,
 }
 
 impl Answer {
@@ -67,38 +66,43 @@ impl Answer {
     fn parse(text: &str) -> Option<Self> {
         let (pod, rest) = text.trim().strip_prefix("hello from ")?.split_once(" on ")?;
         let (node, peer) = rest.split_once(" to ")?;
-        let saw = peer.parse::<std::net::SocketAddr>().ok()?.ip();
+        let client_ip = peer.parse::<std::net::SocketAddr>().ok()?.ip();
         Some(Self {
             pod: pod.into(),
             node: node.into(),
-            saw,
+            client_ip,
         })
     }
 }
 
 impl Cluster<'_> {
-    /// Runs the web servers and waits for them.
+    /// Runs the servers of [`WEB`] and waits until they are ready.
     ///
     /// # Errors
     /// When they do not become ready.
-    pub async fn run_web(&self) -> Result<Vec<Web>> {
+    pub async fn run_web(&self) -> Result<Vec<RunningPod>> {
         self.apply(WEB).await?;
-        self.rollout("default", "deployment/web").await?;
-        self.webs().await
+        self.wait_for_rollout("default", "deployment/web").await?;
+        self.web_pods().await
     }
 
-    /// Runs the Services of every type and waits for their servers. `store-balanced` has a load balancer's address:
-    /// number 240 of the underlay's range, in a dual-stack cluster one of each family. No load balancer exists, but
-    /// kube-proxy on every node accepts these addresses for the Service.
+    /// Applies [`STORE`] and waits until the servers are ready. The Service `store-balanced` gets a load balancer's
+    /// address: number 240 of the underlay's range, in a dual-stack cluster one of each family. No load balancer exists,
+    /// but kube-proxy on every node handles packets to these addresses.
     ///
     /// # Errors
     /// When they do not become ready.
     pub async fn run_store(&self) -> Result<()> {
         self.apply(STORE).await?;
         for name in ["store", "hosted"] {
-            self.rollout("default", &format!("deployment/{name}")).await?;
+            self.wait_for_rollout("default", &format!("deployment/{name}")).await?;
         }
-        let ingress: Vec<_> = self.plan().balanced().iter().map(|ip| json!({"ip": ip})).collect();
+        let ingress: Vec<_> = self
+            .plan()
+            .load_balancer_ips()
+            .iter()
+            .map(|ip| json!({"ip": ip}))
+            .collect();
         let status = json!({"status": {"loadBalancer": {"ingress": ingress}}}).to_string();
         let words = [
             "patch",
@@ -115,15 +119,15 @@ impl Cluster<'_> {
     ///
     /// # Errors
     /// When the API server does not answer.
-    pub async fn webs(&self) -> Result<Vec<Web>> {
-        self.labelled("web").await
+    pub async fn web_pods(&self) -> Result<Vec<RunningPod>> {
+        self.pods_of_app("web").await
     }
 
-    /// Running pods of namespace `default` with this value of the label `app`, sorted by node.
+    /// Running pods of the namespace `default` with this value of the label `app`, sorted by node.
     ///
     /// # Errors
     /// When the API server does not answer.
-    pub async fn labelled(&self, app: &str) -> Result<Vec<Web>> {
+    pub async fn pods_of_app(&self, app: &str) -> Result<Vec<RunningPod>> {
         self.pods("default", &format!("app={app}")).await
     }
 
@@ -131,21 +135,21 @@ impl Cluster<'_> {
     ///
     /// # Errors
     /// When the API server does not answer.
-    pub async fn pods(&self, namespace: &str, selector: &str) -> Result<Vec<Web>> {
+    pub async fn pods(&self, namespace: &str, selector: &str) -> Result<Vec<RunningPod>> {
         let pods: Api<Pod> = Api::namespaced(self.client().await?, namespace);
         let list = pods
             .list(&ListParams::default().labels(selector))
             .await
             .map_err(Error::kube("list pods"))?;
-        let mut webs: Vec<Web> = list.items.into_iter().filter_map(web).collect();
-        webs.sort();
-        Ok(webs)
+        let mut running: Vec<RunningPod> = list.items.into_iter().filter_map(running_pod).collect();
+        running.sort();
+        Ok(running)
     }
 
     /// Waits for the ClusterIP of a Service.
     ///
     /// # Errors
-    /// When there is none within half a minute.
+    /// After half a minute.
     pub async fn cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
         self.cluster_ip_of(namespace, name, 0).await
     }
@@ -153,7 +157,7 @@ impl Cluster<'_> {
     /// Waits for the ClusterIP of a dual-stack Service in its second family.
     ///
     /// # Errors
-    /// When there is none within half a minute.
+    /// After half a minute.
     pub async fn second_cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
         self.cluster_ip_of(namespace, name, 1).await
     }
@@ -175,7 +179,8 @@ impl Cluster<'_> {
     }
 }
 
-fn web(pod: Pod) -> Option<Web> {
+/// `None` = the pod does not run, or is being deleted.
+fn running_pod(pod: Pod) -> Option<RunningPod> {
     let status = pod.status?;
     (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
     let ip: IpAddr = status.pod_ip?.parse().ok()?;
@@ -184,11 +189,11 @@ fn web(pod: Pod) -> Option<Web> {
         .iter()
         .flatten()
         .filter_map(|one| one.ip.parse::<IpAddr>().ok());
-    Some(Web {
+    Some(RunningPod {
         node: pod.spec?.node_name?,
         name: pod.metadata.name?,
         ip,
-        second: all.find(|other| other.is_ipv4() != ip.is_ipv4()),
+        second_ip: all.find(|other| other.is_ipv4() != ip.is_ipv4()),
     })
 }
 
@@ -196,19 +201,19 @@ impl Lab {
     /// Runs a host program in the client's network namespace. A failure of the program is no error.
     ///
     /// # Errors
-    /// When it cannot be started.
-    pub async fn run_at(&self, from: &Asker, argv: &[&str]) -> Result<crate::Output> {
+    /// When the program cannot be started.
+    pub async fn run_at(&self, from: &TrafficClient, argv: &[&str]) -> Result<crate::Output> {
         match from {
-            Asker::Pod(web) => self.node(&web.node).pod_exec(web.ip, argv.iter().copied()).await,
-            Asker::Host(node) => self.node(node).try_exec(argv.iter().copied()).await,
+            TrafficClient::Pod(pod) => self.node(&pod.node).pod_exec(pod.ip, argv.iter().copied()).await,
+            TrafficClient::Host(node) => self.node(node).try_exec(argv.iter().copied()).await,
         }
     }
 
-    /// Sends one HTTP request with a timeout of three seconds. `Err` = the error of curl.
+    /// Sends one HTTP request with a timeout of three seconds. The inner `Err` is the output of curl.
     ///
     /// # Errors
     /// When curl cannot be started.
-    pub async fn ask(&self, from: &Asker, url: &str) -> Result<std::result::Result<Answer, String>> {
+    pub async fn http_get(&self, from: &TrafficClient, url: &str) -> Result<std::result::Result<Answer, String>> {
         let output = self.run_at(from, &["curl", "-sS", "-m", "3", url]).await?;
         Ok(
             Answer::parse(&output.stdout)
@@ -220,22 +225,22 @@ impl Lab {
     ///
     /// # Errors
     /// When ping cannot be started.
-    pub async fn ping(&self, from: &Asker, to: IpAddr) -> Result<bool> {
+    pub async fn ping(&self, from: &TrafficClient, to: IpAddr) -> Result<bool> {
         let output = self
             .run_at(from, &["ping", "-n", "-c", "1", "-W", "2", &to.to_string()])
             .await?;
         Ok(output.status.success())
     }
 
-    /// Repeats a request until it is answered.
+    /// Repeats [`Self::http_get`] until the server answers.
     ///
     /// # Errors
-    /// After a minute, with the error of curl.
-    pub async fn ask_until_answered(&self, from: &Asker, url: &str) -> Result<Answer> {
+    /// After a minute. The error quotes the output of curl.
+    pub async fn http_get_until_answered(&self, from: &TrafficClient, url: &str) -> Result<Answer> {
         wait_until(
-            format!("an answer of {url} to {from}"),
+            format!("a response of {url} to {from}"),
             Duration::from_secs(60),
-            async || self.ask(from, url).await.map_err(|error| error.to_string())?,
+            async || self.http_get(from, url).await.map_err(|error| error.to_string())?,
         )
         .await
     }

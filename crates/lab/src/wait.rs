@@ -1,14 +1,14 @@
-//! Polls a condition until it holds or a deadline passes. Nothing in the lab sleeps for a fixed time instead.
+//! Polls a condition until it is true or a deadline passes.
 
 use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// Runs `check` every 50 ms until it returns a value. `Err(state)` means "not yet" and describes the current state. The
-/// error on timeout names the condition and the last state.
+/// Runs `check` every 50 ms until it returns a value. `Err(state)` means that the condition is not true yet, and
+/// describes the current state.
 ///
 /// # Errors
-/// [`Error::Timeout`] after `deadline`; a single check that hangs counts too.
+/// [`Error::Timeout`] after `deadline`, even if a check hangs. It contains the condition and the last state.
 pub async fn wait_until<T, F>(what: impl Into<String>, deadline: Duration, mut check: F) -> Result<T>
 where
     F: AsyncFnMut() -> std::result::Result<T, String>,

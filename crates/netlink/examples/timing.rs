@@ -13,7 +13,7 @@ use nix::sched::{CloneFlags, unshare};
 
 const PEERS: u32 = 5_000;
 const ROUTES: u32 = 10_000;
-/// The table that the routes are in.
+/// Routing table of the added routes.
 const TABLE: u32 = 5182;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -35,6 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ];
         RouteNetlinkMessage::NewRoute(message)
     };
+    // A default route in the main table (RT_TABLE_MAIN).
     socket.create(&route(0, 0, 254))?;
     let first = Ipv4Addr::new(10, 0, 0, 0).to_bits();
 

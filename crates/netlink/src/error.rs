@@ -1,4 +1,4 @@
-//! Why a netlink request failed.
+//! The errors of netlink requests.
 
 use std::io;
 
@@ -7,10 +7,10 @@ use rustix::io::Errno;
 
 use crate::socket::{ATTEMPTS, TIMEOUT};
 
-/// Why a request failed. The caller adds which object it was about.
+/// Why a request failed. The message does not name the object; the caller adds it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no socket.
+    /// The socket could not be opened.
     #[error("cannot open a netlink socket: {0}; does a seccomp profile forbid AF_NETLINK?")]
     Open(#[source] io::Error),
     /// The socket failed.
@@ -56,7 +56,7 @@ impl From<DecodeError> for Error {
     }
 }
 
-/// Keeps the kind and the text. `raw_os_error` is `None` if the kernel gave a reason.
+/// Keeps the error kind and the message. `raw_os_error` is `None` if the kernel gave a reason.
 impl From<Error> for io::Error {
     fn from(error: Error) -> Self {
         match error {

@@ -14,26 +14,26 @@ use crate::{
 
 /// Maximum number of datagrams that one call returns, so that a flood delays no other task.
 const BATCH: usize = 1_024;
-/// NLMSG_ERROR and NLMSG_OVERRUN.
-const TROUBLE: [u16; 2] = [2, 4];
+/// The message types NLMSG_ERROR and NLMSG_OVERRUN (linux/netlink.h).
+const ERROR_TYPES: [u16; 2] = [2, 4];
 
 /// One notification.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A message.
+    /// A notification that was received.
     Message(Message),
-    /// Events were lost: read everything again.
+    /// Notifications were lost. Dump all objects again.
     Lost,
 }
 
-/// What to receive.
+/// The notifications to receive.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Subscription<'a> {
     /// Numbers of multicast groups, for example `RTNLGRP_*` (linux/rtnetlink.h).
     pub groups: &'a [u32],
-    /// Bytes of the receive buffer, if it should be larger than usual. Best effort.
+    /// Size of the receive buffer in bytes; `None` = the kernel's default. Best effort.
     pub receive_buffer: Option<usize>,
-    /// A BPF program that returns how many bytes of a datagram to keep, 0 to drop it.
+    /// A BPF program that returns how many bytes of a datagram to keep; 0 = drop the datagram.
     pub filter: Option<&'a [SockFilter]>,
 }
 
@@ -60,7 +60,7 @@ impl Events {
             if let Some(bytes) = receive_buffer {
                 let _ = SockRef::from(&socket).set_recv_buffer_size(bytes);
             }
-            // Before the groups are joined, so that nothing arrives unfiltered.
+            // The filter is attached before the groups are joined, so that no notification arrives unfiltered.
             if let Some(filter) = filter {
                 SockRef::from(&socket).attach_filter(filter)?;
             }
@@ -82,10 +82,10 @@ impl Events {
         Ok(Self { socket, buffer })
     }
 
-    /// Waits for an event, and returns it with those that have arrived by then. Safe to cancel.
+    /// Waits for events and returns all that have arrived, up to a limit. Cancel safe.
     ///
     /// # Errors
-    /// [`Error::Socket`]: the socket failed for good. Subscribe again and read everything.
+    /// [`Error::Socket`]: the socket is unusable. Subscribe again and dump all objects.
     pub async fn next(&mut self) -> Result<Vec<Event>, Error> {
         loop {
             let mut ready = self.socket.readable().await.map_err(Error::Socket)?;
@@ -101,7 +101,7 @@ impl Events {
     }
 }
 
-/// Everything that has arrived; `WouldBlock` = nothing.
+/// Receives all events that have arrived, up to [`BATCH`] datagrams; `WouldBlock` = none has arrived.
 fn drain(socket: &netlink_sys::Socket, buffer: &mut Vec<u8>) -> io::Result<Vec<Event>> {
     let mut events = Vec::new();
     for number in 0..BATCH {
@@ -120,7 +120,7 @@ fn parse_datagram(datagram: &[u8]) -> impl Iterator<Item = Event> {
         Ok((header, payload)) if header.message_type >= FIRST_TYPE => {
             Some(Event::Message(Message::from_parts(header, payload)))
         }
-        Ok((header, _)) => TROUBLE.contains(&header.message_type).then_some(Event::Lost),
+        Ok((header, _)) => ERROR_TYPES.contains(&header.message_type).then_some(Event::Lost),
         Err(_) => Some(Event::Lost),
     })
 }
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unreadable_or_overrun_datagram_counts_as_lost_events() {
+    fn malformed_or_error_datagram_counts_as_lost_events() {
         let message = |message_type: u16| {
             let mut bytes = 20_u32.to_ne_bytes().to_vec();
             bytes.extend(message_type.to_ne_bytes());

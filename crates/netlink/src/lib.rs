@@ -12,9 +12,9 @@
 //!
 //! # Blocking
 //!
-//! Requests block, also in an async caller. The kernel handles a request within the system call that sends it, and fills
-//! each part of a dump within the call that receives it. So an async client would block its thread as long. A dump whose
-//! size other programs decide belongs on a blocking thread. Only [`Events`] waits, and is async.
+//! Requests block the calling thread. The kernel handles a request within the system call that sends it, and fills each
+//! part of a dump within the call that receives it. So an async client would block its thread just as long. A dump whose
+//! size depends on other programs belongs on a blocking thread. Only [`Events`] waits for the kernel, so it is async.
 //!
 //! # Network namespaces
 //!

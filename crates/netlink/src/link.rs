@@ -8,7 +8,7 @@ use netlink_packet_route::{
 
 use crate::{Errno, Error, Socket};
 
-/// The interface of this name; `None` = there is none.
+/// Returns the interface with this name; `None` = it does not exist.
 ///
 /// # Errors
 /// As [`Socket::get`].
@@ -18,12 +18,12 @@ pub fn by_name(socket: &Socket, name: &str) -> Result<Option<LinkMessage>, Error
     find(socket, message)
 }
 
-/// The interface with this index; `None` = there is none.
+/// Returns the interface with this index; `None` = it does not exist.
 ///
 /// # Errors
 /// As [`Socket::get`].
 pub fn by_index(socket: &Socket, index: u32) -> Result<Option<LinkMessage>, Error> {
-    find(socket, numbered(index))
+    find(socket, with_index(index))
 }
 
 fn find(socket: &Socket, message: LinkMessage) -> Result<Option<LinkMessage>, Error> {
@@ -35,7 +35,7 @@ fn find(socket: &Socket, message: LinkMessage) -> Result<Option<LinkMessage>, Er
     }
 }
 
-/// Creates an interface, which is down, and returns its index.
+/// Creates an interface in state down, and returns its index.
 ///
 /// # Errors
 /// As [`Socket::create`]. [`Errno::OPNOTSUPP`] = the kernel does not have this kind of interface.
@@ -53,12 +53,12 @@ pub fn create(socket: &Socket, name: &str, kind: InfoKind) -> Result<u32, Error>
     Ok(link.header.index)
 }
 
-/// Deletes an interface. A missing one is no error.
+/// Deletes an interface. If it does not exist, that is no error.
 ///
 /// # Errors
 /// As [`Socket::change`].
 pub fn delete(socket: &Socket, index: u32) -> Result<(), Error> {
-    match socket.change(&RouteNetlinkMessage::DelLink(numbered(index))) {
+    match socket.change(&RouteNetlinkMessage::DelLink(with_index(index))) {
         Err(error) if error.errno() == Some(Errno::NODEV) => Ok(()),
         result => result,
     }
@@ -69,7 +69,7 @@ pub fn delete(socket: &Socket, index: u32) -> Result<(), Error> {
 /// # Errors
 /// As [`Socket::change`].
 pub fn set_up(socket: &Socket, index: u32) -> Result<(), Error> {
-    let mut message = numbered(index);
+    let mut message = with_index(index);
     message.header.flags = LinkFlags::Up;
     message.header.change_mask = LinkFlags::Up;
     socket.change(&RouteNetlinkMessage::SetLink(message))
@@ -88,12 +88,12 @@ pub fn set_mtu(socket: &Socket, index: u32, mtu: u32) -> Result<(), Error> {
 /// # Errors
 /// As [`Socket::change`].
 pub fn set(socket: &Socket, index: u32, attributes: Vec<LinkAttribute>) -> Result<(), Error> {
-    let mut message = numbered(index);
+    let mut message = with_index(index);
     message.attributes = attributes;
     socket.change(&RouteNetlinkMessage::SetLink(message))
 }
 
-fn numbered(index: u32) -> LinkMessage {
+fn with_index(index: u32) -> LinkMessage {
     let mut message = LinkMessage::default();
     message.header.index = index;
     message

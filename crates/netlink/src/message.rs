@@ -1,4 +1,4 @@
-//! Encodes requests, and splits what the kernel sends into messages (struct nlmsghdr, linux/netlink.h).
+//! Encodes requests, and splits received datagrams into messages (struct nlmsghdr, linux/netlink.h).
 
 use netlink_packet_core::{
     DecodeError, Emitable, NLM_F_ACK_TLVS, NLM_F_CAPPED, NLM_F_REQUEST, NLMSG_DONE, NetlinkBuffer,
@@ -11,12 +11,12 @@ use crate::Error;
 
 /// Length of struct nlmsghdr.
 const HEADER: usize = 16;
-/// Messages of lower types control the protocol (`NLMSG_MIN_TYPE`).
+/// The first type of a netlink family (`NLMSG_MIN_TYPE`). Lower types are control messages.
 pub(crate) const FIRST_TYPE: u16 = 0x10;
 /// The attribute of an extended acknowledgement that contains the kernel's reason.
 const NLMSGERR_ATTR_MSG: u16 = 1;
 
-/// A message of a notification, with its payload not yet parsed.
+/// A notification, whose payload is not yet parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
     header: NetlinkHeader,
@@ -24,7 +24,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of this type.
+    /// Builds a message from its type and payload.
     #[must_use]
     pub fn new(message_type: u16, payload: Vec<u8>) -> Self {
         let mut header = NetlinkHeader::default();
@@ -38,19 +38,19 @@ impl Message {
         Self { header, payload }
     }
 
-    /// The number of its type.
+    /// The message type.
     #[must_use]
     pub const fn message_type(&self) -> u16 {
         self.header.message_type
     }
 
-    /// What follows the netlink header.
+    /// The bytes after the netlink header.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Parses it.
+    /// Parses the message.
     ///
     /// # Errors
     /// [`Error::Malformed`], also for a type that `M` does not know.
@@ -63,7 +63,7 @@ pub(crate) fn parse<M: NetlinkDeserializable>(header: &NetlinkHeader, payload: &
     M::deserialize(header, payload).map_err(|error| DecodeError::from(error.to_string()).into())
 }
 
-/// Encodes a request. It may contain keys, so its memory is wiped.
+/// Encodes a request. A request may contain keys, so its memory is wiped when it is dropped.
 pub(crate) fn encode(request: &impl NetlinkSerializable, flags: u16, sequence: u32) -> Zeroizing<Vec<u8>> {
     let mut bytes = Zeroizing::new(vec![0; HEADER + request.buffer_len()]);
     let mut header = NetlinkHeader::default();
@@ -76,7 +76,7 @@ pub(crate) fn encode(request: &impl NetlinkSerializable, flags: u16, sequence: u
     bytes
 }
 
-/// The messages of a datagram. Ends after the first error.
+/// Splits a datagram into messages. The iterator ends after the first error.
 pub(crate) fn split(mut rest: &[u8]) -> impl Iterator<Item = Result<(NetlinkHeader, &[u8]), Error>> {
     std::iter::from_fn(move || {
         if rest.is_empty() {
@@ -97,8 +97,8 @@ pub(crate) fn split(mut rest: &[u8]) -> impl Iterator<Item = Result<(NetlinkHead
     })
 }
 
-/// The result in an acknowledgement (NLMSG_ERROR) or at the end of a dump (NLMSG_DONE).
-pub(crate) fn result(header: &NetlinkHeader, payload: &[u8]) -> Result<(), Error> {
+/// Reads the result in an acknowledgement (NLMSG_ERROR) or at the end of a dump (NLMSG_DONE).
+pub(crate) fn read_result(header: &NetlinkHeader, payload: &[u8]) -> Result<(), Error> {
     let code = payload.first_chunk().copied().map_or(0, i32::from_ne_bytes);
     if code >= 0 {
         return Ok(());
@@ -109,7 +109,7 @@ pub(crate) fn result(header: &NetlinkHeader, payload: &[u8]) -> Result<(), Error
     })
 }
 
-/// The kernel's reason. It stands after the code and, in an NLMSG_ERROR, after the request or only its header.
+/// Reads the kernel's reason. It follows the error code; in an NLMSG_ERROR, a copy of the request or of its header is in between.
 fn extended_ack(header: &NetlinkHeader, payload: &[u8]) -> Option<String> {
     if header.flags & NLM_F_ACK_TLVS == 0 {
         return None;

@@ -23,14 +23,15 @@ use zeroize::Zeroize;
 
 use crate::{
     Error, Events,
-    message::{FIRST_TYPE, encode, parse, result, split},
+    message::{FIRST_TYPE, encode, parse, read_result, split},
 };
 
-/// How long to wait for an answer. The kernel answers before the system call returns; this is for one that does not.
+/// How long to wait for an answer. A correct kernel answers before the system call that sends the request returns.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
-/// Attempts for a dump that is not interrupted.
+/// Maximum number of attempts for a dump, each of which may be interrupted by a change.
 pub(crate) const ATTEMPTS: usize = 10;
-/// The kernel sends dumps in parts of at most this size, if there is room for it. A longer datagram gets more room.
+/// Initial size of the receive buffer. The kernel sends dumps in parts of at most 32 KiB if the buffer is large enough. The buffer grows
+/// for longer datagrams.
 const BUFFER: usize = 32 * 1024;
 
 /// A netlink protocol.
@@ -61,12 +62,12 @@ impl Socket {
     pub fn open(protocol: Protocol) -> Result<Self, Error> {
         let open = || {
             let socket = connect(protocol)?;
-            // The kernel's reasons for a refusal, without a copy of the request (Linux 4.12 and 4.3).
+            // Requests the kernel's reasons for errors (Linux 4.12), without a copy of the request (Linux 4.3).
             let _ = socket.set_ext_ack(true);
             let _ = socket.set_cap_ack(true);
             if protocol == Protocol::Route {
-                // The kernel filters dumps by what the request contains. Before Linux 4.20 it does not, so callers filter,
-                // too.
+                // The kernel filters dumps by the attributes of the request. Before Linux 4.20 it does not, so callers
+                // filter too.
                 let _ = socket.set_netlink_get_strict_chk(true);
             }
             SockRef::from(&socket).set_read_timeout(Some(TIMEOUT))?;
@@ -83,7 +84,7 @@ impl Socket {
     /// Requests one object.
     ///
     /// # Errors
-    /// [`Error::Kernel`], for example if there is no such object; any other but [`Error::Open`].
+    /// [`Error::Kernel`], for example if the object does not exist; or any other error except [`Error::Open`].
     pub fn get<M: NetlinkSerializable + NetlinkDeserializable>(&self, request: &M) -> Result<M, Error> {
         let mut exchange = self.lock();
         exchange.send(request, 0)?;
@@ -97,15 +98,15 @@ impl Socket {
     /// # Errors
     /// [`Error::Kernel`], [`Error::NoAnswer`] or [`Error::Socket`].
     pub fn change(&self, request: &impl NetlinkSerializable) -> Result<(), Error> {
-        self.acknowledged(request, 0)
+        self.send_change(request, 0)
     }
 
     /// Creates an object.
     ///
     /// # Errors
-    /// As [`Self::change`]. [`Errno::EXIST`] = it exists already.
+    /// As [`Self::change`]. [`Errno::EXIST`] = the object exists already.
     pub fn create(&self, request: &impl NetlinkSerializable) -> Result<(), Error> {
-        self.acknowledged(request, NLM_F_CREATE | NLM_F_EXCL)
+        self.send_change(request, NLM_F_CREATE | NLM_F_EXCL)
     }
 
     /// Creates an object, or replaces the one with the same key.
@@ -113,11 +114,11 @@ impl Socket {
     /// # Errors
     /// As [`Self::change`].
     pub fn replace(&self, request: &impl NetlinkSerializable) -> Result<(), Error> {
-        self.acknowledged(request, NLM_F_CREATE | NLM_F_REPLACE)
+        self.send_change(request, NLM_F_CREATE | NLM_F_REPLACE)
     }
 
-    /// Requests all objects of a kind and keeps what `pick` returns for each. If the objects change meanwhile
-    /// (`NLM_F_DUMP_INTR`: some may be missing or duplicated), it starts again, so `pick` may see an object repeatedly.
+    /// Requests all objects of a kind and returns the values that `pick` returns for them. If the objects change meanwhile
+    /// (`NLM_F_DUMP_INTR`: some may be missing or duplicated), the dump starts again, so `pick` may get an object repeatedly.
     ///
     /// # Errors
     /// [`Error::Malformed`] if any object cannot be parsed; [`Error::Interrupted`] after ten attempts; as
@@ -129,8 +130,8 @@ impl Socket {
         self.dump_parsed(request, |object| object.map(&mut pick).transpose())
     }
 
-    /// As [`Self::dump`], but leaves out objects that cannot be parsed. For objects that other programs create, so that
-    /// one of a newer kernel does not hide the others.
+    /// As [`Self::dump`], but leaves out objects that cannot be parsed. It is meant for objects that other programs create,
+    /// so that an object with unknown attributes of a newer kernel does not hide the others.
     ///
     /// # Errors
     /// As [`Self::dump`], without [`Error::Malformed`] for a single object.
@@ -141,8 +142,8 @@ impl Socket {
         self.dump_parsed(request, |object| object.ok().and_then(&mut pick).map(Ok))
     }
 
-    /// Turns the socket into one for notifications that the kernel sends to it, as it does after an nflog request. Must be
-    /// called inside a tokio runtime.
+    /// Turns the socket into a receiver of notifications that the kernel sends to this socket, for example after an nflog
+    /// request. Must be called inside a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Open`].
@@ -151,7 +152,7 @@ impl Socket {
         Events::new(socket).map_err(Error::Open)
     }
 
-    fn acknowledged(&self, request: &impl NetlinkSerializable, flags: u16) -> Result<(), Error> {
+    fn send_change(&self, request: &impl NetlinkSerializable, flags: u16) -> Result<(), Error> {
         let mut exchange = self.lock();
         exchange.send(request, NLM_F_ACK | flags)?;
         exchange.receive(false, |_, _| ()).map(drop)
@@ -169,7 +170,7 @@ impl Socket {
         for _ in 0..ATTEMPTS {
             let mut objects = Ok(Vec::new());
             exchange.send(request, NLM_F_DUMP)?;
-            // After an error, the rest is read all the same: the kernel refuses another dump before this one ends.
+            // The rest is also read after an error, because the kernel refuses another dump before this one ends.
             let is_complete = exchange.receive(false, |header, payload| {
                 if let Ok(picked) = &mut objects {
                     match pick(parse(header, payload)) {
@@ -191,7 +192,7 @@ impl Socket {
     }
 }
 
-/// The socket and the request that it handles.
+/// The socket with the state of the current request.
 struct Exchange {
     socket: netlink_sys::Socket,
     sequence: u32,
@@ -208,7 +209,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// Calls `each` for the objects of the answer, to its end or to the first object. Returns whether they are
+    /// Calls `each` for the objects of the answer, or only for the first one if `is_single`. Returns whether the objects are
     /// consistent.
     fn receive(&mut self, is_single: bool, mut each: impl FnMut(&NetlinkHeader, &[u8])) -> Result<bool, Error> {
         let mut is_consistent = true;
@@ -234,16 +235,16 @@ impl Exchange {
     }
 }
 
-/// What is known of the answer to a request.
+/// The state of reading the answer to a request.
 struct Answer {
     sequence: u32,
-    /// Whether it ends with the first object.
+    /// Whether the answer ends with the first object.
     is_single: bool,
     is_consistent: bool,
 }
 
 impl Answer {
-    /// Reads one datagram of it, and returns whether it is the last.
+    /// Reads one datagram of the answer, and returns whether it is the last one.
     fn read(&mut self, datagram: &[u8], each: &mut impl FnMut(&NetlinkHeader, &[u8])) -> Result<bool, Error> {
         for message in split(datagram) {
             let (header, payload) = message?;
@@ -252,7 +253,7 @@ impl Answer {
             }
             self.is_consistent &= header.flags & NLM_F_DUMP_INTR == 0;
             match header.message_type {
-                NLMSG_ERROR | NLMSG_DONE => return result(&header, payload).map(|()| true),
+                NLMSG_ERROR | NLMSG_DONE => return read_result(&header, payload).map(|()| true),
                 FIRST_TYPE.. => {
                     each(&header, payload);
                     if self.is_single {
@@ -266,7 +267,7 @@ impl Answer {
     }
 }
 
-/// A socket that exchanges messages with the kernel only.
+/// Opens a socket that exchanges messages only with the kernel.
 pub(crate) fn connect(protocol: Protocol) -> io::Result<netlink_sys::Socket> {
     let mut socket = netlink_sys::Socket::new(match protocol {
         Protocol::Route => NETLINK_ROUTE,
@@ -307,7 +308,8 @@ mod tests {
         bytes
     }
 
-    /// What is read of a datagram that answers request 7: objects, whether it is the last one, whether it is consistent.
+    /// Reads a datagram that answers request 7. Returns the types of its objects, whether it is the last one, and whether
+    /// it is consistent.
     fn read(is_single: bool, messages: &[Vec<u8>]) -> (Vec<u16>, bool, bool) {
         let mut answer = Answer {
             sequence: 7,
@@ -320,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn answer_ends_with_acknowledgement_end_of_dump_or_single_object() {
+    fn answer_ends_at_ack_end_of_dump_or_single_object() {
         let object = || message(16, 0, 7);
         assert_eq!(read(false, &[object(), object()]), (vec![16, 16], false, true));
         assert_eq!(read(true, &[object(), object()]), (vec![16], true, true));

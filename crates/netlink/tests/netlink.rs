@@ -24,7 +24,7 @@ fn in_namespace<T: Send>(run: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET)
-                .expect("this test makes a network namespace and needs root (CAP_SYS_ADMIN)");
+                .expect("this test creates a network namespace and needs root (CAP_SYS_ADMIN)");
             run()
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -153,10 +153,10 @@ impl netlink_packet_core::NetlinkDeserializable for Ignored {
 }
 
 #[test]
-fn missing_answer_ends_the_wait() {
+fn missing_answer_is_a_timeout() {
     let socket = open();
     assert!(matches!(socket.get(&Ignored), Err(Error::NoAnswer)));
-    // A change is acknowledged all the same.
+    // A change gets an acknowledgement even for such a message.
     socket.change(&Ignored).unwrap();
 }
 
@@ -187,7 +187,7 @@ fn dump_is_complete_while_links_change() {
                         (names.len(), names.into_iter().collect()),
                         (lasting.len(), lasting.clone())
                     ),
-                    // Too many changes; but never an incomplete answer.
+                    // The links changed during every attempt.
                     Err(Error::Interrupted) => {}
                     Err(error) => panic!("{error}"),
                 }

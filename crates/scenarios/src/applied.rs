@@ -1,4 +1,4 @@
-//! Applies a plan to a scenario: the state after every step was written.
+//! Applies a plan to a scenario: computes the state after every step was written.
 
 use clustermesh_core::{
     diff::{Item, Step},
@@ -87,7 +87,7 @@ pub fn apply_plan(scenario: &Scenario) -> Scenario {
             .collect();
         for cluster in &mut mesh.clusters {
             let report = report.get(&cluster.name);
-            cluster.carriers = report.map(|report| report.anchored.clone()).unwrap_or_default();
+            cluster.previous_anchors = report.map(|report| report.anchored.clone()).unwrap_or_default();
         }
     }
     after

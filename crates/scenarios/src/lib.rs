@@ -1,6 +1,6 @@
 //! Generates scenarios for property tests: meshes and the observed state of their members.
 //!
-//! Most values are the cluster's own (networks, keys), so that Peers are planned. Others come from small shared pools, so that
+//! Most networks and keys belong to one cluster, so that Peers are planned. Other values come from small shared pools, so that
 //! names, keys, addresses and labels of different clusters collide. [`scenario`] is the usual start; [`sandboxed`] has a sandbox
 //! with a valid grant.
 #![forbid(unsafe_code)]
@@ -27,10 +27,10 @@ pub use member::{gateway_name, member, node};
 pub use sandbox::sandboxed;
 pub use values::ip;
 
-use member::NODES;
+use member::NODE_NAMES;
 use mesh::mesh;
 
-/// Readable names of objects, as the API crate's names but without its limits.
+/// Readable names of objects, like those of the API crate but without length limits.
 #[derive(Debug, Clone, Copy)]
 pub struct TestNaming;
 
@@ -68,7 +68,7 @@ impl Naming for TestNaming {
     }
 }
 
-/// The `n`-th of the three clusters. The first is the hub itself.
+/// The identity of the `n`-th of the three clusters. Cluster 0 is the hub.
 pub fn identity(n: usize) -> ClusterIdentity {
     if n == 0 {
         return ClusterIdentity::Local;
@@ -82,7 +82,7 @@ pub fn identity(n: usize) -> ClusterIdentity {
     }
 }
 
-/// One to three meshes of the clusters `c0`, `c1`, `c2`, and what was observed in these clusters.
+/// One to three meshes of the clusters `c0`, `c1`, `c2`, and the observed state of these clusters.
 #[derive(Debug, Clone)]
 pub struct Scenario {
     /// The meshes.
@@ -91,9 +91,9 @@ pub struct Scenario {
     pub seen: Observations,
 }
 
-/// An initial scenario, or one in which plans were written and some nodes then publish nothing, as while kg restarts.
+/// Generates a scenario: either an initial one, or one after writes in which some nodes publish nothing, as while kg restarts.
 pub fn scenario() -> BoxedStrategy<Scenario> {
-    let stopped = option::of(collection::vec((0usize..3, select(&NODES[..])), 0..5));
+    let stopped = option::of(collection::vec((0usize..3, select(&NODE_NAMES[..])), 0..5));
     let scenario = (initial(), stopped).prop_map(|(scenario, stopped)| {
         let Some(stopped) = stopped else { return scenario };
         let mut scenario = after_writes(scenario);
@@ -111,7 +111,7 @@ pub fn scenario() -> BoxedStrategy<Scenario> {
     scenario.boxed()
 }
 
-/// The scenario after four plans were written. It takes several plans until nothing changes: a later plan may use what an earlier
+/// The scenario after four plans were written. Several plans are needed until nothing changes: a later plan may use what an earlier
 /// one freed, and a held Node may lose its Peer.
 pub fn after_writes(scenario: Scenario) -> Scenario {
     (0..4).fold(scenario, |scenario, _| apply_plan(&scenario))
@@ -148,7 +148,7 @@ pub fn planned(scenario: &Scenario) -> Plan {
     plan(&scenario.meshes, &scenario.seen, &Settings::default(), &TestNaming)
 }
 
-/// The writes that each observed member still needs.
+/// The writes that each member with a fresh observation still needs.
 pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Step>> {
     let fresh = scenario
         .seen
@@ -160,7 +160,7 @@ pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<
         .collect()
 }
 
-/// Who owns an object, from the meshes of a plan.
+/// The owner of an object, among the meshes of a plan.
 pub fn ownership_of<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
     ownership::of(owner, &plan.hub, &plan.claimants)
 }

@@ -1,4 +1,4 @@
-//! The observed state of a member: its nodes, gateways, Services and existing objects.
+//! Generates the observed state of a member: its nodes, gateways, Services and existing objects.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,9 +20,9 @@ use crate::values::{claim, endpoint, ip, key, net, own_address, own_key, own_pod
 /// The `k`-th node of cluster `n`. This strategy and those below are boxed, because their nested types would overflow the stack.
 pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
     let own_claims = Just(vec![Claim::Valid(own_pods(n, k))]);
-    let greedy = claim(net()).prop_map(move |more| vec![Claim::Valid(own_pods(n, k)), more]);
+    let additional = claim(net()).prop_map(move |more| vec![Claim::Valid(own_pods(n, k)), more]);
     let identity = (
-        prop_oneof![12 => own_claims, 1 => greedy, 1 => collection::vec(claim(net()), 0..3)],
+        prop_oneof![12 => own_claims, 1 => additional, 1 => collection::vec(claim(net()), 0..3)],
         prop_oneof![
             12 => Just(Claim::Valid(own_wireguard(n, k))),
             1 => claim((ip(), 16u8..=32).prop_map(|(ip, length)| IpNet::new(ip, length).unwrap())),
@@ -129,7 +129,7 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
     let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, is_random, owner, spec)| {
         let ((mesh, taken), n, k, namespace) = name;
         let tail = if taken { "-one" } else { "" };
-        let name = format!("{mesh}--c{n}--{}{tail}", NODES[k]);
+        let name = format!("{mesh}--c{n}--{}{tail}", NODE_NAMES[k]);
         if is_random {
             return (name, ObservedPeer { owner, spec });
         }
@@ -213,10 +213,10 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
     )
 }
 
-/// Names of nodes: the `k`-th has the `k`-th address of its cluster.
-pub(crate) const NODES: [&str; 4] = ["a", "b", "c", "d"];
+/// Names of nodes. The `k`-th node has the `k`-th address of its cluster.
+pub(crate) const NODE_NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
-/// The object of a gateway.
+/// The name of a SandboxGateway.
 pub fn gateway_name(name: &str) -> ObjectName {
     ObjectName {
         namespace: "gateways".into(),
@@ -234,11 +234,11 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
         any::<bool>(),
         any::<bool>(),
     )
-        .prop_map(move |(k, address, endpoints, others, ready)| Gateway {
+        .prop_map(move |(k, address, endpoints, serves_only_c1, ready)| Gateway {
             public_key: own_key(n, k),
             addresses: [address].into(),
             endpoints,
-            serves: others.then(|| "c1".to_owned()).into_iter().collect(),
+            serves: serves_only_c1.then(|| "c1".to_owned()).into_iter().collect(),
             ready,
             exists: true,
             applied: BTreeMap::new(),
@@ -249,10 +249,10 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
 /// The observed state of cluster `n`.
 pub fn member(n: usize) -> BoxedStrategy<Member> {
     let maybe = |k| option::weighted(0.7, node(n, k));
-    // In a member with a kg node, policies are not enforced, so most members have only agents.
+    // A member with a node of kg does not enforce policies, so most members have only nodes of wg-agent.
     let agents = prop::bool::weighted(0.6);
     let nodes = (agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(agents, (a, b, c, d))| {
-        let nodes = NODES.into_iter().zip([a, b, c, d]);
+        let nodes = NODE_NAMES.into_iter().zip([a, b, c, d]);
         let mut nodes: BTreeMap<String, Node> = nodes
             .filter_map(|(name, node)| Some((name.to_owned(), node?)))
             .collect();

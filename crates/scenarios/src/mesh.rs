@@ -1,4 +1,4 @@
-//! The entries of a ClusterMesh.
+//! Generates ClusterMeshes and their entries.
 
 use std::collections::BTreeMap;
 
@@ -68,7 +68,7 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
             addressing: shape.1,
             allowed: shape.2,
             anchored: shape.3,
-            carriers: BTreeMap::new(),
+            previous_anchors: BTreeMap::new(),
             anchors: shape.4,
             pod_network: shape.5,
             exports: vec![],

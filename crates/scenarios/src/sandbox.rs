@@ -1,4 +1,4 @@
-//! Scenarios with a sandbox.
+//! Generates scenarios with a sandbox.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,9 @@ pub fn sandboxed() -> impl Strategy<Value = Scenario> {
     (scenario(), member(0), member(2)).prop_map(|(mut scenario, hub, sandbox)| {
         for mesh in &mut scenario.meshes {
             mesh.accepted.clear();
-            mesh.clusters.iter_mut().for_each(|cluster| cluster.carriers.clear());
+            mesh.clusters
+                .iter_mut()
+                .for_each(|cluster| cluster.previous_anchors.clear());
             mesh.clusters[2].profile = Profile::Sandbox;
             mesh.clusters[2].allowed = nets(&["100.66.2.0/24"]);
             mesh.clusters[2].max_nodes = 5000;

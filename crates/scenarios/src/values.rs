@@ -1,4 +1,4 @@
-//! Values of which scenarios are made: each cluster's own networks, addresses and keys, and small pools that all clusters share.
+//! Generates the values in scenarios: each cluster's own networks, addresses and keys, and values from small shared pools.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -9,7 +9,7 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::{prelude::*, sample::select};
 
-/// The shared pool of networks, from which different clusters may claim the same.
+/// The shared pool of networks. Different clusters may claim the same network.
 const NETS: &[&str] = &[
     "0.0.0.0/0",
     "10.0.0.0/8",
@@ -32,7 +32,7 @@ const NETS: &[&str] = &[
     "::/0",
 ];
 
-/// The shared pool of addresses; some can never be an endpoint.
+/// The shared pool of addresses. Some of them can never be an endpoint.
 const IPS: &[&str] = &[
     "10.1.1.1",
     "10.1.2.1",
@@ -80,13 +80,13 @@ pub(crate) fn endpoint() -> impl Strategy<Value = Endpoint> + Clone {
     ]
 }
 
-/// An endpoint at which a node sees another one.
+/// An address with a port, for endpoints and candidates.
 pub(crate) fn socket_address() -> impl Strategy<Value = SocketAddr> + Clone {
     (ip(), select(&[0u16, 51820, 7][..])).prop_map(SocketAddr::from)
 }
 
 /// The third byte of the WireGuard addresses of cluster `n`.
-const WIREGUARD: [u8; 3] = [1, 3, 2];
+const WIREGUARD_THIRD_BYTE: [u8; 3] = [1, 3, 2];
 
 pub(crate) fn parse<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) -> T {
     text.parse().unwrap()
@@ -97,7 +97,7 @@ pub(crate) fn own_pods(n: usize, k: u8) -> IpNet {
 }
 
 pub(crate) fn own_wireguard(n: usize, k: u8) -> IpNet {
-    parse(format!("100.66.{}.{k}/24", WIREGUARD[n]))
+    parse(format!("100.66.{}.{k}/24", WIREGUARD_THIRD_BYTE[n]))
 }
 
 pub(crate) fn own_address(n: usize, k: u8) -> IpAddr {

@@ -1,6 +1,6 @@
 //! Sets up the state that a pass of `wg-agent --mode=gateway` applies, without an API server: the kernel's WireGuard with one sandbox node
 //! as its peer, the firewall table with a TCP and a UDP grant, routes and forwarding. `cargo xtask bench dataplane --vm` measures flows
-//! through it. Needs root and a network namespace of its own.
+//! through this gateway. Needs root and its own network namespace.
 //!
 //! Prints `ready`, and removes everything when its standard input closes.
 //!
@@ -21,7 +21,9 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use clap::Parser;
 use clustermesh_agent_core::{
     device::diff,
-    gateway::{Access, Endpoint, Facts, Granted, Inputs, Node, Service, Settings, alive, compile, update},
+    gateway::{
+        Access, Endpoint, GrantSpec, Inputs, Node, ObservedService, Service, Settings, compile, render_renewal, update,
+    },
     interface::InterfaceName,
     routes::{Plan, desired},
     sysctl::{Name, Sysctl},
@@ -45,7 +47,7 @@ const GRANT_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 struct Args {
     #[arg(long)]
     interface: InterfaceName,
-    /// As `wg genkey` prints it.
+    /// A file in the format of `wg genkey`.
     #[arg(long)]
     private_key_file: PathBuf,
     #[arg(long, default_value_t = 51820)]
@@ -58,7 +60,7 @@ struct Args {
     /// KEY,ADDRESS of the sandbox's node.
     #[arg(long)]
     peer: String,
-    /// The only endpoint of the granted Service. Its ports are those of the gateway.
+    /// Address of the granted Service's only endpoint. Its ports are equal to the gateway ports.
     #[arg(long)]
     pod: IpAddr,
     /// Port of the TCP grant.
@@ -98,19 +100,20 @@ fn main() -> anyhow::Result<()> {
     runtime.block_on(async {
         let mut nft = Nft::default();
         let table = update(None, &compiled.table).unwrap_or_default();
-        nft.run(&(table + &alive(&compiled.table.frame, GRANT_TIMEOUT))).await?;
+        nft.run(&(table + &render_renewal(&compiled.table.parameters, GRANT_TIMEOUT)))
+            .await?;
         let mut device = Kernel::open(interface.as_str(), &configuration)?;
         let mut routing = Netlink::open(interface)?;
         let failed = route::converge(&mut routing, &routes).await?.failed;
         ensure!(failed.is_empty(), "routes: {failed:?}");
         let missing = route::sysctl::ensure(&[forwarding()]).await;
-        ensure!(missing.is_empty(), "settings: {missing:?}");
+        ensure!(missing.is_empty(), "sysctls: {missing:?}");
         let changes = diff(&device.observe()?.peers, &compiled.peers).unwrap_or_default();
         device.apply(&changes)?;
         println!("ready");
         std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
         let left = route::cleanup(&mut routing).await;
-        ensure!(left.is_empty(), "routes that stay: {left:?}");
+        ensure!(left.is_empty(), "routes that were not removed: {left:?}");
         nft.destroy().await?;
         Ok(Box::new(device).close()?)
     })
@@ -123,7 +126,7 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
         name: "server".to_owned(),
     };
     let ports = [(Protocol::Tcp, args.tcp_port), (Protocol::Udp, args.udp_port)];
-    let granted = |(protocol, gateway_port): (Protocol, u16)| Granted {
+    let granted = |(protocol, gateway_port): (Protocol, u16)| GrantSpec {
         service: service.clone(),
         port: protocol.lowercase().to_owned(),
         protocol,
@@ -137,13 +140,13 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
         ready: true,
         serving: true,
     };
-    let facts = Facts {
+    let observed = ObservedService {
         selector: true,
         ports: ports
             .map(|(protocol, _)| (protocol, protocol.lowercase().to_owned()))
             .into(),
         endpoints: ports.map(endpoint).into(),
-        ..Facts::default()
+        ..ObservedService::default()
     };
     Inputs {
         settings: Settings {
@@ -171,11 +174,11 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
             grants: ports.map(granted).into(),
             ..Access::default()
         }],
-        services: BTreeMap::from([(service.clone(), Service::Seen(facts))]),
+        services: BTreeMap::from([(service.clone(), Service::Observed(observed))]),
     }
 }
 
-/// The setting that `wg-agent prepare --mode=gateway` writes in the init container.
+/// The sysctl that `wg-agent prepare --mode=gateway` writes in the init container.
 fn forwarding() -> Sysctl {
     Sysctl {
         name: Name::Global("ipv4/ip_forward"),

@@ -1,6 +1,6 @@
 //! Sets up the state that a pass of the agent applies to a node, without an API server: the kernel's WireGuard with one peer, firewall
-//! table, routes, rules and sysctls. `cargo xtask bench dataplane --vm` compares it with WireGuard configured by hand. Needs root and a
-//! network namespace of its own.
+//! table, routes, rules and sysctls. `cargo xtask bench dataplane --vm` compares it with WireGuard configured by hand. Needs root and
+//! its own network namespace.
 //!
 //! Prints `ready`, and removes everything when its standard input closes.
 //!
@@ -37,14 +37,14 @@ use x25519_dalek::StaticSecret;
 struct Args {
     #[arg(long)]
     interface: InterfaceName,
-    /// As `wg genkey` prints it.
+    /// A file in the format of `wg genkey`.
     #[arg(long)]
     private_key_file: PathBuf,
     #[arg(long, default_value_t = 51820)]
     listen_port: u16,
     #[arg(long, default_value_t = 1420)]
     mtu: u16,
-    /// INTERFACE,ADDRESS that outer packets use.
+    /// INTERFACE,ADDRESS from which outer packets are sent.
     #[arg(long)]
     underlay: String,
     /// WireGuard address of this node.
@@ -80,7 +80,8 @@ fn main() -> anyhow::Result<()> {
         mtu,
         underlay: outer.parse()?,
         underlay_addresses: [at].into(),
-        // A node accepts connections from the mesh only at its InternalIPs, and the benchmark connects to the WireGuard address.
+        // A node accepts connections from the mesh only at its node addresses. The benchmark connects to the WireGuard address, so this
+        // address is added.
         addresses: [at, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
@@ -103,26 +104,26 @@ fn main() -> anyhow::Result<()> {
         let failed = route::converge(&mut routing, &compiled.routes).await?.failed;
         ensure!(failed.is_empty(), "routes: {failed:?}");
         let mut settings = compiled.sysctls.clone();
-        // Also write the settings that otherwise a privileged init container writes.
+        // On a real node a privileged init container writes some of these sysctls. Here all are written.
         settings.iter_mut().for_each(|setting| setting.write = true);
         let missing = route::sysctl::ensure(&settings).await;
-        ensure!(missing.is_empty(), "settings: {missing:?}");
+        ensure!(missing.is_empty(), "sysctls: {missing:?}");
         println!("ready");
         std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
         let left = route::cleanup(&mut routing).await;
-        ensure!(left.is_empty(), "routes that stay: {left:?}");
+        ensure!(left.is_empty(), "routes that were not removed: {left:?}");
         manager.destroy().await?;
         anyhow::Ok(())
     })?;
     Ok(Box::new(device).close()?)
 }
 
-/// Two members with one node each, which may reach each other's node.
+/// Two members with one node each. Each node may reach the other.
 fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
-    let of = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
+    let network = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
     let policy = PolicySpec {
-        sources: of(other),
-        networks: of(other),
+        sources: network(other),
+        networks: network(other),
         allow: node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect(),
         ..PolicySpec::default()
     };
@@ -135,7 +136,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
             endpoint: Some(endpoint),
             candidates: Vec::new(),
             keepalive: None,
-            allowed_ips: of(other).into_iter().collect(),
+            allowed_ips: network(other).into_iter().collect(),
         }],
         policies: [("there".into(), policy)].into(),
         node,

@@ -1,8 +1,8 @@
-//! Checks whether an admission policy restricts this agent's account to the annotations of its own Node, and reports if
-//! not. RBAC cannot do that: the account may patch every Node.
+//! Checks whether an admission policy restricts this agent's ServiceAccount to the annotations of its own Node, and
+//! warns if none does. RBAC cannot do that: the account may patch every Node.
 //!
-//! The check is a dry run of a patch that no agent makes: a label on its own Node. If admission refuses it, the account
-//! is restricted. The check needs no further right and writes nothing.
+//! The check is a dry run of a patch that no agent makes: a label on its own Node. If admission refuses the patch, the
+//! account is restricted. The check needs no other permission and writes nothing.
 
 use std::time::Duration;
 
@@ -18,15 +18,14 @@ use crate::status::Dump;
 
 /// The label of the dry run; it is never written.
 const PROBE_LABEL: &str = "kilo-clustermesh.io/admission-probe";
-/// Between two checks: policies change seldom, and there may be thousands of nodes.
+/// The time between two checks. It is long because policies rarely change and there may be thousands of nodes.
 const INTERVAL: Duration = Duration::from_secs(30 * 60);
-/// After a check without a result.
+/// The time from a check without a result to the next one.
 const RETRY: Duration = Duration::from_secs(60);
-/// For one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The message says what is missing, what that means and what to do.
-const UNRESTRICTED_MESSAGE: &str = "no admission policy holds this agent's account to the annotations of its own Node, so an attacker on one \
+const UNRESTRICTED_MESSAGE: &str = "no admission policy restricts this agent's account to the annotations of its own Node, so an attacker on one \
                     node can change labels and taints of every Node: apply deploy/agent.yaml, whose ValidatingAdmissionPolicy \
                     needs Kubernetes 1.30, and run agents outside its DaemonSet with the account of docs/operations/install.md";
 
@@ -34,9 +33,9 @@ const UNRESTRICTED_MESSAGE: &str = "no admission policy holds this agent's accou
 enum Verdict {
     /// Admission refused the dry run.
     Restricted,
-    /// The patch would have been written.
+    /// Admission allowed the dry run.
     Unrestricted,
-    /// Another error, which proves nothing.
+    /// The dry run failed for another reason.
     Unknown,
 }
 
@@ -49,9 +48,9 @@ pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump
         match answer {
             Verdict::Restricted => {
                 if remark.take().is_some() {
-                    tracing::info!("an admission policy holds this agent's account to its own Node now");
+                    tracing::info!("an admission policy restricts this agent's account to its own Node now");
                 }
-                dump.set("admission", json!("held"));
+                dump.set("admission", json!("restricted"));
             }
             Verdict::Unrestricted if remark.is_none() => {
                 tracing::warn!("{UNRESTRICTED_MESSAGE}");
@@ -77,8 +76,8 @@ async fn probe(client: &Client, node: &str) -> Verdict {
     interpret(answer.map(drop))
 }
 
-/// RBAC refuses with 403, too, but with another message. A webhook of another policy engine counts as well as the
-/// project's own policy.
+/// Recognizes a refusal by admission by its message, because RBAC also refuses with 403. A webhook of another policy
+/// engine counts like the project's own ValidatingAdmissionPolicy.
 fn interpret(answer: Result<(), kube::Error>) -> Verdict {
     match answer {
         Ok(()) => Verdict::Unrestricted,
@@ -88,7 +87,7 @@ fn interpret(answer: Result<(), kube::Error>) -> Verdict {
             Verdict::Restricted
         }
         Err(error) => {
-            tracing::debug!(%error, "cannot tell whether an admission policy holds this agent's account");
+            tracing::debug!(%error, "cannot tell whether an admission policy restricts this agent's account");
             Verdict::Unknown
         }
     }
@@ -101,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn admission_refusal_differs_from_other_refusals() {
+    fn admission_refusal_is_distinguished_from_other_errors() {
         let refused = |code, message: &str| {
             Err(kube::Error::Api(Box::new(
                 Status::failure(message, "Forbidden").with_code(code),

@@ -1,4 +1,4 @@
-//! Defines the command line: flags, their validation, and the configuration of each mode. Opens and starts nothing.
+//! Defines the command line: flags, their validation, and the configuration of each mode.
 
 use std::{
     net::SocketAddr,
@@ -39,25 +39,26 @@ pub(crate) enum Command {
     /// Remove all state of this agent from the node - device, routes, rules, firewall table, control socket,
     /// annotations - and report what could not be removed. The key stays: it is the node's identity.
     Cleanup,
-    /// Report what this node lacks, and how to set it on Debian, Talos and Flatcar. Writes nothing.
+    /// Report the kernel features and settings that this node lacks, and how to set them on Debian, Talos and Flatcar.
+    /// Writes nothing.
     Preflight,
-    /// Make a new key for this node. The running agent publishes it, and switches to it when the first peer initiates a
-    /// handshake with it; until then it uses the old one.
+    /// Make a new key for this node. The running agent publishes the new key, and switches to it when the first peer
+    /// initiates a handshake with it; until then the agent uses the old key.
     RotateKey,
     /// Show the peers and problems of this node, as its agent reports them. Exit code 0: no problem; 1: problems; 2: no
     /// agent answers.
     Status(StatusArgs),
-    /// Test which of these sockets accept a TCP connection from here, and print one JSON line for each: for
-    /// `clustermeshctl verify`. Needs no privileges and no running agent.
+    /// Test which of the given addresses accept a TCP connection from here, and print one JSON line for each.
+    /// `clustermeshctl verify` uses it. Needs no privileges and no running agent.
     Probe(ProbeArgs),
-    /// Write the node's kernel settings that need a privileged container, and end: for an init container.
+    /// Write the node's kernel settings that need a privileged container, and exit. For an init container.
     Prepare(PrepareArgs),
 }
 
 /// Settings of `prepare` that are optional.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrepareArgs {
-    /// Minimum size of the conntrack table of the node and of each pod on it, gateways of sandboxes included. A larger
+    /// Minimum size of the conntrack table of the node and of each pod on it, gateway pods included. A larger
     /// table is kept; 0 = do not change it. A full table of the default size takes 80 MB. kube-proxy sets its own size
     /// when it starts: raise its --conntrack-min as well.
     #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
@@ -76,8 +77,8 @@ pub(crate) struct Flags {
     /// Implementation of WireGuard.
     #[arg(long, value_enum, default_value_t = BackendFlag::Auto, global = true)]
     backend: BackendFlag,
-    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table. gateway: this pod lets
-    /// sandboxes into the cluster.
+    /// full: this agent owns the tunnel. policy: kg owns the tunnel, and this agent only the firewall table. gateway:
+    /// sandboxes enter the cluster through this pod.
     #[arg(long, value_enum, default_value_t = ModeFlag::Full, global = true)]
     mode: ModeFlag,
     /// Name of the WireGuard device.
@@ -86,26 +87,26 @@ pub(crate) struct Flags {
     /// UDP port of the tunnel, on every address of the node.
     #[arg(long, default_value_t = 51820, value_parser = clap::value_parser!(u16).range(1..), global = true)]
     port: u16,
-    /// The range this cluster's nodes take their WireGuard addresses from, such as 172.16.1.0/24. It has to lie inside the
-    /// member's allowedNetworks.
+    /// The range from which this cluster's nodes take their WireGuard addresses, such as 172.16.1.0/24. It has to lie
+    /// inside the member's allowedNetworks.
     #[arg(long, global = true)]
     wireguard_cidr: Option<IpNet>,
     /// File with the node's private key; created on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
-    /// File with the state that was applied last, for a start while the API server does not answer. Readable only by
-    /// root. Default: wg-agent.cache next to the key.
+    /// File with the last applied state, for a start while the API server does not answer. Readable only by
+    /// root. Default: wg-agent.cache in the directory of the key file.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
-    /// A cache that the API server confirmed longer ago than this is set aside and not used: 24h, 90m. A running agent
-    /// keeps its state however long its API server is away. 0s = never start from a cache.
+    /// Maximum time since the API server confirmed the cache, such as 24h or 90m. An older cache is renamed and not used.
+    /// A running agent keeps its state, however long its API server does not answer. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = parse_duration, global = true)]
     cache_max_age: Duration,
     /// MTU of the device: auto = the path MTU to each peer minus 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
-    /// Do not use the kernel's segmentation offloads; exchange packets one by one. To find out whether an offload of
-    /// this node breaks something; only for the userspace backend.
+    /// Do not use the kernel's segmentation offloads: read and write packets one by one. Use it to find out whether an
+    /// offload of this node causes a problem. Only for the userspace backend.
     #[arg(long, global = true)]
     no_offload: bool,
     /// A network that stays on the underlay although it lies inside a mesh network. May be repeated.
@@ -114,10 +115,10 @@ pub(crate) struct Flags {
     /// Address of /metrics, /healthz, /readyz and /debug/state.
     #[arg(long, default_value = "[::]:9587", global = true)]
     listen: SocketAddr,
-    /// Metrics of each peer too, not just of each cluster: four series for each, for the first 1000 peers by name.
+    /// Export metrics for each peer and not only for each cluster: four series per peer, for the first 1000 peers by name.
     #[arg(long, global = true)]
     metrics_per_peer: bool,
-    /// How log lines are written.
+    /// Format of log lines.
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
     #[command(flatten)]
@@ -127,17 +128,17 @@ pub(crate) struct Flags {
 /// A combination of flags that is not supported. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
-    /// No node name.
+    /// The node name is missing.
     #[error("--node-name is not set: set it, or NODE_NAME from the Pod's spec.nodeName")]
     NoNodeName,
-    /// No range for WireGuard addresses.
+    /// The range for WireGuard addresses is missing.
     #[error(
         "--wireguard-cidr is not set: set it to the range this cluster's nodes take their WireGuard addresses from, for \
          example --wireguard-cidr=172.16.1.0/24; it has to lie inside this member's allowedNetworks in the ClusterMesh \
          and may overlap no other member"
     )]
     NoRange,
-    /// The range has no room.
+    /// The range contains no usable address.
     #[error("--wireguard-cidr: {0}")]
     Range(#[from] crate::identity::address::RangeError),
     /// An error in the gateway flags.
@@ -174,7 +175,7 @@ pub struct Config {
     pub bypass: Vec<IpNet>,
     /// Address of the admin endpoint.
     pub listen: SocketAddr,
-    /// Whether metrics of each peer are shown.
+    /// Whether metrics of each peer are exported.
     pub metrics_per_peer: bool,
 }
 
@@ -194,11 +195,11 @@ pub struct PolicyConfig {
 /// The checked configuration of `cleanup`.
 #[derive(Debug, Clone)]
 pub struct CleanupConfig {
-    /// `None` = annotations are left alone.
+    /// Name of this node's Node object; `None` = annotations are not removed.
     pub node_name: Option<String>,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// In policy mode the agent had only a firewall table and one annotation.
+    /// The mode of the agent whose state is removed. In policy mode the agent has only a firewall table and one annotation.
     pub mode: ModeFlag,
     /// Name of the device.
     pub interface: InterfaceName,
@@ -208,7 +209,7 @@ pub struct CleanupConfig {
     pub cache_file: PathBuf,
 }
 
-/// `--cache-file`, or its default next to the key: that directory is accessible only to root and survives restarts.
+/// `--cache-file`, or its default in the directory of the key, which is accessible only to root and survives restarts.
 fn cache_file(given: Option<PathBuf>, key_file: &Path) -> PathBuf {
     given.unwrap_or_else(|| key_file.with_file_name("wg-agent.cache"))
 }
@@ -263,7 +264,7 @@ impl Flags {
     }
 
     /// The kubeconfig, for `preflight`.
-    pub(crate) fn into_preflight(self) -> Option<PathBuf> {
+    pub(crate) fn into_kubeconfig(self) -> Option<PathBuf> {
         self.kubeconfig
     }
 
@@ -275,8 +276,8 @@ impl Flags {
         self.port
     }
 
-    /// The configuration of policy mode. Flags for what kg owns there (key, address, port, MTU, routes) are ignored, so
-    /// that one DaemonSet's arguments fit both modes.
+    /// The configuration of policy mode. Flags of full mode (key, address, port, MTU, routes) are ignored, so that the
+    /// arguments of one DaemonSet fit both modes.
     pub(crate) fn into_policy_config(self) -> Result<PolicyConfig, ArgsError> {
         let Self {
             node_name,
@@ -334,8 +335,8 @@ impl Flags {
         })
     }
 
-    /// The configuration of `cleanup`; flags that only a run reads are ignored.
-    pub(crate) fn into_cleanup(self) -> CleanupConfig {
+    /// The configuration of `cleanup`; flags that only the running agent needs are ignored.
+    pub(crate) fn into_cleanup_config(self) -> CleanupConfig {
         let Self {
             node_name,
             kubeconfig,

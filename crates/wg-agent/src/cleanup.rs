@@ -1,5 +1,5 @@
-//! Implements `wg-agent cleanup`: removes all state of the agent from a node on which no agent runs. The key stays,
-//! since it is the node's identity; so does everything that is not the agent's.
+//! Implements `wg-agent cleanup`: removes all state of the agent from a node on which no agent runs. The key stays
+//! because it is the node's identity. State of other programs stays.
 
 use std::{io, path::Path, time::SystemTime};
 
@@ -17,11 +17,11 @@ use crate::{
     lock, publish,
     reconcile::preconditions,
     route::{self, Netlink},
-    run::lines,
+    run::bullet_list,
     source::client,
 };
 
-/// Cleans up; a failure does not stop it, and all failures are returned.
+/// Removes the state. A failure does not stop it, and all failures are returned together.
 pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let CleanupConfig {
         node_name,
@@ -44,13 +44,13 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     };
     if is_kg_alive {
         tracing::warn!(
-            "kg (Kilo) serves this node: the interface, its addresses and Kilo's annotations are kg's and stay"
+            "kg (Kilo) serves this node: the interface, its addresses and Kilo's annotations belong to kg and stay"
         );
     }
     match mode {
         ModeFlag::Full => remove_tunnel(&interface, is_kg_alive, &key_file, &mut failures).await,
         ModeFlag::Policy | ModeFlag::Gateway => {
-            tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations are kg's")
+            tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations belong to kg")
         }
     }
     if let Err(error) = FirewallManager::new(Nft::default()).destroy().await {
@@ -73,17 +73,17 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     anyhow::ensure!(
         failures.is_empty(),
         "not everything could be removed:\n{}",
-        lines(&failures)
+        bullet_list(&failures)
     );
     tracing::info!("nothing of wg-agent is left on this node but its key");
     Ok(())
 }
 
-/// Removes the device, its routes and the state of a key rotation; failures are added to `failures`. `is_kg_alive`: the
-/// interface belongs to kg now, even if this agent made it.
+/// Removes the device, its routes and the state of a key rotation, and adds errors to `failures`. If `is_kg_alive`, the
+/// interface stays, because kg uses it, even if this agent created it.
 async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &Path, failures: &mut Vec<String>) {
-    // Addresses belong to the agent only on its own device. With a name that no interface has, no address is found and
-    // removed.
+    // Addresses belong to the agent only on its own device. For another device, a name that no interface has is used,
+    // so that no addresses are removed.
     let removed = if is_kg_alive {
         Ok(false)
     } else {
@@ -92,7 +92,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
     let device = match removed {
         Ok(true) => interface.clone(),
         Ok(false) => {
-            tracing::warn!(%interface, "interface is not this agent's: left alone, with its addresses");
+            tracing::warn!(%interface, "the interface does not belong to this agent: it stays, with its addresses");
             unused_interface_name()
         }
         Err(error) => {
@@ -115,7 +115,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
     if let Err(error) = initiation_listener::remove().await {
         failures.push(format!("nftables table of a key rotation: {error}"));
     }
-    let next = key::next(key_file);
+    let next = key::next_path(key_file);
     match std::fs::remove_file(&next) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => failures.push(format!("{}: {error}", next.display())),
         _ => {}
@@ -130,20 +130,20 @@ fn unused_interface_name() -> InterfaceName {
     }
 }
 
-/// A control socket on which another program listens is not the agent's: it stays, which is no failure.
+/// Treats a control socket on which another program listens as success: it stays, because it does not belong to the agent.
 fn except_in_use(removed: Result<(), DeviceError>) -> Result<(), DeviceError> {
     match removed {
         Err(DeviceError::ControlSocket { path, source }) if source.kind() == io::ErrorKind::AddrInUse => {
-            tracing::warn!(socket = %path.display(), "another program answers there: left alone");
+            tracing::warn!(socket = %path.display(), "another program listens on this control socket: it stays");
             Ok(())
         }
         removed => removed,
     }
 }
 
-/// Whether kg is alive on this Node. If the API server does not answer, annotations cannot be removed either.
+/// Whether kg is alive on this Node; `false` also if the API server does not answer.
 async fn is_kg_alive(kubeconfig: Option<&Path>, node: &str) -> bool {
-    let Ok(connection) = client::connect(kubeconfig).await else {
+    let Ok(connection) = client::build(kubeconfig).await else {
         return false;
     };
     let nodes: Api<Node> = Api::all(connection.client);
@@ -164,14 +164,14 @@ async fn is_kg_alive(kubeconfig: Option<&Path>, node: &str) -> bool {
     }
 }
 
-/// Removes this agent's annotations; with `kg`, those with Kilo's names belong to kg and stay.
-async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, kg: bool) -> Result<(), String> {
-    let connection = client::connect(kubeconfig).await.map_err(|e| e.to_string())?;
-    let mut gone = publish::identity::removal();
-    if kg {
-        gone.retain(|key, _| *key == NODE_AGENT);
+/// Removes this agent's annotations; with `keep_kilo`, those with Kilo's names belong to kg and stay.
+async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, keep_kilo: bool) -> Result<(), String> {
+    let connection = client::build(kubeconfig).await.map_err(|e| e.to_string())?;
+    let mut removal = publish::identity::removal();
+    if keep_kilo {
+        removal.retain(|key, _| *key == NODE_AGENT);
     }
-    publish::write(&connection.client, node, &gone).await
+    publish::write(&connection.client, node, &removal).await
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Reads the size, use and failure counters of the node's conntrack table, and raises its limit. All pods and all
-//! members share the table: when it is full, new connections of all of them fail.
+//! Reads the limit, the number of entries and the failure counters of the node's conntrack table, and raises its limit.
+//! All pods and all members share the table: when it is full, all new connections fail.
 
 use std::{collections::BTreeMap, fmt, fs, io};
 
@@ -15,32 +15,32 @@ const FAILURES: [&str; 3] = ["insert_failed", "drop", "early_drop"];
 /// The conntrack table of the caller's network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// Entries in it.
+    /// Number of entries.
     pub entries: u64,
     /// Maximum number of entries (`net.netfilter.nf_conntrack_max`; 0 = no limit).
     pub limit: u64,
-    /// Failures since the node started. `insert_failed`: no source port was left toward a destination, or two packets
+    /// Failures since the node started. `insert_failed`: no source port was left for a destination, or two packets
     /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry without a reply was evicted.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
-fn setting(name: &str) -> String {
+fn setting_path(name: &str) -> String {
     format!("/proc/sys/net/netfilter/nf_conntrack_{name}")
 }
 
-fn number(name: &str) -> io::Result<u64> {
-    let text = fs::read_to_string(setting(name))?;
+fn read_setting(name: &str) -> io::Result<u64> {
+    let text = fs::read_to_string(setting_path(name))?;
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Raises the limit to `least` if it is lower; returns the limit before. The hash table grows with it, since otherwise
-/// the kernel walks long chains. `None`: the limit is high enough, or conntrack is not loaded.
+/// Raises the limit to `least` if it is lower, and returns the previous limit. The hash table grows too, because long
+/// hash chains are slow. `None` = the limit is high enough, or conntrack is not loaded.
 ///
 /// # Errors
 /// The settings cannot be written: the caller is not in the node's own network namespace, or not privileged.
 pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
-    let limit = match number("max") {
-        // The program that loads conntrack later sets the size.
+    let limit = match read_setting("max") {
+        // The program that loads conntrack later sets the limit.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         limit => limit?,
     };
@@ -48,10 +48,10 @@ pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
         return Ok(None);
     }
     let buckets = least / 4;
-    if number("buckets")? < buckets {
-        fs::write(setting("buckets"), buckets.to_string())?;
+    if read_setting("buckets")? < buckets {
+        fs::write(setting_path("buckets"), buckets.to_string())?;
     }
-    fs::write(setting("max"), least.to_string())?;
+    fs::write(setting_path("max"), least.to_string())?;
     Ok(Some(limit))
 }
 
@@ -60,11 +60,11 @@ pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
 /// # Errors
 /// Conntrack is not loaded.
 pub fn read() -> io::Result<Table> {
-    // The thread's own namespace: in tests it differs from the process's.
+    // `thread-self`: in tests, threads of one process are in different network namespaces.
     let counters = fs::read_to_string("/proc/thread-self/net/stat/nf_conntrack").unwrap_or_default();
     Ok(Table {
-        entries: number("count")?,
-        limit: number("max")?,
+        entries: read_setting("count")?,
+        limit: read_setting("max")?,
         failures: failures(&counters),
     })
 }
@@ -85,14 +85,14 @@ fn failures(text: &str) -> BTreeMap<&'static str, u64> {
 }
 
 impl Table {
-    /// A warning with a remedy if the table is at least 90 % full. It does not contain the current number, so it stays
-    /// the same while the state lasts.
+    /// A warning with a remedy if the table is at least 90 % full. Its text does not contain the number of entries, so
+    /// that it does not change with every reading.
     #[must_use]
-    pub fn trouble(&self) -> Option<String> {
+    pub fn warning(&self) -> Option<String> {
         let Self { entries, limit, .. } = *self;
         (limit > 0 && entries.saturating_mul(10) >= limit.saturating_mul(9)).then(|| {
             format!(
-                "the conntrack table of this node is at least 90 % full; when it holds {limit} entries, new connections of every \
+                "the conntrack table of this node is at least 90 % full; when it has {limit} entries, new connections of every \
                  pod fail. Raise it: sysctl -w net.netfilter.nf_conntrack_max={} (kube-proxy sets it by --conntrack-max-per-core), \
                  and look for the source of the connections: conntrack -L",
                 limit.saturating_mul(2)
@@ -101,10 +101,10 @@ impl Table {
     }
 }
 
-/// The warning for the table as it is now; `None` also if conntrack is not loaded.
+/// Reads the table and returns its warning; `None` also if conntrack is not loaded.
 #[must_use]
-pub fn trouble() -> Option<String> {
-    read().ok()?.trouble()
+pub fn warning() -> Option<String> {
+    read().ok()?.warning()
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -137,8 +137,8 @@ impl Collector for ConntrackCollector {
             let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
             value.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }
-        let help = "Connections that this node's table did not take or gave up, by reason: insert_failed = no source port left toward \
-                    one destination, drop = the table is full, early_drop = made room";
+        let help = "Connections that this node could not track or whose entry it evicted, by reason: insert_failed = no source port \
+                    left for one destination, drop = the table was full, early_drop = an entry was evicted";
         let mut family = encoder.encode_descriptor("conntrack_failures", help, None, MetricType::Counter)?;
         for (reason, count) in failures {
             ConstCounter::new(count).encode(family.encode_family(&Failure { reason })?)?;
@@ -164,30 +164,29 @@ mod tests {
 
     // threat: conntrack-exhaustion
     #[test]
-    fn nearly_full_conntrack_table_is_reported_in_constant_text() {
+    fn nearly_full_conntrack_table_gives_a_constant_warning() {
         let table = |entries, limit| Table {
             entries,
             limit,
             failures: BTreeMap::new(),
         };
-        assert_eq!(table(899, 1000).trouble(), None);
-        assert_eq!(table(5, 0).trouble(), None, "no limit");
-        let message = table(900, 1000).trouble().expect("nine tenths");
+        assert_eq!(table(899, 1000).warning(), None);
+        assert_eq!(table(5, 0).warning(), None, "no limit");
+        let message = table(900, 1000).warning().expect("a warning at 90 %");
         assert!(
             message.contains("sysctl -w net.netfilter.nf_conntrack_max=2000"),
             "{message}"
         );
-        assert_eq!(table(1000, 1000).trouble(), Some(message));
+        assert_eq!(table(1000, 1000).warning(), Some(message));
     }
 
     #[test]
-    fn conntrack_table_is_among_the_metrics() {
+    fn conntrack_metrics_exist_if_conntrack_is_loaded() {
         let mut registry = prometheus_client::registry::Registry::with_prefix("wg_agent");
         registry.register_collector(Box::new(ConntrackCollector));
         let text = clustermesh_daemon::metrics::encode(&registry).unwrap();
-        let shown = |name: &str| text.lines().any(|line| line.starts_with(name));
-        // Without conntrack there are no metrics.
-        assert_eq!(shown("wg_agent_conntrack_entries "), read().is_ok(), "{text}");
-        assert_eq!(shown("wg_agent_conntrack_limit "), read().is_ok(), "{text}");
+        let is_exported = |name: &str| text.lines().any(|line| line.starts_with(name));
+        assert_eq!(is_exported("wg_agent_conntrack_entries "), read().is_ok(), "{text}");
+        assert_eq!(is_exported("wg_agent_conntrack_limit "), read().is_ok(), "{text}");
     }
 }

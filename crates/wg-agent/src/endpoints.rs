@@ -1,5 +1,5 @@
-//! Tracks each peer over time: which endpoint is tried, and what the device's counters tell about its state. The rules
-//! are in `clustermesh_agent_core::health`; the caller passes the time.
+//! Tracks each peer over time: chooses the endpoint to configure, and derives the peer's state from the device's
+//! counters. The rules are in `clustermesh_agent_core::health`. The caller passes the time.
 
 use std::{
     collections::BTreeMap,
@@ -9,50 +9,51 @@ use std::{
 
 use clustermesh_agent_core::{
     device::{ObservedPeers, PeerStats},
-    health::{SESSION, Signs, State, keepalives, state, try_next},
+    health::{PeerActivity, PeerHealth, SESSION_LIFETIME, max_keepalive_bytes, should_try_next_endpoint, state},
 };
 use clustermesh_core::key::PublicKey;
 
-/// The initiator of a session rekeys at 120 s if it sends (WireGuard paper §6.2), and retries every 5 s. A handshake
-/// older than this is overdue.
+/// A handshake is overdue if the last one is older than this. An initiator that sends data rekeys after 120 s (WireGuard
+/// paper §6.2), and retries every 5 s.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
 
 #[derive(Debug, Clone)]
 struct TrackedPeer {
     added_at: Instant,
     keepalive: Option<Duration>,
-    /// Candidate endpoints in order; empty = the peer must connect to us.
+    /// Candidate endpoints in order of preference; empty = only the peer can initiate handshakes.
     candidates: Vec<SocketAddr>,
-    /// The endpoint that is configured now, and since when.
+    /// The configured endpoint.
     current: Option<SocketAddr>,
+    /// When `current` was configured.
     current_since: Instant,
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// Our sent bytes when the peer last sent something, plus our persistent keepalives since then.
+    /// The number of sent bytes when the last packet of the peer arrived, plus the persistent keepalives sent since then.
     tx_at_last_receive: u64,
-    /// Since when our packets are unanswered.
+    /// When a poll first showed packets that the peer has not answered.
     unanswered_since: Option<Instant>,
-    /// When the peer's received bytes last grew.
+    /// When the bytes received from the peer last increased.
     last_received: Option<Instant>,
-    /// Since when we send to the peer although its handshake is overdue.
+    /// When a poll first showed that packets are sent to the peer although its handshake is overdue.
     overdue_since: Option<Instant>,
 }
 
-/// All peers.
+/// The tracked peers.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerTracker {
     peers: BTreeMap<PublicKey, TrackedPeer>,
-    /// The endpoint from which each peer last sent to this process or an earlier one. A peer that is new on the
-    /// device is tried there first.
+    /// The endpoint from which each peer last sent to this process or an earlier one. A peer that is added to the device
+    /// is tried there first.
     live: BTreeMap<PublicKey, SocketAddr>,
-    /// When peers without candidates (for example behind NAT) were removed. A Peer may be missing for a moment between
-    /// two related writes; its live endpoint is remembered as long as its session may last.
+    /// When peers without candidates (for example behind NAT) were removed. A Peer object may be missing
+    /// for a moment between two related writes, so the peer's live endpoint is remembered as long as a session may last.
     removed: BTreeMap<PublicKey, Instant>,
 }
 
 impl PeerTracker {
-    /// A tracker without peers. `live` = the endpoints that an earlier process knew.
+    /// A tracker without peers. `live` = the live endpoints that an earlier process saved.
     pub(crate) fn new(live: BTreeMap<PublicKey, SocketAddr>) -> Self {
         Self {
             live,
@@ -65,7 +66,8 @@ impl PeerTracker {
         &self.live
     }
 
-    /// Takes over the desired peers and their candidates. A peer with a live session keeps its endpoint.
+    /// Sets the desired peers, their candidates and keepalive intervals. A peer with a live session keeps its endpoint if
+    /// it roamed there or the endpoint is still a candidate.
     pub(crate) fn sync<'a>(
         &mut self,
         wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,
@@ -96,7 +98,7 @@ impl PeerTracker {
         let Self { peers, live, removed } = self;
         let without_candidates = old.into_iter().filter(|(_, tracked)| tracked.candidates.is_empty());
         removed.extend(without_candidates.map(|(key, _)| (key, now)));
-        let is_remembered = |since: &Instant| now.saturating_duration_since(*since) < SESSION;
+        let is_remembered = |since: &Instant| now.saturating_duration_since(*since) < SESSION_LIFETIME;
         removed.retain(|key, since| live.contains_key(key) && !peers.contains_key(key) && is_remembered(since));
         live.retain(|key, _| peers.contains_key(key) || removed.contains_key(key));
     }
@@ -106,15 +108,15 @@ impl PeerTracker {
         self.peers.get(key)?.current
     }
 
-    /// Where packets to each peer go now: the endpoint from which it last sent, else the configured endpoint.
+    /// The destination of outer packets to each peer: the endpoint from which it last sent, else the configured endpoint.
     pub(crate) fn outer_destinations(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
-        let at = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
+        let destination = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
         self.peers
             .iter()
-            .filter_map(move |(key, tracked)| Some((key, at(tracked)?)))
+            .filter_map(move |(key, tracked)| Some((key, destination(tracked)?)))
     }
 
-    /// Takes over an observation of the device. True = some peer must be tried at another endpoint.
+    /// Records an observation of the device. True = the configured endpoint of some peer changes.
     pub(crate) fn update(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
         let mut moved = false;
         for (key, tracked) in &mut self.peers {
@@ -123,7 +125,9 @@ impl PeerTracker {
             if let Some(at) = peer.stats.endpoint.filter(|_| tracked.is_alive()) {
                 self.live.insert(*key, at);
             }
-            if tracked.has_alternative() && try_next(&tracked.signs(now), now - tracked.current_since) {
+            if tracked.has_alternative()
+                && should_try_next_endpoint(&tracked.activity(now), now - tracked.current_since)
+            {
                 tracked.try_next_candidate(now);
                 moved = true;
             }
@@ -131,17 +135,17 @@ impl PeerTracker {
         moved
     }
 
-    /// The state of a peer; [`State::Unknown`] if it is not tracked.
-    pub(crate) fn state(&self, key: &PublicKey, now: Instant) -> State {
+    /// The state of a peer; [`PeerHealth::Unknown`] if it is not tracked.
+    pub(crate) fn state(&self, key: &PublicKey, now: Instant) -> PeerHealth {
         self.peers
             .get(key)
-            .map_or(State::Unknown, |tracked| state(&tracked.signs(now)))
+            .map_or(PeerHealth::Unknown, |tracked| state(&tracked.activity(now)))
     }
 
     /// For how long no peer has answered a rekey; `None` = some peer has answered, or no rekey was due.
     ///
-    /// Unanswered packets alone prove nothing, since keepalives are never answered. An overdue handshake with a peer
-    /// that we keep sending to proves that initiations were sent and not answered.
+    /// Unanswered packets alone prove nothing, because keepalives are never answered. But if packets are sent to a peer
+    /// whose handshake is overdue, then handshake initiations were sent and not answered.
     pub(crate) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
         let age = |tracked: &TrackedPeer| tracked.stats.handshake_age;
         let fresh = self
@@ -152,24 +156,24 @@ impl PeerTracker {
             .peers
             .values()
             .filter(|tracked| age(tracked).is_some_and(|age| age > REKEY_LIMIT));
-        let longest = overdue.filter_map(|tracked| tracked.overdue_since).min()?;
+        let earliest = overdue.filter_map(|tracked| tracked.overdue_since).min()?;
         let answered = self
             .peers
             .values()
-            .any(|tracked| tracked.last_received.is_some_and(|at| at >= longest));
-        (!fresh && !answered).then(|| now.saturating_duration_since(longest))
+            .any(|tracked| tracked.last_received.is_some_and(|at| at >= earliest));
+        (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// The device was taken over from an earlier process: peers with a live session keep their endpoint.
+    /// Called after the device was taken over from an earlier process: peers with a live session keep their endpoint.
     pub(crate) fn adopt(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
-            .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION));
+            .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME));
         self.live
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// The device is new or has a new key: nothing has come from any peer yet.
+    /// Called when the device is new or has a new private key, so that no peer has sent anything yet.
     pub(crate) fn reset(&mut self) {
         self.peers.clear();
     }
@@ -177,7 +181,7 @@ impl PeerTracker {
 
 impl TrackedPeer {
     fn is_alive(&self) -> bool {
-        self.stats.handshake_age.is_some_and(|age| age <= SESSION)
+        self.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME)
     }
 
     /// Whether there is another endpoint to try.
@@ -187,10 +191,11 @@ impl TrackedPeer {
 
     fn reselect(&mut self, now: Instant) {
         let first = self.candidates.first().copied();
-        // A peer that roamed keeps its live endpoint until it falls silent: it is better evidence than the candidates.
+        // A peer that roamed keeps its live endpoint while its session is alive: packets arrived from there, while a
+        // candidate may be unreachable.
         let roamed = self.is_alive() && self.stats.endpoint.is_some() && self.stats.endpoint != self.current;
-        let still_right = self.is_alive() && self.current.is_some_and(|at| self.candidates.contains(&at));
-        if first.is_some() && !roamed && !still_right && self.current != first {
+        let is_live_candidate = self.is_alive() && self.current.is_some_and(|at| self.candidates.contains(&at));
+        if first.is_some() && !roamed && !is_live_candidate && self.current != first {
             self.current = first;
             self.current_since = now;
         }
@@ -207,17 +212,17 @@ impl TrackedPeer {
     }
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
-        // Counters that shrink belong to a device that was opened again.
+        // Counters decrease only if the device was opened again.
         let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {
             self.tx_at_last_receive = stats.tx_bytes;
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
-            // With a keepalive interval each poll is judged alone: summed up over many polls, keepalives would exceed
-            // any limit.
+            // A peer with a keepalive interval is judged by the bytes since the last poll: the keepalives of many polls
+            // together would exceed any limit.
             let time = now.saturating_duration_since(self.polled_at);
-            if stats.tx_bytes - self.tx_at_last_receive > keepalives(self.keepalive, time) {
+            if stats.tx_bytes - self.tx_at_last_receive > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);
             } else if self.keepalive.is_some() {
                 self.tx_at_last_receive = stats.tx_bytes;
@@ -233,11 +238,11 @@ impl TrackedPeer {
         self.stats = stats.clone();
     }
 
-    fn signs(&self, now: Instant) -> Signs {
-        Signs {
+    fn activity(&self, now: Instant) -> PeerActivity {
+        PeerActivity {
             configured: now - self.added_at,
             handshake: self.stats.handshake_age,
-            reachable: self.current.is_some() || self.stats.endpoint.is_some(),
+            has_endpoint: self.current.is_some() || self.stats.endpoint.is_some(),
             keepalive: self.keepalive,
             unanswered: self
                 .unanswered_since
@@ -294,11 +299,11 @@ mod tests {
         }
         let (one, two) = (Some(at("192.0.2.1:1")), Some(at("192.0.2.2:1")));
         assert_eq!(tried, [one, one, two, two, one]);
-        assert_eq!(tracker.state(&KEY, after(32)), State::Down);
+        assert_eq!(tracker.state(&KEY, after(32)), PeerHealth::Down);
         assert!(!tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
         assert_eq!(
             (tracker.configured_endpoint(&KEY), tracker.state(&KEY, after(60))),
-            (one, State::Up)
+            (one, PeerHealth::Up)
         );
     }
 
@@ -312,27 +317,27 @@ mod tests {
         assert_eq!(
             tracker.configured_endpoint(&KEY),
             Some(at("192.0.2.1:1")),
-            "a better candidate is no reason to move"
+            "a preferred candidate does not replace a live endpoint"
         );
         sync(&mut tracker, &["192.0.2.9:1"], now);
         assert_eq!(
             tracker.configured_endpoint(&KEY),
             Some(at("192.0.2.9:1")),
-            "the node has moved"
+            "the endpoint is not a candidate"
         );
         tracker.update(&observed(Some(5), Some("203.0.113.5:777"), 2, 2), now);
         sync(&mut tracker, &["192.0.2.10:1"], now);
         assert_eq!(
             tracker.configured_endpoint(&KEY),
             Some(at("192.0.2.9:1")),
-            "it roamed: a live endpoint beats a candidate"
+            "the endpoint to which the peer roamed is kept"
         );
         tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
         sync(&mut tracker, &["192.0.2.11:1"], now);
         assert_eq!(
             tracker.configured_endpoint(&KEY),
             Some(at("192.0.2.11:1")),
-            "but not once it is silent"
+            "the session has ended"
         );
     }
 
@@ -343,15 +348,15 @@ mod tests {
         sync(&mut tracker, &[], start);
         tracker.update(&observed(Some(1), Some("203.0.113.5:777"), 1, 1), start);
         let remove_all = |tracker: &mut PeerTracker, at| tracker.sync([].into_iter(), at);
-        let last = start + SESSION - Duration::from_secs(1);
+        let last = start + SESSION_LIFETIME - Duration::from_secs(1);
         for now in [start, last] {
             remove_all(&mut tracker, now);
         }
         sync(&mut tracker, &[], last);
         assert_eq!(tracker.configured_endpoint(&KEY), Some(at("203.0.113.5:777")));
         remove_all(&mut tracker, last);
-        remove_all(&mut tracker, last + SESSION);
-        sync(&mut tracker, &[], last + SESSION);
+        remove_all(&mut tracker, last + SESSION_LIFETIME);
+        sync(&mut tracker, &[], last + SESSION_LIFETIME);
         assert_eq!(
             (tracker.configured_endpoint(&KEY), tracker.live_endpoints().len()),
             (None, 0)
@@ -387,12 +392,12 @@ mod tests {
         );
         assert!(tracker.update(&observed(None, Some("203.0.113.5:777"), 0, 1), after(20)));
         assert_eq!(tracker.configured_endpoint(&KEY), candidate);
-        assert_eq!(tracker.live_endpoints()[&KEY], live.unwrap(), "silence proves nothing");
+        assert_eq!(tracker.live_endpoints()[&KEY], live.unwrap(), "kept without an answer");
         tracker.update(&observed(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
         tracker.reset();
         sync(&mut tracker, &["192.0.2.1:1"], after(30));
         assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
-        // And a peer without candidates.
+        // The same for a peer without candidates.
         tracker.reset();
         sync(&mut tracker, &[], after(31));
         assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
@@ -419,28 +424,28 @@ mod tests {
         tracker.update(&two((100, 100, 228), (100, 100, 100)), after(100));
         assert_eq!(tracker.unanswered_for(after(120)), None, "keepalives alone");
         tracker.update(&two((140, 100, 400), (100, 100, 100)), after(140));
-        assert_eq!(tracker.unanswered_for(after(150)), None, "the other one has a session");
+        assert_eq!(tracker.unanswered_for(after(150)), None, "the other peer has a session");
         tracker.update(&two((150, 100, 600), (150, 100, 100)), after(150));
         assert_eq!(tracker.unanswered_for(after(153)), Some(Duration::from_secs(13)));
         tracker.update(&two((155, 100, 700), (155, 132, 100)), after(155));
-        assert_eq!(tracker.unanswered_for(after(156)), None, "the other one sends");
+        assert_eq!(tracker.unanswered_for(after(156)), None, "the other peer sends");
         tracker.update(&two((1, 300, 800), (160, 132, 100)), after(160));
         assert_eq!(tracker.unanswered_for(after(161)), None);
     }
 
     #[test]
-    fn peer_that_answers_no_packets_is_down() {
+    fn peer_that_does_not_answer_is_down() {
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut tracker = PeerTracker::default();
         sync(&mut tracker, &["192.0.2.1:1"], start);
         tracker.update(&observed(Some(0), None, 10, 10), after(1));
         tracker.update(&observed(Some(200), None, 10, 10), after(201));
-        assert_eq!(tracker.state(&KEY, after(201)), State::Unknown, "idle");
+        assert_eq!(tracker.state(&KEY, after(201)), PeerHealth::Unknown, "idle");
         tracker.update(&observed(Some(280), None, 10, 158), after(281));
-        assert_eq!(tracker.state(&KEY, after(300)), State::Down);
+        assert_eq!(tracker.state(&KEY, after(300)), PeerHealth::Down);
         tracker.update(&observed(Some(281), None, 11, 158), after(301));
-        assert_eq!(tracker.state(&KEY, after(330)), State::Unknown);
+        assert_eq!(tracker.state(&KEY, after(330)), PeerHealth::Unknown);
     }
 
     #[test]
@@ -452,20 +457,20 @@ mod tests {
         tracker.sync([(KEY, &at[..], Some(Duration::from_secs(25)))].into_iter(), start);
         let mut tx = 500;
         tracker.update(&observed(Some(0), None, 500, tx), after(0));
-        for look in 1..=24 {
-            tx += if look % 5 == 0 { 32 } else { 0 };
-            tracker.update(&observed(Some(look * 5), None, 500, tx), after(look * 5));
-            assert_eq!(tracker.state(&KEY, after(look * 5)), State::Up);
+        for poll in 1..=24 {
+            tx += if poll % 5 == 0 { 32 } else { 0 };
+            tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));
+            assert_eq!(tracker.state(&KEY, after(poll * 5)), PeerHealth::Up);
         }
         // The keepalive triggers a rekey, and the initiation is not answered.
-        for look in 25..=34 {
+        for poll in 25..=34 {
             tx += 148;
-            tracker.update(&observed(Some(look * 5), None, 500, tx), after(look * 5));
-            assert_eq!(tracker.state(&KEY, after(look * 5)), State::Up, "{}", look * 5);
+            tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));
+            assert_eq!(tracker.state(&KEY, after(poll * 5)), PeerHealth::Up, "{}", poll * 5);
         }
-        assert_eq!(tracker.state(&KEY, after(171)), State::Down);
+        assert_eq!(tracker.state(&KEY, after(171)), PeerHealth::Down);
         tracker.update(&observed(Some(1), None, 600, tx + 148), after(175));
-        assert_eq!(tracker.state(&KEY, after(175)), State::Up);
+        assert_eq!(tracker.state(&KEY, after(175)), PeerHealth::Up);
     }
 
     #[test]
@@ -478,10 +483,10 @@ mod tests {
         // The receiver of the last data packet sends a passive keepalive after 10 s, which is never answered.
         tracker.update(&observed(Some(10), None, 500, 532), after(11));
         tracker.update(&observed(Some(300), None, 500, 532), after(301));
-        assert_eq!(tracker.state(&KEY, after(301)), State::Unknown);
+        assert_eq!(tracker.state(&KEY, after(301)), PeerHealth::Unknown);
         // An unanswered data packet counts.
         tracker.update(&observed(Some(310), None, 500, 532 + 128), after(311));
         tracker.update(&observed(Some(330), None, 500, 532 + 128 + 148), after(331));
-        assert_eq!(tracker.state(&KEY, after(331)), State::Down);
+        assert_eq!(tracker.state(&KEY, after(331)), PeerHealth::Down);
     }
 }

@@ -10,9 +10,9 @@ use crate::{firewall, route, source::resolv};
 /// What may have changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The agent's routing, or the node's own.
+    /// The agent's routes and rules, or the node's own network.
     Routing(route::RoutingEvent),
-    /// Some nftables table; the kernel does not say which.
+    /// Any nftables table, not only the agent's table.
     Tables,
     /// The name servers in the resolver file.
     Resolvers,
@@ -31,7 +31,7 @@ impl Event {
     }
 }
 
-/// Subscriptions in the network namespace in which they were opened.
+/// Subscriptions to events of the network namespace in which they were opened.
 pub(crate) struct KernelEvents {
     interface: InterfaceName,
     routes: Option<route::Watch>,
@@ -40,7 +40,7 @@ pub(crate) struct KernelEvents {
 }
 
 impl KernelEvents {
-    /// Opens each subscription; one that fails is logged and left out. Must be called inside a tokio runtime.
+    /// Opens all subscriptions. A failed subscription is logged and left out. Must be called inside a tokio runtime.
     pub(crate) fn open(interface: &InterfaceName, resolvers: PathBuf) -> Self {
         let log = |error: &dyn std::fmt::Display| {
             tracing::warn!(%error, "cannot subscribe to changes of this node; polling it instead");

@@ -1,5 +1,5 @@
-//! The node agent: keeps one node's WireGuard device, routes and firewall table as the cluster's Peers and PeerPolicies
-//! describe.
+//! The node agent: reconciles one node's WireGuard device, routes and firewall table with the cluster's Peers and
+//! PeerPolicies.
 //!
 //! One loop: sources -> compile -> diff -> apply -> publish. The pure part (compile, diff) is `clustermesh_agent_core`.
 //! This crate talks to the API server, the kernel and the disk.
@@ -55,12 +55,12 @@ pub fn main() -> ExitCode {
         .and_then(|runtime| {
             runtime.block_on(async {
                 match command {
-                    Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
+                    Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup_config()).await,
                     Some(args::Command::Prepare(_)) if flags.mode() == args::ModeFlag::Gateway => {
                         prepare::prepare_pod().await
                     }
                     Some(args::Command::Prepare(args)) => prepare::run(flags.port(), args.conntrack_min).await,
-                    Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
+                    Some(args::Command::Preflight) => preflight::run(flags.into_kubeconfig().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
                     // Handled above, before the log starts: these commands print only their own output.
                     Some(args::Command::Status(_) | args::Command::Probe(_)) => Ok(()),
@@ -81,13 +81,13 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Makes the next key of this node. The running agent, or the next one, publishes it and later switches to it.
+/// Creates the next key of this node. The running agent, or the next one to start, publishes it and later switches to it.
 fn rotate_key(path: &std::path::Path) -> anyhow::Result<()> {
     let next = identity::key::create_next(path)?;
     tracing::info!(
         public = %next.public(),
-        "a new key waits in {}: wg-agent publishes it within 5 s and uses it when the first peer initiates a handshake with it",
-        identity::key::next(path).display()
+        "new key created in {}: wg-agent publishes it within 5 s and uses it when the first peer initiates a handshake with it",
+        identity::key::next_path(path).display()
     );
     Ok(())
 }

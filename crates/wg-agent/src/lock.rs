@@ -1,9 +1,9 @@
-//! Takes the lock that allows one agent in each network namespace. A second agent is refused before it changes
+//! Takes the lock that allows only one agent in each network namespace. A second agent fails before it changes
 //! anything. The lock protects the routing tables, the firewall table and the device, which belong to the namespace, so
 //! the file's name contains the namespace's inode.
 //!
-//! Only root can open the file, so no other process can keep the agent out. It lies in the directory of the userspace
-//! devices' control sockets: the DaemonSet mounts that directory from the node, so agents in different pods see the
+//! Only root can open the file, so no unprivileged process can block the agent. The file is in the directory of the
+//! userspace devices' control sockets: the DaemonSet mounts that directory from the node, so agents in different pods see the
 //! same file. Next to it is the socket of `wg-agent status` (`status/socket.rs`).
 
 use std::{
@@ -41,20 +41,20 @@ pub enum LockError {
         /// Process id in the lock file.
         holder: String,
     },
-    /// Users other than root could replace the file.
-    #[error("the directory of the agent's lock, {}, can be written by others than root: chown root and chmod go-w", .0.display())]
+    /// Users other than root can write to the directory and so replace the file.
+    #[error("users other than root can write to {}, the directory of the agent's lock: run chown root and chmod go-w on it", .0.display())]
     Writable(PathBuf),
     /// A system call failed.
     #[error("cannot take the agent's lock {what}: {source}")]
     Io {
-        /// What was accessed.
+        /// The path, after a preposition if needed.
         what: String,
         /// The error.
         source: io::Error,
     },
 }
 
-fn failed(what: impl ToString) -> impl FnOnce(io::Error) -> LockError {
+fn io_error(what: impl ToString) -> impl FnOnce(io::Error) -> LockError {
     let what = what.to_string();
     move |source| LockError::Io { what, source }
 }
@@ -76,17 +76,17 @@ fn status_socket_in(directory: &Path, namespace: u64) -> PathBuf {
 
 /// The inode of this process's network namespace.
 fn namespace() -> Result<u64, LockError> {
-    let namespace = fs::metadata("/proc/self/ns/net").map_err(failed("of /proc/self/ns/net"))?;
+    let namespace = fs::metadata("/proc/self/ns/net").map_err(io_error("of /proc/self/ns/net"))?;
     Ok(namespace.ino())
 }
 
-/// Sets mode 0700 on an empty directory that others may write, such as a pod's emptyDir volume. If there is a file in
-/// it, or one appears meanwhile, the mode is left (or set back), and taking the lock fails.
-fn close_if_empty(directory: &Path) -> io::Result<()> {
+/// Sets mode 0700 on an empty directory that others may write, such as a pod's emptyDir volume. If the directory has a
+/// file, or gets one meanwhile, its mode stays (or is restored), and taking the lock fails.
+fn restrict_if_empty(directory: &Path) -> io::Result<()> {
     let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());
     let meta = fs::metadata(directory)?;
-    let (mode, own) = (meta.mode(), meta.uid() == nix::unistd::geteuid().as_raw());
-    if mode & 0o022 == 0 || !own || !empty()? {
+    let (mode, is_own) = (meta.mode(), meta.uid() == nix::unistd::geteuid().as_raw());
+    if mode & 0o022 == 0 || !is_own || !empty()? {
         return Ok(());
     }
     fs::set_permissions(directory, Permissions::from_mode(0o700))?;
@@ -97,8 +97,8 @@ fn close_if_empty(directory: &Path) -> io::Result<()> {
 }
 
 impl Lock {
-    /// Binds the socket of `wg-agent status`. It may replace the file that a killed agent left, since this process
-    /// holds the lock.
+    /// Binds the socket of `wg-agent status`. Replaces the socket file of a killed agent; this is safe, because this
+    /// process holds the lock.
     pub(crate) fn status_listener(&self) -> io::Result<tokio::net::UnixListener> {
         match fs::remove_file(&self.status) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -110,25 +110,25 @@ impl Lock {
     }
 
     fn take(directory: &Path, namespace: u64) -> Result<Self, LockError> {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
-        made.map_err(failed(format!(
-            "in {} (a pod mounts it from its node, as deploy/agent.yaml says)",
+        let created = DirBuilder::new().recursive(true).mode(0o700).create(directory);
+        created.map_err(io_error(format!(
+            "in {} (a pod must mount it from its node, as in deploy/agent.yaml)",
             directory.display()
         )))?;
-        close_if_empty(directory).map_err(failed(directory.display()))?;
-        let meta = fs::metadata(directory).map_err(failed(directory.display()))?;
+        restrict_if_empty(directory).map_err(io_error(directory.display()))?;
+        let meta = fs::metadata(directory).map_err(io_error(directory.display()))?;
         if meta.uid() != nix::unistd::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
             return Err(LockError::Writable(directory.to_owned()));
         }
         let path = directory.join(format!("wg-agent-{namespace}.lock"));
-        let failed = || failed(path.display());
-        let no_link = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or_default();
+        let failed = || io_error(path.display());
+        let no_follow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or_default();
         loop {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false);
             let mut file = options
                 .mode(0o600)
-                .custom_flags(no_link)
+                .custom_flags(no_follow)
                 .open(&path)
                 .map_err(failed())?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -141,13 +141,13 @@ impl Lock {
                 }
                 Err(error) => return Err(failed()(error.into())),
             }
-            // The process that held the lock before may have removed the file since it was opened here.
+            // The previous holder of the lock may have removed the file since it was opened here.
             let own = file.metadata().map_err(failed())?;
             let current = fs::metadata(&path);
             if !current.is_ok_and(|current| (current.dev(), current.ino()) == (own.dev(), own.ino())) {
                 continue;
             }
-            // The process id is for people; it overwrites that of a killed process.
+            // Only the error message of a second agent uses the process id. It replaces the id that a killed agent left.
             let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
             written.map_err(failed())?;
             return Ok(Self {
@@ -195,12 +195,12 @@ mod tests {
     #[test]
     fn writable_lock_directory_is_refused_unless_empty() {
         let directory = tempfile::tempdir().unwrap();
-        let open = || fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
+        let make_writable = || fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
         let mode = || fs::metadata(directory.path()).unwrap().permissions().mode() & 0o777;
-        open();
+        make_writable();
         drop(Lock::take(directory.path(), 7).unwrap());
         assert_eq!(mode(), 0o700);
-        open();
+        make_writable();
         fs::write(directory.path().join("planted"), "").unwrap();
         let error = Lock::take(directory.path(), 7).unwrap_err();
         assert!(matches!(error, LockError::Writable(_)), "{error}");
@@ -213,7 +213,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let lock = Lock::take(directory.path(), 7).unwrap();
         let path = status_socket_in(directory.path(), 7);
-        // Left as a killed agent leaves it.
+        // A killed agent leaves its socket file behind.
         drop(UnixListener::bind(&path).unwrap());
         let _listener = lock.status_listener().unwrap();
         let mode = fs::metadata(&path).unwrap().permissions().mode();

@@ -1,9 +1,9 @@
 //! The agent's metrics (prefix `wg_agent_`). They are aggregated by source cluster, so that their number stays small;
-//! `--metrics-per-peer` adds those of each peer (`peers`).
+//! `--metrics-per-peer` adds metrics of each peer (module `peers`).
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use clustermesh_agent_core::health::State;
+use clustermesh_agent_core::health::PeerHealth;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -14,21 +14,21 @@ use crate::{conntrack, status::view::DeviceView};
 
 mod peers;
 
-/// The label of a metric by reason.
+/// The label of a metric that has one value for each reason.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Reason {
     /// Such as `OwnPodCIDR`.
     pub reason: String,
 }
 
-/// The label of a metric by part of the agent.
+/// The label of a metric that has one value for each part of the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Part {
     /// Such as `firewall`.
     pub part: &'static str,
 }
 
-/// The labels of a metric by source cluster and state.
+/// The labels of a metric that has one value for each source cluster and state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ClusterState {
     /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
@@ -37,7 +37,7 @@ pub struct ClusterState {
     pub state: &'static str,
 }
 
-/// The label of a metric by source cluster.
+/// The label of a metric that has one value for each source cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Cluster {
     /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
@@ -58,7 +58,7 @@ struct DeviceInfo {
 pub struct Metrics {
     device: Family<DeviceInfo, Gauge>,
     mtu: Gauge,
-    oldest: Family<Cluster, Gauge>,
+    oldest_handshake: Family<Cluster, Gauge>,
     per_peer: Option<peers::Peers>,
     peers: Family<ClusterState, Gauge>,
     received: Family<Cluster, Counter>,
@@ -70,13 +70,13 @@ pub struct Metrics {
     repairs: Family<Part, Counter>,
     cached_kinds: Gauge,
     bypassed: Gauge,
-    last: Arc<std::sync::Mutex<LastCounts>>,
+    last_counters: Arc<std::sync::Mutex<LastCounters>>,
 }
 
-/// The device's counts at the last update. Metrics grow by the difference, because the counts of a removed peer
-/// disappear.
+/// The device's counters at the last update. The metrics are increased by the differences, because the counters of a
+/// removed peer disappear.
 #[derive(Debug, Default)]
-struct LastCounts {
+struct LastCounters {
     peers: BTreeMap<String, (u64, u64)>,
     drops: BTreeMap<String, u64>,
 }
@@ -91,7 +91,7 @@ pub struct PeerSample {
     /// Its source cluster.
     pub cluster: String,
     /// Its state.
-    pub state: State,
+    pub state: PeerHealth,
     /// Time since its last handshake; `None` = never.
     pub handshake_age: Option<Duration>,
     /// Bytes received since the peer was added to the device.
@@ -110,7 +110,7 @@ impl Metrics {
         let Self {
             device,
             mtu,
-            oldest,
+            oldest_handshake,
             per_peer,
             peers,
             received,
@@ -122,15 +122,15 @@ impl Metrics {
             repairs,
             cached_kinds,
             bypassed,
-            last: _,
+            last_counters: _,
         } = metrics.clone();
         registry.register("device", "The WireGuard device, by its labels", device);
-        registry.register("device_mtu_bytes", "MTU of the device, bytes of inner packet", mtu);
+        registry.register("device_mtu_bytes", "MTU of the device: bytes of an inner packet", mtu);
         registry.register(
             "oldest_handshake_seconds",
-            "Age of the oldest last handshake among a cluster's peers that are up; a session is renewed after 120 s when it is \
-             used, and dead after 180",
-            oldest,
+            "Age of the oldest last handshake among a cluster's peers that are up; a session in use is renewed after \
+             120 s, and every session expires after 180 s",
+            oldest_handshake,
         );
         registry.register_collector(Box::new(conntrack::ConntrackCollector));
         if let Some(per_peer) = per_peer {
@@ -138,7 +138,7 @@ impl Metrics {
         }
         registry.register(
             "datapath_bypassed",
-            "1 if packets bypass netfilter (Cilium with host routing in BPF), or kube-proxy translates by IPVS",
+            "1 if packets bypass netfilter (Cilium with host routing in BPF), or kube-proxy translates addresses with IPVS",
             bypassed,
         );
         registry.register("peers", "Peers on the device, by source cluster and state", peers);
@@ -163,7 +163,7 @@ impl Metrics {
         registry.register("errors", "Errors, which are retried, by part", errors);
         registry.register(
             "remembered_kinds",
-            "Kinds of objects known only from the cache: the API server has not answered since the agent started",
+            "Kinds of objects known only from the cache: the API server has not listed them since the agent started",
             cached_kinds,
         );
         metrics
@@ -184,7 +184,7 @@ impl Metrics {
         self.errors.get_or_create(&Part { part }).inc();
     }
 
-    /// Sets whether packets bypass netfilter.
+    /// Sets whether packets bypass the firewall table.
     pub fn set_bypassed(&self, is_bypassed: bool) {
         self.bypassed.set(i64::from(is_bypassed));
     }
@@ -206,16 +206,19 @@ impl Metrics {
 
     /// Updates the metrics from the device's counters.
     pub fn set_peers(&self, peers: Vec<PeerSample>, drops: &BTreeMap<String, u64>) {
-        let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut last = self
+            .last_counters
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut states: BTreeMap<(&str, &'static str), i64> = BTreeMap::new();
         let mut now = BTreeMap::new();
         let mut oldest: BTreeMap<&str, Duration> = BTreeMap::new();
         for peer in &peers {
-            if let Some(age) = peer.handshake_age.filter(|_| peer.state == State::Up) {
+            if let Some(age) = peer.handshake_age.filter(|_| peer.state == PeerHealth::Up) {
                 let oldest = oldest.entry(&peer.cluster).or_default();
                 *oldest = age.max(*oldest);
             }
-            for state in [State::Up, State::Down, State::Unknown] {
+            for state in [PeerHealth::Up, PeerHealth::Down, PeerHealth::Unknown] {
                 let count = states.entry((&peer.cluster, state.as_str())).or_default();
                 *count += i64::from(state == peer.state);
             }
@@ -236,10 +239,10 @@ impl Metrics {
                 })
                 .set(count);
         }
-        self.oldest.clear();
+        self.oldest_handshake.clear();
         for (cluster, age) in oldest {
             let cluster = cluster.to_owned();
-            self.oldest
+            self.oldest_handshake
                 .get_or_create(&Cluster { cluster })
                 .set(i64::try_from(age.as_secs()).unwrap_or(i64::MAX));
         }
@@ -267,7 +270,7 @@ impl Metrics {
     }
 }
 
-/// The increase of a counter; one that shrank was reset.
+/// The increase of a counter. A counter that became smaller was reset.
 const fn increase(before: u64, now: u64) -> u64 {
     if now >= before { now - before } else { now }
 }
@@ -276,7 +279,7 @@ const fn increase(before: u64, now: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn peer(key: &str, cluster: &str, state: State, rx: u64, tx: u64) -> PeerSample {
+    fn peer(key: &str, cluster: &str, state: PeerHealth, rx: u64, tx: u64) -> PeerSample {
         PeerSample {
             key: key.into(),
             name: format!("prod--{cluster}--{key}"),
@@ -302,16 +305,16 @@ mod tests {
         let metrics = Metrics::register(&mut registry, false);
         metrics.set_peers(
             vec![
-                peer("a", "mgmt", State::Up, 100, 10),
-                peer("b", "mgmt", State::Down, 5, 5),
+                peer("a", "mgmt", PeerHealth::Up, 100, 10),
+                peer("b", "mgmt", PeerHealth::Down, 5, 5),
             ],
             &[("source".to_owned(), 3)].into(),
         );
         metrics.set_peers(
             vec![
-                peer("a", "mgmt", State::Unknown, 30, 11),
-                peer("c", "mgmt", State::Up, 7, 0),
-                peer("d", "mgmt", State::Up, 6, 0),
+                peer("a", "mgmt", PeerHealth::Unknown, 30, 11),
+                peer("c", "mgmt", PeerHealth::Up, 7, 0),
+                peer("d", "mgmt", PeerHealth::Up, 6, 0),
             ],
             &[("source".to_owned(), 4)].into(),
         );
@@ -343,13 +346,13 @@ mod tests {
         let metrics = Metrics::register(&mut registry, true);
         let never = PeerSample {
             handshake_age: None,
-            ..peer("b", "mgmt", State::Down, 0, 148)
+            ..peer("b", "mgmt", PeerHealth::Down, 0, 148)
         };
-        metrics.set_peers(vec![peer("a", "mgmt", State::Up, 3, 4), never], &BTreeMap::new());
+        metrics.set_peers(vec![peer("a", "mgmt", PeerHealth::Up, 3, 4), never], &BTreeMap::new());
         let found = lines(&registry);
-        let of_peers: Vec<&str> = found.iter().filter(|l| l.contains("prod--")).map(|l| &**l).collect();
+        let peer_lines: Vec<&str> = found.iter().filter(|l| l.contains("prod--")).map(|l| &**l).collect();
         assert_eq!(
-            of_peers,
+            peer_lines,
             [
                 "wg_agent_peer_state{cluster=\"mgmt\",peer=\"prod--mgmt--a\",state=\"up\"} 1",
                 "wg_agent_peer_state{cluster=\"mgmt\",peer=\"prod--mgmt--b\",state=\"down\"} 1",
@@ -360,7 +363,7 @@ mod tests {
                 "wg_agent_peer_sent_bytes_total{cluster=\"mgmt\",peer=\"prod--mgmt--b\"} 148",
             ]
         );
-        let many = (0..1007).map(|n| peer(&format!("{n:04}"), "mgmt", State::Up, 0, 0));
+        let many = (0..1007).map(|n| peer(&format!("{n:04}"), "mgmt", PeerHealth::Up, 0, 0));
         metrics.set_peers(many.rev().collect(), &BTreeMap::new());
         let found = lines(&registry);
         let states = found.iter().filter(|l| l.starts_with("wg_agent_peer_state"));

@@ -27,7 +27,7 @@ use crate::{
     lock, preflight,
     publish::DesiredAnnotations,
     reconcile::preconditions::{check_first_lists, find_own_node, kg_age_if_alive},
-    run::lines,
+    run::bullet_list,
     runtime::{NodeChannels, RuntimeBuilder},
     source::{
         datapath::DatapathProblem,
@@ -37,9 +37,9 @@ use crate::{
     status::{PassReporter, Trouble, view::NodeView},
 };
 
-/// Between two passes without any event: a safety net.
+/// Time between two passes without any event; a safety net for lost events.
 const RESYNC: Duration = Duration::from_secs(30);
-/// Changes of objects within this time are handled in one pass.
+/// Object changes within this time are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
 /// Notifications of nftables within this time are handled in one pass. kube-proxy and kg write often, and the agent's
 /// own writes cause notifications, too.
@@ -49,15 +49,15 @@ const RETRY: Duration = Duration::from_secs(2);
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
 
-/// Runs until a signal. The table stays, so what it denies stays denied while no agent runs.
+/// Runs until a signal arrives. The firewall table stays, so policies are enforced while no agent runs.
 pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let lock = lock::take()?;
-    // With the kernel's backend the check does not ask for a TUN device, which this mode does not need.
+    // With this backend the check does not require a TUN device, which policy mode does not need.
     let missing = preflight::check(device::Backend::Kernel);
     anyhow::ensure!(
         missing.is_empty(),
         "this node is not ready for wg-agent:\n{}",
-        lines(&missing)
+        bullet_list(&missing)
     );
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -105,8 +105,8 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
         )
         .ok();
     while !stop.is_cancelled() {
-        let is_done = mode.pass(&store.snapshot()).await;
-        let again = Instant::now() + if is_done { RESYNC } else { RETRY };
+        let is_complete = mode.pass(&store.snapshot()).await;
+        let next_pass = Instant::now() + if is_complete { RESYNC } else { RETRY };
         heartbeat.beat();
         let table_event = async {
             match &mut tables {
@@ -117,7 +117,7 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
         let settle = tokio::select! {
             () = stop.cancelled() => Duration::ZERO,
             () = store.changed() => SETTLE,
-            () = tokio::time::sleep_until(again.into()) => Duration::ZERO,
+            () = tokio::time::sleep_until(next_pass.into()) => Duration::ZERO,
             is_open = table_event => {
                 if !is_open {
                     tables = firewall::Watch::open().ok();
@@ -132,14 +132,14 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
     }
 }
 
-/// Keeps the firewall table of one node as the PeerPolicies describe.
+/// Reconciles the firewall table of one node with the PeerPolicies.
 struct PolicyMode<F> {
     config: PolicyConfig,
-    /// The API server's address in this process's configuration; `None` = configured by name.
+    /// The API server's address in this process's configuration; `None` = the configuration has a host name.
     server: Option<SocketAddr>,
     firewall: FirewallManager<F>,
     publish: watch::Sender<DesiredAnnotations>,
-    /// What makes packets bypass the firewall table, if anything.
+    /// Why packets may bypass the firewall table; `None` = no reason is known.
     datapath_problem: watch::Receiver<Option<DatapathProblem>>,
     report: PassReporter,
     /// Networks that belonged to a mesh at any time since this process started.
@@ -147,25 +147,25 @@ struct PolicyMode<F> {
 }
 
 impl<F: Backend> PolicyMode<F> {
-    /// Runs one reconcile pass. False = it failed in part; try again soon.
+    /// Runs one reconcile pass. Returns whether it was complete; a failed pass should be repeated soon.
     async fn pass(&mut self, snapshot: &ClusterSnapshot) -> bool {
         let mut troubles = Vec::new();
-        if let Err(trouble) = self.steps(snapshot, &mut troubles).await {
+        if let Err(trouble) = self.run_steps(snapshot, &mut troubles).await {
             troubles.push(trouble);
         }
         self.report.set_troubles(troubles)
     }
 
-    async fn steps(&mut self, snapshot: &ClusterSnapshot, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+    async fn run_steps(&mut self, snapshot: &ClusterSnapshot, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
         check_first_lists(snapshot)?;
         let datapath_problem = self.datapath_problem.borrow().clone();
         troubles.extend(datapath_problem.map(|message| Trouble::harmless("datapath", message)));
-        troubles.extend(crate::conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
+        troubles.extend(crate::conntrack::warning().map(|message| Trouble::harmless("conntrack", message)));
         let own = find_own_node(snapshot, &self.config.node_name)?;
         let inputs = inputs(snapshot, &own, &self.config, self.server);
-        let private_ranges = private_ranges(snapshot);
+        let other_allowed_ips = other_allowed_ips(snapshot);
         self.mesh_networks
-            .retain(|net| !private_ranges.iter().any(|other| overlap(net, other)));
+            .retain(|net| !other_allowed_ips.iter().any(|other| overlap(net, other)));
         let compiled = compile_policy_mode(&inputs, &self.mesh_networks);
         self.mesh_networks.extend(&compiled.meshed);
 
@@ -194,7 +194,8 @@ impl<F: Backend> PolicyMode<F> {
         Ok(())
     }
 
-    /// A trouble if the tunnel's interface does not exist. The rules name the interface and match once it exists.
+    /// Returns a trouble if the tunnel's interface does not exist. The rules match the interface by name, so they take
+    /// effect as soon as it exists.
     fn missing_tunnel(&self, own: &ParsedNode) -> Option<Trouble> {
         let interface = &self.config.interface;
         let exists = nix::net::if_::if_nametoindex(interface.as_str()).is_ok();
@@ -206,8 +207,8 @@ impl<F: Backend> PolicyMode<F> {
             None => "and no kg has checked in for this node".to_owned(),
         };
         let message = format!(
-            "there is no interface {interface}, {kg}: nothing is enforced, since every rule names it. Name kg's interface with \
-             --interface, start kg, or run wg-agent with --mode=full"
+            "there is no interface {interface}, {kg}: no policy is enforced, since every rule matches that name. Set \
+             --interface to kg's interface, start kg, or run wg-agent with --mode=full"
         );
         Some(Trouble::new("kg", message))
     }
@@ -239,9 +240,9 @@ impl<F: Backend> PolicyMode<F> {
     }
 }
 
-/// Allowed IPs of Peers that no mesh wrote. A network that a person gives to such a Peer no longer belongs to a mesh.
-fn private_ranges(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
-    let others = snapshot.peers.objects().filter(|(_, seen)| !is_of_mesh(seen));
+/// Allowed IPs of Peers that no controller wrote. A network that a person adds to such a Peer is not a mesh network.
+fn other_allowed_ips(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
+    let others = snapshot.peers.objects().filter(|(_, seen)| !is_mesh_peer(seen));
     others
         .filter_map(|(_, seen)| seen.spec.as_ref().ok())
         .flat_map(|spec| &spec.allowed_ips)
@@ -249,19 +250,19 @@ fn private_ranges(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
         .collect()
 }
 
-/// Whether a ClusterMesh wrote the Peer. Others, such as those that kgctl makes for a laptop, are left to kg.
-fn is_of_mesh(seen: &ParsedPeer) -> bool {
+/// Whether a controller wrote the Peer. Other Peers, such as a laptop's Peer from kgctl, are left to kg.
+fn is_mesh_peer(seen: &ParsedPeer) -> bool {
     !seen.cluster.is_empty()
 }
 
-/// The compiler's inputs. Fields that only matter to the owner of the tunnel stay empty.
+/// Builds the compiler's inputs. Fields that only matter to the owner of the tunnel stay empty.
 fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != config.node_name);
     let nodes = snapshot
         .nodes
         .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    let peers = snapshot.peers.objects().filter(|(_, seen)| is_of_mesh(seen));
+    let peers = snapshot.peers.objects().filter(|(_, seen)| is_mesh_peer(seen));
     Inputs {
         node: Node {
             name: config.node_name.clone(),

@@ -9,33 +9,33 @@ use std::{
 
 mod host;
 
-pub use host::Host;
+pub use host::HostSetup;
 
 use crate::{
     conntrack,
     device::Backend,
     prepare,
     route::sysctl,
-    run::lines,
+    run::bullet_list,
     source::{client, datapath},
 };
 
 /// A missing requirement.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Missing {
-    /// No TUN.
+    /// The TUN device cannot be opened.
     #[error(
         "/dev/net/tun cannot be opened ({0}): mount it into the container (hostPath, type CharDevice); on the host: modprobe \
          tun"
     )]
     Tun(String),
-    /// No permission to configure the network.
+    /// The process may not configure the network.
     #[error(
         "the capability NET_ADMIN is missing: add it to the container's securityContext.capabilities, or run as root on the \
          node"
     )]
     NetAdmin,
-    /// No nft.
+    /// The program nft cannot be run.
     #[error("the program nft cannot be run ({0}): install nftables 1.0 or newer on the node or in the image")]
     Nft(String),
 }
@@ -43,7 +43,8 @@ pub enum Missing {
 /// CAP_NET_ADMIN (capability.h).
 const NET_ADMIN: u32 = 12;
 
-/// All missing requirements. Whether the kernel has WireGuard shows when the device is opened.
+/// Returns all missing requirements. It does not check whether the kernel has WireGuard,
+/// because opening the device shows that.
 #[must_use]
 pub fn check(backend: Backend) -> Vec<Missing> {
     let tun = OpenOptions::new()
@@ -52,7 +53,7 @@ pub fn check(backend: Backend) -> Vec<Missing> {
         .open(Path::new("/dev/net/tun"));
     let tun = tun.err().filter(|_| backend == Backend::Userspace);
     let tun = tun.map(|error| Missing::Tun(error.to_string()));
-    let admin = fs::read_to_string("/proc/self/status").is_ok_and(|status| effective(&status, NET_ADMIN));
+    let admin = fs::read_to_string("/proc/self/status").is_ok_and(|status| has_capability(&status, NET_ADMIN));
     let admin = (!admin).then_some(Missing::NetAdmin);
     let nft = Command::new("nft").arg("--version").stdin(Stdio::null()).output();
     let nft = match nft {
@@ -63,11 +64,11 @@ pub fn check(backend: Backend) -> Vec<Missing> {
     [tun, admin, nft].into_iter().flatten().collect()
 }
 
-/// The kernel modules and settings that the host must set.
+/// The kernel modules to load and the settings to write on the host.
 #[must_use]
-pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
+pub fn host_setup(missing: &[Missing], settings: &[sysctl::Missing]) -> HostSetup {
     let tun = missing.iter().any(|missing| matches!(missing, Missing::Tun(_)));
-    Host {
+    HostSetup {
         modules: if tun { vec!["tun"] } else { Vec::new() },
         sysctls: (settings.iter())
             .map(|missing| (missing.sysctl.name.to_string(), missing.sysctl.value))
@@ -75,8 +76,8 @@ pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
     }
 }
 
-/// Implements `wg-agent preflight`: prints what this node lacks and how to set it; writes nothing. Fails if the agent
-/// would not start or not work.
+/// Implements `wg-agent preflight`: prints the missing requirements and how to meet them; changes nothing. Fails if the
+/// agent would not start or would not work.
 pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
@@ -85,16 +86,16 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let missing = check(if kernel { Backend::Kernel } else { Backend::Userspace });
     if !kernel {
         println!(
-            "The kernel's WireGuard is not loaded. --backend=auto tries to load it and falls back to userspace; a node \
-             that must use it needs the module wireguard.\n"
+            "The kernel module wireguard is not loaded. --backend=auto tries to load it and falls back to userspace; \
+             --backend=kernel needs it.\n"
         );
     }
-    if let Some(warning) = conntrack::trouble() {
+    if let Some(warning) = conntrack::warning() {
         println!("Warning: {warning}.\n");
     }
     let client = async || {
-        let connected = client::connect(kubeconfig).await;
-        connected
+        let built = client::build(kubeconfig).await;
+        built
             .map(|connection| connection.client)
             .map_err(|error| error.to_string())
     };
@@ -103,16 +104,16 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
         println!("Nothing is missing on this node.");
         return Ok(());
     }
-    println!("{}", host(&missing, &settings).everywhere());
+    println!("{}", host_setup(&missing, &settings).for_all_systems());
     let all: Vec<String> = (missing.iter().map(ToString::to_string))
         .chain(settings.iter().map(ToString::to_string))
         .chain(datapath)
         .collect();
-    anyhow::bail!("this node is not ready for wg-agent:\n{}", lines(&all))
+    anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&all))
 }
 
 /// Whether a capability is effective (proc_pid_status(5), `CapEff`).
-fn effective(status: &str, capability: u32) -> bool {
+fn has_capability(status: &str, capability: u32) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .is_some_and(|mask| mask >> capability & 1 == 1)
@@ -127,7 +128,7 @@ mod tests {
         let with = "Name:\tx\nCapPrm:\t0000000000000000\nCapEff:\t0000000000001000\n";
         let without = "CapPrm:\t0000000000001000\nCapEff:\t0000000000000000\n";
         assert_eq!(
-            [with, without, ""].map(|s| effective(s, NET_ADMIN)),
+            [with, without, ""].map(|s| has_capability(s, NET_ADMIN)),
             [true, false, false]
         );
     }

@@ -1,4 +1,4 @@
-//! Implements `wg-agent prepare`: writes the kernel settings of the node for which NET_ADMIN is not enough. The
+//! Implements `wg-agent prepare`: writes the kernel settings of the node that need more privileges than NET_ADMIN. The
 //! DaemonSet's privileged init container runs it. `clustermesh_agent_core::sysctl` defines the settings; the agent
 //! itself writes those of single interfaces.
 
@@ -13,13 +13,13 @@ use clustermesh_agent_core::{
     sysctl::{Name, Sysctl, desired},
 };
 
-use crate::{conntrack, gateway::forwarding, preflight, route::sysctl::ensure, run::lines};
+use crate::{conntrack, gateway::forwarding, preflight, route::sysctl::ensure, run::bullet_list};
 
 /// Ports that the kernel never chooses as ephemeral ports, such as `5000,6000-6999`.
 const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
-/// Writes the settings, or reports which could not be written and how else to set them. `port` is the tunnel's;
-/// `connections` is the minimum size of the conntrack table.
+/// Writes the settings, or reports which could not be written and how to set them by hand. `port` is the tunnel's listen
+/// port; `connections` is the minimum size of the conntrack table.
 pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     let wanted = settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
@@ -30,16 +30,16 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
         missing.is_empty(),
         "this container may not prepare the node (securityContext.privileged is needed); where no such container is \
          allowed, set these on the host:\n{}\n\n{}",
-        lines(&missing),
-        preflight::host(&[], &missing).everywhere()
+        bullet_list(&missing),
+        preflight::host_setup(&[], &missing).for_all_systems()
     );
     reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
     match conntrack::raise_limit(connections) {
         Ok(None) => {}
         Ok(Some(before)) => tracing::info!("net.netfilter.nf_conntrack_max = {connections}, was {before}"),
-        // In a container on another machine, the conntrack table is that machine's.
+        // If the node itself is a container, as in kind, only its host can change the limit.
         Err(error) => tracing::warn!(
-            "the conntrack table has room for fewer than {connections} entries and cannot be enlarged from here ({error}); set it on the host: \
+            "the conntrack table has room for fewer than {connections} entries, and this container cannot raise the limit ({error}); set it on the host: \
              sysctl -w net.netfilter.nf_conntrack_max={connections}"
         ),
     }
@@ -54,20 +54,20 @@ pub(crate) async fn prepare_pod() -> anyhow::Result<()> {
     anyhow::ensure!(
         missing.is_empty(),
         "this container may not prepare the pod (securityContext.privileged is needed):\n{}",
-        lines(&missing)
+        bullet_list(&missing)
     );
     for (name, seconds) in CONNTRACK_TIMEOUTS {
         let path = format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
         match fs::write(&path, seconds.to_string()) {
             Ok(()) => tracing::info!("net.netfilter.nf_conntrack_{name} = {seconds}"),
-            // The kernel lacks this protocol, or conntrack settings for each namespace.
+            // The kernel has this setting only in the initial network namespace, or does not track TCP.
             Err(error) => tracing::warn!("{path} cannot be written: {error}"),
         }
     }
     Ok(())
 }
 
-/// In seconds; the kernel's defaults are 120, 60, 120, 60 and 432,000
+/// The timeouts of a gateway's conntrack table in seconds; the kernel's defaults are 120, 60, 120, 60 and 432,000
 /// (Documentation/networking/nf_conntrack-sysctl.rst).
 const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
     ("tcp_timeout_syn_sent", 15),
@@ -77,7 +77,7 @@ const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
     ("tcp_timeout_established", 7500),
 ];
 
-/// Reserves the tunnel's port. While no agent runs, the kernel could give it to another program as an ephemeral port.
+/// Reserves the tunnel's port. Otherwise another program could get it as an ephemeral port while no agent runs.
 fn reserve_port(port: u16) -> std::io::Result<()> {
     let reserved = fs::read_to_string(RESERVED)?;
     if let Some(reserved) = add_port(&reserved, port) {
@@ -87,10 +87,10 @@ fn reserve_port(port: u16) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The list with this port added; `None` if it contains it already.
+/// The list with this port added; `None` = the list already contains the port.
 fn add_port(reserved: &str, port: u16) -> Option<String> {
     let reserved = reserved.trim();
-    let holds = |part: &str| {
+    let contains_port = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let bound = |text: &str| text.trim().parse::<u16>().ok();
         bound(first) <= Some(port) && Some(port) <= bound(last)
@@ -98,22 +98,22 @@ fn add_port(reserved: &str, port: u16) -> Option<String> {
     let own = port.to_string();
     match reserved {
         "" => Some(own),
-        _ if reserved.split(',').any(holds) => None,
+        _ if reserved.split(',').any(contains_port) => None,
         _ => Some(format!("{reserved},{own}")),
     }
 }
 
-/// The settings of the whole node. IPv4 forwarding is enabled if it is off, as a node with IPv4 pods needs it anyway.
-/// IPv6 forwarding is not: a host that gets its routes from router advertisements would lose them.
+/// The settings of the whole node. They enable IPv4 forwarding, because a node with IPv4 pods needs it anyway, but not
+/// IPv6 forwarding: a host that gets its routes from router advertisements would lose these routes.
 pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
-    let Ok(anywhere) = "lo".parse::<InterfaceName>() else {
+    let Ok(any_interface) = "lo".parse::<InterfaceName>() else {
         return Vec::new();
     };
     let routes = Routes {
         rules: rules(Family::V6).into(),
         ..Routes::default()
     };
-    let all = desired(&anywhere, &anywhere, &routes).into_iter();
+    let all = desired(&any_interface, &any_interface, &routes).into_iter();
     all.filter(|sysctl| match sysctl.name {
         Name::Global("ipv6/conf/all/forwarding") | Name::Interface(..) => false,
         Name::Global(path) => ipv6 || !path.starts_with("ipv6/"),

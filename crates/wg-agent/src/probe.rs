@@ -1,5 +1,5 @@
-//! Implements `wg-agent probe`: tests which sockets accept a TCP connection from here, and by which interface each is
-//! reached. `clustermeshctl verify` compares that with the plan.
+//! Implements `wg-agent probe`: tests which sockets accept a TCP connection from this node, and by which interface
+//! packets to them leave. `clustermeshctl verify` compares the results with the plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,10 +17,10 @@ use tokio::net::TcpStream;
 
 use crate::route::paths;
 
-/// Timeout of one connection attempt: the kernel repeats a lost SYN after one second, so one may be lost.
+/// Timeout of one connection attempt: the kernel repeats a lost SYN after one second, so one lost SYN is tolerated.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
-/// Concurrent connections; a process usually may have 1,024 open files.
-const PARALLEL: usize = 400;
+/// Concurrent connections; a process may usually have 1,024 open files.
+const CONCURRENCY: usize = 400;
 
 /// The sockets to test.
 #[derive(Debug, Clone, Args)]
@@ -30,7 +30,7 @@ pub(crate) struct ProbeArgs {
     targets: Vec<Target>,
 }
 
-/// Ports of one address.
+/// An address and the ports to test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Target {
     address: IpAddr,
@@ -51,19 +51,19 @@ impl FromStr for Target {
     }
 }
 
-/// One line of the output.
+/// The result of one socket: a line of the output.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-struct Line<'a> {
+struct ProbeResult<'a> {
     socket: SocketAddr,
     /// `open`, `refused`, `unreachable`, `silent`, or another error of the kernel.
     answer: String,
-    /// The interface by which this host's own packets leave; `None` = no route. (JSON: `way`.)
+    /// The interface by which this host's own packets to the socket leave; `None` = no route, or an address of this host.
     way: Option<&'a str>,
 }
 
-/// The last line. Output without it is incomplete.
+/// The last line. Output without this line is incomplete.
 #[derive(Debug, Serialize)]
-struct Done {
+struct Summary {
     tried: usize,
 }
 
@@ -81,22 +81,23 @@ pub(crate) fn run(args: &ProbeArgs) -> ExitCode {
 
 async fn probe(targets: &[Target], out: &mut impl Write) -> io::Result<()> {
     let addresses: BTreeSet<IpAddr> = targets.iter().map(|target| target.address).collect();
-    // Before the first connection, because what a connection leaves behind must not change the route.
-    let ways: BTreeMap<IpAddr, String> = paths::interfaces(&addresses)?;
+    // Looked up before the first connection, because a connection may leave a route exception behind, which would change
+    // the result.
+    let interfaces: BTreeMap<IpAddr, String> = paths::interfaces(&addresses)?;
     let sockets: BTreeSet<SocketAddr> = targets
         .iter()
         .flat_map(|target| target.ports.iter().map(|port| SocketAddr::new(target.address, *port)))
         .collect();
     let mut answers = stream::iter(sockets.iter().copied())
         .map(|socket| async move { (socket, connect(socket).await) })
-        .buffer_unordered(PARALLEL);
+        .buffer_unordered(CONCURRENCY);
     while let Some((socket, answer)) = answers.next().await {
-        let way = ways.get(&socket.ip()).map(String::as_str);
-        let line = serde_json::to_string(&Line { socket, answer, way })?;
+        let way = interfaces.get(&socket.ip()).map(String::as_str);
+        let line = serde_json::to_string(&ProbeResult { socket, answer, way })?;
         writeln!(out, "{line}")?;
     }
-    let done = serde_json::to_string(&Done { tried: sockets.len() })?;
-    writeln!(out, "{done}")?;
+    let summary = serde_json::to_string(&Summary { tried: sockets.len() })?;
+    writeln!(out, "{summary}")?;
     out.flush()
 }
 

@@ -18,15 +18,15 @@ use crate::{
     source::store::Store,
 };
 
-/// Between two passes without any event: a safety net.
+/// Time between two passes without any event; a safety net for lost events.
 const RESYNC: Duration = Duration::from_secs(30);
 /// How often peers are polled.
 const POLL_PEERS: Duration = Duration::from_secs(5);
-/// Changes of objects within this time are handled in one pass.
+/// Object changes within this time are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
-/// After a pass the loop rests three times as long as the pass took, at most this long. So objects that change all the
-/// time do not keep the CPU busy. A changed PeerPolicy ends the rest.
-const REST: Duration = Duration::from_secs(1);
+/// After an object change the loop pauses three times as long as the last pass took, at most this long. So objects that
+/// change all the time do not keep the CPU busy. A changed PeerPolicy ends the pause.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// Pauses after 1, 2, 3, and 4 or more failed passes in a row.
 const RETRY: [Duration; 4] = [
     Duration::from_millis(500),
@@ -36,19 +36,19 @@ const RETRY: [Duration; 4] = [
 ];
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
-/// If the first lists are not complete by then, the agent starts from its cache. It does so at once when the API server
-/// cannot be reached.
-const FIRST_LISTS: Duration = Duration::from_secs(3);
+/// If the first lists take longer than this, the agent starts from its cache. If the API server cannot be reached, it
+/// does so at once.
+const FIRST_LISTS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Runs until a signal.
+/// Runs until a signal arrives.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let lock = lock::take()?;
     let missing = preflight::check(config.backend);
     anyhow::ensure!(
         missing.is_empty(),
         "this node is not ready for wg-agent:\n{}\n\n{}",
-        lines(&missing),
-        preflight::host(&missing, &[]).everywhere()
+        bullet_list(&missing),
+        preflight::host_setup(&missing, &[]).for_all_systems()
     );
     let key = identity::key::load_or_create(&config.key_file)?;
     tracing::info!(
@@ -88,12 +88,12 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         saved,
         confirmed,
         live,
-        trouble,
+        problem,
     } = cache::load(&cache_file, cache::UnixTime::of(SystemTime::now()));
-    let _remark = trouble.map(|trouble| {
-        tracing::warn!("{trouble}");
+    let _remark = problem.map(|problem| {
+        tracing::warn!("{problem}");
         metrics.count_error("cache");
-        builder.runtime.readiness.remark(format!("cache: {trouble}"))
+        builder.runtime.readiness.remark(format!("cache: {problem}"))
     });
     let cached_addresses = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
 
@@ -116,7 +116,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     runtime.tasks.spawn(async move {
         tokio::select! {
             () = stopped.cancelled() => {}
-            () = tokio::time::sleep(FIRST_LISTS) => fallback_store.use_cache(),
+            () = tokio::time::sleep(FIRST_LISTS_TIMEOUT) => fallback_store.use_cache(),
         }
     });
     let (host_names, wanted_names) = watch::channel(Default::default());
@@ -181,36 +181,35 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
     poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
         if !events.reports_routing() {
-            reconciler.note_event(Event::Unknown);
+            reconciler.record_event(Event::Unknown);
         }
         let began = Instant::now();
-        let is_done = reconciler.pass().await;
+        let is_complete = reconciler.pass().await;
         let took = began.elapsed();
-        let mut rest = Duration::ZERO;
-        failures = if is_done { 0 } else { failures + 1 };
+        let mut pause = Duration::ZERO;
+        failures = if is_complete { 0 } else { failures + 1 };
         let wait = match failures {
             0 => RESYNC,
             n => RETRY[(n - 1).min(RETRY.len() - 1)],
         };
-        let again = Instant::now() + wait;
+        let next_pass = Instant::now() + wait;
         let settle = loop {
             heartbeat.beat();
             tokio::select! {
                 () = stop.cancelled() => break Duration::ZERO,
                 () = store.changed() => {
-                    rest = (took * 3).min(REST);
+                    pause = (took * 3).min(MAX_PAUSE);
                     break SETTLE;
                 }
                 event = events.changed() => {
-                    // The agent's own writes cause this event, too, and so do programs that often write tables of their
-                    // own.
+                    // The agent's own writes and writes to other programs' tables cause this event, too.
                     if event == Event::Tables && reconciler.firewall_matches_kernel().await {
                         continue;
                     }
-                    reconciler.note_event(event);
+                    reconciler.record_event(event);
                     break event.settle_time();
                 }
-                () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                () = tokio::time::sleep_until(next_pass.into()) => break Duration::ZERO,
                 _ = poll.tick() => {
                     reconciler.poll_peers();
                     if reconciler.packet_sizes_changed() {
@@ -222,7 +221,7 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
         let settled = async {
             tokio::time::sleep(settle).await;
             tokio::select! {
-                () = tokio::time::sleep(rest.saturating_sub(settle)) => {}
+                () = tokio::time::sleep(pause.saturating_sub(settle)) => {}
                 () = store.policies_changed() => {}
             }
         };
@@ -231,13 +230,13 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
             () = settled => {}
         }
     }
-    // The cache keeps the peers' endpoints for the next start.
+    // Updates the peers' live endpoints in the cache for the next start.
     reconciler.poll_peers();
     drop(reconciler.into_device());
 }
 
-/// A list with one entry a line.
-pub(crate) fn lines<T: ToString>(all: &[T]) -> String {
+/// Renders a list with one entry per line.
+pub(crate) fn bullet_list<T: ToString>(all: &[T]) -> String {
     all.iter()
         .map(|one| format!("- {}", one.to_string()))
         .collect::<Vec<_>>()

@@ -1,6 +1,6 @@
-//! Starts what all modes have in common: signal handling, API client, metrics, admin endpoint, `wg-agent status`,
-//! watches, publication of annotations, and the check for a bypassed firewall. `run`, `policy_mode` and `gateway` build
-//! on it.
+//! Starts the common tasks of `run`, `policy_mode` and `gateway`: signal handling, API client, metrics, admin endpoint,
+//! `wg-agent status`. For the first two it also starts the watches, the publication of annotations, and the check for a
+//! bypassed firewall.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -20,9 +20,9 @@ use crate::{
 /// How long the tasks may take to end.
 const DRAIN: Duration = Duration::from_secs(5);
 
-/// The common parts of a running agent.
+/// The parts that a running agent has in every mode.
 pub(crate) struct Runtime {
-    /// Cancelled some time (`drain_time`) after a signal.
+    /// Cancelled after a signal and the `drain_time`.
     pub(crate) stop: CancellationToken,
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
@@ -35,23 +35,23 @@ pub(crate) struct Runtime {
     pub(crate) tasks: JoinSet<()>,
 }
 
-/// Sockets and clients that are open, before any request is served.
+/// The sockets and clients of an agent, opened before it serves requests.
 pub(crate) struct RuntimeBuilder {
     pub(crate) runtime: Runtime,
     admin: Admin,
     state: State,
 }
 
-/// Channels to and from the tasks of an agent on a node.
+/// Channels to and from the tasks of an agent in full or policy mode.
 pub(crate) struct NodeChannels {
     /// The annotations that the Node should have.
     pub(crate) publish: watch::Sender<DesiredAnnotations>,
-    /// What makes packets bypass the firewall table, if anything.
+    /// Why packets may bypass the firewall table; `None` = no reason is known.
     pub(crate) datapath_problem: watch::Receiver<Option<datapath::DatapathProblem>>,
 }
 
 impl RuntimeBuilder {
-    /// Connects to the API server and registers metrics. After a signal `/readyz` is unready for `drain_time`; then
+    /// Builds the API client and registers metrics. After a signal `/readyz` is unready for `drain_time`; then
     /// `stop` is cancelled.
     pub(crate) async fn open(
         kubeconfig: Option<&Path>,
@@ -60,7 +60,7 @@ impl RuntimeBuilder {
         drain_time: Duration,
     ) -> anyhow::Result<Self> {
         let signal = drain::on_signal().context("cannot install the signal handlers")?;
-        let connection = source::client::connect(kubeconfig).await?;
+        let connection = source::client::build(kubeconfig).await?;
         let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
         let (stop, readiness) = (CancellationToken::new(), Readiness::new());
         tokio::spawn(stop_after_signal(signal, drain_time, readiness.clone(), stop.clone()));
@@ -74,14 +74,14 @@ impl RuntimeBuilder {
             dump: Dump::default(),
             tasks: JoinSet::new(),
         };
-        let shown = runtime.dump.clone();
+        let state_dump = runtime.dump.clone();
         let state = State {
             registry: Arc::new(registry),
             // The port is an infrastructure port: the firewall table closes it to every member.
             metrics_for: Audience::Everyone,
             readiness: runtime.readiness.clone(),
             liveness: runtime.liveness.clone(),
-            dump: Arc::new(move || shown.render()),
+            dump: Arc::new(move || state_dump.render()),
         };
         Ok(Self { runtime, admin, state })
     }
@@ -155,7 +155,7 @@ impl RuntimeBuilder {
 }
 
 impl Runtime {
-    /// Creates the reporter of passes. Until this is called, `/readyz` says that the process is starting.
+    /// Creates the reporter of passes. Until this is called, `/readyz` reports that the process is starting.
     pub(crate) fn pass_reporter(&mut self) -> PassReporter {
         let reporter = PassReporter::new(self.readiness.clone(), self.metrics.clone(), self.dump.clone());
         self.starting = None;
@@ -168,8 +168,7 @@ impl Runtime {
     }
 }
 
-/// Unready pods get no new connections. So the process keeps running for `drain_time` while clients move to another
-/// one.
+/// After a signal, makes the pod unready and cancels `stop` after `drain_time`. Meanwhile clients connect to other pods.
 async fn stop_after_signal(
     signal: CancellationToken,
     drain_time: Duration,

@@ -1,5 +1,5 @@
 //! The agent's reports about itself: troubles for the log and `/readyz`, the state dump for `/debug/state`, and
-//! `wg-agent status`, which queries a running agent for it.
+//! `wg-agent status`, which queries a running agent for the dump.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -58,7 +58,7 @@ struct Troubles {
     current: BTreeMap<Trouble, Pending>,
     readiness: Readiness,
     metrics: Metrics,
-    /// The line in `/readyz` until the first pass without harmful troubles.
+    /// Keeps a line in `/readyz` until a pass has only harmless troubles.
     first_pass: Option<Pending>,
 }
 
@@ -73,7 +73,7 @@ impl Troubles {
         }
     }
 
-    /// Sets the troubles of a pass. Each is logged when it appears and when it is gone.
+    /// Sets the troubles of a pass. Each is logged when it appears, and as resolved when its part has no trouble left.
     fn set(&mut self, troubles: Vec<Trouble>) {
         let troubles: BTreeSet<Trouble> = troubles.into_iter().collect();
         let part_has_trouble = |trouble: &Trouble| troubles.iter().any(|other| other.part == trouble.part);
@@ -146,7 +146,7 @@ impl PassReporter {
         are_all_harmless
     }
 
-    /// Reports objects that are left out, as (reason, line for people): once in the log, always in the metric.
+    /// Reports objects that are left out. Each has a reason, for the metric, and a line, for the log and the dump.
     pub(crate) fn set_left_out(&mut self, left_out: impl IntoIterator<Item = (String, String)>) {
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         let mut lines = BTreeSet::new();
@@ -160,7 +160,7 @@ impl PassReporter {
     }
 }
 
-/// A part of the dump, made on request.
+/// Renders a part of the dump on request.
 type Part = Arc<dyn Fn() -> Value + Send + Sync>;
 
 /// The state dump. Cheap to clone; all clones share it.
@@ -180,16 +180,16 @@ impl Dump {
         self.set_lazy(part, move || value.clone());
     }
 
-    /// Sets a large part, which is made only on request: rendering 5,000 peers every five seconds would be wasted work.
-    pub(crate) fn set_lazy(&self, part: &'static str, make: impl Fn() -> Value + Send + Sync + 'static) {
+    /// Sets a large part, which is rendered only on request: rendering 5,000 peers every five seconds would be wasted work.
+    pub(crate) fn set_lazy(&self, part: &'static str, render: impl Fn() -> Value + Send + Sync + 'static) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        parts.insert(part, Arc::new(make));
+        parts.insert(part, Arc::new(render));
     }
 
     pub(crate) fn render(&self) -> Value {
-        // Rendered without the lock, so that setting a part never waits for a request.
+        // The parts are rendered without the lock, so that setting a part never waits for a request.
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        parts.into_iter().map(|(name, make)| (name, make())).collect()
+        parts.into_iter().map(|(name, render)| (name, render())).collect()
     }
 }
 

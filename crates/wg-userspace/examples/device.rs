@@ -1,7 +1,7 @@
 //! Runs one device with the peers of its arguments. The caller sets the interface's addresses. `cargo xtask bench` measures this program.
 //!
-//! The device is removed when standard input closes. Until then each line is a command, which is answered with `done` and its duration in
-//! microseconds: `idle N` adds N peers without traffic, `change` adds a network to the allowed IPs of one of them.
+//! The device is removed when standard input closes. Until then each line is a command: `idle N` adds N peers without traffic, `change`
+//! adds a network to the allowed IPs of one of them. The program answers each command with `done` and its duration in microseconds.
 //!
 //! ```text
 //! cargo run -p wg-userspace --example device -- --interface wg1 --private-key-file key1 --listen-port 51820 --peer KEY,192.0.2.2:51820,10.9.0.2/32
@@ -27,14 +27,14 @@ use wg_userspace::{
 struct Args {
     #[arg(long)]
     interface: String,
-    /// As `wg genkey` prints it.
+    /// A file with the private key, as `wg genkey` prints it.
     #[arg(long)]
     private_key_file: PathBuf,
     #[arg(long, default_value_t = 0)]
     listen_port: u16,
     #[arg(long, default_value_t = 1420)]
     mtu: u16,
-    /// Use no offload, as on a kernel that has none.
+    /// Use no offload, as on a kernel without it.
     #[arg(long)]
     no_offload: bool,
     /// KEY,ENDPOINT,ALLOWED_IP[,ALLOWED_IP...]
@@ -112,14 +112,14 @@ fn private_key(path: &Path) -> anyhow::Result<PrivateKey> {
     text.trim().parse().with_context(|| format!("read {}", path.display()))
 }
 
-/// A public key for each number: any 32 bytes will do.
+/// A public key for each number. Any 32 bytes are accepted as a key.
 fn key(number: u32) -> PublicKey {
     let mut bytes = [7; 32];
     bytes[4..8].copy_from_slice(&number.to_le_bytes());
     PublicKey::new(bytes)
 }
 
-/// As many allowed IPs as a node of a mesh has: its pod CIDR, its own address, its WireGuard address.
+/// As many allowed IPs as the Peer of a node in a mesh has: its pod CIDR, its own address, its WireGuard address.
 fn allowed_ips(number: u32) -> BTreeSet<IpNet> {
     [
         (0x6400_0000 + number * 256, 24),

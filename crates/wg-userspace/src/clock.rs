@@ -1,4 +1,4 @@
-//! Keeps the next tick of each peer in a heap. A peer that waits for nothing has no entry, so thousands of idle peers cost nothing.
+//! Keeps the time of each peer's next tick in a heap. A peer without a pending timer has no entry, so thousands of idle peers cost nothing.
 
 use std::{
     cmp::Reverse,
@@ -10,13 +10,13 @@ use std::{
 use crate::peers::Peer;
 
 #[derive(Default)]
-pub(crate) struct Clock {
-    state: Mutex<ClockState>,
+pub(crate) struct TimerQueue {
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct ClockState {
+struct QueueState {
     queue: BinaryHeap<Reverse<Entry>>,
     stopped: bool,
 }
@@ -26,7 +26,7 @@ struct Entry {
     peer: Weak<Peer>,
 }
 
-impl Clock {
+impl TimerQueue {
     pub(crate) fn add(&self, at: Instant, peer: &Arc<Peer>) {
         let mut state = self.state();
         let earliest = state.queue.peek().is_none_or(|Reverse(first)| at < first.at);
@@ -44,8 +44,8 @@ impl Clock {
         self.changed.notify_one();
     }
 
-    /// Waits for the next tick; `None` = the device is closing. Also returns ticks that the tunnel has since replaced by an earlier one:
-    /// check with `Tunnel::expects_tick`.
+    /// Waits for the next tick; `None` = the device stops. It also returns ticks that the tunnel has since replaced by an earlier one, so
+    /// the caller checks with `Tunnel::expects_tick`.
     pub(crate) fn next(&self) -> Option<(Arc<Peer>, Instant)> {
         let mut state = self.state();
         loop {
@@ -74,7 +74,7 @@ impl Clock {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, ClockState> {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,11 +1,11 @@
-//! The values that a device is opened with.
+//! The parameters of opening a device.
 
 use crate::key::PrivateKey;
 
-/// More workers do not help: the peers' locks and the kernel's queues become the limit.
-const MOST_WORKERS: usize = 8;
+/// More workers by default would not help, because the locks of the peers and the queues of the kernel become the limit.
+const MAX_WORKERS: usize = 8;
 
-/// The name of an interface, and the mark by which a program recognizes that it created the interface.
+/// The name of an interface, and the alias by which a program recognizes the interfaces that it created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interface<'a> {
     /// 1 to 15 characters, without space, slash, colon and percent sign.
@@ -18,32 +18,32 @@ pub struct Interface<'a> {
 /// The configuration of a device, except its peers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Configuration {
-    /// The private key of this end.
+    /// The private key of this device.
     pub private_key: PrivateKey,
-    /// UDP, both families; 0 = any free port.
+    /// The UDP port for both address families; 0 = any free port.
     pub listen_port: u16,
-    /// Set on every outer packet (`SO_MARK`), so that routing and firewall recognize them; 0 = none.
+    /// The firewall mark of every outer packet (`SO_MARK`), for routing rules and the firewall; 0 = none.
     pub fwmark: u32,
-    /// MTU of the interface: bytes of inner packet. 1420 fits into an underlay of 1500 bytes in both families.
+    /// MTU of the interface, for inner packets. 1420 fits an underlay MTU of 1500 in both address families.
     pub mtu: u16,
 }
 
 /// Options that affect only the performance of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Use segmentation and receive offload of TUN and UDP where the kernel has it.
+    /// Use segmentation and receive offload of TUN and UDP if the kernel has it.
     pub offload: bool,
-    /// Threads for each direction, 1 to 64. The kernel spreads flows and peers over them.
+    /// Number of threads for each direction, 1 to 64. The kernel spreads flows and peers over them.
     pub workers: usize,
 }
 
 impl Default for Options {
-    /// Offload, and one worker for every two cores: each worker has a thread for each direction.
+    /// Offload, and one worker for every two cores, because each worker has two threads.
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         Self {
             offload: true,
-            workers: (cores / 2).clamp(1, MOST_WORKERS),
+            workers: (cores / 2).clamp(1, MAX_WORKERS),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Serves the socket from which `wg show` reads a userspace device (wireguard.com/xplatform, "Cross-platform Userspace Implementation").
 //!
-//! It answers only `get=1`, because only the program that opened the device changes it, and contains no private or preshared key.
+//! It answers only `get=1`, because only the program that opened the device changes it. The answer contains no private or preshared key.
 
 use std::{
     fmt::Write as _,
@@ -26,10 +26,10 @@ use crate::{
 
 /// How long to wait for a client to send its request, and to read the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest request that is read.
-const REQUEST: u64 = 4096;
+/// Maximum number of bytes of a request that are read.
+const MAX_REQUEST_BYTES: u64 = 4096;
 
-/// The socket's file, which is removed with this value.
+/// The socket's file, which is removed when this value is dropped.
 pub(crate) struct ControlSocket {
     path: PathBuf,
     closed: bool,
@@ -40,7 +40,7 @@ pub(crate) fn path(directory: &Path, interface: &str) -> PathBuf {
 }
 
 impl ControlSocket {
-    /// Creates the socket, accessible to root only. Replaces one on which no process listens.
+    /// Creates the socket, accessible to root only. Replaces a socket on which no process listens.
     pub(crate) fn open(directory: &Path, interface: &str) -> io::Result<(Self, UnixListener)> {
         DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         let path = path(directory, interface);
@@ -117,12 +117,12 @@ fn answer(mut client: UnixStream, shared: &Shared) -> io::Result<()> {
     client.set_nonblocking(false)?;
     client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let mut request = BufReader::new(client.try_clone()?.take(REQUEST));
+    let mut request = BufReader::new(client.try_clone()?.take(MAX_REQUEST_BYTES));
     let mut operation = String::new();
     request.read_line(&mut operation)?;
     let get = operation.trim_end() == "get=1";
     let mut line = String::new();
-    // Read up to the empty line that ends a request: if the socket is closed with unread data, the client loses the answer.
+    // Reads up to the empty line that ends a request. If the socket were closed with unread data, the client would lose the answer.
     while request.read_line(&mut line)? > 1 {
         line.clear();
     }
@@ -158,8 +158,8 @@ fn render(observed: &Observed, fwmark: u32, now: SystemTime) -> String {
         let _ = writeln!(text, "rx_bytes={}", peer.stats.rx_bytes);
         let keepalive = peer.configured.keepalive.map_or(0, std::num::NonZeroU16::get);
         let _ = writeln!(text, "persistent_keepalive_interval={keepalive}");
-        for range in &peer.configured.allowed_ips {
-            let _ = writeln!(text, "allowed_ip={range}");
+        for net in &peer.configured.allowed_ips {
+            let _ = writeln!(text, "allowed_ip={net}");
         }
         text.push_str("protocol_version=1\n");
     }
@@ -192,8 +192,8 @@ mod tests {
                 keepalive: std::num::NonZeroU16::new(25),
                 preshared_key: PresharedKey::new([0xaa; 32]),
                 allowed_ips: [
-                    "10.1.0.0/16".parse().expect("range"),
-                    "fd00::/64".parse().expect("range"),
+                    "10.1.0.0/16".parse().expect("a network"),
+                    "fd00::/64".parse().expect("a network"),
                 ]
                 .into(),
             },
@@ -225,14 +225,14 @@ mod tests {
     fn stale_socket_is_replaced_and_a_live_one_is_not() {
         let directory = tempfile::tempdir().expect("a directory");
         drop(UnixListener::bind(path(directory.path(), "kilo0")).expect("a stale socket"));
-        let (socket, _listener) = ControlSocket::open(directory.path(), "kilo0").expect("replaces it");
+        let (socket, _listener) = ControlSocket::open(directory.path(), "kilo0").expect("a new socket");
         assert_eq!(
-            fs::metadata(socket.path()).expect("it is there").permissions().mode() & 0o777,
+            fs::metadata(socket.path()).expect("the socket").permissions().mode() & 0o777,
             0o600
         );
         assert!(ControlSocket::open(directory.path(), "kilo0").is_err());
         let file = socket.path().to_owned();
-        socket.close().expect("removes it");
+        socket.close().expect("the socket is removed");
         assert!(!file.exists());
     }
 }

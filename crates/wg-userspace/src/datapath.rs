@@ -14,7 +14,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
-    clock::Clock,
+    clock::TimerQueue,
     drops::{DropReason, Drops},
     handshakes::Handshakes,
     peer::Peers,
@@ -24,11 +24,11 @@ use crate::{
     tunnel::Output,
 };
 
-/// Packets of a batch: after these a thread sees changes of peers, sockets and MTU.
+/// Maximum number of packets in a batch. After each batch a thread applies changes of peers, sockets and MTU.
 pub(crate) const BATCH: usize = 64;
-/// The most packets for which a peer stays locked, while its other direction waits.
+/// Maximum number of packets while a thread keeps a peer locked. The peer's other direction waits meanwhile.
 pub(crate) const BURST: usize = 8;
-/// The largest datagram, and room for what the protocol adds to the largest inner packet.
+/// Room for the largest datagram, and for the largest inner packet with the bytes that the protocol adds.
 pub(crate) const BUFFER: usize = 65_536 + 64;
 
 /// The state that the threads share.
@@ -41,29 +41,29 @@ pub(crate) struct Shared {
     /// The desired peers, from which the table is built.
     pub(crate) configured: RwLock<Arc<Peers>>,
     pub(crate) fwmark: AtomicU32,
-    pub(crate) clock: Clock,
+    pub(crate) timers: TimerQueue,
     pub(crate) handshakes: Handshakes,
     pub(crate) drops: Drops,
-    /// Another program deleted the interface.
+    /// Whether another program deleted the interface.
     pub(crate) gone: AtomicBool,
     pub(crate) stopping: AtomicBool,
-    /// An eventfd that is readable once `stopping` is set, to wake every thread; never read.
+    /// An eventfd that becomes readable when `stopping` is set, and so wakes every thread. It is never read.
     pub(crate) stop: OwnedFd,
-    /// One eventfd for each worker, readable after the sockets were replaced.
+    /// One eventfd for each worker, which becomes readable when the sockets are replaced.
     pub(crate) rebound: Vec<OwnedFd>,
 }
 
-/// The current value; the lock is not held after the call.
+/// Returns the current value. The lock is released before the call returns.
 pub(crate) fn current<T>(slot: &RwLock<Arc<T>>) -> Arc<T> {
     Arc::clone(&slot.read().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Replaces the value; returns the old one.
+/// Replaces the value and returns the old one.
 pub(crate) fn replace<T>(slot: &RwLock<Arc<T>>, new: T) -> Arc<T> {
     std::mem::replace(&mut slot.write().unwrap_or_else(PoisonError::into_inner), Arc::new(new))
 }
 
-/// Sends one tunnel's output to an endpoint, while its peer is locked.
+/// Sends the datagrams of one tunnel to an endpoint, while its peer is locked.
 pub(crate) struct Wire<'a> {
     view: &'a View<'a>,
     pub(crate) endpoint: Option<Endpoint>,
@@ -71,7 +71,7 @@ pub(crate) struct Wire<'a> {
 }
 
 impl Output for Wire<'_> {
-    fn network(&mut self, datagram: &[u8]) {
+    fn send_datagram(&mut self, datagram: &[u8]) {
         let View { shared, sockets, .. } = self.view;
         match self.endpoint {
             None => shared.drops.count(DropReason::NoEndpoint),
@@ -83,7 +83,7 @@ impl Output for Wire<'_> {
     }
 }
 
-/// The values that one batch uses: later changes apply from the next batch on.
+/// The values that one batch uses. Later changes take effect in the next batch.
 pub(crate) struct View<'a> {
     pub(crate) shared: &'a Shared,
     /// The number of the worker.
@@ -114,15 +114,15 @@ impl<'a> View<'a> {
         if state.endpoint.is_some()
             && let Some(at) = state.tunnel.reschedule(now)
         {
-            self.shared.clock.add(at, peer);
+            self.shared.timers.add(at, peer);
         }
     }
 }
 
-/// Sends retries, keepalives and held responses when they are due, until the device stops.
-pub(crate) fn run_clock(shared: &Shared) {
+/// Runs the timers of all tunnels (retries, keepalives, held responses) until the device stops.
+pub(crate) fn run_timers(shared: &Shared) {
     let mut scratch = vec![0; BUFFER];
-    while let Some((peer, at)) = shared.clock.next() {
+    while let Some((peer, at)) = shared.timers.next() {
         let (view, now) = (View::new(shared, 0), Instant::now());
         let mut state = peer.state();
         if !state.tunnel.expects_tick(at) {
@@ -132,7 +132,7 @@ pub(crate) fn run_clock(shared: &Shared) {
             if state.tunnel.has_unanswered_initiation(now)
                 && let Some(endpoint) = &mut state.endpoint
             {
-                // Perhaps our source address has no route to the peer now. So the kernel chooses another one.
+                // The local address may have lost its route to the peer, so the kernel chooses another one.
                 endpoint.local = None;
             }
             let mut wire = view.wire(state.endpoint);
@@ -145,7 +145,7 @@ pub(crate) fn run_clock(shared: &Shared) {
     }
 }
 
-/// Waits until some of the files are readable, and returns which; `None` when the device stops.
+/// Waits until some of the files are readable, and returns which ones; `None` = the device stops.
 pub(crate) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<'_>>; N]) -> Option<[bool; N]> {
     let (stop, mut ready) = (shared.stop.as_fd(), [false; N]);
     let all = sources.into_iter().chain([Some(stop)]);
@@ -154,15 +154,15 @@ pub(crate) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<
         .collect();
     // On an error (EINTR, ENOMEM) the caller finds nothing to read and waits again.
     let _ = poll(&mut files, None);
-    // Any event counts: a socket's pending error is cleared by a read.
+    // Any event counts as readable, because a read clears a pending error of a socket.
     for (ready, file) in ready.iter_mut().zip(&files) {
         *ready = !file.revents().is_empty();
     }
     (!shared.stopping.load(Ordering::Acquire)).then_some(ready)
 }
 
-/// Detects packets that arrive one at a time, as in request and response. The first packet of such a batch is forwarded at once, before the
-/// thread looks for a second one; otherwise the packets of a batch are forwarded together.
+/// Detects packets that arrive one at a time, for example alternating requests and responses. Then the first packet of a batch is forwarded
+/// before the thread looks for a second one; otherwise the packets of a batch are forwarded together.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
     single: bool,

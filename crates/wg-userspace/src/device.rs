@@ -38,13 +38,13 @@ const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
 /// How long [`retry_while_busy`] retries.
 const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// A running WireGuard device: its interface is up, its port bound.
+/// A running WireGuard device, whose interface is up and whose port is bound.
 ///
-/// Calls return at once and may be made from async code. They must be made from a thread in the network namespace in which the device was
-/// opened.
+/// Calls do not wait for the network, so they may be made from async code. They must be made from a thread in the network namespace in
+/// which the device was opened.
 ///
-/// Dropping a device keeps its interface, with addresses and routes, for the next process, which takes it over; until then the kernel drops
-/// the packets routed into it. [`Device::close`] removes everything.
+/// Dropping a device keeps its interface, with addresses and routes, until the next process takes it over. Until then the kernel drops the
+/// packets routed into it. [`Device::close`] removes everything.
 ///
 /// # Example
 /// ```no_run
@@ -78,17 +78,17 @@ pub struct Device {
     options: Options,
     configuration: Configuration,
     shared: Arc<Shared>,
-    /// A netlink socket in the interface's network namespace, and the interface's `tx_dropped` when this process opened it.
+    /// A netlink socket in the interface's network namespace, and the counter `tx_dropped` of the interface when this process opened it.
     links: (Socket, u64),
     threads: Vec<JoinHandle<()>>,
     control: Option<ControlSocket>,
 }
 
 impl Device {
-    /// Creates the interface, or takes over the one that an earlier process left, brings it up and binds the port.
+    /// Creates the interface, or takes over the interface of an earlier process. Then brings it up and binds the port.
     ///
     /// # Errors
-    /// The interface has another alias or is in use, the port is taken, or the kernel refuses; nothing new is left behind.
+    /// The interface has another alias or is in use, the port is in use, or the kernel refuses. A new interface is removed again.
     pub fn open(interface: Interface<'_>, configuration: Configuration, options: Options) -> Result<Self, Error> {
         let options = Options {
             workers: options.workers.clamp(1, 64),
@@ -103,7 +103,7 @@ impl Device {
             interface: interface.name.to_owned(),
             alias: interface.alias.to_owned(),
             options,
-            shared: Arc::new(Self::share(tun, sockets, &configuration, options)?),
+            shared: Arc::new(Self::build_shared(tun, sockets, &configuration, options)?),
             configuration,
             links: (links, before),
             threads: Vec::new(),
@@ -138,11 +138,11 @@ impl Device {
         self.control.as_ref().map(ControlSocket::path)
     }
 
-    /// Changes what differs from the current configuration. A new private key or port costs every peer a handshake; firewall mark and MTU
-    /// cost nothing.
+    /// Applies the differences from the current configuration. A new private key requires a new handshake with every peer; other changes
+    /// keep the sessions.
     ///
     /// # Errors
-    /// The port is taken, or the kernel refuses. The old configuration stays.
+    /// The port is in use, or the kernel refuses.
     pub fn configure(&mut self, configuration: Configuration) -> Result<(), Error> {
         if configuration.listen_port != self.configuration.listen_port {
             let sockets = listen(&configuration, self.options)?;
@@ -174,13 +174,13 @@ impl Device {
         Ok(())
     }
 
-    /// Applies the changes in order; traffic sees all of them at once. Only the named peers are touched, and only a new preshared key, a
-    /// removal or a replacement ends a session. A handshake with a new peer that has an endpoint starts at once.
+    /// Applies the changes in order; a batch of packets uses either all changed allowed IPs or none. Only a new preshared key, a removal or
+    /// a replacement of a peer ends its session. A handshake with a new peer that has an endpoint starts at once.
     pub fn apply(&mut self, changes: &[PeerChange]) {
         let mut configured = Peers::clone(&current(&self.shared.configured));
         peer::apply(&mut configured, changes);
         // Only new or removed peers and changed allowed IPs need a new table.
-        if changes.iter().any(PeerChange::reshapes_table) {
+        if changes.iter().any(PeerChange::changes_table) {
             // A peer that is removed and added in one call starts without a session.
             let added: BTreeSet<_> = changes
                 .iter()
@@ -202,10 +202,10 @@ impl Device {
         replace(&self.shared.configured, configured);
     }
 
-    /// The peers, their counters, and what other programs changed in the interface.
+    /// Returns the peers, their counters, and the changes that other programs made to the interface.
     ///
     /// # Errors
-    /// The kernel does not answer; [`Error::Gone`] or [`Error::Died`]: drop this device and open it again.
+    /// The kernel does not answer. After [`Error::Gone`] or [`Error::Died`], drop this device and open it again.
     pub fn observe(&self) -> Result<Observed, Error> {
         if self.shared.gone.load(Ordering::Acquire) {
             return Err(Error::Gone(self.interface.clone()));
@@ -223,7 +223,9 @@ impl Device {
             (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
             (!link.up, Altered::Down),
         ];
-        let altered = altered.into_iter().filter_map(|(is, part)| is.then_some(part));
+        let altered = altered
+            .into_iter()
+            .filter_map(|(is_altered, part)| is_altered.then_some(part));
         let mut observed = observed(&self.shared);
         let tx_dropped = link.tx_dropped.saturating_sub(*before);
         observed.drops.insert(DropReason::InterfaceQueue.as_str(), tx_dropped);
@@ -233,7 +235,7 @@ impl Device {
         })
     }
 
-    /// Restores what [`Observed::altered`] lists: sets the MTU and brings the interface up.
+    /// Reverts the changes of [`Observed::altered`]: sets the MTU and brings the interface up.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -241,10 +243,10 @@ impl Device {
         set_up(&self.shared.tun, self.own_interface(), self.configuration.mtu)
     }
 
-    /// Ends the threads, and removes the interface and the control socket.
+    /// Stops the threads, and removes the interface and the control socket.
     ///
     /// # Errors
-    /// What could not be removed; the rest is removed.
+    /// The interface or the control socket could not be removed; the other one is removed.
     pub fn close(mut self) -> Result<(), Error> {
         self.stop();
         let socket = self.control.take().map_or(Ok(()), ControlSocket::close);
@@ -253,13 +255,13 @@ impl Device {
             name: &name,
             alias: &alias,
         };
-        let left = self
+        let result = self
             .shared
             .tun
             .persist(false)
             .map_err(|source| Error::kernel(format!("remove {name}"), source));
         drop(self);
-        left?;
+        result?;
         retry_while_busy(|| match link::find(interface) {
             Ok(None) => Ok(()),
             _ => Err(Error::kernel(format!("remove {name}"), io::ErrorKind::TimedOut.into())),
@@ -274,11 +276,16 @@ impl Device {
         }
     }
 
-    /// Makes the state that the threads share.
-    fn share(tun: Tun, sockets: Sockets, configuration: &Configuration, options: Options) -> Result<Shared, Error> {
+    /// Builds the state that the threads share.
+    fn build_shared(
+        tun: Tun,
+        sockets: Sockets,
+        configuration: &Configuration,
+        options: Options,
+    ) -> Result<Shared, Error> {
         let event = || {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
-                .map_err(|source| Error::kernel("make an event file", source.into()))
+                .map_err(|source| Error::kernel("create an eventfd", source.into()))
         };
         let drops = Drops::default();
         let identity = Identity::new(configuration.private_key.secret().clone(), drops.staging_budget());
@@ -288,7 +295,7 @@ impl Device {
             table: RwLock::new(Arc::new(PeerTable::new(Vec::new()))),
             sockets: RwLock::new(Arc::new(sockets)),
             identity: RwLock::new(Arc::new(identity)),
-            clock: clock::Clock::default(),
+            timers: clock::TimerQueue::default(),
             handshakes: handshakes::Handshakes::default(),
             drops,
             configured: RwLock::default(),
@@ -309,7 +316,7 @@ impl Device {
                 inbound::forward(shared, worker)
             })?;
         }
-        self.start("wg-clock", datapath::run_clock)?;
+        self.start("wg-clock", datapath::run_timers)?;
         self.start("wg-handshake", handshakes::run)
     }
 
@@ -319,7 +326,7 @@ impl Device {
                 self.control = Some(socket);
                 self.start("wg-control", move |shared| control::serve(&listener, shared))
             }
-            // Only `wg show` needs the socket, so the device also works on a read-only file system.
+            // Only `wg show` needs the socket, so the device opens without it, for example on a read-only file system.
             Err(error) => {
                 let interface = &self.interface;
                 tracing::info!(interface, %error, "no control socket: `wg show` will not see this device");
@@ -338,26 +345,26 @@ impl Device {
         Ok(())
     }
 
-    /// Replaces the table of peers. A peer that `keep` returns keeps its session and counters; any other is created anew.
+    /// Replaces the table of peers. A peer that `keep` returns keeps its session and counters; all others are created.
     fn rebuild(&self, configured: &Peers, mut keep: impl FnMut(&PublicKey, &PeerTable) -> Option<Arc<Peer>>) {
         let now = Instant::now();
         let identity = current(&self.shared.identity);
         let old = current(&self.shared.table);
         let mut taken = HashSet::new();
-        let mut fresh = Vec::new();
+        let mut new_peers = Vec::new();
         let mut peers = Vec::with_capacity(configured.len());
         for (key, spec) in configured {
             let peer = keep(key, &old).unwrap_or_else(|| {
                 let index = old.free_index(&taken);
                 taken.insert(index);
                 let peer = Arc::new(Peer::new(index, identity.tunnel(key, spec, index, now), spec.endpoint));
-                fresh.push(Arc::clone(&peer));
+                new_peers.push(Arc::clone(&peer));
                 peer
             });
             peers.push((*key, spec, peer));
         }
         replace(&self.shared.table, PeerTable::new(peers));
-        for peer in &fresh {
+        for peer in &new_peers {
             self.initiate_handshake(peer, now);
         }
     }
@@ -366,7 +373,7 @@ impl Device {
         let mut state = peer.state();
         if state.endpoint.is_some() {
             state.tunnel.initiate_handshake(now);
-            self.shared.clock.add(now, peer);
+            self.shared.timers.add(now, peer);
         }
     }
 
@@ -379,7 +386,7 @@ impl Device {
         }
         if update.preshared_key.is_some() {
             state.tunnel.set_preshared_key(peers::preshared_key(spec));
-            // Without an endpoint no tick is scheduled, and the tunnel would wait for one for ever.
+            // Without an endpoint no tick runs. The tunnel would record a tick as scheduled that never comes, and schedule no other.
             if state.endpoint.is_some() {
                 state.tunnel.initiate_handshake(now);
             }
@@ -391,18 +398,18 @@ impl Device {
         }
         if state.endpoint.is_some() {
             if state.tunnel.expects_tick(now) {
-                self.shared.clock.add(now, peer);
+                self.shared.timers.add(now, peer);
             } else if let Some(at) = state.tunnel.reschedule(now) {
-                self.shared.clock.add(at, peer);
+                self.shared.timers.add(at, peer);
             }
         }
     }
 
     fn stop(&mut self) {
         self.shared.stopping.store(true, Ordering::Release);
-        self.shared.clock.stop();
+        self.shared.timers.stop();
         self.shared.handshakes.stop();
-        // The write fails only if the eventfd's counter is full; then the eventfd is readable already.
+        // The write fails only if the counter of the eventfd is full. Then the eventfd is readable already.
         let _ = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
         for thread in self.threads.drain(..) {
             let _ = thread.join();
@@ -424,8 +431,8 @@ fn find(links: &Socket, interface: Interface<'_>) -> Result<Link, Error> {
         .ok_or_else(|| Error::Gone(name.to_owned()))
 }
 
-/// Retries for [`BUSY_TIMEOUT`] while the interface or the port is in use. A child process that is just being started keeps our closed
-/// files open between fork and exec, and with them the interface or port.
+/// Retries for [`BUSY_TIMEOUT`] while the interface or the port is in use. Between fork and exec, a new child process still has files open
+/// that this process has closed, and so keeps the interface or port in use.
 fn retry_while_busy<T>(mut attempt: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
     let until = Instant::now() + BUSY_TIMEOUT;
     loop {
@@ -438,7 +445,7 @@ fn retry_while_busy<T>(mut attempt: impl FnMut() -> Result<T, Error>) -> Result<
     }
 }
 
-/// Removes the control socket that a killed process left, if no process listens on it.
+/// Removes the control socket of a killed process, if no process listens on it.
 ///
 /// # Errors
 /// The file cannot be removed, or a process listens on it.
@@ -446,7 +453,7 @@ pub fn remove_control_socket(interface: &str) -> Result<(), Error> {
     control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
 }
 
-/// Removes an interface that no process has open, whatever its kind. `false` = the interface of that name has another alias, and stays.
+/// Removes an interface of any kind that no process has open. `false` = the interface with this name has another alias, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

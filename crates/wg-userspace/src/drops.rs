@@ -19,19 +19,19 @@ pub(crate) enum DropReason {
     NoEndpoint,
     /// The source of an inner packet is outside its peer's allowed IPs (cryptokey routing).
     ForeignSource,
-    /// A datagram that is no WireGuard message, or not authentic.
+    /// A datagram that is not a WireGuard message, or not authentic.
     Invalid,
-    /// A message for a session that does not exist, or from a public key that is no peer's.
+    /// A message for a session that does not exist, or from a public key of no peer.
     UnknownPeer,
     /// A message that was received before, or is too old.
     Replayed,
-    /// A handshake message refused because there were too many: its sender gets a cookie reply, or is over its rate limit.
+    /// A handshake message that was refused because there were too many: the device sent a cookie reply, or a limit was exceeded.
     UnderLoad,
-    /// The TUN device refused an inner packet, or passed one that is malformed.
+    /// The TUN device refused an inner packet, or delivered a malformed one.
     Interface,
     /// The kernel refused to send a datagram.
     Network,
-    /// A staged packet that was never sent: see `staged`.
+    /// A staged packet that was never sent ([`crate::staged`]).
     NoSession,
     /// The TUN device's queue was full, or no process read it.
     InterfaceQueue,
@@ -39,7 +39,7 @@ pub(crate) enum DropReason {
     SocketQueue,
 }
 
-/// By the reason's number: its name in metrics.
+/// The name of each reason in metrics, in the order of the variants.
 const NAMES: [&str; 12] = [
     "no_peer",
     "no_endpoint",
@@ -59,7 +59,7 @@ const NAMES: [&str; 12] = [
 #[derive(Debug, Default)]
 pub(crate) struct Drops {
     counters: [AtomicU64; NAMES.len()],
-    /// Counts the dropped staged packets itself.
+    /// Counts the packets of [`DropReason::NoSession`].
     staging_budget: SharedBudget,
 }
 
@@ -77,7 +77,7 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, zeros included.
+    /// All counters by name, including zeros.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

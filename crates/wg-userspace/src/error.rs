@@ -1,11 +1,11 @@
-//! Why a device could not be opened, changed, observed or removed.
+//! The errors of opening, changing, observing and removing a device.
 
 use std::{io, path::PathBuf};
 
 /// Why a device could not be opened, changed, observed or removed, with the likely cause.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The kernel would truncate the name.
+    /// The kernel would refuse or truncate the name.
     #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash, colon or percent sign")]
     Name(String),
     /// Without an alias the interface would not be recognized later.
@@ -19,14 +19,14 @@ pub enum Error {
     /// Another program deleted the interface.
     #[error("another program deleted interface {0}: open the device again")]
     Gone(String),
-    /// A thread of the device ended by a panic.
+    /// A thread of the device panicked.
     #[error(
-        "thread {thread} of {interface} died, so the device forwards no packets: a bug, standard error has the panic; open the device again"
+        "thread {thread} of {interface} panicked, so the device forwards no packets: this is a bug, see the panic on standard error; open the device again"
     )]
     Died {
         /// The interface.
         interface: String,
-        /// Which thread.
+        /// The name of the thread.
         thread: String,
     },
     /// The TUN device could not be created.
@@ -58,7 +58,7 @@ pub enum Error {
     /// Any other error of the kernel.
     #[error("cannot {action}: {source}")]
     Kernel {
-        /// What was tried, such as "bring wg0 up with an MTU of 1380".
+        /// The action that failed, such as "bring wg0 up with an MTU of 1380".
         action: String,
         /// The error.
         source: io::Error,

@@ -1,5 +1,5 @@
-//! Gives fuzz targets what they test: segmentation and coalescing, ICMP errors, and two tunnels in memory that a script drives. No part of
-//! the API.
+//! Exports the functions that fuzz targets test: segmentation and coalescing, ICMP errors, and two tunnels in memory that a script drives.
+//! This module is not part of the API.
 
 use std::{
     sync::Arc,
@@ -10,21 +10,21 @@ use x25519_dalek::StaticSecret;
 
 use crate::tunnel::{Inner, Local, Output, Tunnel};
 pub use crate::{
-    offload::{Coalescer, HEADER, Header, Malformed, Segments, complete},
-    unreachable::unreachable,
+    offload::{Coalescer, HEADER, Header, Malformed, Segments, complete_checksum},
+    unreachable::icmp_unreachable,
 };
 
 /// Room for the largest packet of a script and the overhead of its message.
 const BUFFER: usize = 4096;
 
 impl Output for Vec<Vec<u8>> {
-    fn network(&mut self, datagram: &[u8]) {
+    fn send_datagram(&mut self, datagram: &[u8]) {
         self.push(datagram.to_vec());
     }
 }
 
-/// Runs a script. Each step is a letter, a length in units of 4 bytes, and as many bytes. The peer follows the protocol; the script decides
-/// what the network does to the peer's messages. Returns the packets that the peer sent, and those that our tunnel decrypted.
+/// Runs a script. Each step is a letter, a length in units of 4 bytes, and that many bytes. The peer follows the protocol. The script
+/// determines how the network changes the peer's messages. Returns the packets that the peer sent, and those that our tunnel decrypted.
 #[must_use]
 pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut now = Instant::now();
@@ -33,7 +33,7 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut peer = Tunnel::new(theirs, ours.public, None, 2, None, now);
     let mut scratch = vec![0; BUFFER];
     let (mut sent, mut delivered) = (Vec::new(), Vec::new());
-    // Messages of the peer that have not arrived.
+    // Messages of the peer that have not arrived yet.
     let mut wire: Vec<Vec<u8>> = Vec::new();
     let mut rest = script;
     while let [step, length, after @ ..] = rest {
@@ -54,14 +54,14 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                 peer.send(bytes, now, &mut scratch, &mut peer_messages);
                 sent.push(bytes.to_vec());
             }
-            // We send one.
+            // Our tunnel sends a packet.
             b'o' => us.send(bytes, now, &mut scratch, &mut replies),
             // The oldest message arrives unchanged.
             b'a' if !wire.is_empty() => {
                 let message = wire.remove(0);
                 deliver(&mut us, message, &mut replies);
             }
-            // The newest message arrives changed, truncated, or as it is; it stays on the wire.
+            // A copy of the newest message arrives changed, truncated or unchanged. The message stays on the wire.
             b'c' => {
                 if let Some(mut message) = wire.last().cloned() {
                     for (at, change) in bytes.iter().enumerate() {

@@ -1,35 +1,36 @@
 //! Checks mac1 and, under load, the cookie of a handshake message, before any Diffie-Hellman.
 //!
-//! mac1 proves that the sender knows the device's public key; the cookie proves that it receives packets at its source address (whitepaper
-//! §5.3). boringtun does the checks. Its cookies are bound to an address without the port.
+//! mac1 proves that the sender knows the device's public key. The cookie proves that the sender receives packets at its source address
+//! (whitepaper §5.3). boringtun does the checks. Its cookies are bound to an address without the port.
 
 use std::net::IpAddr;
 
 use boringtun::noise::{Packet, TunnResult, rate_limiter::RateLimiter};
 use x25519_dalek::PublicKey;
 
-/// Initiations a second beyond which senders need a cookie.
+/// Initiations per second above which senders need a cookie.
 pub(crate) const INITIATIONS_PER_SECOND: u64 = 1000;
 /// Length of a cookie reply (§5.4.7).
 pub(crate) const COOKIE_REPLY: usize = 64;
 
 pub(crate) struct Gate {
     initiations: RateLimiter,
-    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. A response
-    /// that answers no initiation is recognized by its receiver index.
+    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. The caller
+    /// recognizes a response that answers no initiation by its receiver index.
     others: RateLimiter,
 }
 
-/// What to do with a datagram that is not a data message.
+/// The result of checking a datagram that is not a data message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
+    /// A valid initiation.
     Initiation,
     /// A response, with its receiver index.
     Response(u32),
     /// A cookie reply, with its receiver index.
     Cookie(u32),
-    /// Send the cookie reply in the buffer to the sender.
-    Reply,
+    /// An initiation without a valid cookie under load. The caller sends the cookie reply that is in the buffer.
+    CookieNeeded,
     Invalid,
 }
 
@@ -52,7 +53,7 @@ impl Gate {
             Ok(Packet::HandshakeInit(_)) => Verdict::Initiation,
             Ok(Packet::HandshakeResponse(response)) => Verdict::Response(response.receiver_idx),
             Ok(Packet::PacketCookieReply(cookie)) => Verdict::Cookie(cookie.receiver_idx),
-            Err(TunnResult::WriteToNetwork(_)) => Verdict::Reply,
+            Err(TunnResult::WriteToNetwork(_)) => Verdict::CookieNeeded,
             Ok(Packet::PacketData(_)) | Err(_) => Verdict::Invalid,
         }
     }

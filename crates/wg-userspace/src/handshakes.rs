@@ -1,5 +1,5 @@
-//! Answers initiations on a thread of their own, with a short queue. Anyone can send an initiation, and it needs expensive Diffie-Hellman
-//! operations; so a flood of initiations delays no data.
+//! Answers initiations on a separate thread with a short queue, so that a flood of them delays no data. Any host can send initiations, and
+//! each needs expensive Diffie-Hellman operations.
 
 use std::{
     collections::VecDeque,
@@ -10,14 +10,14 @@ use std::{
 use crate::{
     datapath::{BUFFER, Shared, View, current},
     drops::{DropReason, Drops},
-    inbound::{accept, refused},
+    inbound::{accept, drop_reason},
     key::PublicKey,
     sockets::Endpoint,
     tunnel::INITIATION,
 };
 
-/// When more initiations are queued, the oldest is dropped. One core answers about 5,000 a second, so an answer comes well before its
-/// initiator's retry.
+/// Maximum length of the queue; beyond it the oldest initiation is dropped. One core answers about 5,000 a second, so a queued initiation
+/// is answered well before its initiator's retry.
 const MAX_QUEUED: usize = 1024;
 
 #[derive(Default)]
@@ -96,11 +96,11 @@ fn answer(shared: &Shared, queued: &QueuedInitiation, plain: &mut [u8], scratch:
     } = queued;
     let view = View::new(shared, *worker);
     let now = Instant::now();
-    // No peer is locked for this Diffie-Hellman, because the sender is not authenticated yet.
+    // No peer is locked during this Diffie-Hellman operation, because the sender is not authenticated yet.
     let claimed = current(&shared.identity)
         .local
         .claimed_peer(datagram)
-        .map_err(refused)?;
+        .map_err(drop_reason)?;
     let peer = view.table.by_key.get(&PublicKey::new(claimed.to_bytes()));
     let peer = peer.ok_or(DropReason::UnknownPeer)?;
     let mut state = peer.state();

@@ -1,7 +1,7 @@
-//! Forwards packets from network to interface: receives datagrams in runs, decrypts them, joins segments of a flow (as GRO does) where the
-//! TUN device accepts that, and writes the packets.
+//! Forwards packets from network to interface: receives datagrams in runs, decrypts them, joins segments of a flow (as GRO does) if the TUN
+//! device accepts joined packets, and writes the packets.
 //!
-//! Initiations go to the queue of `handshakes`. A batch ends when the sockets are empty; it never waits for more datagrams.
+//! Initiations are passed to the queue of `handshakes`. A batch ends when the sockets are empty; it never waits for more datagrams.
 
 use std::{
     fs::File,
@@ -23,7 +23,7 @@ use crate::{
     tunnel::{Inner, Refused},
 };
 
-/// Bytes of datagrams in a batch: after these its packets are written. Small enough for the CPU's cache.
+/// When a batch has more bytes of datagrams than this, its packets are written. It fits into the CPU's cache.
 const ARENA: usize = 128 << 10;
 
 /// Forwards packets until the device stops.
@@ -34,7 +34,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
     let mut control = control_buffer();
     let mut buffers = Buffers {
         datagrams: vec![0; ARENA + BUFFER],
-        // Packets are shorter than their datagrams; the last decryption needs a whole `BUFFER` behind them.
+        // Packets are shorter than their datagrams. The last decryption needs a whole `BUFFER` after the other packets.
         plain: vec![0; ARENA + 2 * BUFFER],
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
@@ -54,7 +54,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
             return;
         };
         if renewed {
-            // The next iteration uses the new sockets.
+            // Resets the eventfd. The next iteration uses the new sockets.
             let _ = rustix::io::read(rebound, &mut [0; 8]);
         }
         let view = View::new(shared, worker);
@@ -108,10 +108,10 @@ struct Inbound<'a> {
 impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
-            // The buffer has room for one more datagram: `ARENA` bytes at most are used.
+            // At most `ARENA` bytes are used, so the buffer has room for one more datagram.
             match sockets::receive(socket, &mut self.buffers.datagrams[self.used..], control) {
                 Ok(run) if run.length == 0 => self.view.shared.drops.count(DropReason::Invalid),
-                Ok(run) => self.run(self.used..self.used + run.length, run.segment, run.source),
+                Ok(run) => self.receive_run(self.used..self.used + run.length, run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
                 // An ICMP error for an earlier datagram, which this call has cleared.
                 Err(_) => {}
@@ -123,7 +123,7 @@ impl Inbound<'_> {
     }
 
     /// Handles a run of datagrams from one source.
-    fn run(&mut self, span: Range<usize>, segment: usize, source: Endpoint) {
+    fn receive_run(&mut self, span: Range<usize>, segment: usize, source: Endpoint) {
         let view = self.view;
         let ends = span.end;
         let mut rest = span.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
@@ -131,7 +131,7 @@ impl Inbound<'_> {
         while let Some(first) = rest.peek().cloned() {
             let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
                 rest.next();
-                if let Err(reason) = self.control(first, source) {
+                if let Err(reason) = self.receive_handshake(first, source) {
                     view.shared.drops.count(reason);
                 }
                 continue;
@@ -149,7 +149,7 @@ impl Inbound<'_> {
                     rest.next_if(|next| data_index(&self.buffers.datagrams[next.clone()]) == Some(peer.index))
             {
                 burst += 1;
-                if let Err(reason) = self.datagram(peer, &mut state, span, source, &mut known) {
+                if let Err(reason) = self.receive_data(peer, &mut state, span, source, &mut known) {
                     view.shared.drops.count(reason);
                 }
             }
@@ -159,7 +159,7 @@ impl Inbound<'_> {
     }
 
     /// Handles a message that is not data. Its mac1 or cookie is checked before any peer is locked.
-    fn control(&mut self, span: Range<usize>, source: Endpoint) -> Result<(), DropReason> {
+    fn receive_handshake(&mut self, span: Range<usize>, source: Endpoint) -> Result<(), DropReason> {
         let (view, identity) = (self.view, self.identity);
         let Buffers {
             datagrams,
@@ -182,7 +182,7 @@ impl Inbound<'_> {
             }
             Verdict::Response(index) => (index, true),
             Verdict::Cookie(index) => (index, false),
-            Verdict::Reply => {
+            Verdict::CookieNeeded => {
                 let _ = view.sockets.send(view.worker, &reply, source);
                 return Err(DropReason::UnderLoad);
             }
@@ -190,8 +190,8 @@ impl Inbound<'_> {
         };
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(DropReason::UnknownPeer)?;
         let mut state = peer.state();
-        // An eavesdropper can forge a response with a valid receiver index, which costs as much as an initiation. So it is rate limited,
-        // too; one with any other index is refused here.
+        // An eavesdropper can forge a response with a valid receiver index, and processing it costs as much as an initiation. So responses
+        // are rate limited too. A response with another index is refused here.
         if is_response
             && !(state.tunnel.is_awaiting_response(index)
                 && identity.source_limiter.allow(source.remote.ip(), self.now))
@@ -204,8 +204,8 @@ impl Inbound<'_> {
         result.map(drop)
     }
 
-    /// Handles a data message of a locked peer. `known` caches an inner source that is within the peer's allowed IPs.
-    fn datagram(
+    /// Handles a data message of a locked peer. `known` caches the last inner source that is within the peer's allowed IPs.
+    fn receive_data(
         &mut self,
         peer: &Arc<Peer>,
         state: &mut PeerState,
@@ -259,8 +259,8 @@ impl Inbound<'_> {
     }
 }
 
-/// Passes a datagram to its peer's tunnel, which sends what it answers. Returns length and source of the packet in it, which is decrypted
-/// to the beginning of `plain`; `None` if it has none.
+/// Passes a datagram to its peer's tunnel and sends the tunnel's answers. Returns length and source of the inner packet, which is decrypted
+/// to the beginning of `plain`; `None` = the datagram has no inner packet.
 pub(crate) fn accept(
     view: &View<'_>,
     state: &mut PeerState,
@@ -273,7 +273,7 @@ pub(crate) fn accept(
     let mut wire = view.wire(Some(source));
     let outcome = state.tunnel.receive(datagram, now, plain, scratch, &mut wire);
     state.tx_bytes += wire.sent;
-    let received = outcome.map_err(refused)?;
+    let received = outcome.map_err(drop_reason)?;
     if received.moves_endpoint {
         state.endpoint = Some(source);
     }
@@ -285,7 +285,7 @@ pub(crate) fn accept(
     }
 }
 
-pub(crate) const fn refused(reason: Refused) -> DropReason {
+pub(crate) const fn drop_reason(reason: Refused) -> DropReason {
     match reason {
         Refused::Invalid => DropReason::Invalid,
         Refused::Replayed => DropReason::Replayed,

@@ -3,15 +3,15 @@
 use std::net::IpAddr;
 
 /// Length of the shortest IPv4 header (RFC 791 §3.1).
-const IPV4: usize = 20;
+const IPV4_HEADER: usize = 20;
 /// Length of the IPv6 header (RFC 8200 §3).
-const IPV6: usize = 40;
+const IPV6_HEADER: usize = 40;
 
-/// `None` = not an IP packet.
+/// Returns the destination; `None` = not an IP packet.
 pub(crate) fn destination(packet: &[u8]) -> Option<IpAddr> {
     Some(match packet.first()? >> 4 {
-        4 if packet.len() >= IPV4 => IpAddr::from(*packet.get(16..)?.first_chunk::<4>()?),
-        6 if packet.len() >= IPV6 => IpAddr::from(*packet.get(24..)?.first_chunk::<16>()?),
+        4 if packet.len() >= IPV4_HEADER => IpAddr::from(*packet.get(16..)?.first_chunk::<4>()?),
+        6 if packet.len() >= IPV6_HEADER => IpAddr::from(*packet.get(24..)?.first_chunk::<16>()?),
         _ => return None,
     })
 }

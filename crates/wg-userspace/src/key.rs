@@ -1,4 +1,4 @@
-//! The keys of WireGuard, in the text form of `wg(8)`: 44 characters of base64.
+//! WireGuard's keys, which are parsed from the text form of `wg(8)`: 44 characters of base64.
 
 use std::{fmt, str::FromStr};
 
@@ -6,10 +6,10 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use x25519_dalek::StaticSecret;
 use zeroize::Zeroizing;
 
-/// A text that is no key. The text may be a secret, so it is not repeated.
+/// The error of a text that is not a key. The text may be a secret, so the message does not contain it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "not a WireGuard key: write 44 characters of base64 that hold 32 bytes, as `wg genkey`, `wg pubkey` and `wg genpsk` print"
+    "not a WireGuard key: write 32 bytes as 44 characters of base64, as `wg genkey`, `wg pubkey` and `wg genpsk` print"
 )]
 pub struct MalformedKey;
 
@@ -26,7 +26,7 @@ pub struct PublicKey([u8; 32]);
 pub struct PresharedKey(Zeroizing<[u8; 32]>);
 
 impl PrivateKey {
-    /// The public key that belongs to it.
+    /// Computes the public key of this private key.
     #[must_use]
     pub fn public_key(&self) -> PublicKey {
         PublicKey(x25519_dalek::PublicKey::from(&self.0).to_bytes())

@@ -1,20 +1,20 @@
 //! A WireGuard device in userspace, for Linux: the protocol (boringtun) between a TUN device and UDP sockets.
 //!
-//! [`Device`] creates an interface, exchanges packets with its peers, and is changed while it runs. The caller sets the addresses and
-//! routes of the interface. Privileges and limits are in the [README](https://github.com/clustermesh-for-kilo/clustermesh/tree/main/crates/wg-userspace).
+//! [`Device`] creates an interface and exchanges packets with its peers. Its configuration can change while it runs. The caller sets the
+//! addresses and routes of the interface. Privileges and limits are in the [README](https://github.com/clustermesh-for-kilo/clustermesh/tree/main/crates/wg-userspace).
 //!
 //! # How it works
 //!
 //! Plain threads do the work: for each worker one from interface to network (`outbound`) and one from network to interface (`inbound`),
 //! one for timers (`clock`), one that answers initiations (`handshakes`), and one that answers `wg show` (`control`). They share one
 //! immutable table of peers, which is replaced as a whole. A thread locks a peer for one burst of packets and never locks two peers at
-//! once. No async runtime is involved, so a busy program delays no packet and a busy tunnel does not delay the program.
+//! once. There is no async runtime, so a busy program delays no packet and a busy tunnel does not delay the program.
 //!
-//! Where the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run of datagrams
-//! (UDP segmentation and receive offload). Otherwise each packet takes its own call.
+//! If the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run of datagrams
+//! (UDP segmentation and receive offload). Otherwise each packet takes its own system call.
 //!
 //! The interface outlives the process (`tun`). While no process has it open, the kernel drops the packets routed into it. The next process
-//! takes it over and initiates a handshake with every peer.
+//! takes it over and initiates a handshake with every peer whose endpoint it knows.
 #![deny(unsafe_code)]
 
 mod clock;

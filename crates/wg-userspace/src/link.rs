@@ -1,6 +1,4 @@
 //! Reads, configures and removes a network interface over rtnetlink, with one blocking request at a time.
-//!
-//! The program that opens the device sets addresses and routes.
 
 use std::io;
 
@@ -22,17 +20,17 @@ const TUN_NUM_QUEUES: u16 = 8;
 pub(crate) struct Link {
     pub(crate) index: u32,
     pub(crate) kind: Kind,
-    /// It has the alias that the caller gave.
+    /// Whether it has the caller's alias.
     pub(crate) is_ours: bool,
     pub(crate) mtu: u32,
     pub(crate) up: bool,
-    /// Packets that the kernel dropped on transmission. For a TUN device: its queue was full, or no process had it open.
+    /// Packets that the kernel dropped on transmission. The reasons for a TUN device: its queue was full, or no process had it open.
     pub(crate) tx_dropped: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A TUN device, and whether a process has it open.
+    /// A TUN device; `attached` = a process has it open.
     Tun {
         attached: bool,
     },
@@ -40,7 +38,7 @@ pub(crate) enum Kind {
     Other,
 }
 
-/// Reads the interface of this name, if there is one.
+/// Reads the interface with this name; `None` = it does not exist.
 pub(crate) fn find(interface: Interface<'_>) -> io::Result<Option<Link>> {
     find_by(&socket()?, interface)
 }
@@ -82,7 +80,7 @@ fn parse(message: &LinkMessage, own_alias: &str) -> Link {
                     match info {
                         LinkInfo::Kind(InfoKind::Tun) => link.kind = Kind::Tun { attached: false },
                         LinkInfo::Kind(InfoKind::Wireguard) => link.kind = Kind::Wireguard,
-                        LinkInfo::Data(InfoData::Tun(facts)) => attached |= facts.iter().any(has_queues),
+                        LinkInfo::Data(InfoData::Tun(attributes)) => attached |= attributes.iter().any(has_queues),
                         _ => {}
                     }
                 }
@@ -90,18 +88,18 @@ fn parse(message: &LinkMessage, own_alias: &str) -> Link {
             _ => {}
         }
     }
-    if let Kind::Tun { attached: held } = &mut link.kind {
-        *held = attached;
+    if let Kind::Tun { attached: is_attached } = &mut link.kind {
+        *is_attached = attached;
     }
     link
 }
 
-fn has_queues(fact: &InfoTun) -> bool {
+fn has_queues(attribute: &InfoTun) -> bool {
     let mut value = [0; 4];
-    if fact.kind() != TUN_NUM_QUEUES || fact.value_len() != value.len() {
+    if attribute.kind() != TUN_NUM_QUEUES || attribute.value_len() != value.len() {
         return false;
     }
-    fact.emit_value(&mut value);
+    attribute.emit_value(&mut value);
     u32::from_ne_bytes(value) > 0
 }
 

@@ -16,13 +16,13 @@ use crate::{
 /// The result of [`Device::observe`](crate::Device::observe).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Observed {
-    /// By public key.
+    /// The configured peers by public key.
     pub peers: BTreeMap<PublicKey, ObservedPeer>,
-    /// The port in use.
+    /// The bound UDP port.
     pub listen_port: u16,
     /// Packets dropped since the device was opened, by reason: `no_peer`, `invalid`, `under_load` and others. Every reason is present.
     pub drops: BTreeMap<&'static str, u64>,
-    /// What other programs changed in the interface.
+    /// Changes that other programs made to the interface.
     pub altered: BTreeSet<Altered>,
 }
 
@@ -42,22 +42,22 @@ pub struct PeerStats {
     pub endpoint: Option<SocketAddr>,
     /// Time since the last completed handshake; `None` = never.
     pub handshake_age: Option<Duration>,
-    /// Bytes of authenticated UDP payload received from it.
+    /// Bytes of authenticated UDP payload received from the peer.
     pub rx_bytes: u64,
-    /// Bytes of UDP payload sent to it.
+    /// Bytes of UDP payload sent to the peer.
     pub tx_bytes: u64,
 }
 
-/// A part of the interface that another program can change.
+/// A change that another program made to the interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Altered {
-    /// `ip link set mtu`.
+    /// Its MTU is not the configured one (`ip link set mtu`).
     Mtu,
-    /// `ip link set down`.
+    /// It is down (`ip link set down`).
     Down,
 }
 
-/// Everything but the drops and changes that only the interface knows.
+/// Reads peers, port and drop counters. The caller adds the drops and changes that it reads from the interface.
 pub(crate) fn observed(shared: &Shared) -> Observed {
     let configured = current(&shared.configured);
     let now = Instant::now();

@@ -1,5 +1,5 @@
-//! Segmentation, coalescing and checksums for packets of a TUN device with virtio-net headers, where the kernel leaves them to the
-//! program. Works on bytes and does no I/O.
+//! Segments and coalesces packets of a TUN device with virtio-net headers, and computes their checksums. With these headers the kernel
+//! leaves this work to the program. The module works on bytes and does no I/O.
 //!
 //! Sources: Linux `include/uapi/linux/virtio_net.h` and virtio 1.2 §5.1.6; for the conditions of coalescing `net/ipv4/tcp_offload.c`
 //! and `net/ipv4/udp_offload.c` (generic receive offload).
@@ -10,7 +10,7 @@ mod headers;
 mod segment;
 
 pub use coalesce::Coalescer;
-pub use segment::{Malformed, Segments, complete};
+pub use segment::{Malformed, Segments, complete_checksum};
 
 #[cfg(test)]
 mod tests;
@@ -32,13 +32,13 @@ pub(crate) enum Kind {
 /// `struct virtio_net_hdr`, which a TUN device passes before each packet, in native byte order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Bit 0: the checksum field holds only the sum of the pseudo header and has to be completed.
+    /// Bit 0: the checksum field contains only the sum of the pseudo header and has to be completed.
     pub flags: u8,
     /// 0 = a single packet, 1 = TCP over IPv4, 4 = TCP over IPv6, 5 = UDP; bit 7 = with ECN.
     pub gso_type: u8,
-    /// Bytes before the payload; a hint.
+    /// Bytes before the payload. Only a hint.
     pub header_length: u16,
-    /// Payload bytes of each packet that this one is cut into.
+    /// Payload bytes of each packet that this packet is cut into.
     pub gso_size: u16,
     /// Offset at which the checksum begins: the transport header.
     pub checksum_start: u16,
@@ -70,13 +70,13 @@ impl Header {
         [self.flags, self.gso_type, l0, l1, s0, s1, c0, c1, o0, o1]
     }
 
-    /// Whether [`Segments`] has to cut the packet. Otherwise [`complete`] completes its checksum.
+    /// Whether [`Segments`] has to cut the packet. Otherwise [`complete_checksum`] completes its checksum.
     #[must_use]
     pub const fn is_large(&self) -> bool {
         self.gso_type & !ECN != 0
     }
 
-    const fn of(kind: Kind) -> u8 {
+    const fn gso_type_of(kind: Kind) -> u8 {
         match kind {
             Kind::Tcp4 => 1,
             Kind::Tcp6 => 4,

@@ -1,6 +1,6 @@
 //! Forwards packets from interface to network: reads them, splits large ones (TSO, USO), encrypts them and sends them in runs.
 //!
-//! A run is sent when the interface has no more packets; it never waits for more to arrive.
+//! A run is sent when the interface has no more packets; it never waits for more packets.
 
 use std::{
     fs::File,
@@ -16,15 +16,15 @@ use crate::{
     datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, wait},
     drops::DropReason,
     inner::destination,
-    offload::{HEADER, Header, Segments, complete},
+    offload::{HEADER, Header, Segments, complete_checksum},
     peers::{Peer, PeerState},
     sockets::{Endpoint, MAX_RUN, MAX_RUN_BYTES},
     tun,
     tunnel::OVERHEAD,
-    unreachable::unreachable,
+    unreachable::icmp_unreachable,
 };
 
-/// The most ICMP errors that one worker sends in a second.
+/// Maximum number of ICMP errors that one worker sends per second.
 const MAX_ERRORS_PER_SECOND: u32 = 100;
 
 /// Forwards packets until the device stops.
@@ -51,13 +51,13 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
         for _ in 0..BATCH {
             match tun::read(queue, &mut buffer) {
                 Ok(length) => {
-                    out.packet(&mut buffer, length);
+                    out.encrypt(&mut buffer, length);
                     packets += 1;
                     if pace.is_single() && packets == 1 {
                         out.flush();
                     }
                 }
-                // The interface was deleted. Its file stays readable for ever, so this thread must end.
+                // The interface was deleted. Its file stays readable for ever, so this thread has to end.
                 Err(error) if error.raw_os_error() == Some(Errno::BADFD.raw_os_error()) => {
                     shared.gone.store(true, Ordering::Release);
                     return;
@@ -79,7 +79,7 @@ struct Buffers {
     run: Vec<u8>,
 }
 
-/// Answers packets without peer or endpoint with an ICMP unreachable error, as the kernel's WireGuard does; rate limited.
+/// Answers packets without peer or endpoint with ICMP unreachable errors, as the kernel's WireGuard does, up to a rate limit.
 struct UnreachableErrors<'a> {
     queue: &'a File,
     left: u32,
@@ -92,7 +92,7 @@ impl UnreachableErrors<'_> {
             (self.left, self.since) = (MAX_ERRORS_PER_SECOND, now);
         }
         if self.left > 0
-            && let Some(error) = unreachable(packet)
+            && let Some(error) = icmp_unreachable(packet)
         {
             self.left -= 1;
             // If the interface's queue is full, the error is not sent.
@@ -128,7 +128,7 @@ struct Run<'a> {
     peer: Option<LockedPeer<'a>>,
 }
 
-/// The peer of a run, with its `order` lock: no other worker sends a run to it meanwhile, so that counters arrive in order.
+/// The peer of a run, with its `order` lock. The lock keeps other workers from sending to the peer, so that counters arrive in order.
 ///
 /// Lock order: `order` before `state`. A worker that holds `order` waits for `state`, so the reverse order would deadlock.
 struct LockedPeer<'a> {
@@ -159,8 +159,8 @@ impl<'a, 'e> Outbound<'a, 'e> {
         }
     }
 
-    /// Encrypts what was read: `length` bytes, starting with the virtio-net header.
-    fn packet(&mut self, buffer: &mut [u8], length: usize) {
+    /// Encrypts the packet of `length` bytes that was read, which starts with the virtio-net header.
+    fn encrypt(&mut self, buffer: &mut [u8], length: usize) {
         let drops = &self.view.shared.drops;
         let Some((header, packet)) = buffer.split_first_chunk_mut::<HEADER>() else {
             return;
@@ -174,7 +174,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
             return;
         };
         if !header.is_large() {
-            if complete(&header, &mut packet[..length]).is_err() {
+            if complete_checksum(&header, &mut packet[..length]).is_err() {
                 drops.count(DropReason::Interface);
                 return;
             }
@@ -233,7 +233,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
 }
 
 impl<'a> Run<'a> {
-    /// Makes this a run of that peer, with room for a burst. The caller must hold no lock of the peer.
+    /// Starts or continues a run of that peer, with room for a burst. The caller must hold no lock of the peer.
     fn lock_peer(&mut self, peer: &'a Arc<Peer>) {
         let same = self.peer.as_ref().is_some_and(|locked| Arc::ptr_eq(locked.peer, peer));
         if !same {
@@ -247,7 +247,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The buffer for the next datagram, of `length` bytes. Sends the run first if the datagram cannot be a part of it.
+    /// Returns the buffer for the next datagram of `length` bytes. If the datagram cannot be part of the run, the run is sent first.
     fn reserve(&mut self, endpoint: Endpoint, length: usize) -> &mut [u8] {
         let follows = self.endpoint == Some(endpoint) && !self.is_complete && length <= self.segment;
         if self.count > 0 && (!follows || self.count == MAX_RUN || self.used + length > MAX_RUN_BYTES) {

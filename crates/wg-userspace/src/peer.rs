@@ -16,7 +16,7 @@ pub(crate) type Peers = BTreeMap<PublicKey, PeerSpec>;
 /// The configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// Where to send until authenticated packets arrive from another endpoint. `None` = the peer has to initiate.
+    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the peer has to initiate.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,
@@ -29,9 +29,9 @@ pub struct PeerSpec {
 /// A change to one peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PeerChange {
-    /// Adds a peer. One that exists is replaced, and its session ends.
+    /// Adds a peer. An existing peer with this key is replaced, and its session ends.
     Add(PublicKey, PeerSpec),
-    /// Changes attributes of a peer. Its session stays. An unknown peer is not added.
+    /// Changes attributes of a peer. An unknown peer is not added.
     Update(PublicKey, PeerUpdate),
     /// Removes a peer with its allowed IPs.
     Remove(PublicKey),
@@ -44,7 +44,7 @@ pub struct PeerUpdate {
     pub endpoint: Option<SocketAddr>,
     /// The new keepalive; `Some(None)` turns it off.
     pub keepalive: Option<Option<NonZeroU16>>,
-    /// The new preshared key; `Some(None)` removes it. Only this change requires a new handshake.
+    /// The new preshared key; `Some(None)` removes it. Only this change ends the session.
     pub preshared_key: Option<Option<PresharedKey>>,
     /// Allowed IPs to add. If another peer has one, it moves to this peer.
     pub add_allowed_ips: BTreeSet<IpNet>,
@@ -62,7 +62,7 @@ impl PeerChange {
     }
 
     /// Whether the change adds or removes a peer or an allowed IP.
-    pub(crate) fn reshapes_table(&self) -> bool {
+    pub(crate) fn changes_table(&self) -> bool {
         match self {
             Self::Update(_, update) => !update.add_allowed_ips.is_empty() || !update.remove_allowed_ips.is_empty(),
             Self::Add(..) | Self::Remove(_) => true,
@@ -76,17 +76,17 @@ pub(crate) fn apply(peers: &mut Peers, changes: &[PeerChange]) {
         .iter()
         .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|net| (*net, *key)))
         .collect();
-    let mut ledger = Ledger { peers, owners };
-    changes.iter().for_each(|change| ledger.apply(change));
+    let mut indexed = IndexedPeers { peers, owners };
+    changes.iter().for_each(|change| indexed.apply(change));
 }
 
 /// The configured peers, with the owner of each allowed IP.
-struct Ledger<'a> {
+struct IndexedPeers<'a> {
     peers: &'a mut Peers,
     owners: BTreeMap<IpNet, PublicKey>,
 }
 
-impl Ledger<'_> {
+impl IndexedPeers<'_> {
     fn apply(&mut self, change: &PeerChange) {
         match change {
             PeerChange::Add(key, spec) => {

@@ -21,7 +21,7 @@ use crate::{
     tunnel::{Local, Tunnel},
 };
 
-/// The device's key pair and all that depends on it: mac1 and cookie checks, rate limits, new tunnels.
+/// The device's key pair with all values that depend on it: mac1 and cookie checks, rate limits, new tunnels.
 pub(crate) struct Identity {
     pub(crate) local: Arc<Local>,
     pub(crate) gate: Gate,
@@ -62,7 +62,7 @@ pub(crate) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
         .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
 }
 
-/// One peer. A thread never locks two peers at once. It holds `order` for one run of datagrams and `state` for one burst of packets.
+/// One peer. A thread never locks two peers at once. It locks `order` for one run of datagrams and `state` for one burst of packets.
 pub(crate) struct Peer {
     /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
     pub(crate) index: u32,
@@ -92,19 +92,19 @@ impl Peer {
         }
     }
 
-    /// Locked by a thread that sends a run of data messages, from encryption to sending, so that they leave in the order of their counters.
-    /// Keepalives and staged packets are sent without this lock and may overtake them; the peer's replay window allows that.
+    /// Locks the order of data messages. A thread keeps this lock from the encryption of a run until it is sent, so that the messages leave
+    /// in the order of their counters. Keepalives and staged packets are sent without it; the peer's replay window allows that.
     pub(crate) fn order(&self) -> MutexGuard<'_, ()> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, PeerState> {
-        // After a panic under this lock one packet is lost; the session is still usable.
+        // A panic while the lock was held lost one packet, but the session is still usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// All peers; immutable, and replaced as a whole. So allowed IPs that move between peers have an owner at every moment.
+/// All peers. The table is immutable and replaced as a whole, so allowed IPs that move between peers always have an owner.
 pub(crate) struct PeerTable {
     pub(crate) by_key: BTreeMap<PublicKey, Arc<Peer>>,
     pub(crate) by_index: HashMap<u32, Arc<Peer>>,
@@ -115,7 +115,7 @@ impl PeerTable {
     pub(crate) fn new(peers: Vec<(PublicKey, &PeerSpec, Arc<Peer>)>) -> Self {
         let allowed_ips = peers
             .iter()
-            .flat_map(|(_, spec, peer)| spec.allowed_ips.iter().map(|range| (*range, Arc::clone(peer))));
+            .flat_map(|(_, spec, peer)| spec.allowed_ips.iter().map(|net| (*net, Arc::clone(peer))));
         Self {
             allowed_ips: PrefixMap::new(allowed_ips),
             by_index: peers
@@ -126,8 +126,8 @@ impl PeerTable {
         }
     }
 
-    /// An index that no peer has. It is random so that a restarted device does not reuse the indices of the earlier process, not for
-    /// secrecy.
+    /// Returns an index that no peer has. It is random so that a restarted device does not reuse the indices of the earlier process; it is
+    /// not a secret.
     pub(crate) fn free_index(&self, taken: &HashSet<u32>) -> u32 {
         let random = RandomState::new();
         (0_u64..)

@@ -7,15 +7,17 @@ use ipnet::IpNet;
 /// A map from prefixes to values. It is built once, as a sorted list of intervals that do not overlap; a lookup is one binary search.
 #[derive(Debug)]
 pub(crate) struct PrefixMap<T> {
-    /// The first address of an interval, which ends before the next one, and its value.
+    /// The first address of each interval with its value. An interval ends before the next one.
     v4: Vec<(u128, Option<T>)>,
     v6: Vec<(u128, Option<T>)>,
 }
 
 impl<T: Clone> PrefixMap<T> {
-    /// If a prefix occurs twice, its later value wins.
-    pub(crate) fn new(ranges: impl IntoIterator<Item = (IpNet, T)>) -> Self {
-        let (v4, v6): (Vec<_>, Vec<_>) = ranges.into_iter().partition(|(range, _)| matches!(range, IpNet::V4(_)));
+    /// Builds the map. If a prefix occurs twice, its later value wins.
+    pub(crate) fn new(prefixes: impl IntoIterator<Item = (IpNet, T)>) -> Self {
+        let (v4, v6): (Vec<_>, Vec<_>) = prefixes
+            .into_iter()
+            .partition(|(prefix, _)| matches!(prefix, IpNet::V4(_)));
         Self {
             v4: flatten(v4),
             v6: flatten(v6),
@@ -37,13 +39,13 @@ fn number(address: IpAddr) -> u128 {
     }
 }
 
-fn flatten<T: Clone>(mut ranges: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
-    ranges.sort_by_key(|(range, _)| (number(range.network()), range.prefix_len()));
-    let mut intervals: Vec<(u128, Option<T>)> = Vec::with_capacity(ranges.len() * 2);
+fn flatten<T: Clone>(mut prefixes: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
+    prefixes.sort_by_key(|(prefix, _)| (number(prefix.network()), prefix.prefix_len()));
+    let mut intervals: Vec<(u128, Option<T>)> = Vec::with_capacity(prefixes.len() * 2);
     // The prefixes that contain the current address, shortest prefix first, each with its last address.
     let mut open: Vec<(u128, T)> = Vec::new();
-    for (range, value) in ranges {
-        let (begin, end) = (number(range.network()), number(range.broadcast()));
+    for (prefix, value) in prefixes {
+        let (begin, end) = (number(prefix.network()), number(prefix.broadcast()));
         close(&mut open, &mut intervals, Some(begin));
         begin_interval(&mut intervals, begin, Some(value.clone()));
         open.push((end, value));
@@ -52,11 +54,11 @@ fn flatten<T: Clone>(mut ranges: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
     intervals
 }
 
-/// Removes the open prefixes that end before `until`. After each, the interval of the prefix around it continues.
+/// Removes the open prefixes that end before `until`. After each of them, the interval of the enclosing prefix continues.
 fn close<T: Clone>(open: &mut Vec<(u128, T)>, intervals: &mut Vec<(u128, Option<T>)>, until: Option<u128>) {
     while let Some((end, _)) = open.pop_if(|(end, _)| until.is_none_or(|until| *end < until)) {
         if let Some(next) = end.checked_add(1) {
-            begin_interval(intervals, next, open.last().map(|(_, around)| around.clone()));
+            begin_interval(intervals, next, open.last().map(|(_, enclosing)| enclosing.clone()));
         }
     }
 }
@@ -74,21 +76,21 @@ mod tests {
 
     use super::*;
 
-    fn range(text: &str) -> IpNet {
-        text.parse().expect("a range")
+    fn prefix(text: &str) -> IpNet {
+        text.parse().expect("a prefix")
     }
 
     #[test]
     fn longest_prefix_wins_and_the_outer_one_continues() {
-        let ranges = PrefixMap::new([
-            (range("10.0.0.0/8"), 1),
-            (range("10.1.0.0/16"), 2),
-            (range("10.1.255.255/32"), 3),
-            (range("255.255.255.255/32"), 4),
-            (range("::/0"), 5),
-            (range("fd00::/64"), 6),
+        let prefixes = PrefixMap::new([
+            (prefix("10.0.0.0/8"), 1),
+            (prefix("10.1.0.0/16"), 2),
+            (prefix("10.1.255.255/32"), 3),
+            (prefix("255.255.255.255/32"), 4),
+            (prefix("::/0"), 5),
+            (prefix("fd00::/64"), 6),
         ]);
-        let get = |address: &str| ranges.get(address.parse().expect("an address")).copied();
+        let get = |address: &str| prefixes.get(address.parse().expect("an address")).copied();
         assert_eq!(
             [
                 "9.255.255.255",
@@ -124,7 +126,7 @@ mod tests {
         #[test]
         fn lookup_agrees_with_a_linear_search(
             nets in prop::collection::vec((0u32..64, 26u8..=32), 0..20),
-            asked in 0u32..80,
+            address in 0u32..80,
         ) {
             let nets: Vec<(IpNet, usize)> = nets
                 .into_iter()
@@ -136,7 +138,7 @@ mod tests {
                 .into_iter()
                 .zip(0..)
                 .collect();
-            let address = IpAddr::V4(asked.into());
+            let address = IpAddr::V4(address.into());
             let naive = nets
                 .iter()
                 .filter(|(net, _)| net.contains(&address))

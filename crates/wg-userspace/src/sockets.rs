@@ -1,7 +1,7 @@
 //! Opens the UDP sockets of a device, one for each address family and worker, and sends and receives datagrams.
 //!
-//! Where the kernel offers it, one call sends (`UDP_SEGMENT`) or receives (`UDP_GRO`) a run: datagrams of one size to or from one address
-//! (Linux `Documentation/networking/segmentation-offloads.rst`, since 4.18 and 5.0).
+//! If the kernel offers it, one call sends (`UDP_SEGMENT`, Linux 4.18) or receives (`UDP_GRO`, Linux 5.0) a run: datagrams of one size to
+//! or from one address (Linux `Documentation/networking/segmentation-offloads.rst`).
 
 use std::{
     io::{self, ErrorKind, IoSlice, IoSliceMut},
@@ -20,18 +20,18 @@ use rustix::{
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// The size of a socket's receive queue; with CAP_NET_ADMIN it may exceed `net.core.{r,w}mem_max`. It has to hold what the TCP flows of all
-/// peers send while the worker's thread is not running: with 4 MiB, 16 flows lost thousands of packets a second.
+/// The size of a socket's receive queue; with CAP_NET_ADMIN it may exceed `net.core.rmem_max`. It has to hold the packets of all peers' TCP
+/// flows that arrive while the worker's thread is not running: with 4 MiB, 16 flows lost thousands of packets a second.
 const RECEIVE_BUFFER: usize = 8 << 20;
 const SEND_BUFFER: usize = 4 << 20;
-/// How long a full send queue may stop a sender before its datagram is dropped.
+/// How long a sender waits for room in a full send queue before its datagram is dropped.
 const SEND_TIMEOUT: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
-/// The most datagrams in a run (`UDP_MAX_SEGMENTS`, 64 before Linux 6.9).
+/// Maximum number of datagrams in a run (`UDP_MAX_SEGMENTS`, 64 before Linux 6.9).
 pub(crate) const MAX_RUN: usize = 64;
-/// The most bytes in a run, so that it fits into an IPv4 packet of 65,535 bytes with all its headers.
+/// Maximum number of bytes in a run, so that the run with its headers fits into an IPv4 packet of 65,535 bytes.
 pub(crate) const MAX_RUN_BYTES: usize = 65_000;
 
 mod meminfo {
@@ -42,7 +42,7 @@ mod meminfo {
 
     use nix::{libc, sys::socket::getsockopt};
 
-    /// `SK_MEMINFO_DROPS` of `SK_MEMINFO_VARS` numbers (Linux `include/uapi/linux/sock_diag.h`).
+    /// `SK_MEMINFO_DROPS`, the last of `SK_MEMINFO_VARS` numbers (Linux `include/uapi/linux/sock_diag.h`).
     const DROPS: usize = 8;
     type Numbers = [u32; DROPS + 1];
 
@@ -73,15 +73,15 @@ pub(crate) struct Sockets {
     segmentation: AtomicBool,
 }
 
-/// One worker's sockets. The kernel selects the worker by a hash of the addresses and ports, so one peer's datagrams come to one worker.
+/// One worker's sockets. The kernel selects the worker by a hash of addresses and ports, so one worker receives all datagrams of a peer.
 #[derive(Debug)]
 pub(crate) struct WorkerSockets {
     pub(crate) v4: UdpSocket,
-    /// `None` where the kernel has no IPv6.
+    /// `None` = the kernel has no IPv6.
     pub(crate) v6: Option<UdpSocket>,
 }
 
-/// What one call received.
+/// The datagrams that one call received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReceivedRun {
     pub(crate) length: usize,
@@ -90,8 +90,8 @@ pub(crate) struct ReceivedRun {
     pub(crate) source: Endpoint,
 }
 
-/// The endpoint of a peer, and the local address to send from. A firewall or NAT in front of the peer may drop packets from another address
-/// than the one that the peer sends to.
+/// The endpoint of a peer, and the local address to send from. This is the address that the peer sends to, because a firewall or NAT in
+/// front of the peer may drop packets from other addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Endpoint {
     pub(crate) remote: SocketAddr,
@@ -120,16 +120,16 @@ impl Sockets {
     }
 
     fn try_open(port: u16, fwmark: u32, workers: usize, offload: bool) -> io::Result<Self> {
-        // Sockets with SO_REUSEPORT would share the port with another process, too. A socket without it detects that the port is in use.
-        let alone = WorkerSockets::open(port, fwmark, false, offload)?;
-        let port = alone.v4.local_addr()?.port();
+        // Sockets with SO_REUSEPORT would also share the port with another process. So a socket without it first detects a port in use.
+        let exclusive = WorkerSockets::open(port, fwmark, false, offload)?;
+        let port = exclusive.v4.local_addr()?.port();
         let workers = if workers > 1 {
-            drop(alone);
+            drop(exclusive);
             (0..workers)
                 .map(|_| WorkerSockets::open(port, fwmark, true, offload))
                 .collect::<Result<_, _>>()?
         } else {
-            vec![alone]
+            vec![exclusive]
         };
         let segmentation = offload
             && workers
@@ -142,7 +142,7 @@ impl Sockets {
         })
     }
 
-    /// Whether runs are sent in one call.
+    /// Whether one call sends a run.
     pub(crate) fn offload(&self) -> bool {
         self.segmentation.load(Ordering::Relaxed)
     }
@@ -156,7 +156,7 @@ impl Sockets {
         all.flatten().map(meminfo::dropped).sum()
     }
 
-    /// Sets the firewall mark of all datagrams sent from now on.
+    /// Sets the firewall mark of all later datagrams.
     pub(crate) fn set_fwmark(&self, fwmark: u32) -> io::Result<()> {
         for worker in &self.workers {
             for socket in [Some(&worker.v4), worker.v6.as_ref()].into_iter().flatten() {
@@ -171,18 +171,20 @@ impl Sockets {
         self.send_with(worker, datagram, None, to)
     }
 
-    /// Sends datagrams of `segment` bytes, of which the last may be shorter; returns how many the kernel did not take.
+    /// Sends datagrams of `segment` bytes, of which the last may be shorter; returns how many the kernel refused.
     pub(crate) fn send_run(&self, worker: usize, run: &[u8], segment: usize, to: Endpoint) -> usize {
         if run.len() > segment && self.segmentation.load(Ordering::Relaxed) {
             match self.send_with(worker, run, Some(segment as u16), to) {
                 Ok(()) => return 0,
-                // The network card cannot compute the checksums: never try again.
+                // The network card cannot compute the checksums, so segmentation stays off.
                 Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
                     if self.segmentation.swap(false, Ordering::Relaxed) {
-                        tracing::info!("the network card takes no runs of datagrams: they are sent one by one");
+                        tracing::info!(
+                            "the network card does not support UDP segmentation: datagrams are sent one by one"
+                        );
                     }
                 }
-                // A datagram exceeds the path MTU and needs fragmentation, or the run is larger than this kernel accepts.
+                // A datagram exceeds the path MTU and needs fragmentation, or this kernel does not accept the run.
                 Err(error) if is_one_of(&error, &[Errno::INVAL, Errno::MSGSIZE, Errno::OPNOTSUPP]) => {}
                 Err(_) => return run.len().div_ceil(segment),
             }
@@ -210,7 +212,7 @@ impl Sockets {
             }
         };
         retry_when_writable(socket, || match send(to.local) {
-            // The host no longer has the local address; the error depends on the kernel and the address family.
+            // The host has lost the local address. The error code depends on the kernel and the address family.
             Err(error)
                 if to.local.is_some() && is_one_of(&error, &[Errno::INVAL, Errno::NETUNREACH, Errno::ADDRNOTAVAIL]) =>
             {
@@ -268,12 +270,12 @@ impl PacketInfo {
 }
 
 impl WorkerSockets {
-    fn open(port: u16, fwmark: u32, shared: bool, offload: bool) -> io::Result<Self> {
+    fn open(port: u16, fwmark: u32, reuse_port: bool, offload: bool) -> io::Result<Self> {
         let v4 = bind(
             Domain::IPV4,
             (Ipv4Addr::UNSPECIFIED, port).into(),
             fwmark,
-            shared,
+            reuse_port,
             offload,
         )?;
         let port = v4.local_addr()?.port();
@@ -281,7 +283,7 @@ impl WorkerSockets {
             Domain::IPV6,
             (Ipv6Addr::UNSPECIFIED, port).into(),
             fwmark,
-            shared,
+            reuse_port,
             offload,
         ) {
             Ok(socket) => Some(socket),
@@ -292,12 +294,12 @@ impl WorkerSockets {
     }
 }
 
-/// A buffer for the control messages that [`receive`] gets.
+/// Allocates a buffer for the control messages that [`receive`] reads.
 pub(crate) fn control_buffer() -> Vec<u8> {
     nix::cmsg_space!(i32, libc::in6_pktinfo)
 }
 
-/// Receives one datagram, or a run from one source.
+/// Receives one datagram or a run from one source.
 pub(crate) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8]) -> io::Result<ReceivedRun> {
     let mut slices = [IoSliceMut::new(buffer)];
     let message = recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut slices, Some(control), MsgFlags::empty())?;
@@ -343,20 +345,20 @@ fn retry_when_writable(socket: &UdpSocket, mut attempt: impl FnMut() -> io::Resu
     }
 }
 
-fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload: bool) -> io::Result<UdpSocket> {
+fn bind(domain: Domain, address: SocketAddr, fwmark: u32, reuse_port: bool, offload: bool) -> io::Result<UdpSocket> {
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;
     if domain == Domain::IPV6 {
         socket.set_only_v6(true)?;
     }
     if domain == Domain::IPV4 {
-        // As the kernel's WireGuard does: no DF, so that a router before a link with a smaller MTU may fragment. With DF, a router that
-        // sends no ICMP error would be a black hole.
+        // As in the kernel's WireGuard, DF is not set, so that a router before a link with a smaller MTU may fragment. With DF, packets
+        // would be lost without notice if that router sends no ICMP error.
         set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT)?;
     }
     if fwmark != 0 {
         socket.set_mark(fwmark)?;
     }
-    if shared {
+    if reuse_port {
         socket.set_reuse_port(true)?;
     }
     // A smaller buffer than requested is no error.
@@ -370,7 +372,7 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload:
         // If the kernel refuses, each call receives one datagram.
         let _ = setsockopt(&socket, sockopt::UdpGroSegment, &true);
     }
-    // If the kernel refuses, it also chooses the local address of each datagram we send.
+    // If the kernel refuses, it chooses the local address of each sent datagram.
     let _ = match domain {
         Domain::IPV6 => setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true),
         _ => setsockopt(&socket, sockopt::Ipv4PacketInfo, &true),

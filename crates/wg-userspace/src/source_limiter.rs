@@ -1,6 +1,6 @@
-//! Limits the handshake messages of each source address while the device receives many, with one token bucket for each source.
+//! Limits the handshake messages of each source address while the device receives many of them, with one token bucket for each source.
 //!
-//! Cookies (`gate`) prove that a source address is not spoofed.
+//! Cookies (`gate`) prove that the source address is not spoofed.
 
 use std::{
     collections::HashMap,
@@ -11,10 +11,10 @@ use std::{
 
 use crate::gate::INITIATIONS_PER_SECOND;
 
-/// Burst and rate of each source, as in the kernel (`drivers/net/wireguard/ratelimiter.c`): 5 at once, 20 a second.
+/// Burst and rate of each source, as in the kernel (`drivers/net/wireguard/ratelimiter.c`): 5 at once, 20 per second.
 const BURST: u32 = 5;
 const REFILL_INTERVAL: Duration = Duration::from_millis(50);
-/// The most buckets; a source beyond them is refused.
+/// Maximum number of buckets. Messages of further sources are refused.
 const MAX_SOURCES: usize = 16_384;
 
 /// The limiter of one device.
@@ -26,14 +26,14 @@ struct Buckets {
     /// Start of the second for which `count` counts all handshake messages.
     since: Option<Instant>,
     count: u64,
-    /// When the bucket of each source will be full again. An IPv6 /64 network is one source.
+    /// The time when the bucket of each source is full again. An IPv6 /64 network is one source.
     full_at: HashMap<IpAddr, Instant>,
-    /// When full buckets were last removed.
+    /// The time when full buckets were last removed.
     swept: Option<Instant>,
 }
 
 impl SourceLimiter {
-    /// Whether to process a handshake message of this source. All pass until the device exceeds [`INITIATIONS_PER_SECOND`].
+    /// Whether to process a handshake message of this source. All are processed until the device exceeds [`INITIATIONS_PER_SECOND`].
     pub(crate) fn allow(&self, source: IpAddr, now: Instant) -> bool {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let state = &mut *state;
@@ -48,12 +48,12 @@ impl SourceLimiter {
         if state.count <= INITIATIONS_PER_SECOND {
             return true;
         }
-        let source = network(source);
+        let source = bucket_key(source);
         if state.full_at.len() >= MAX_SOURCES && !state.full_at.contains_key(&source) {
-            let again = state
+            let is_due = state
                 .swept
                 .is_none_or(|swept| now.saturating_duration_since(swept) >= REFILL_INTERVAL * BURST);
-            if again {
+            if is_due {
                 state.swept = Some(now);
                 state.full_at.retain(|_, at| *at > now);
             }
@@ -71,7 +71,7 @@ impl SourceLimiter {
     }
 }
 
-fn network(source: IpAddr) -> IpAddr {
+fn bucket_key(source: IpAddr) -> IpAddr {
     match source {
         IpAddr::V4(_) => source,
         IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(all, MAX_SOURCES);
         assert!(
             !limiter.allow(v4(30_000), now + REFILL_INTERVAL),
-            "not swept again so soon"
+            "full buckets are removed only every 250 ms"
         );
         assert!(limiter.allow(v4(30_000), now + REFILL_INTERVAL * BURST));
         assert_eq!(limiter.0.lock().unwrap().full_at.len(), 1);

@@ -9,17 +9,17 @@ use std::{
     },
 };
 
-/// Packets of one peer: as in the kernel (`MAX_STAGED_PACKETS`).
+/// Maximum number of packets of one peer, as in the kernel (`MAX_STAGED_PACKETS`).
 pub(crate) const MAX_PACKETS: usize = 128;
-/// Bytes of one peer's packets.
+/// Maximum bytes of one peer's packets.
 const MAX_BYTES: usize = 128 << 10;
-/// Bytes of all peers' packets.
+/// Maximum bytes of all peers' packets.
 const MAX_DEVICE_BYTES: usize = 32 << 20;
 
 /// The budget that all peers of a device share.
 pub(crate) type SharedBudget = Arc<StagingBudget>;
 
-/// Counts the staged bytes of a device, and the packets that it dropped.
+/// Counts the staged bytes of a device, and the staged packets that were dropped.
 #[derive(Debug, Default)]
 pub(crate) struct StagingBudget {
     /// Staged bytes of all peers.
@@ -56,14 +56,14 @@ impl StagedPackets {
         }
     }
 
-    /// Stages a packet, and drops the oldest packets of this peer as far as the limits require. If that is not enough, drops the new one.
+    /// Stages a packet. Drops this peer's oldest packets until the limits allow the new one, and drops the new one if that is not enough.
     pub(crate) fn push(&mut self, packet: &[u8]) {
         while self.packets.len() == MAX_PACKETS || self.bytes + packet.len() > MAX_BYTES {
             if !self.drop_oldest() {
                 return self.budget.count_dropped(1);
             }
         }
-        // Peers push concurrently: each reserves its bytes before it checks the limit, so that no two use the same bytes.
+        // Other peers push at the same time. So the bytes are reserved before the limit is checked, and released if they exceed it.
         while self.budget.bytes.fetch_add(packet.len(), Ordering::Relaxed) + packet.len() > MAX_DEVICE_BYTES {
             self.budget.bytes.fetch_sub(packet.len(), Ordering::Relaxed);
             if !self.drop_oldest() {
@@ -74,7 +74,7 @@ impl StagedPackets {
         self.packets.push_back(packet.to_vec());
     }
 
-    /// Takes the oldest packet, to send it.
+    /// Removes and returns the oldest packet.
     pub(crate) fn pop(&mut self) -> Option<Vec<u8>> {
         let packet = self.packets.pop_front()?;
         self.bytes -= packet.len();
@@ -90,11 +90,11 @@ impl StagedPackets {
         self.packets.clear();
     }
 
-    /// `false` = there is no packet.
+    /// Drops the oldest packet; `false` = no packet is staged.
     fn drop_oldest(&mut self) -> bool {
-        let gone = self.pop().is_some();
-        self.budget.count_dropped(usize::from(gone));
-        gone
+        let dropped = self.pop().is_some();
+        self.budget.count_dropped(usize::from(dropped));
+        dropped
     }
 }
 
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(
             staged.budget.dropped(),
             128 + 127 + 1 + 1,
-            "every packet but the popped one"
+            "every packet except the popped one"
         );
     }
 

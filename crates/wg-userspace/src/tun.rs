@@ -1,7 +1,7 @@
-//! Creates or takes over the TUN device, and reads and writes its packets, each after a virtio-net header.
+//! Creates or takes over the TUN device, and reads and writes its packets, each with a virtio-net header in front.
 //!
-//! The device is persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its addresses and routes, without carrier,
-//! and the kernel drops packets routed into it until the next process takes it over. A program recognizes its own interface by the alias.
+//! The device is persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its addresses and routes, but loses its
+//! carrier. The kernel drops packets routed into it until the next process takes it over. A program recognizes its interface by the alias.
 
 use std::{
     fs::{File, OpenOptions},
@@ -22,7 +22,8 @@ use crate::{
 /// The size of an alias with its terminating NUL (`IFALIASZ`, Linux `include/uapi/linux/if.h`).
 const ALIAS_SIZE: usize = 256;
 
-/// The offloads that the kernel has accepted: it passes large packets, which we split, and accepts large packets, which we join.
+/// The offloads that the kernel has accepted. It delivers large packets, which this program splits, and accepts large packets that this
+/// program has joined.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Offload {
     pub(crate) tcp: bool,
@@ -80,7 +81,7 @@ mod control {
 }
 
 impl Tun {
-    /// Takes over the interface if it has our alias and no process has it open, or creates it. A new one is not up and not persistent yet.
+    /// Takes over the interface if it has our alias and no process has it open, or creates one, which is neither up nor persistent.
     pub(crate) fn open(interface: Interface<'_>, queues: usize, offload: bool) -> Result<Self, Error> {
         let name = check(interface)?;
         let existing = find(interface)?;
@@ -97,7 +98,7 @@ impl Tun {
             },
         };
         let files = match attach(interface, &name, queues) {
-            // An earlier version created it with other flags.
+            // An earlier version of this program created the interface with other flags.
             Err(Errno::EINVAL) if taken_over => {
                 remove(interface, existing.map_or(0, |link| link.index))?;
                 attach(interface, &name, queues)
@@ -105,7 +106,7 @@ impl Tun {
             files => files,
         };
         let files = files.map_err(|errno| match errno {
-            // Another program created it after `find`.
+            // Another program created the interface after `find`.
             Errno::EBUSY | Errno::EINVAL => Error::Exists(owned()),
             errno => Error::Tun {
                 interface: owned(),
@@ -141,17 +142,17 @@ impl Tun {
     }
 }
 
-/// Reads one packet after its virtio-net header; returns the length of both.
+/// Reads one packet with its virtio-net header in front; returns the length of both.
 pub(crate) fn read(queue: &File, buffer: &mut [u8]) -> io::Result<usize> {
     rustix::io::read(queue, buffer).map_err(Into::into)
 }
 
-/// Writes one packet: `parts` starts with its virtio-net header.
+/// Writes one packet. `parts` starts with its virtio-net header.
 pub(crate) fn write(queue: &File, parts: &[IoSlice<'_>]) -> io::Result<()> {
     rustix::io::writev(queue, parts).map(drop).map_err(Into::into)
 }
 
-/// Removes the interface of that name if it has our alias, whatever created it; `false` = it does not.
+/// Removes the interface with that name, of any kind, if it has our alias; `false` = it has another alias.
 pub(crate) fn remove_ours(interface: Interface<'_>) -> Result<bool, Error> {
     match find(interface)? {
         None => Ok(true),
@@ -163,7 +164,7 @@ pub(crate) fn remove_ours(interface: Interface<'_>) -> Result<bool, Error> {
     }
 }
 
-/// Checks name and alias; returns the name as the kernel reads it.
+/// Checks name and alias; returns the name padded with zeros for `ifreq`.
 fn check(interface: Interface<'_>) -> Result<[u8; libc::IFNAMSIZ], Error> {
     let Interface { name, alias } = interface;
     let mut padded = [0; libc::IFNAMSIZ];
@@ -205,7 +206,7 @@ fn attach(interface: Interface<'_>, name: &[u8; libc::IFNAMSIZ], queues: usize) 
     files
 }
 
-/// Enables as much offload as the kernel offers, if `offload`.
+/// Enables as much offload as the kernel offers; none if `offload` is false.
 fn enable_offload(file: i32, offload: bool) -> Offload {
     let tcp = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
     let offers = [
@@ -222,7 +223,7 @@ fn enable_offload(file: i32, offload: bool) -> Offload {
         .find(|(flags, _)| control::offload(file, *flags).is_ok())
         .map(|(_, offload)| offload)
         .unwrap_or_else(|| {
-            // Disable what an earlier process enabled.
+            // Disables the offloads that an earlier process enabled.
             let _ = control::offload(file, 0);
             Offload::default()
         })

@@ -1,22 +1,22 @@
 //! Implements one peer's WireGuard tunnel: decides when to send which message (whitepaper §6 and the kernel's `timers.c`). boringtun
 //! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
-//! As in the kernel, no initiation is sent within 5 s of the last one *or of a response*. So after a response, a packet without a session
-//! is staged until the initiator has confirmed the new session.
+//! As in the kernel, no initiation is sent within 5 s after the last initiation *or response* of this device. So a responder stages packets
+//! until the initiator has confirmed the new session.
 //!
-//! **An initiation does not change the endpoint.** The response goes to the initiation's source, and the first data message or response
-//! from there changes the endpoint. A recorded initiation is valid again after a restart or a change of the preshared key, because the
-//! newest timestamp is forgotten; but it redirects no packet.
+//! **An initiation does not change the endpoint.** The response is sent to the source of the initiation, and the first data message or
+//! response from there changes the endpoint. After a restart or a change of the preshared key, a recorded initiation is valid again,
+//! because the newest timestamp is forgotten. But a replay of it redirects no packet.
 //!
-//! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers and
-//! does not check the state of the handshake again before it stores the result (`ConsumeMessageResponse`). If our initiation and our
-//! response to its own arrive together, it may keep a session whose index it has just deleted; then it receives nothing until its own
-//! 15 s timer. So a response to an initiation that crossed ours is held until ours is 50 ms old. By then wireguard-go or the kernel has
-//! answered ours, and the held response is dropped, because the peer forgot its own initiation. Or the peer is a tunnel of this kind, which
-//! holds its response, too; then both sessions are valid.
+//! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers, and does not
+//! check the state of the handshake again before it stores the result (`ConsumeMessageResponse`). If our initiation and our response to
+//! its initiation arrive together, it may keep a session whose index it has just deleted; then it receives nothing until its own 15 s
+//! timer. So if the peer's initiation crossed ours, our response is held until our initiation is 50 ms old. By then wireguard-go or the
+//! kernel has answered our initiation, and the held response is dropped, because the peer forgot its own initiation. If the peer is also
+//! this program, it holds its response too; then both sessions are valid.
 //!
 //! ```text
-//!  us                        wireguard-go, kernel         |  us                          ourselves
+//!  us                        wireguard-go, kernel         |  us                          this program
 //!  |-- initiation A ---.  .--- initiation B --|           |  |-- initiation A --.  .-- initiation B --|
 //!  |   (B arrives:      ><                    |           |  |   (hold)          ><           (hold)  |
 //!  |    hold)          '  '-> answers A       |           |  |                                        |
@@ -42,41 +42,41 @@ mod protocol;
 #[cfg(test)]
 mod tests;
 
-/// The time from a handshake message to the next initiation (whitepaper §6.1, `REKEY_TIMEOUT`).
+/// The minimum time from a handshake message to the next initiation (whitepaper §6.1, `REKEY_TIMEOUT`).
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Milliseconds: a random time up to this is added to it, so that two peers do not retry at the same time for ever (§6.4).
+/// Maximum random time added to [`REKEY_TIMEOUT`], in milliseconds, so that two peers do not retry at the same time for ever (§6.4).
 const MAX_JITTER: u16 = 333;
-/// After this time without a session the attempts end, and the staged packets are dropped (`REKEY_ATTEMPT_TIME`).
+/// After this time without a session, no more initiations are sent and the staged packets are dropped (`REKEY_ATTEMPT_TIME`).
 const ATTEMPT_TIME: Duration = Duration::from_secs(90);
-/// An initiator that sends on a session of this age initiates a new one (`REKEY_AFTER_TIME`).
+/// An initiator that sends on a session of this age initiates a new handshake (`REKEY_AFTER_TIME`).
 const REKEY_AFTER_TIME: Duration = Duration::from_secs(120);
 /// A session is used no longer than this (`REJECT_AFTER_TIME`).
 const REJECT_AFTER_TIME: Duration = Duration::from_secs(180);
-/// An initiator that receives on a session of this age initiates a new one.
+/// An initiator that receives on a session of this age initiates a new handshake (§6.2).
 const REKEY_ON_RECEIVE: Duration = Duration::from_secs(165);
 /// A keepalive is sent this long after data was received, if nothing else was sent (`KEEPALIVE_TIMEOUT`).
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// A handshake is initiated this long after data was sent, if nothing was received: the peer may have lost the session.
 const NO_REPLY_TIMEOUT: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOUT);
-/// The least time between two initiations of a peer that are answered (the kernel's `INITIATIONS_PER_SECOND`).
+/// The minimum time between two answered initiations of a peer (the kernel's `INITIATIONS_PER_SECOND`).
 const INITIATION_INTERVAL: Duration = Duration::from_millis(20);
-/// A response to an initiation that crossed ours is held until ours has this age.
+/// The response to an initiation that crossed ours is held until our initiation has this age.
 const RESPONSE_HOLD: Duration = Duration::from_millis(50);
-/// boringtun's own clock decides when keys expire, in whole milliseconds; this is added to our deadline.
+/// boringtun expires keys by its own clock, in whole milliseconds. This margin makes sure that they are expired at our deadline.
 const EXPIRY_MARGIN: Duration = Duration::from_secs(1);
-/// boringtun keeps no more sessions of answered initiations.
+/// Maximum number of sessions of answered initiations that boringtun keeps.
 const MAX_UNCONFIRMED: usize = 8;
 
 /// Sends a tunnel's datagrams.
 pub(crate) trait Output {
     /// Sends this UDP payload to the peer.
-    fn network(&mut self, datagram: &[u8]);
+    fn send_datagram(&mut self, datagram: &[u8]);
 }
 
-/// The result of an authentic datagram.
+/// The result of receiving an authentic datagram.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Received {
-    /// The datagram's source is the peer's new endpoint.
+    /// Whether the source of the datagram is the peer's new endpoint.
     pub(crate) moves_endpoint: bool,
     pub(crate) inner: Inner,
 }
@@ -88,11 +88,11 @@ pub(crate) enum Inner {
     Nothing,
     /// Length and source of the decrypted packet. The source is not checked against the allowed IPs yet.
     Packet(usize, IpAddr),
-    /// Not an IP packet, or one that is shorter than its header says.
+    /// Not an IP packet, or shorter than the length in its header.
     Malformed,
 }
 
-/// The session that encrypts what is sent.
+/// The session that encrypts sent packets.
 #[derive(Debug, Clone, Copy)]
 struct Session {
     /// Our index: the receiver index of the peer's data messages.
@@ -101,7 +101,7 @@ struct Session {
     is_initiator: bool,
 }
 
-/// One peer's tunnel; see the module.
+/// One peer's tunnel; see the documentation of this module.
 pub(crate) struct Tunnel {
     protocol: Protocol,
     keepalive: Option<Duration>,
@@ -110,33 +110,34 @@ pub(crate) struct Tunnel {
     session: Option<Session>,
     /// Sessions of answered initiations, oldest first, on which the peer has sent nothing yet.
     unconfirmed: Vec<(u32, Instant)>,
-    /// When the keys of every session are expired.
+    /// When the keys of all sessions are expired.
     keys_until: Option<Instant>,
     /// When the peer's last initiation was received.
-    initiated_at: Option<Instant>,
+    peer_initiated_at: Option<Instant>,
     /// No initiation is sent before this time.
     no_initiation_before: Option<Instant>,
-    /// Our last initiation, until it is answered: its index, and when it was sent.
+    /// Our last initiation, until it is answered: its sender index, and when it was sent.
     initiation: Option<(u32, Instant)>,
-    /// A response to an initiation that crossed ours, and when to send it.
+    /// The response to an initiation that crossed ours, and when to send it.
     held_response: Option<(Instant, [u8; RESPONSE])>,
-    /// Since when the tunnel tries to get a new session; `None` = it does not.
+    /// When the tunnel started to request a new session; `None` = it requests none.
     wanted_since: Option<Instant>,
-    /// A handshake was requested because the session is old.
+    /// Whether a handshake was requested because the session is old.
     is_rekeying: bool,
-    /// When the first packet was received since we last sent anything.
+    /// When the first packet was received after the last message that we sent.
     unanswered_by_us: Option<Instant>,
-    /// When the first packet was sent since we last received anything.
+    /// When the first packet was sent after the last message that we received.
     unanswered_by_peer: Option<Instant>,
     /// When the last authentic datagram was sent or received.
-    traffic: Instant,
+    last_traffic: Instant,
     last_handshake: Option<Instant>,
     next_tick: Option<Instant>,
     must_reschedule: bool,
 }
 
 impl Tunnel {
-    /// `index` has 24 bits and is unique in the device: it is the upper part of every receiver index in the peer's messages to us.
+    /// Creates a tunnel without a session. `index` has 24 bits and is unique in the device: it is the upper part of every receiver index in
+    /// the peer's messages to us.
     pub(crate) fn new(
         local: Arc<Local>,
         peer: PublicKey,
@@ -152,7 +153,7 @@ impl Tunnel {
             session: None,
             unconfirmed: Vec::new(),
             keys_until: None,
-            initiated_at: None,
+            peer_initiated_at: None,
             no_initiation_before: None,
             initiation: None,
             held_response: None,
@@ -160,14 +161,14 @@ impl Tunnel {
             is_rekeying: false,
             unanswered_by_us: None,
             unanswered_by_peer: None,
-            traffic: now,
+            last_traffic: now,
             last_handshake: None,
             next_tick: None,
             must_reschedule: true,
         }
     }
 
-    /// Counts the staged packets among those of the whole device.
+    /// Stages packets within the budget of the device.
     pub(crate) fn with_budget(mut self, budget: SharedBudget) -> Self {
         self.staged = StagedPackets::new(budget);
         self
@@ -178,16 +179,16 @@ impl Tunnel {
         self.last_handshake
     }
 
-    /// Changes the persistent keepalive; a new one is due at once, as in the kernel.
+    /// Changes the interval of persistent keepalives. If they were off, the first one is due at once, as in the kernel.
     pub(crate) fn set_keepalive(&mut self, keepalive: Option<Duration>, now: Instant) {
         if keepalive.is_some() && self.keepalive.is_none() {
-            self.traffic = now.checked_sub(keepalive.unwrap_or_default()).unwrap_or(now);
+            self.last_traffic = now.checked_sub(keepalive.unwrap_or_default()).unwrap_or(now);
         }
         self.keepalive = keepalive;
         self.must_reschedule = true;
     }
 
-    /// Changes the preshared key, from the next message on.
+    /// Changes the preshared key. All sessions and handshakes end.
     pub(crate) fn set_preshared_key(&mut self, preshared_key: Option<[u8; 32]>) {
         self.protocol.set_preshared_key(preshared_key);
         self.session = None;
@@ -202,14 +203,14 @@ impl Tunnel {
         self.last_handshake = None;
     }
 
-    /// Requests a handshake without a packet to send, because the peer may use a session that we no longer have. The next tick, which is
-    /// due now, sends the initiation.
+    /// Requests a handshake although there is no packet to send, because the peer may use a session that we have lost. The next tick, which
+    /// is due now, sends the initiation.
     pub(crate) fn initiate_handshake(&mut self, now: Instant) {
         self.wanted_since = Some(now);
         self.next_tick = Some(now);
     }
 
-    /// Without a session, initiates a handshake with the new endpoint at once.
+    /// Called after a change of the endpoint. If there is no session, initiates a handshake at once.
     pub(crate) fn endpoint_changed(&mut self, now: Instant) {
         if !self.is_ready(now) {
             self.no_initiation_before = None;
@@ -223,15 +224,15 @@ impl Tunnel {
             .is_some_and(|session| !has_elapsed(session.since, REJECT_AFTER_TIME, now))
     }
 
-    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; returns the datagram's length. `None` =
-    /// there is no session: see [`Self::send`].
+    /// Encrypts a packet to the beginning of `datagram`, which is at least [`OVERHEAD`] longer; returns the datagram's length. `None` =
+    /// there is no session, and the caller calls [`Self::send`].
     pub(crate) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
         if !self.is_ready(now) {
             return None;
         }
         let sealed = self.protocol.seal(packet, datagram)?;
         self.unanswered_by_us = None;
-        self.traffic = now;
+        self.last_traffic = now;
         if !packet.is_empty() && self.unanswered_by_peer.is_none() {
             self.unanswered_by_peer = Some(now);
             self.must_reschedule = true;
@@ -244,18 +245,18 @@ impl Tunnel {
     pub(crate) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         if !self.send_sealed(packet, now, scratch, out) {
             self.staged.push(packet);
-            // Every new packet extends the time of the attempts.
+            // Every new packet restarts the time during which initiations are sent.
             self.wanted_since = Some(now);
             self.must_reschedule = true;
             self.request_session(now, scratch, out);
         }
     }
 
-    /// Handles a datagram. A packet in it is decrypted to the beginning of `plain`, which is as long as the datagram and at least
+    /// Handles a datagram. Its inner packet is decrypted to the beginning of `plain`, which must be as long as the datagram and at least
     /// [`INITIATION`] bytes.
     ///
     /// # Errors
-    /// The message is not the peer's, or not for a session that exists; nothing changes.
+    /// The message is not from the peer, or not for an existing session; the tunnel is unchanged.
     pub(crate) fn receive(
         &mut self,
         datagram: &[u8],
@@ -270,7 +271,7 @@ impl Tunnel {
         };
         if datagram.first() == Some(&kind::INITIATION)
             && self
-                .initiated_at
+                .peer_initiated_at
                 .is_some_and(|at| !has_elapsed(at, INITIATION_INTERVAL, now))
         {
             return Err(Refused::TooSoon);
@@ -283,15 +284,15 @@ impl Tunnel {
             Message::Response(keepalive) => {
                 self.initiation = None;
                 self.record_received(now);
-                // wireguard-go and the kernel forgot their own initiation when they answered ours. A peer that held its response has both
-                // sessions.
+                // wireguard-go and the kernel forgot their own initiation when they answered ours. A peer that held its response knows both
+                // sessions, so the new one is enough.
                 self.held_response = None;
                 self.unconfirmed.clear();
                 let index = response_receiver(datagram);
                 self.set_session(index, true, now, now);
                 if !self.flush(now, scratch, out) {
                     // The responder must not send first.
-                    out.network(&keepalive);
+                    out.send_datagram(&keepalive);
                 }
                 Ok(nothing(true))
             }
@@ -324,7 +325,7 @@ impl Tunnel {
         self.next_tick = None;
     }
 
-    /// Sends and expires what is due.
+    /// Sends the messages that are due, and removes expired sessions and staged packets.
     pub(crate) fn tick(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.next_tick = None;
         if let Some((_, response)) = self.held_response.take_if(|(due, _)| *due <= now) {
@@ -355,7 +356,7 @@ impl Tunnel {
         if self.wanted_since.is_some() && self.may_initiate(now) {
             self.request_session(now, scratch, out);
         } else {
-            // An initiation that boringtun asks for is not sent: the tunnel's own timers decide.
+            // An initiation that boringtun's timers return is not sent, because the tunnel has its own timers.
             self.protocol.expire(scratch);
         }
         self.forget_expired();
@@ -364,17 +365,17 @@ impl Tunnel {
             .is_some_and(|since| has_elapsed(since, KEEPALIVE_TIMEOUT, now));
         let persistent = self
             .keepalive
-            .is_some_and(|every| has_elapsed(self.traffic, every, now));
+            .is_some_and(|every| has_elapsed(self.last_traffic, every, now));
         if passive || persistent {
             self.unanswered_by_us = None;
-            self.traffic = now;
+            self.last_traffic = now;
             if !self.send_sealed(&[], now, scratch, out) && persistent {
                 self.request_session(now, scratch, out);
             }
         }
     }
 
-    /// When [`Self::tick`] is due, if a tick must be scheduled: none is, or the scheduled one is later.
+    /// Returns when [`Self::tick`] is due; `None` = no tick is needed, or one is scheduled that is early enough.
     pub(crate) fn reschedule(&mut self, now: Instant) -> Option<Instant> {
         if self.next_tick.is_some() && !self.must_reschedule {
             return None;
@@ -391,7 +392,7 @@ impl Tunnel {
             }),
             self.unanswered_by_us.map(|since| since + KEEPALIVE_TIMEOUT),
             self.unanswered_by_peer.map(|since| since + NO_REPLY_TIMEOUT),
-            self.keepalive.map(|every| self.traffic + every),
+            self.keepalive.map(|every| self.last_traffic + every),
             self.keys_until,
         ];
         let next = times.into_iter().flatten().min()?.max(now);
@@ -402,7 +403,7 @@ impl Tunnel {
         self.next_tick
     }
 
-    /// Whether this tick is the scheduled one; false if an earlier tick has replaced it.
+    /// Whether this tick is the scheduled one; `false` = an earlier tick has replaced it.
     pub(crate) fn expects_tick(&self, at: Instant) -> bool {
         self.next_tick == Some(at)
     }
@@ -447,13 +448,13 @@ impl Tunnel {
         let Some(length) = self.seal(packet, now, scratch) else {
             return false;
         };
-        out.network(&scratch[..length]);
+        out.send_datagram(&scratch[..length]);
         true
     }
 
     fn record_received(&mut self, now: Instant) {
         self.unanswered_by_peer = None;
-        self.traffic = now;
+        self.last_traffic = now;
     }
 
     fn handle_data(&mut self, datagram: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
@@ -472,7 +473,7 @@ impl Tunnel {
         self.rekey_after(REKEY_ON_RECEIVE, now);
     }
 
-    /// Drops a session that boringtun has expired. Its clock goes on while the machine is suspended, the caller's does not.
+    /// Drops a session that boringtun has expired. boringtun's clock continues while the machine is suspended, the caller's clock does not.
     fn forget_expired(&mut self) {
         if self.session.is_some() && !self.protocol.has_session() {
             self.session = None;
@@ -487,6 +488,6 @@ impl Tunnel {
     }
 }
 
-fn has_elapsed(since: Instant, long: Duration, now: Instant) -> bool {
-    now.saturating_duration_since(since) >= long
+fn has_elapsed(since: Instant, duration: Duration, now: Instant) -> bool {
+    now.saturating_duration_since(since) >= duration
 }

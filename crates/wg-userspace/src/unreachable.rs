@@ -2,23 +2,23 @@
 
 use crate::offload::checksum::Sum;
 
-/// Largest error in bytes; the quoted packet is cut (RFC 1812 §4.3.2.3).
-const LARGEST_V4: usize = 576;
+/// Maximum size of an error in bytes; the quoted packet is truncated (RFC 1812 §4.3.2.3).
+const MAX_ERROR_V4: usize = 576;
 /// The same for IPv6 (RFC 4443 §2.4 c).
-const LARGEST_V6: usize = 1280;
+const MAX_ERROR_V6: usize = 1280;
 const ICMP: u8 = 1;
 const ICMPV6: u8 = 58;
-const HOPS: u8 = 64;
+const HOP_LIMIT: u8 = 64;
 
 /// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
 ///
-/// `None` = no error may be sent: about ICMP errors, later fragments, and packets whose source or destination is not a single host
-/// (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// `None` = no error may be sent, because the packet is an ICMP error or a later fragment, or its source or destination is not a single
+/// host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
 ///
-/// The source of the error is the unreachable address itself. A firewall may accept errors only from the networks behind the tunnel, and
-/// this host may have no address in them.
+/// The source of the error is the unreachable address. A firewall may accept errors only from the networks behind the tunnel, and this host
+/// may have no address in those networks.
 #[must_use]
-pub fn unreachable(packet: &[u8]) -> Option<Vec<u8>> {
+pub fn icmp_unreachable(packet: &[u8]) -> Option<Vec<u8>> {
     match packet.first()? >> 4 {
         4 => v4(packet),
         6 => v6(packet),
@@ -29,18 +29,18 @@ pub fn unreachable(packet: &[u8]) -> Option<Vec<u8>> {
 fn v4(packet: &[u8]) -> Option<Vec<u8>> {
     let header = usize::from(packet.first()? & 0x0f) * 4;
     let (source, destination) = (packet.get(12..16)?, packet.get(16..20)?);
-    let alone = |address: &[u8]| address[0] != 0 && address[0] != 127 && address[0] < 224;
-    let first = u16::from_be_bytes([packet[6], packet[7]]) & 0x1fff == 0;
-    // Of ICMP, only queries and their replies get an error.
-    let error = packet[9] == ICMP && !matches!(packet.get(header)?, 0 | 8 | 9 | 10 | 13..=18);
-    if header < 20 || !first || error || !alone(source) || !alone(destination) {
+    let is_unicast = |address: &[u8]| address[0] != 0 && address[0] != 127 && address[0] < 224;
+    let is_first = u16::from_be_bytes([packet[6], packet[7]]) & 0x1fff == 0;
+    // Among ICMP messages, only queries and their replies get an error.
+    let is_icmp_error = packet[9] == ICMP && !matches!(packet.get(header)?, 0 | 8 | 9 | 10 | 13..=18);
+    if header < 20 || !is_first || is_icmp_error || !is_unicast(source) || !is_unicast(destination) {
         return None;
     }
-    let quoted = &packet[..packet.len().min(LARGEST_V4 - 28)];
+    let quoted = &packet[..packet.len().min(MAX_ERROR_V4 - 28)];
     let mut out = vec![0; 28];
     out[0] = 0x45;
     out[2..4].copy_from_slice(&u16::try_from(28 + quoted.len()).ok()?.to_be_bytes());
-    out[8] = HOPS;
+    out[8] = HOP_LIMIT;
     out[9] = ICMP;
     out[12..16].copy_from_slice(destination);
     out[16..20].copy_from_slice(source);
@@ -55,19 +55,19 @@ fn v4(packet: &[u8]) -> Option<Vec<u8>> {
 
 fn v6(packet: &[u8]) -> Option<Vec<u8>> {
     let (source, destination) = (packet.get(8..24)?, packet.get(24..40)?);
-    let alone = |address: &[u8]| address[0] != 0xff && address[..15].iter().any(|byte| *byte != 0);
+    let is_unicast = |address: &[u8]| address[0] != 0xff && address[..15].iter().any(|byte| *byte != 0);
     // The first bit of the type is 0 for errors.
-    let error = packet[6] == ICMPV6 && packet.get(40)? & 0x80 == 0;
-    if error || !alone(source) || !alone(destination) {
+    let is_icmp_error = packet[6] == ICMPV6 && packet.get(40)? & 0x80 == 0;
+    if is_icmp_error || !is_unicast(source) || !is_unicast(destination) {
         return None;
     }
-    let quoted = &packet[..packet.len().min(LARGEST_V6 - 48)];
+    let quoted = &packet[..packet.len().min(MAX_ERROR_V6 - 48)];
     let length = u16::try_from(8 + quoted.len()).ok()?;
     let mut out = vec![0; 48];
     out[0] = 0x60;
     out[4..6].copy_from_slice(&length.to_be_bytes());
     out[6] = ICMPV6;
-    out[7] = HOPS;
+    out[7] = HOP_LIMIT;
     out[8..24].copy_from_slice(destination);
     out[24..40].copy_from_slice(source);
     out[40..42].copy_from_slice(&[1, 3]);
@@ -101,9 +101,9 @@ mod tests {
     }
 
     #[test]
-    fn error_has_the_destination_as_source_and_quotes() {
+    fn error_has_destination_as_source_and_quotes_the_packet() {
         let packet = ping4();
-        let out = unreachable(&packet).unwrap();
+        let out = icmp_unreachable(&packet).unwrap();
         assert_eq!(
             (&out[2..4], &out[9..10], &out[12..16], &out[16..22], &out[28..]),
             (
@@ -117,7 +117,7 @@ mod tests {
         assert!(Sum::default().bytes(&out[..20]).is_valid() && Sum::default().bytes(&out[20..]).is_valid());
 
         let packet = udp6();
-        let out = unreachable(&packet).unwrap();
+        let out = icmp_unreachable(&packet).unwrap();
         assert_eq!(
             (&out[4..7], &out[8..24], &out[24..40], &out[40..42], &out[48..]),
             (
@@ -133,15 +133,15 @@ mod tests {
     }
 
     #[test]
-    fn errors_fragments_and_multicast_get_no_error() {
+    fn errors_fragments_and_multicast_get_no_icmp_error() {
         let with = |packet: Vec<u8>, at: usize, byte: u8| {
             let mut packet = packet;
             packet[at] = byte;
-            unreachable(&packet)
+            icmp_unreachable(&packet)
         };
         // Three ICMP errors, a later fragment, an unspecified source, a multicast source, multicast and broadcast destinations, a short
         // header.
-        let silent = [
+        let patches = [
             (20, 3),
             (20, 11),
             (20, 5),
@@ -152,23 +152,23 @@ mod tests {
             (16, 255),
             (0, 0x44),
         ];
-        assert_eq!(silent.map(|(at, byte)| with(ping4(), at, byte)), [const { None }; 9]);
+        assert_eq!(patches.map(|(at, byte)| with(ping4(), at, byte)), [const { None }; 9]);
         let mut error = udp6();
         error[6] = ICMPV6;
         error[40] = 1;
-        assert_eq!(unreachable(&error), None);
+        assert_eq!(icmp_unreachable(&error), None);
         error[40] = 128;
-        assert!(unreachable(&error).is_some());
+        assert!(icmp_unreachable(&error).is_some());
         assert_eq!(with(udp6(), 24, 0xff), None);
     }
 
     proptest! {
         #[test]
         fn any_bytes_get_a_short_error_or_none(packet in prop::collection::vec(any::<u8>(), 0..2000)) {
-            if let Some(out) = unreachable(&packet) {
-                prop_assert!(out.len() <= LARGEST_V6);
-                // An error gets no error.
-                prop_assert_eq!(unreachable(&out), None);
+            if let Some(out) = icmp_unreachable(&packet) {
+                prop_assert!(out.len() <= MAX_ERROR_V6);
+                // An ICMP error gets no ICMP error.
+                prop_assert_eq!(icmp_unreachable(&out), None);
             }
         }
     }

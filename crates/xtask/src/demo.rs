@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: connects two whole clusters into one mesh, and shows each step with real traffic.
+//! `cargo xtask demo`: connects two whole clusters into one mesh, and checks each step with real traffic.
 
 use std::{
     collections::BTreeMap,
@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::bail;
-use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Tunnel, Web, down_all, wait_until};
+use clustermesh_lab::{Cluster, Lab, LabPlan, Product, RunningPod, TrafficClient, Tunnel, down_all, wait_until};
 use kube::{
     Api, ResourceExt,
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
@@ -18,36 +18,36 @@ mod sandbox;
 
 const HUB: &str = "mgmt";
 const MEMBER: &str = "tenant-a";
-/// Tenant-a's pods find the hub's web servers under this name.
+/// The grant of the hub's Service `web` to tenant-a, where it is mirrored as `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-/// What `cargo xtask demo` takes.
+/// Arguments of `cargo xtask demo`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// What the demo shows.
+    /// The scenario to run.
     #[arg(long, value_enum, default_value = "mesh")]
     scenario: Scenario,
-    /// Keep the clusters at the end, and print how to enter them.
+    /// Keep the clusters running at the end, and print how to access them.
     #[arg(long)]
     keep: bool,
-    /// Remove what an earlier `--keep` left.
+    /// Remove the clusters of an earlier `--keep`.
     #[arg(long, conflicts_with = "keep")]
     down: bool,
     #[command(flatten)]
     prereq: prereq::Prereq,
 }
 
-/// What a demo shows.
+/// A scenario of the demo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Scenario {
-    /// Two clusters become one mesh.
+    /// Connects two clusters into one mesh.
     Mesh,
-    /// A third cluster runs untrusted code, and reaches only the Service that is granted to it.
+    /// Adds a third cluster for untrusted code, which reaches only the Service that is granted to it.
     Sandbox,
 }
 
-/// Runs the demo. Everything is also removed after Ctrl-C, a failure, or SIGTERM or SIGKILL of this program.
+/// Runs the demo. The clusters are also removed after a failure, Ctrl-C, SIGTERM or SIGKILL.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.down {
         println!("{} lab(s) taken down", down_all()?);
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     tokio::runtime::Runtime::new()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         tokio::select! {
-            done = show(args.scenario, args.keep) => done,
+            done = run_scenario(args.scenario, args.keep) => done,
             _ = tokio::signal::ctrl_c() => bail!("interrupted; everything is taken down"),
             _ = terminate.recv() => bail!("terminated; everything is taken down"),
         }
@@ -72,25 +72,25 @@ struct Demo<'a> {
     failed: Vec<String>,
 }
 
-async fn show(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
+async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
     let start = Instant::now();
-    let say = |line: &str| println!("[{:6.1} s] {line}", start.elapsed().as_secs_f64());
+    let print_step = |line: &str| println!("[{:6.1} s] {line}", start.elapsed().as_secs_f64());
     let plan = match scenario {
         Scenario::Mesh => LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]),
         Scenario::Sandbox => sandbox::plan(),
     };
-    let mut lab = Lab::start_with(plan, &say).await?;
+    let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
         let mut demo = Demo {
             start,
             lab: &lab,
             failed: Vec::new(),
         };
-        let shown = match scenario {
+        let outcome = match scenario {
             Scenario::Mesh => demo.run().await,
             Scenario::Sandbox => demo.sandbox().await,
         };
-        shown.and_then(|()| match demo.failed.as_slice() {
+        outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),
             failed => bail!("{} check(s) failed:\n  {}", failed.len(), failed.join("\n  ")),
         })
@@ -99,7 +99,7 @@ async fn show(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         lab.keep()?;
         println!(
             "\nEverything keeps running until `cargo xtask demo --down`.\n{}",
-            lab.join_hint()
+            lab.access_hint()
         );
     } else {
         lab.down()?;
@@ -127,7 +127,7 @@ impl<'a> Demo<'a> {
         let (hub, member) = (self.lab.cluster(HUB), self.lab.cluster(MEMBER));
         self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
         let product = Product::install(self.lab, &[HUB, MEMBER], Tunnel::Shipped, &|line| println!("  {line}")).await?;
-        let (hub_webs, member_webs) = (hub.run_web().await?, member.run_web().await?);
+        let (hub_pods, member_pods) = (hub.run_web().await?, member.run_web().await?);
 
         self.title("one ClusterMesh");
         let mesh = product.mesh(&[(MEMBER, EGRESS)]);
@@ -138,29 +138,32 @@ impl<'a> Demo<'a> {
 
         self.title("pod -> pod across the clusters, HTTP and ping, both directions");
         let capture = self.lab.capture("demo", "ip and not arp").await?;
-        self.check_pods(&hub_webs, &member_webs).await?;
-        self.check_pods(&member_webs, &hub_webs).await?;
+        self.check_pods(&hub_pods, &member_pods).await?;
+        self.check_pods(&member_pods, &hub_pods).await?;
 
         self.title("pod -> remote Service by its mirrored name, balanced by the importing cluster's own kube-proxy");
-        self.check_mirrored_service(&member, &member_webs).await?;
+        self.check_mirrored_service(&member, &member_pods).await?;
 
         self.title("pod -> remote ClusterIP through the anchor");
         let service = hub.cluster_ip("default", "web").await?;
-        for web in &member_webs {
-            let from = Asker::Pod(web.clone());
-            let answer = self.lab.ask_until_answered(&from, &format!("http://{service}")).await;
+        for web in &member_pods {
+            let from = TrafficClient::Pod(web.clone());
+            let answer = self
+                .lab
+                .http_get_until_answered(&from, &format!("http://{service}"))
+                .await;
             self.check(&format!("{from} -> {service}"), describe(answer));
         }
 
-        self.title("what passed between nodes of different clusters meanwhile");
+        self.title("captured packets between nodes of different clusters during these steps");
         self.check_capture(capture).await?;
 
         self.title("a node joins tenant-a");
-        let joined = self.join(&member, &hub_webs[0]).await?;
-        self.title("it leaves: power off, Node deleted");
+        let joined = self.join(&member, &hub_pods[0]).await?;
+        self.title("the node leaves: power off, Node deleted");
         self.leave(&hub, &member, &joined).await?;
 
-        self.title("as a user sees it");
+        self.title("the objects in both clusters");
         for cluster in [&hub, &member] {
             let kinds = if cluster.plan().name == HUB {
                 "clustermesh,peers"
@@ -185,32 +188,35 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn check_pods(&mut self, from: &[Web], to: &[Web]) -> anyhow::Result<()> {
-        for asker in from {
+    async fn check_pods(&mut self, from: &[RunningPod], to: &[RunningPod]) -> anyhow::Result<()> {
+        for client in from {
             for target in to {
-                let from = Asker::Pod(asker.clone());
+                let from = TrafficClient::Pod(client.clone());
                 let answer = self
                     .lab
-                    .ask_until_answered(&from, &format!("http://{}:8080", target.ip))
+                    .http_get_until_answered(&from, &format!("http://{}:8080", target.ip))
                     .await;
                 let outcome = match answer {
-                    Ok(answer) if answer.pod == target.name && answer.saw == asker.ip => {
+                    Ok(answer) if answer.pod == target.name && answer.client_ip == client.ip => {
                         let ping = if self.lab.ping(&from, target.ip).await? {
                             "ping ok"
                         } else {
                             "NO PING"
                         };
                         if ping == "ping ok" {
-                            Ok(format!("answered by {}, which saw {}; {ping}", answer.pod, answer.saw))
+                            Ok(format!(
+                                "answered by {}, which saw {}; {ping}",
+                                answer.pod, answer.client_ip
+                            ))
                         } else {
                             Err(ping.to_owned())
                         }
                     }
-                    Ok(other) => Err(format!("answered by {}, which saw {}", other.pod, other.saw)),
+                    Ok(other) => Err(format!("answered by {}, which saw {}", other.pod, other.client_ip)),
                     Err(error) => Err(error.to_string()),
                 };
                 self.check(
-                    &format!("{} on {} -> {} on {}", asker.ip, asker.node, target.ip, target.node),
+                    &format!("{} on {} -> {} on {}", client.ip, client.node, target.ip, target.node),
                     outcome,
                 );
             }
@@ -218,12 +224,12 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn check_mirrored_service(&mut self, member: &Cluster<'_>, webs: &[Web]) -> anyhow::Result<()> {
+    async fn check_mirrored_service(&mut self, member: &Cluster<'_>, webs: &[RunningPod]) -> anyhow::Result<()> {
         for web in webs {
             let mut seen: BTreeMap<String, usize> = BTreeMap::new();
             let mut error = None;
             for _ in 0..6 {
-                // By its DNS name, as a program in the pod would.
+                // Uses the DNS name, as a program in the pod would.
                 let url = "http://hub-web.default.svc.cluster.local";
                 let words = ["exec", &web.name, "--", "/bin/probe", "get", url];
                 let what = format!("{url} to answer {}", web.name);
@@ -261,7 +267,7 @@ impl<'a> Demo<'a> {
             "(net {0} and net {1}) or net {2} or net {3}",
             hub.underlay, member.underlay, hub.wireguard_cidr, member.wireguard_cidr
         );
-        // The hub's controller connects to the member's API server without the mesh.
+        // The controller in the hub connects to the API server of the member over the underlay, not through the mesh.
         let api = format!("host {} or host {}", hub.api_address(), member.api_address());
         let tunnel = captured
             .packets(&format!("udp port 51820 and ({between}) and not ({api})"))
@@ -277,15 +283,15 @@ impl<'a> Demo<'a> {
             ))
             .await?;
         let outcome = match (tunnel, clear.as_slice()) {
-            (0, _) => Err("no WireGuard packet at all".to_owned()),
-            (_, []) => Ok(format!("{tunnel} packets, every one of them WireGuard's UDP")),
-            (_, [first, ..]) => Err(format!("{} packets in clear, first: {first}", clear.len())),
+            (0, _) => Err("no WireGuard packet was captured".to_owned()),
+            (_, []) => Ok(format!("{tunnel} packets, all of them WireGuard")),
+            (_, [first, ..]) => Err(format!("{} unencrypted packets, first: {first}", clear.len())),
         };
         self.check("the underlay", outcome);
         Ok(())
     }
 
-    async fn join(&mut self, member: &Cluster<'a>, target: &Web) -> anyhow::Result<String> {
+    async fn join(&mut self, member: &Cluster<'a>, target: &RunningPod) -> anyhow::Result<String> {
         let node = member.join_node().await?;
         let name = node.name().to_owned();
         let published = wait_until(
@@ -312,9 +318,9 @@ impl<'a> Demo<'a> {
             },
         )
         .await?;
-        let from = Asker::Host(name.clone());
+        let from = TrafficClient::Host(name.clone());
         let url = format!("http://{}:8080", target.ip);
-        let answer = self.lab.ask_until_answered(&from, &url).await;
+        let answer = self.lab.http_get_until_answered(&from, &url).await;
         let after = published.elapsed();
         let outcome =
             describe(answer).map(|seen| format!("{seen}; {:.2} s after its annotations", after.as_secs_f64()));
@@ -329,8 +335,8 @@ impl<'a> Demo<'a> {
         let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "Peer");
         let resource = ApiResource::from_gvk_with_plural(&kind, "peers");
         let peers: Api<DynamicObject> = Api::all_with(hub.client().await?, &resource);
-        let gone = wait_until(
-            format!("the Peers of {name} to go"),
+        let deletion = wait_until(
+            format!("the deletion of the Peers of {name}"),
             Duration::from_secs(60),
             async || {
                 let list = peers
@@ -346,7 +352,7 @@ impl<'a> Demo<'a> {
             },
         )
         .await;
-        let outcome = gone.map(|()| format!("gone {:.2} s after", deleted.elapsed().as_secs_f64()));
+        let outcome = deletion.map(|()| format!("deleted {:.2} s after the Node", deleted.elapsed().as_secs_f64()));
         self.check(&format!("Peers of {name}"), outcome.map_err(|error| error.to_string()));
         Ok(())
     }
@@ -356,6 +362,6 @@ fn describe(answer: clustermesh_lab::Result<clustermesh_lab::Answer>) -> Result<
     let answer = answer.map_err(|error| error.to_string())?;
     Ok(format!(
         "answered by {} on {}, which saw {}",
-        answer.pod, answer.node, answer.saw
+        answer.pod, answer.node, answer.client_ip
     ))
 }

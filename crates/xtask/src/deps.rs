@@ -1,5 +1,5 @@
-//! `cargo xtask deps`: checks with cargo metadata what the crates depend on: their imports of each other, the licences of
-//! third-party crates, and crates of which two versions are built.
+//! `cargo xtask deps`: checks dependencies with `cargo metadata`: imports between our crates, the licences of third-party crates, and
+//! crates that are built in several versions.
 
 use std::process::Command;
 
@@ -42,7 +42,7 @@ impl Metadata {
     }
 }
 
-/// Fails, and lists everything that is not allowed.
+/// Checks all dependencies. Fails with a list of everything that is not allowed.
 pub(crate) fn run() -> anyhow::Result<()> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["metadata", "--format-version", "1", "--locked"]);
@@ -53,7 +53,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
     if !output.status.success() {
         bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
     }
-    let metadata: Metadata = serde_json::from_slice(&output.stdout).context("cargo metadata is no JSON")?;
+    let metadata: Metadata = serde_json::from_slice(&output.stdout).context("parse the output of cargo metadata")?;
     let checks = [
         (
             "imports that ARCHITECTURE.md does not allow",
@@ -72,8 +72,8 @@ pub(crate) fn run() -> anyhow::Result<()> {
     }
     let ours = metadata.ours().count();
     println!(
-        "{ours} crates: every import is allowed; {} third-party crates: every licence is allowed, and every second version has \
-         its reason",
+        "{ours} crates: every import is allowed; {} third-party crates: every licence is allowed, and every older version has a \
+         reason",
         metadata.packages.len() - ours
     );
     Ok(())

@@ -1,5 +1,5 @@
-//! Checks the examples in the documents: the programs' own parsers take every command line, and our types every manifest. So a renamed
-//! flag or field fails a test before it misleads a reader.
+//! Checks the examples in the documents: the programs' argument parsers must accept every command line, and the API types every
+//! manifest. So a test fails if a flag or field is renamed but not the examples.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -17,15 +17,15 @@ mod shell;
 struct Block {
     language: String,
     text: String,
-    /// `docs/operations/nat.md:12`: of its first line.
+    /// File and number of the first line: `docs/operations/nat.md:12`.
     position: String,
 }
 
-/// A document's examples.
+/// The examples of a document.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     blocks: Vec<Block>,
-    /// Position and text of code within the text.
+    /// Position and text of inline code.
     spans: Vec<(String, String)>,
 }
 
@@ -57,7 +57,7 @@ impl Page {
     }
 }
 
-/// README.md, CONTRIBUTING.md and the pages of docs/operations.
+/// Reads README.md, CONTRIBUTING.md and the pages of docs/operations.
 fn pages() -> Vec<Page> {
     let mut names: BTreeSet<PathBuf> = ["README.md", "CONTRIBUTING.md"].map(PathBuf::from).into();
     for entry in fs::read_dir(root().join("docs/operations")).unwrap() {

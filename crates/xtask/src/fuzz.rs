@@ -1,22 +1,22 @@
 //! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. The code of the targets is in fuzz/src.
 //!
-//! The stable compiler is enough: it can instrument coverage for libFuzzer, and only the sanitizers need nightly. The fuzzed code has no
-//! `unsafe` for a sanitizer to check; the targets look for panics, overflows and failed assertions.
+//! It uses the stable compiler, which can instrument coverage for libFuzzer; only sanitizers need nightly. Sanitizers would find nothing,
+//! because the fuzzed code has no `unsafe`. The targets find panics, overflows and failed assertions.
 
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context, bail};
 
-use xtask::programs::{from_crates_io, root, show};
+use xtask::programs::{from_crates_io, root, run_command};
 
 const VERSION: &str = "0.13.2";
 
-/// What `cargo xtask fuzz` takes.
+/// Arguments of `cargo xtask fuzz`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The targets (fuzz/targets); without any, all of them, one after the other.
+    /// The targets (fuzz/targets), which run one after the other. Default: all targets.
     targets: Vec<String>,
-    /// Duration for each target.
+    /// Duration for each target, in seconds.
     #[arg(long, default_value_t = 60)]
     seconds: u32,
     /// Add the smallest inputs that increase coverage to the corpus (fuzz/corpus), which `cargo xtask test` replays.
@@ -24,10 +24,10 @@ pub(crate) struct Args {
     keep: bool,
 }
 
-/// Fails at the first input that fails; libFuzzer prints the name of its file.
+/// Runs the targets. Fails at the first failing input; libFuzzer prints the name of its file.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { targets, seconds, keep } = args;
-    let all = all()?;
+    let all = all_targets()?;
     if let Some(unknown) = targets.iter().find(|target| !all.contains(target)) {
         bail!("there is no fuzz target {unknown:?}; there are {}", all.join(", "));
     }
@@ -38,14 +38,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command
             .current_dir(&directory)
             .env("CARGO", env!("CARGO"))
-            // The release profile takes long to build.
+            // The options of our release profile make builds slow.
             .env("CARGO_PROFILE_RELEASE_LTO", "off")
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
             .env("CARGO_PROFILE_RELEASE_STRIP", "none")
             .args(["fuzz", "run", "--fuzz-dir", ".", "--sanitizer", "none", target]);
         command.args(corpora.map(|corpus| format!("{corpus}/{target}")));
         command.arg("--").args(words);
-        show(&mut command)
+        run_command(&mut command)
     };
     for target in if targets.is_empty() { &all } else { targets } {
         let found = directory.join("found").join(target);
@@ -60,8 +60,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names of all targets, in order.
-fn all() -> anyhow::Result<Vec<String>> {
+/// The names of all targets, sorted.
+fn all_targets() -> anyhow::Result<Vec<String>> {
     let directory: PathBuf = root().join("fuzz/targets");
     let files = fs::read_dir(&directory).with_context(|| format!("read {}", directory.display()))?;
     let mut names = Vec::new();

@@ -1,5 +1,5 @@
-//! `cargo xtask images`: builds the two images with podman, docker or buildah, from programs that cargo has built and the
-//! Containerfiles in `deploy/`. The demo and the tests on whole clusters run this command, too.
+//! `cargo xtask images`: builds both images with podman, docker or buildah, from the programs and the Containerfiles in `deploy/`.
+//! The demo and the tests on whole clusters also run this command.
 
 use std::{
     env, fs,
@@ -10,25 +10,25 @@ use std::{
 use anyhow::Context;
 use clap::ValueEnum;
 
-use xtask::programs::{self, cargo, show};
+use xtask::programs::{self, cargo, run_command};
 
 /// The registry in the manifests.
 const REGISTRY: &str = "ghcr.io/clustermesh-for-kilo";
 
-/// What `cargo xtask images` takes.
+/// Arguments of `cargo xtask images`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The registry that the images will be pushed to: the first part of their names.
+    /// The registry, which is the first part of the images' names.
     #[arg(long, default_value = REGISTRY)]
     registry: String,
-    /// The program that builds the images. Default: the first of these that is installed.
+    /// The program that builds the images. Default: the first in this list that is installed.
     #[arg(long, value_enum)]
     builder: Option<Builder>,
     /// The image that provides libraries and nft, instead of the Debian image that the Containerfiles pin. It needs a libc at least
     /// as new as that of the machine on which the programs were built; sh, coreutils and grep; and nft or apt-get.
     #[arg(long)]
     base: Option<String>,
-    /// A directory with both programs. Default: cargo builds them for release.
+    /// A directory with both programs. Default: cargo builds them with the release profile.
     #[arg(long, value_name = "DIRECTORY")]
     programs: Option<PathBuf>,
     /// Also write each image into this directory as a docker archive: `wg-agent.tar`, `clustermesh-controller.tar`.
@@ -77,23 +77,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     )?;
     let programs = match programs {
         Some(directory) => directory.clone(),
-        None => release()?,
+        None => build_release()?,
     };
     for image in &IMAGES {
         let name = image.name(registry);
-        // A directory with only the program: the builder may send the whole directory to a daemon.
-        let context = tempfile::tempdir().context("make a directory for the build context")?;
+        // The directory contains only the program, because the builder may send all its files to a daemon.
+        let context = tempfile::tempdir().context("create a directory for the build context")?;
         let from = programs.join(image.program);
         fs::copy(&from, context.path().join(image.program)).with_context(|| format!("copy {}", from.display()))?;
-        show(&mut builder.build(image, &name, base.as_deref(), context.path()))?;
+        run_command(&mut builder.build_command(image, &name, base.as_deref(), context.path()))?;
         if let Some(directory) = output {
             fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
             let archive = directory.join(format!("{}.tar", image.program));
-            // Some builders append to an existing archive, others refuse it.
+            // Some builders append to an existing archive, others fail.
             if archive.exists() {
                 fs::remove_file(&archive).with_context(|| format!("remove {}", archive.display()))?;
             }
-            show(&mut builder.save(&name, &archive))?;
+            run_command(&mut builder.save_command(&name, &archive))?;
         }
         println!("images: built {name}");
     }
@@ -101,8 +101,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Builds the release programs, and returns their directory.
-fn release() -> anyhow::Result<PathBuf> {
-    show(
+fn build_release() -> anyhow::Result<PathBuf> {
+    run_command(
         cargo()
             .args(["build", "--release", "--locked"])
             .args(IMAGES.iter().flat_map(|image| ["--package", image.program])),
@@ -131,7 +131,7 @@ impl Builder {
         Self::value_variants().iter().copied().find(is_installed)
     }
 
-    fn build(self, image: &Image, name: &str, base: Option<&str>, context: &Path) -> Command {
+    fn build_command(self, image: &Image, name: &str, base: Option<&str>, context: &Path) -> Command {
         let mut command = Command::new(self.name());
         command.args(["build", "--tag", name, "--file"]);
         command.arg(programs::root().join(image.containerfile));
@@ -142,7 +142,7 @@ impl Builder {
         command
     }
 
-    fn save(self, name: &str, archive: &Path) -> Command {
+    fn save_command(self, name: &str, archive: &Path) -> Command {
         let mut command = Command::new(self.name());
         match self {
             Self::Podman | Self::Docker => command.args(["save", "--output"]).arg(archive).arg(name),
@@ -180,17 +180,17 @@ mod tests {
     }
 
     #[test]
-    fn first_installed_builder_is_taken() {
+    fn first_installed_builder_is_used() {
         let directory = tempfile::tempdir().expect("a directory");
         let directories = [PathBuf::from("/nowhere"), directory.path().to_owned()];
         assert_eq!(Builder::installed(&directories), None);
-        for (name, taken) in [
+        for (name, builder) in [
             ("buildah", Builder::Buildah),
             ("docker", Builder::Docker),
             ("podman", Builder::Podman),
         ] {
             fs::write(directory.path().join(name), "").expect("a file");
-            assert_eq!(Builder::installed(&directories), Some(taken));
+            assert_eq!(Builder::installed(&directories), Some(builder));
         }
     }
 }

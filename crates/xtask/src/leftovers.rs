@@ -1,4 +1,4 @@
-//! Finds what tests leave on this machine, by comparing its state before and after them.
+//! Finds leftovers of tests on this machine, by comparing its state before and after the tests.
 
 use std::{
     collections::BTreeSet,
@@ -11,22 +11,22 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// A killed program and its network namespace disappear after a delay.
+/// Time until a killed program and its network namespace have disappeared.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Files, links, nftables tables, rules, cgroups, mounts and processes of the machine: the kind of each, then its name.
+/// Files, links, nftables tables, routing rules, cgroups, mounts and processes of this machine, each as its kind and name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Machine(BTreeSet<String>);
+pub(crate) struct MachineState(BTreeSet<String>);
 
-impl Machine {
-    /// Reads the current state. A process counts if it runs a program from the directories `programs`.
+impl MachineState {
+    /// Reads the current state. It contains only processes that run a program from the directories `programs`.
     pub(crate) fn read(programs: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| all.extend(names.iter().map(|name| format!("{kind} {name}")));
         for directory in ["/var/run/wireguard", "/run/netns", "/run/clustermesh-lab"] {
             add("the file", paths(Path::new(directory), ""));
         }
-        // The crate tempfile makes such names.
+        // The names of files that the crate tempfile creates.
         add("the file", paths(&std::env::temp_dir(), ".tmp"));
         add("the link", names(Path::new("/sys/class/net")));
         add("the nftables", lines("nft", &["list", "tables"])?);
@@ -38,7 +38,7 @@ impl Machine {
         Ok(Self(all))
     }
 
-    /// Everything that did not exist before; waits up to [`TIMEOUT`] for it to disappear.
+    /// Everything that did not exist in this earlier state. Waits up to [`TIMEOUT`] until it disappears.
     pub(crate) fn left_since(&self, programs: &[PathBuf]) -> anyhow::Result<Vec<String>> {
         let start = Instant::now();
         loop {
@@ -55,7 +55,7 @@ impl Machine {
     }
 }
 
-/// The names in a directory; none if it does not exist.
+/// The names in a directory; empty if it does not exist.
 fn names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries
@@ -63,7 +63,7 @@ fn names(directory: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The paths of a directory's entries whose names begin with `start`.
+/// The paths of the entries of a directory whose names begin with `start`.
 fn paths(directory: &Path, start: &str) -> Vec<String> {
     let names = names(directory).into_iter().filter(|name| name.starts_with(start));
     names.map(|name| directory.join(name).display().to_string()).collect()
@@ -84,7 +84,7 @@ fn lines(program: &str, words: &[&str]) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
-/// The cgroups of labs, in each hierarchy of version 1 or in the one of version 2.
+/// The cgroups of labs, in every hierarchy of cgroup version 1, or in the only one of version 2.
 fn cgroups() -> Vec<String> {
     let root = Path::new("/sys/fs/cgroup");
     let hierarchies = names(root).into_iter().map(|name| root.join(name));
@@ -102,7 +102,7 @@ fn mounts() -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
-/// Processes that run a program from these directories, as `number: path`.
+/// Processes that run a program from these directories, as `PID: path`.
 fn processes(programs: &[PathBuf]) -> Vec<String> {
     let running = |number: &String| fs::read_link(Path::new("/proc").join(number).join("exe")).ok();
     let all = names(Path::new("/proc")).into_iter();
@@ -119,8 +119,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_new_things_are_left() {
-        let machine = |all: &[&str]| Machine(all.iter().map(|&one| one.to_owned()).collect());
+    fn only_new_entries_are_leftovers() {
+        let machine = |all: &[&str]| MachineState(all.iter().map(|&one| one.to_owned()).collect());
         let before = machine(&["the link eth0", "the mount on /run"]);
         assert_eq!(before.without(&before), [""; 0]);
         let after = machine(&["the link eth0", "the link wg0"]);

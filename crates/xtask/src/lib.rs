@@ -1,4 +1,4 @@
-//! What `cargo xtask` shares with the benchmarks in bench/: checks of this machine, and builds of programs.
+//! Checks of this machine and builds of programs, for `cargo xtask` and for the benchmarks in bench/.
 #![forbid(unsafe_code)]
 
 pub mod prereq;

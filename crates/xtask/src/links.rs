@@ -1,4 +1,4 @@
-//! Checks the links of every Markdown file of the repository: their files exist, and their anchors are those that GitHub makes from
+//! Checks the links in every Markdown file of the repository: the files exist, and the anchors are those that GitHub generates from
 //! headings.
 
 use std::{
@@ -14,7 +14,7 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     anchors: BTreeSet<String>,
-    /// Line and target of each link.
+    /// Line number and target of each link.
     links: Vec<(usize, String)>,
 }
 
@@ -29,7 +29,7 @@ impl Page {
                 Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
                 Event::End(TagEnd::Heading(_)) => {
                     let anchor = anchor(&heading.take().unwrap_or_default());
-                    // GitHub numbers equal headings from the second one on.
+                    // GitHub appends a number to the anchor of a repeated heading.
                     let before: &mut usize = headings.entry(anchor.clone()).or_default();
                     page.anchors.insert(match before {
                         0 => anchor,
@@ -57,8 +57,8 @@ impl Page {
     }
 }
 
-/// GitHub's rule: lower case, without punctuation, and with a hyphen for each space.
-/// (`TableOfContentsFilter` in github.com/gjtorikian/html-pipeline)
+/// The anchor that GitHub generates for a heading: lower case, without punctuation, and with a hyphen for each space
+/// (`TableOfContentsFilter` in github.com/gjtorikian/html-pipeline).
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept
@@ -67,7 +67,7 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// The fault of a link in the page at this path, if it has one. Paths are relative to the root of the repository.
+/// The fault of a link in the page `from`; `None` = the link is valid. Paths are relative to the root of the repository.
 fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl Fn(&Path) -> bool) -> Option<String> {
     if link.starts_with("https:") || link.starts_with("http:") || link.starts_with("mailto:") {
         return None;
@@ -93,13 +93,13 @@ fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl 
         }
         Some(_) => None,
         None => Some(format!(
-            "{} is no Markdown file, so it has no anchors",
+            "{} is not a Markdown file, so it has no anchors",
             target.display()
         )),
     }
 }
 
-/// The path without `.` and `..`; `None` if it leads above the root or is absolute.
+/// The path without `.` and `..`; `None` if it is absolute or outside the root.
 fn normalized(path: &Path) -> Option<PathBuf> {
     let mut normalized = PathBuf::new();
     for component in path.components() {
@@ -113,7 +113,7 @@ fn normalized(path: &Path) -> Option<PathBuf> {
     Some(normalized)
 }
 
-/// Every Markdown file below a folder, except build output and hidden folders.
+/// Finds every Markdown file below a folder, except in build output and hidden folders.
 fn markdown_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
     for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -199,7 +199,7 @@ fn broken_links_are_reported() {
         ("../README.md#end", "README.md has no heading for #end"),
         (
             "../Cargo.toml#x",
-            "Cargo.toml is no Markdown file, so it has no anchors",
+            "Cargo.toml is not a Markdown file, so it has no anchors",
         ),
         ("../../x.md", "points outside the repository"),
         ("/README.md", "points outside the repository"),

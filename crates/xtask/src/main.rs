@@ -33,7 +33,7 @@ struct Cli {
 enum Command {
     /// Connect two Kubernetes clusters on this machine into one mesh, show that it works, and remove everything.
     Demo(demo::Args),
-    /// Build what the tests need, and run every test of the project.
+    /// Build the programs that the tests need, and run every test of the project.
     Test(test::Args),
     /// Fuzz the parsers of untrusted input: `cargo xtask fuzz datagram --seconds 600`. Works with the stable compiler.
     Fuzz(fuzz::Args),
@@ -104,7 +104,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn command_line_has_no_contradiction() {
+    fn command_line_definition_is_valid() {
         super::Cli::command().debug_assert();
     }
 }

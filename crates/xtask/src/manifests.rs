@@ -1,4 +1,4 @@
-//! `cargo xtask manifests`: generates the manifests in `deploy/`. The demo and the tests install these manifests, too.
+//! `cargo xtask manifests`: generates the manifests in `deploy/`. The demo and the tests also install these manifests.
 
 use std::{fs, path::Path};
 
@@ -9,7 +9,7 @@ mod gateway;
 
 /// The namespace of the controller and the ClusterMeshes.
 pub(crate) const NAMESPACE: &str = "clustermesh";
-/// The namespace of the agent, and of nothing else: it admits privileged pods for the agent's init container.
+/// The namespace of the agent. It contains nothing else, because it admits privileged pods for the agent's init container.
 pub(crate) const AGENT_NAMESPACE: &str = "clustermesh-agent";
 /// The ServiceAccount of the controller in a member.
 pub(crate) const MEMBER_ACCOUNT: &str = "clustermesh-controller";
@@ -21,17 +21,17 @@ pub(crate) const CONTROLLER_IMAGE: &str = concat!(
 /// Image of the agent.
 pub(crate) const AGENT_IMAGE: &str = concat!("ghcr.io/clustermesh-for-kilo/wg-agent:v", env!("CARGO_PKG_VERSION"));
 
-/// The ValidatingAdmissionPolicy for agents. A file of its own, because its CEL expressions are unreadable as Rust strings.
+/// The ValidatingAdmissionPolicy for agents. It is in a YAML file, because CEL expressions are unreadable as Rust strings.
 const AGENT_ADMISSION: &str = include_str!("manifests/agent-admission.yaml");
 
 const CONTROLLER_PORT: u16 = 8080;
 const AGENT_PORT: u16 = 9587;
 
-/// Writes the manifests; with `check`, changes nothing and fails where a file differs.
+/// Writes the manifests; with `check`, changes nothing and fails if a file differs.
 pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy");
     let agent = agent();
-    // The policy is created before the DaemonSet that it restricts.
+    // The policy comes before the DaemonSet, so that it is in force when the agents start.
     let (account, daemon_set) = agent.split_at(agent.len() - 1);
     let (gateways_account, gateways) = gateway::documents();
     let files = [
@@ -72,7 +72,7 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
 fn render(documents: &[Value]) -> anyhow::Result<String> {
     let mut text = String::new();
     for document in documents {
-        let yaml = serde_saphyr::to_string(document).context("a manifest that is no YAML")?;
+        let yaml = serde_saphyr::to_string(document).context("convert a manifest to YAML")?;
         text.push_str("---\n");
         text.push_str(yaml.trim_end());
         text.push('\n');
@@ -123,13 +123,13 @@ fn binding(kind: &str, name: &str, namespace: Option<&str>, role: (&str, &str), 
     binding
 }
 
-/// The controller's permissions in each member, also in the hub.
+/// The controller's permissions in every member, including the hub.
 fn member_rules() -> Value {
     json!([
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["kube-system"], "verbs": ["get"]},
         {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
-        // Sandboxes that enter through gateways.
+        // For sandboxes that enter through gateways.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxaccesses"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["list", "watch"]},
         // A mirrored Service can be in any namespace that a grant names, so these permissions cannot be limited to namespaces.
@@ -170,7 +170,7 @@ fn controller() -> Vec<Value> {
             ("ClusterRole", name),
             (name, NAMESPACE),
         ),
-        // Only Secrets of the ClusterMeshes' namespace. For ClusterMeshes in another namespace, bind the same Role there.
+        // Only Secrets in the namespace of the ClusterMeshes. For ClusterMeshes in another namespace, create this Role there, too.
         role(
             "Role",
             name,
@@ -269,7 +269,7 @@ fn agent() -> Vec<Value> {
             ("ClusterRole", name),
             (name, AGENT_NAMESPACE),
         ),
-        // The addresses of this cluster's API server, which the agent never routes into the tunnel.
+        // With this Role the agent reads the addresses of this cluster's API server, which it never routes into the tunnel.
         role(
             "Role",
             name,
@@ -283,7 +283,7 @@ fn agent() -> Vec<Value> {
             ("Role", name),
             (name, AGENT_NAMESPACE),
         ),
-        // Cilium's configuration: whether it bypasses netfilter.
+        // With this Role the agent reads the configuration of Cilium, which shows whether Cilium bypasses netfilter.
         role(
             "Role",
             name,
@@ -309,7 +309,7 @@ fn agent() -> Vec<Value> {
                     "spec": {
                         "serviceAccountName": name,
                         "hostNetwork": true,
-                        // The node's own resolvers, which the agent keeps out of the tunnel.
+                        // The agent keeps the resolvers of the node out of the tunnel, so it needs the node's resolv.conf.
                         "dnsPolicy": "Default",
                         "priorityClassName": "system-node-critical",
                         "tolerations": [{"operator": "Exists"}],
@@ -318,7 +318,7 @@ fn agent() -> Vec<Value> {
                             "matchExpressions": [{"key": "kilo-clustermesh.io/wg-agent", "operator": "NotIn", "values": ["host"]}],
                         }]}}},
                         "terminationGracePeriodSeconds": 10,
-                        // Writes kernel settings of the node. The only privileged step; it ends before the agent starts.
+                        // Writes sysctls. Only this container is privileged, and it exits before the agent starts.
                         "initContainers": [{
                             "name": "sysctls",
                             "image": AGENT_IMAGE,
@@ -336,7 +336,7 @@ fn agent() -> Vec<Value> {
                             ],
                             "env": [
                                 {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-                                // The only value that differs between clusters; without it the Pod does not start, and its status shows
+                                // The only value that differs between clusters. If it is missing, the Pod does not start, and its status shows
                                 // why.
                                 {"name": "WIREGUARD_CIDR", "valueFrom": {"configMapKeyRef": {"name": name, "key": "wireguard-cidr"}}},
                             ],
@@ -360,7 +360,7 @@ fn agent() -> Vec<Value> {
                         "volumes": [
                             volume("state", "/var/lib/kilo", "DirectoryOrCreate"),
                             volume("tun", "/dev/net/tun", "CharDevice"),
-                            // The directory in which wg(8) on the node looks for the device.
+                            // wg(8) on the node looks for the device in this directory.
                             volume("wireguard", "/var/run/wireguard", "DirectoryOrCreate"),
                         ],
                     },

@@ -1,5 +1,5 @@
-//! `cargo xtask prereq`: checks that this machine has what the lab and the tests need. On Debian and Ubuntu it installs missing packages;
-//! elsewhere it lists everything that is missing.
+//! `cargo xtask prereq`: checks the prerequisites of the lab and the tests on this machine. On Debian and Ubuntu it installs missing
+//! packages; on other systems it lists everything that is missing.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// The options of `cargo xtask prereq`, and of the commands that begin with it.
+/// The options of `cargo xtask prereq`, and of the commands that first check the prerequisites.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Prereq {
     /// Install nothing; only list what is missing.
@@ -15,7 +15,7 @@ pub struct Prereq {
     pub no_install: bool,
 }
 
-/// A program that the project runs, and its Debian package.
+/// A program that the project runs, its Debian package, and its use.
 #[derive(Debug, PartialEq, Eq)]
 struct Program {
     name: &'static str,
@@ -32,35 +32,35 @@ const PROGRAMS: [Program; 30] = [
     program(
         "iptables-nft-restore",
         "iptables",
-        "rules as kube-proxy and CNIs write them",
+        "rules of kube-proxy and CNIs in the tests",
     ),
-    program("iptables-legacy-restore", "iptables", "the same, as older ones do"),
-    program("ipset", "ipset", "the sets that Calico's rules name"),
+    program("iptables-legacy-restore", "iptables", "older rules in the tests"),
+    program("ipset", "ipset", "the IP sets in Calico's rules"),
     program("ip", "iproute2", "links, addresses, routes"),
-    program("bridge", "iproute2", "cutting a node's cable"),
+    program("bridge", "iproute2", "disconnecting nodes"),
     program("ping", "iputils-ping", "test traffic"),
-    program("ethtool", "ethtool", "measuring with and without the offload of links"),
+    program("ethtool", "ethtool", "measurements with and without offload"),
     program("curl", "curl", "test traffic"),
     program("iperf3", "iperf3", "throughput"),
     program("tcpdump", "tcpdump", "captures"),
-    program("conntrack", "conntrack", "reading connections back"),
-    program("wg", "wireguard-tools", "reading devices back, keys"),
+    program("conntrack", "conntrack", "reading conntrack entries"),
+    program("wg", "wireguard-tools", "reading WireGuard devices, creating keys"),
     program("busybox", "busybox-static", "the test image"),
-    program("nsenter", "util-linux", "stepping into namespaces"),
-    program("unshare", "util-linux", "making namespaces"),
-    program("setpriv", "util-linux", "ending programs with their parent"),
-    program("setsid", "util-linux", "a session for each node"),
+    program("nsenter", "util-linux", "entering namespaces"),
+    program("unshare", "util-linux", "creating namespaces"),
+    program("setpriv", "util-linux", "killing programs with their parent"),
+    program("setsid", "util-linux", "a process session for each node"),
     program("gcc", "gcc", "building runc"),
     program("g++", "g++", "building libFuzzer"),
-    program("ldd", "libc-bin", "packing images"),
+    program("ldd", "libc-bin", "finding libraries for images"),
     program("buildah", "buildah", "building the images of agent and controller"),
-    program("mmdebstrap", "mmdebstrap", "the base of these images in the tests"),
+    program("mmdebstrap", "mmdebstrap", "the base image in the tests"),
     program("pkg-config", "pkg-config", "building runc"),
-    program("git", "git", "versions in builds"),
+    program("git", "git", "fetching source code"),
     program(
         "qemu-system-x86_64",
         "qemu-system-x86",
-        "a machine with a kernel that has WireGuard",
+        "a virtual machine whose kernel has WireGuard",
     ),
     program("modprobe", "kmod", "that kernel's modules"),
     program("xz", "xz-utils", "unpacking that kernel"),
@@ -68,7 +68,7 @@ const PROGRAMS: [Program; 30] = [
     program("dpkg-deb", "dpkg", "unpacking that kernel"),
 ];
 
-/// The oldest Go that downloads the toolchain version that a go.mod requires.
+/// The oldest Go version that downloads the toolchain which a go.mod requires.
 const OLDEST_GO: (u32, u32) = (1, 21);
 
 /// `cargo xtask prereq`.
@@ -81,7 +81,7 @@ pub fn run(args: &Prereq) -> Result<()> {
 /// Installs missing packages where possible. Fails with a list of everything that is still missing.
 pub fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
-    // No program indicates libc.a and libc's headers, without which gcc cannot link runc.
+    // gcc needs libc.a and the headers to link runc. No program belongs to their package, so they are checked separately.
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();
     if !has_static_libc() {
         packages.push("libc6-dev");
@@ -92,7 +92,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
     let mut problems = vec![];
     if !root {
         problems.push(
-            "not root: namespaces, mounts and nftables need it. Run it with `sudo -E env PATH=\"$PATH\"`".to_owned(),
+            "not root: namespaces, mounts and nftables need root. Run it with `sudo -E env PATH=\"$PATH\"`".to_owned(),
         );
     }
     if !packages.is_empty() && root && !args.no_install && has_apt() {
@@ -110,7 +110,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());
-    // The checks run the programs above; without these, a failure would have another cause than the kernel.
+    // These checks run the programs above. If one is missing, a failure says nothing about the kernel.
     problems.extend(kernel_problems(root && missing.is_empty()));
     if problems.is_empty() {
         return Ok(());
@@ -118,7 +118,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
     bail!("this machine lacks:\n  - {}", problems.join("\n  - "))
 }
 
-/// PATH, and the directories of system programs that a user's PATH may lack.
+/// PATH, and directories of system programs that may not be in a user's PATH.
 fn search_path() -> Vec<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut directories: Vec<_> = std::env::split_paths(&path).collect();
@@ -127,12 +127,12 @@ fn search_path() -> Vec<PathBuf> {
 }
 
 fn missing_programs(directories: &[PathBuf]) -> Vec<&'static Program> {
-    let there = |program: &&Program| {
+    let is_installed = |program: &&Program| {
         directories
             .iter()
             .any(|directory| directory.join(program.name).is_file())
     };
-    PROGRAMS.iter().filter(|program| !there(program)).collect()
+    PROGRAMS.iter().filter(|program| !is_installed(program)).collect()
 }
 
 fn has_apt() -> bool {
@@ -143,7 +143,7 @@ fn has_apt() -> bool {
 
 fn has_static_libc() -> bool {
     let found = Command::new("gcc").arg("-print-file-name=libc.a").output();
-    // gcc prints the bare name if there is no such file. A missing gcc is reported elsewhere.
+    // gcc prints only the name if the file does not exist. A missing gcc is reported elsewhere.
     found.map_or(true, |output| {
         String::from_utf8_lossy(&output.stdout).trim() != "libc.a"
     })
@@ -169,7 +169,7 @@ fn install(packages: &[&str]) -> Result<()> {
     if apt(&wanted)?.success() {
         return Ok(());
     }
-    println!("prereq: apt-get failed; once more with fresh package lists");
+    println!("prereq: apt-get failed; trying again with new package lists");
     if apt(&["update", "-q"])?.success() && apt(&wanted)?.success() {
         return Ok(());
     }
@@ -182,7 +182,7 @@ fn install(packages: &[&str]) -> Result<()> {
 fn go_problem() -> Option<String> {
     let remedy = "install Go 1.26 from https://go.dev/dl/ and put it into PATH";
     match Command::new("go").args(["env", "GOVERSION"]).current_dir("/").output() {
-        Err(_) => Some(format!("go (building Kubernetes and the node's programs): {remedy}")),
+        Err(_) => Some(format!("go (building Kubernetes and the programs of nodes): {remedy}")),
         Ok(output) => {
             let version = String::from_utf8_lossy(&output.stdout).trim().to_owned();
             (parse_go(&version).unwrap_or_default() < OLDEST_GO)
@@ -214,7 +214,7 @@ fn kernel_problems(can_try: bool) -> Vec<String> {
     };
     let plain = |words: &[&'static str]| words.iter().map(|word| OsStr::new(*word)).collect::<Vec<_>>();
     if can_try && !works("unshare", &plain(&["--net", "--mount", "--pid", "--fork", "true"])) {
-        problems.push("the right to make namespaces: in a container, run it privileged".into());
+        problems.push("the privilege to create namespaces: run a container with --privileged".into());
     }
     if can_try && !works("unshare", &plain(&["--net", "nft", "list", "ruleset"])) {
         problems.push("nftables in the kernel: load the module (`modprobe nf_tables`)".into());
@@ -226,7 +226,7 @@ fn kernel_problems(can_try: bool) -> Vec<String> {
     problems
 }
 
-/// Reads /proc, so that this crate needs no system call crate for one number.
+/// Whether the effective user is root.
 fn is_root() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
@@ -240,8 +240,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn program_in_no_directory_is_missing_with_its_package() {
-        let directory = tempfile_with(&["nft", "ip", "bridge"]);
+    fn missing_program_is_reported_with_its_package() {
+        let directory = directory_with(&["nft", "ip", "bridge"]);
         let missing = missing_programs(std::slice::from_ref(&directory));
         std::fs::remove_dir_all(&directory).unwrap();
         assert_eq!(missing.len(), PROGRAMS.len() - 3);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn contributing_lists_the_packages_that_are_installed() {
+    fn contributing_md_lists_the_installed_packages() {
         let page = std::fs::read_to_string(crate::programs::root().join("CONTRIBUTING.md")).unwrap();
         let (_, rest) = page.split_once("with `apt-get` and say so: ").unwrap();
         let (listed, _) = rest.split_once(". ").unwrap();
@@ -262,21 +262,21 @@ mod tests {
         let listed: BTreeSet<_> = listed.split(", ").collect();
         let mut installed: BTreeSet<_> = PROGRAMS.iter().map(|program| program.package).collect();
         installed.insert("libc6-dev");
-        // Every Debian and Ubuntu has these.
+        // Every Debian and Ubuntu system has these packages.
         installed.remove("dpkg");
         installed.remove("libc-bin");
         assert_eq!(listed, installed);
     }
 
     #[test]
-    fn versions_of_go_are_read_as_numbers() {
+    fn go_versions_are_parsed_as_numbers() {
         assert_eq!(parse_go("go1.26.3"), Some((1, 26)));
         assert_eq!(parse_go("go1.9"), Some((1, 9)));
         assert_eq!(parse_go("go1.27rc1"), Some((1, 27)));
         assert_eq!(parse_go("devel"), None);
     }
 
-    fn tempfile_with(names: &[&str]) -> PathBuf {
+    fn directory_with(names: &[&str]) -> PathBuf {
         let directory = std::env::temp_dir().join(format!("xtask-prereq-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         for name in names {

@@ -1,4 +1,4 @@
-//! Builds programs: the workspace's own, so that tests and demo run this checkout, and programs of crates.io, into a cache.
+//! Builds the programs of this workspace for tests and demo, and programs from crates.io, which it keeps in a cache.
 
 use std::{
     path::{Path, PathBuf},
@@ -14,8 +14,8 @@ pub fn root() -> PathBuf {
 }
 
 /// A cargo command for this workspace, without the variables that `cargo run` sets for this program (`CARGO_PKG_*`,
-/// `CARGO_MANIFEST_*`). ring's build script runs again if they change. With them, each change between a build by this program and one
-/// from a shell would rebuild ring and its dependents (rustls, kube, every program).
+/// `CARGO_MANIFEST_*`). The build script of ring runs again when they change: without this, a build by this program after a build from
+/// a shell, or vice versa, would rebuild ring and the crates that depend on it (rustls, kube, every program).
 pub fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
@@ -31,8 +31,8 @@ pub fn cargo() -> Command {
     cargo
 }
 
-/// Runs a command and shows its output; fails if the command does.
-pub fn show(command: &mut Command) -> anyhow::Result<()> {
+/// Runs a command, whose output goes to the terminal. Fails if the command fails.
+pub fn run_command(command: &mut Command) -> anyhow::Result<()> {
     let status = command
         .status()
         .with_context(|| format!("{command:?} cannot be started"))?;
@@ -42,8 +42,8 @@ pub fn show(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The workspace crates of the programs that run in a cluster.
-const DELIVERED: [&str; 8] = [
+/// The workspace crates in the programs that run in a cluster.
+const CLUSTER_CRATES: [&str; 8] = [
     "clustermesh-access",
     "clustermesh-agent-core",
     "clustermesh-api",
@@ -54,33 +54,32 @@ const DELIVERED: [&str; 8] = [
     "wg-userspace",
 ];
 
-/// Builds the programs and returns their directory.
+/// Builds the programs of the workspace and returns their directory.
 pub fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
-/// Like [`build`], with this workspace's crates optimised. Third-party crates keep the options of the profile `dev`, so they are not built
-/// again.
+/// Like [`build`], with optimised workspace crates. Third-party crates keep the options of the profile `dev`, so they are not rebuilt.
 pub fn build_optimised() -> anyhow::Result<PathBuf> {
-    build_with(&DELIVERED.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
+    build_with(&CLUSTER_CRATES.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
 }
 
 fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
-    // The whole workspace, as in `cargo test`: with other features, dependencies would be built twice.
-    show(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
-    // Cargo puts the programs next to this one.
+    // Builds the whole workspace, like `cargo test`. With other features, dependencies would be built twice.
+    run_command(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
+    // Cargo writes the programs into the directory of this program.
     let program = std::env::current_exe().context("find the path of this program")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())
 }
 
-/// The target directory in which this program was built.
+/// The target directory that contains this program.
 pub fn target() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("find the path of this program")?;
     let target = program.ancestors().nth(2);
     Ok(target.context("a program without a target directory")?.to_owned())
 }
 
-/// Installs a program from crates.io, with the authors' Cargo.lock, into the lab's cache. Returns its path.
+/// Installs a program from crates.io with its own Cargo.lock into the lab's cache. Returns its path.
 pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
     let home = lab_home()?;
     let directory = home.join(format!("{package}-{version}"));
@@ -88,8 +87,8 @@ pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Re
     if path.exists() {
         return Ok(path);
     }
-    eprintln!("xtask: building {package} {version}, once");
-    // Built in another directory and renamed, so that an interrupted build is not used.
+    eprintln!("xtask: building {package} {version} into the cache");
+    // The build directory is renamed at the end, so that an interrupted build is not used.
     let unfinished = home.join(format!("{package}.unfinished"));
     if unfinished.exists() {
         std::fs::remove_dir_all(&unfinished).with_context(|| format!("remove {}", unfinished.display()))?;
@@ -104,7 +103,7 @@ pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Re
         .args(["install", package, "--version", &format!("={version}"), "--locked"])
         .args(["--root", &text(&unfinished)?])
         .env("CARGO_TARGET_DIR", unfinished.join("target"));
-    show(&mut install)?;
+    run_command(&mut install)?;
     std::fs::remove_dir_all(unfinished.join("target")).context("remove the build directory")?;
     std::fs::rename(&unfinished, &directory).with_context(|| format!("rename to {}", directory.display()))?;
     if !path.exists() {

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: builds what the tests need, runs every test of the project, and counts the results.
+//! `cargo xtask test`: builds the programs that the tests need, runs every test of the project, and counts the results.
 
 mod count;
 mod jobs;
@@ -26,28 +26,28 @@ use xtask::{
     tools,
 };
 
-use crate::leftovers::Machine;
+use crate::leftovers::MachineState;
 use count::{Counts, Scope};
 use jobs::{JobResult, Program};
 
-/// The integration tests of `--quick`; the others start nodes, clusters or a virtual machine.
+/// The integration tests that `--quick` runs; all others start nodes, clusters or a virtual machine.
 const QUICK: [&str; 5] = ["conversions", "explain", "plan", "properties", "schema"];
 
-/// What `cargo xtask test` takes.
+/// Arguments of `cargo xtask test`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     prereq: prereq::Prereq,
-    /// Run only unit tests, properties and the schemas on a real API server: about three minutes.
+    /// Run only unit tests, property tests and the tests of CRDs on a real API server: about three minutes.
     #[arg(long, conflicts_with = "words")]
     quick: bool,
-    /// Arguments for `cargo test`: `-p clustermesh-core`, `--test mesh flows::`, a test's name.
+    /// Arguments for `cargo test`, such as `-p clustermesh-core`, `--test mesh flows::`, or the name of a test.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
 }
 
-/// Builds the lab's and the workspace's programs, then runs the tests. The last line is `N passed, N failed`; the exit code is 1 if
-/// something failed or did not run.
+/// Builds the programs of the lab and of the workspace, then runs the tests. The last line is `N passed, N failed`; the exit code is 1
+/// if a test failed or did not run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let start = Instant::now();
     prereq::ensure(&args.prereq)?;
@@ -57,12 +57,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         tools::run()?;
     }
     let own_programs = programs::build()?;
-    println!("xtask: everything built after {:.0} s", start.elapsed().as_secs_f64());
+    println!("xtask: programs built after {:.0} s", start.elapsed().as_secs_f64());
     let (mut counts, mut problems, scope) = if args.words.is_empty() {
         let ours = [programs::target()?, lab_home()?];
-        let before = Machine::read(&ours)?;
+        let before = MachineState::read(&ours)?;
         let (counts, failed) = if args.quick {
-            // With --bins, cargo would take the fuzz targets for test programs, and they never end.
+            // With --bins, cargo would build the fuzz targets as test programs, which never exit.
             let targets = ["--lib", "--bins", "--exclude=clustermesh-fuzz"];
             run_jobs(build_tests(&targets, &QUICK)?, &own_programs)?
         } else {
@@ -77,12 +77,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let mut test = cargo();
         test.args(["test", "--no-fail-fast"])
             .args(&args.words)
-            .args(ONE_BY_ONE)
+            .args(SEQUENTIAL)
             .env("CLUSTERMESH_BIN_DIR", own_programs);
         let (counts, problem) = cargo_test(&mut test)?;
         (counts, Vec::from_iter(problem), Scope::Selected)
     };
-    problems.extend(counts.judge(scope));
+    problems.extend(counts.check_completeness(scope));
     for problem in &problems {
         eprintln!("xtask: {problem}");
     }
@@ -94,10 +94,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tests of one program run one at a time, because they may use the same resources.
-const ONE_BY_ONE: [&str; 2] = ["--", "--test-threads=1"];
+/// Arguments of a test program. Its tests run one after the other, because they may use the same resources.
+const SEQUENTIAL: [&str; 2] = ["--", "--test-threads=1"];
 
-/// Runs every test program and the doc tests; returns the counts, and the names of jobs that failed.
+/// Runs every test program and the doc tests. Returns the counts, and the names of failed jobs.
 fn run_all(own_programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let (counts, mut failed) = run_jobs(build_tests(&[], &[])?, own_programs)?;
     let (documents, problem) = cargo_test(cargo().args(["test", "--workspace", "--doc"]))?;
@@ -105,7 +105,7 @@ fn run_all(own_programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     Ok(([counts, documents].into_iter().sum(), failed))
 }
 
-/// Runs the tests of the programs. `cargo test` would run one program after the other, though many only wait.
+/// Runs test programs in parallel. `cargo test` would run them one after the other, although many mostly wait.
 fn run_jobs(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let start = Instant::now();
     let before = busy_seconds()?;
@@ -124,7 +124,7 @@ fn run_jobs(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<(Coun
     Ok((counts, failed))
 }
 
-/// The time for which the processors of this machine have worked since it started, in seconds (proc_stat(5)).
+/// The time in seconds for which the processors of this machine have been busy since its start (proc_stat(5)).
 fn busy_seconds() -> anyhow::Result<f64> {
     let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
     let line = stat.lines().next().unwrap_or_default();
@@ -135,7 +135,7 @@ fn busy_seconds() -> anyhow::Result<f64> {
         .collect();
     // user nice system idle iowait irq softirq steal; a tick is 10 ms.
     let [user, nice, system, _, _, irq, softirq, ..] = ticks[..] else {
-        bail!("/proc/stat has another format: {line:?}");
+        bail!("/proc/stat has an unknown format: {line:?}");
     };
     Ok((user + nice + system + irq + softirq) / 100.0)
 }
@@ -149,24 +149,24 @@ fn print_slowest(mut results: Vec<JobResult>) {
     }
 }
 
-/// Runs `cargo test` and shows its output; returns the counts, and an error text if cargo failed.
+/// Runs `cargo test` and shows its output. Returns the counts, and an error text if cargo failed.
 fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
     let (mut reader, writer) = io::pipe().context("a pipe")?;
-    // One pipe keeps cargo's headings and the programs' results in order. Colours would make them unreadable for the parser.
+    // With one pipe for both streams, headings of cargo and results of programs stay in order. The parser does not understand colours.
     test.env("CARGO_TERM_COLOR", "never")
         .stderr(writer.try_clone().context("a pipe")?)
         .stdout(writer);
     let mut child = test.spawn().with_context(|| format!("{test:?} cannot be started"))?;
-    // Close the command's copies of the pipe's writing end: a read ends only when all copies are closed.
+    // Close the copies of the pipe's write end in `test`: the reader sees the end of the output only when all copies are closed.
     test.stdout(Stdio::null()).stderr(Stdio::null());
     let mut output = Vec::new();
     let mut buffer = [0; 8192];
     let status = loop {
-        // Check this before the pipe: if cargo has ended, an empty pipe is the end of its output. Do not wait for the pipe to close,
-        // because a process that a test left running may keep it open for ever.
-        let ended = child.try_wait().context("wait for cargo")?;
-        if readable(&reader)? {
-            let length = reader.read(&mut buffer).context("read what cargo prints")?;
+        // Check the exit before the pipe: if cargo has exited, an empty pipe is the end of its output. Do not wait until the pipe is
+        // closed, because a process that a test has left running may keep it open for ever.
+        let exited = child.try_wait().context("wait for cargo")?;
+        if is_readable(&reader)? {
+            let length = reader.read(&mut buffer).context("read the output of cargo")?;
             if length > 0 {
                 output.extend_from_slice(&buffer[..length]);
                 let mut out = io::stdout().lock();
@@ -177,33 +177,34 @@ fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
             }
             break child.wait().context("wait for cargo")?;
         }
-        if let Some(status) = ended {
+        if let Some(status) = exited {
             break status;
         }
     };
-    let counts = Counts::of_cargo(&String::from_utf8_lossy(&output)).ended(status.success());
+    let counts = Counts::of_cargo(&String::from_utf8_lossy(&output)).with_exit(status.success());
     Ok((
         counts,
         (!status.success()).then(|| format!("{test:?} failed: {status}")),
     ))
 }
 
-/// Waits up to 200 ms until there is something to read or the pipe ends.
-fn readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
-    let moment = Timespec {
+/// Waits up to 200 ms until the pipe has data or is closed.
+fn is_readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
+    let timeout = Timespec {
         tv_sec: 0,
         tv_nsec: 200_000_000,
     };
     let mut polled = [PollFd::new(pipe, PollFlags::IN)];
-    match poll(&mut polled, Some(&moment)) {
+    match poll(&mut polled, Some(&timeout)) {
         Err(Errno::INTR) => Ok(false),
-        ready => Ok(ready.context("wait for what cargo prints")? > 0),
+        ready => Ok(ready.context("wait for the output of cargo")? > 0),
     }
 }
 
-/// Builds and returns the test programs of the workspace: all, or the given ones.
+/// Builds the test programs of the workspace, and returns them. `targets` (flags of cargo) and `names` (integration tests) select
+/// programs; without both, all are built.
 fn build_tests(targets: &[&str], names: &[&str]) -> anyhow::Result<Vec<Program>> {
-    /// A line of cargo's output (`cargo help build`, `--message-format=json`).
+    /// A line of the output of cargo with `--message-format=json`.
     #[derive(Deserialize)]
     struct Message {
         reason: String,
@@ -243,7 +244,7 @@ fn build_tests(targets: &[&str], names: &[&str]) -> anyhow::Result<Vec<Program>>
         .split(|byte| *byte == b'\n')
         .filter(|line| !line.is_empty())
     {
-        let message: Message = serde_json::from_slice(line).context("a message of cargo")?;
+        let message: Message = serde_json::from_slice(line).context("parse a message of cargo")?;
         if message.reason == "compiler-artifact"
             && message.profile.is_some_and(|profile| profile.test)
             && let (Some(target), Some(path)) = (message.target, message.executable)

@@ -1,14 +1,15 @@
-//! `cargo xtask tools`: builds the lab's programs and puts them into its cache. The lab crate has the build steps.
+//! `cargo xtask tools`: builds the programs of the lab into its cache. The lab crate implements the build steps.
 
 use clustermesh_lab::{ArtefactSet, Tools, lab_home};
 
-/// Builds what is missing in the cache, and reports progress on standard error. About 9 minutes on 2 cores with empty caches.
+/// Builds the programs that are missing in the cache, and reports progress on standard error. With empty caches, this takes about 9
+/// minutes on 2 cores.
 pub fn run() -> anyhow::Result<()> {
     eprintln!("tools: the cache is {}", lab_home()?.display());
     build(&ArtefactSet::ALL).map(drop)
 }
 
-/// Like [`run`], for some of the sets.
+/// Like [`run`], for these sets of programs.
 pub fn build(sets: &[ArtefactSet]) -> anyhow::Result<Tools> {
     Ok(Tools::ensure(sets, &|line| eprintln!("tools: {line}"))?)
 }

@@ -2,24 +2,24 @@
 
 use std::time::Duration;
 
-use clustermesh_lab::{Clock, Ended, Machine};
+use clustermesh_lab::{Clock, CommandEnd, Machine};
 
-/// What `cargo xtask vm` takes.
+/// Arguments of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Seconds after which the machine is stopped (exit code 124).
+    /// Time limit in seconds. When it is reached, the machine is stopped, and the exit code is 124.
     #[arg(long, default_value_t = 600)]
     limit: u64,
     /// Memory in MiB.
     #[arg(long, default_value_t = 2048)]
     memory: u32,
-    /// Processors; with more than one the emulated kernel sometimes crashes.
+    /// Number of processors. With more than one, the emulated kernel sometimes crashes.
     #[arg(long, default_value_t = 1)]
     cpus: u32,
-    /// Advance the machine's clock by one nanosecond for each instruction: results without noise, for one processor.
+    /// Advance the clock of the machine by one nanosecond per instruction, for reproducible measurements. Needs one processor.
     #[arg(long, conflicts_with = "cpus")]
     count_instructions: bool,
-    /// The command and its arguments. It runs as root, in this directory, with this machine's files; what it writes to them is discarded.
+    /// The command and its arguments. It runs as root, in this directory, on a copy of this machine's files that is discarded.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
 }
@@ -44,10 +44,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         },
     };
     match machine.run(&command)? {
-        Ended::Code(0) => Ok(()),
-        Ended::Code(code) => std::process::exit(code),
-        Ended::TimeLimit => {
-            eprintln!("vm: ended after the limit of {limit} s (--limit)");
+        CommandEnd::Code(0) => Ok(()),
+        CommandEnd::Code(code) => std::process::exit(code),
+        CommandEnd::TimeLimit => {
+            eprintln!("vm: stopped at the time limit of {limit} s (--limit)");
             std::process::exit(124)
         }
     }

@@ -2,22 +2,22 @@
 
 use std::net::IpAddr;
 
-use clustermesh_lab::{Cluster, GATEWAYS, Web, wait_until};
+use clustermesh_lab::{Cluster, GATEWAYS, RunningPod, wait_until};
 use serde_json::Value;
 
-use super::{PATIENCE, Side, json, text};
+use super::{PATIENCE, Sandbox, json, text};
 
-/// A gateway, as in its SandboxGateway.
+/// A gateway, read from its SandboxGateway.
 pub(super) struct Gateway {
     pub(super) key: String,
     pub(super) wireguard: Vec<IpAddr>,
-    pub(super) pod: Web,
+    pub(super) pod: RunningPod,
 }
 
 impl Gateway {
-    /// Its WireGuard address with the IP family of the sandbox's WireGuard address.
-    pub(super) fn of(&self, side: &Side<'_>) -> IpAddr {
-        side.of(self.wireguard.iter().copied())
+    /// The gateway's WireGuard address with the IP family of the sandbox's WireGuard address.
+    pub(super) fn address_for(&self, sandbox: &Sandbox<'_>) -> IpAddr {
+        sandbox.pick_address(self.wireguard.iter().copied())
     }
 }
 

@@ -1,54 +1,53 @@
-//! Changes what is open while packets flow: a quarantine and every change of a profile, with a sandbox's pod and node
-//! that send continuously. A sandbox reaches only granted ports at the gateways; a cluster-meshed member reaches every
-//! pod at its own address and nothing at the gateways. Each flow gets answers only between the change that opens it and
-//! the end of the change that closes it.
+//! Changes quarantine and profile of a sandbox while its pod and its node send continuously. A sandbox reaches only
+//! granted ports at the gateways; a cluster-meshed member reaches every pod at its own address and nothing at the
+//! gateways. Each flow gets answers only between the change that opens it and the end of the change that closes it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
 };
 
-use clustermesh_lab::{Asker, Echo, GATEWAYS, MESH, NAMESPACE, Web, wait_until};
+use clustermesh_lab::{EchoWatch, GATEWAYS, MESH, NAMESPACE, RunningPod, TrafficClient, wait_until};
 
-use super::{HUB, NEW, OLD, PATIENCE, SERVED, Side, TestEnv, addresses, grants, now, text};
+use super::{HUB, PATIENCE, POD_SERVICES, SANDBOX_V4, SANDBOX_V6, Sandbox, TestEnv, addresses, grants, now, text};
 use crate::setup::{json, state::versions};
 
-/// A port that no Service has.
-const BEYOND: u16 = 9100;
-/// A port of a granted Service.
-const STREAM: u16 = 8200;
-/// A change closes everything within so many milliseconds of the kubectl call, also on a busy machine.
-const BOUND: u128 = 30_000;
-/// A flow without an answer for so many milliseconds counts as closed.
+/// A port that no Service lists.
+const UNLISTED_PORT: u16 = 9100;
+/// The port `stream` of the granted Service `store-headless`.
+const STREAM_PORT: u16 = 8200;
+/// The maximum time from the kubectl call to the last answer of a closed path, in milliseconds, also on a busy machine.
+const CLOSE_LIMIT: u128 = 30_000;
+/// A flow without an answer for this many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// TCP connections through each gateway from the pod and from the node. With a single one, the change might keep its
-/// endpoint by chance.
+/// TCP connections through each gateway from the pod and from the node. By chance, a single connection could get the
+/// same endpoint again after the change.
 const STREAMS: usize = 3;
 
-/// A destination that is probed continuously over UDP.
+/// A kind of destination that is probed continuously over UDP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Path {
     /// The mirrored Service: open in both profiles.
-    Named,
+    MirroredService,
     /// Granted ports at the gateways: open for a sandbox only.
     Gateways,
     /// The same port of the Service's pod: open for a cluster-meshed member only.
     Pod,
-    /// A port of that pod that no Service has: open for a cluster-meshed member only.
-    Beyond,
+    /// A port of that pod that no Service lists: open for a cluster-meshed member only.
+    UnlistedPort,
     /// The pod's ports at the gateways: never open.
     Ungranted,
 }
 
-const SANDBOX: &[Path] = &[Path::Named, Path::Gateways];
-const MESHED: &[Path] = &[Path::Named, Path::Pod, Path::Beyond];
+const SANDBOX: &[Path] = &[Path::MirroredService, Path::Gateways];
+const MESHED: &[Path] = &[Path::MirroredService, Path::Pod, Path::UnlistedPort];
 
 /// Probes of one path, from the pod and from the node.
 struct Flow {
     sockets: BTreeSet<SocketAddr>,
-    echoes: Vec<Echo>,
+    echoes: Vec<EchoWatch>,
     /// Flows that may, but need not, get answers while the path is open.
-    others: Vec<Echo>,
+    others: Vec<EchoWatch>,
     /// The periods in which answers are allowed, in milliseconds since 1970. The last one has no end while the path is
     /// open.
     windows: Vec<(u128, Option<u128>)>,
@@ -64,83 +63,95 @@ enum Access {
 
 struct Flows<'a> {
     env: &'a TestEnv<'a>,
-    side: &'a Side<'a>,
-    store: Vec<Web>,
+    sandbox: &'a Sandbox<'a>,
+    store: Vec<RunningPod>,
     flows: BTreeMap<Path, Flow>,
-    /// TCP connections that a change has ended, each with the time from which it must not get answers.
-    ended: Vec<(Echo, u128)>,
+    /// TCP connections that a change has closed, each with the time from which it must not get answers.
+    ended: Vec<(EchoWatch, u128)>,
 }
 
 // threat: profile-tightened, quarantine, closed-member-continues
-pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &TestEnv<'_>, side: &Side<'_>) {
-    let store = env.pods().await;
-    let probe = env.lab.prober().unwrap();
+pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &TestEnv<'_>, sandbox: &Sandbox<'_>) {
+    let store = env.store_pods().await;
+    let probe = env.lab.probe_program().unwrap();
     let serve = |how: &str, port: u16| {
         let each = store.iter().map(|web| {
-            let words = [&*probe, how, &format!(":{port}")];
-            env.lab.node(&web.node).pod_spawn(how, web.ip, words).unwrap()
+            let args = [&*probe, how, &format!(":{port}")];
+            env.lab.node(&web.node).pod_spawn(how, web.ip, args).unwrap()
         });
         each.collect::<Vec<_>>()
     };
-    let _servers = [serve("udp-echo", BEYOND), serve("stream-serve", STREAM)];
+    let _servers = [serve("udp-echo", UNLISTED_PORT), serve("stream-serve", STREAM_PORT)];
     let mut flows = Flows {
         env,
-        side,
+        sandbox,
         store,
         flows: BTreeMap::new(),
         ended: Vec::new(),
     };
     let called = now();
-    let gateways: BTreeSet<SocketAddr> = env.gateway_sockets(side, "store", "echo").await.into_iter().collect();
+    let gateways: BTreeSet<SocketAddr> = env
+        .gateway_sockets(sandbox, "store", "echo")
+        .await
+        .into_iter()
+        .collect();
     let ungranted = gateways.iter().map(|socket| SocketAddr::new(socket.ip(), 9000));
     flows.watch(Path::Ungranted, ungranted.collect());
     flows.watch(Path::Gateways, gateways);
     flows.watch(Path::Pod, [flows.store_at(9000)].into());
-    flows.watch(Path::Beyond, [flows.store_at(BEYOND)].into());
-    flows.watch_named().await;
-    let (sandbox, wide, standard) = (mesh(env, "sandbox"), mesh(env, "cluster-meshed"), mesh(env, "standard"));
+    flows.watch(Path::UnlistedPort, [flows.store_at(UNLISTED_PORT)].into());
+    flows.watch_mirrored_service().await;
+    let (sandboxed, meshed, standard) = (mesh(env, "sandbox"), mesh(env, "cluster-meshed"), mesh(env, "standard"));
 
     flows
         .wait_until_open("a sandbox", called, SANDBOX, Access::Grants)
         .await;
     let streams = flows.streams_through_gateways().await;
     let objects = flows.objects().await;
-    let called = flows.apply(&quarantined(&sandbox)).await;
+    let called = flows.apply(&quarantined(&sandboxed)).await;
     flows
         .wait_until_open("quarantine of a sandbox", called, &[], Access::Nothing)
         .await;
     flows.mark_ended(streams);
-    assert_eq!(flows.objects().await, objects, "its objects are kept");
-    let called = flows.apply(&sandbox).await;
-    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
+    assert_eq!(flows.objects().await, objects, "quarantine keeps the sandbox's objects");
+    let called = flows.apply(&sandboxed).await;
+    flows
+        .wait_until_open("end of the quarantine", called, SANDBOX, Access::Grants)
+        .await;
 
     let streams = flows.streams_through_gateways().await;
-    let called = flows.annotate(&format!("kilo-clustermesh.io/quarantine={OLD}")).await;
+    let called = flows
+        .annotate(&format!("kilo-clustermesh.io/quarantine={SANDBOX_V4}"))
+        .await;
     flows
         .wait_until_open("quarantine by annotation", called, &[], Access::Nothing)
         .await;
     flows.mark_ended(streams);
     let called = flows.annotate("kilo-clustermesh.io/quarantine-").await;
-    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
+    flows
+        .wait_until_open("end of the quarantine", called, SANDBOX, Access::Grants)
+        .await;
 
     let streams = flows.streams_through_gateways().await;
-    let called = flows.apply(&wide).await;
+    let called = flows.apply(&meshed).await;
     flows
         .wait_until_open("sandbox to cluster-meshed", called, MESHED, Access::Absent)
         .await;
     flows.mark_ended(streams);
-    let straight = flows.stream(1, flows.store_at(STREAM)).await;
-    let called = flows.apply(&quarantined(&wide)).await;
+    let direct = flows.stream(1, flows.store_at(STREAM_PORT)).await;
+    let called = flows.apply(&quarantined(&meshed)).await;
     flows
         .wait_until_open("quarantine of a trusted member", called, &[], Access::Absent)
         .await;
-    let called = flows.apply(&wide).await;
-    flows.wait_until_open("its end", called, MESHED, Access::Absent).await;
-    // Between nodes that trust each other a connection survives as long as both ends wait.
-    straight.answered_after(now()).await.unwrap();
-    flows.flows.get_mut(&Path::Pod).unwrap().others.push(straight);
+    let called = flows.apply(&meshed).await;
+    flows
+        .wait_until_open("end of the quarantine", called, MESHED, Access::Absent)
+        .await;
+    // Between trusted members, a connection survives a quarantine unless it times out.
+    direct.wait_for_echo_after(now()).await.unwrap();
+    flows.flows.get_mut(&Path::Pod).unwrap().others.push(direct);
 
-    let called = flows.apply(&sandbox).await;
+    let called = flows.apply(&sandboxed).await;
     flows
         .wait_until_open("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
         .await;
@@ -151,50 +162,52 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .await;
     flows.mark_ended(streams);
     // The mirrored Service is deleted, and the next one may have another address.
-    flows.flows.remove(&Path::Named);
-    let called = flows.apply(&wide).await;
+    flows.flows.remove(&Path::MirroredService);
+    let called = flows.apply(&meshed).await;
     flows
         .wait_until_open("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
         .await;
-    flows.watch_named().await;
+    flows.watch_mirrored_service().await;
     flows
-        .wait_until_open("its Service", called, MESHED, Access::Absent)
+        .wait_until_open("the mirrored Service", called, MESHED, Access::Absent)
         .await;
-    let straight = flows.flows[&Path::Pod].others.last().unwrap();
-    straight.answered_after(now()).await.unwrap();
+    let direct = flows.flows[&Path::Pod].others.last().unwrap();
+    direct.wait_for_echo_after(now()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
         .wait_until_open("cluster-meshed to standard", called, &[], Access::Absent)
         .await;
-    flows.flows.remove(&Path::Named);
-    let called = flows.apply(&sandbox).await;
+    flows.flows.remove(&Path::MirroredService);
+    let called = flows.apply(&sandboxed).await;
     flows
         .wait_until_open("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
         .await;
-    flows.watch_named().await;
+    flows.watch_mirrored_service().await;
     flows
-        .wait_until_open("its Service", called, SANDBOX, Access::Grants)
+        .wait_until_open("the mirrored Service", called, SANDBOX, Access::Grants)
         .await;
 }
 
-/// The mesh with this profile for the sandbox `OLD`.
+/// The mesh with this profile for the sandbox `SANDBOX_V4`.
 fn mesh(env: &TestEnv<'_>, profile: &str) -> String {
-    let grants = grants(&SERVED);
+    let grants = grants(&POD_SERVICES);
     let sandboxes: &[&str] = if profile == "cluster-meshed" {
-        &[NEW]
+        &[SANDBOX_V6]
     } else {
-        &[OLD, NEW]
+        &[SANDBOX_V4, SANDBOX_V6]
     };
-    let text = env.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
+    let text = env
+        .product
+        .mesh_with(sandboxes, &[(SANDBOX_V4, &grants), (SANDBOX_V6, &grants)]);
     match profile {
-        // The entry of `OLD` is the first.
+        // The entry of `SANDBOX_V4` is the first.
         "standard" => text.replacen("isolationProfile: sandbox", "isolationProfile: standard", 1),
         _ => text,
     }
 }
 
 fn quarantined(mesh: &str) -> String {
-    let entry = format!("- name: {OLD}\n");
+    let entry = format!("- name: {SANDBOX_V4}\n");
     mesh.replacen(&entry, &format!("{entry}    quarantine: true\n"), 1)
 }
 
@@ -211,7 +224,7 @@ impl Flow {
 
     /// Answers that came while the path was closed.
     fn strays(&self) -> Vec<u128> {
-        let answers = self.echoes.iter().chain(&self.others).flat_map(Echo::answers);
+        let answers = self.echoes.iter().chain(&self.others).flat_map(EchoWatch::answers);
         let inside = |at: &u128| {
             let mut windows = self.windows.iter();
             windows.any(|(from, to)| from <= at && to.is_none_or(|to| *at <= to))
@@ -222,15 +235,15 @@ impl Flow {
 
 impl Flows<'_> {
     fn store_at(&self, port: u16) -> SocketAddr {
-        SocketAddr::new(self.side.of(addresses(&self.store[0])), port)
+        SocketAddr::new(self.sandbox.pick_address(addresses(&self.store[0])), port)
     }
 
     fn watch(&mut self, path: Path, sockets: BTreeSet<SocketAddr>) {
         let lab = self.env.lab;
-        let askers = self.side.askers();
+        let clients = self.sandbox.clients();
         let each = sockets
             .iter()
-            .flat_map(|socket| askers.iter().map(move |from| (from, *socket)));
+            .flat_map(|socket| clients.iter().map(move |from| (from, *socket)));
         let echoes = each
             .map(|(from, socket)| lab.watch_udp(from, socket).unwrap())
             .collect();
@@ -243,25 +256,26 @@ impl Flows<'_> {
         self.flows.insert(path, flow);
     }
 
-    async fn watch_named(&mut self) {
-        let at = self.side.service("store", 9000).await;
-        self.watch(Path::Named, [at].into());
+    async fn watch_mirrored_service(&mut self) {
+        let socket = self.sandbox.service_socket("store", 9000).await;
+        self.watch(Path::MirroredService, [socket].into());
     }
 
-    async fn stream(&self, asker: usize, at: SocketAddr) -> Echo {
-        let from = &self.side.askers()[asker];
-        let stream = self.env.lab.watch_stream(from, at).unwrap();
-        stream.answered_after(now()).await.unwrap();
+    /// Opens a TCP connection from the pod (client 0) or from the node (client 1), and waits for an answer.
+    async fn stream(&self, client: usize, socket: SocketAddr) -> EchoWatch {
+        let from = &self.sandbox.clients()[client];
+        let stream = self.env.lab.watch_stream(from, socket).unwrap();
+        stream.wait_for_echo_after(now()).await.unwrap();
         stream
     }
 
     /// Opens TCP connections through both gateways to a granted port, from the pod and from the node.
-    async fn streams_through_gateways(&self) -> Vec<Echo> {
+    async fn streams_through_gateways(&self) -> Vec<EchoWatch> {
         let mut all = Vec::new();
-        for at in self.env.gateway_sockets(self.side, "store-headless", "stream").await {
-            for asker in [0, 1] {
+        for socket in self.env.gateway_sockets(self.sandbox, "store-headless", "stream").await {
+            for client in [0, 1] {
                 for _ in 0..STREAMS {
-                    all.push(self.stream(asker, at).await);
+                    all.push(self.stream(client, socket).await);
                 }
             }
         }
@@ -269,7 +283,7 @@ impl Flows<'_> {
     }
 
     /// From now on, none of these connections may get an answer, even if the path opens again.
-    fn mark_ended(&mut self, streams: Vec<Echo>) {
+    fn mark_ended(&mut self, streams: Vec<EchoWatch>) {
         let since = now();
         self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
@@ -283,8 +297,8 @@ impl Flows<'_> {
 
     async fn annotate(&self, change: &str) -> u128 {
         let called = now();
-        let words = ["annotate", "--overwrite", "cmesh", MESH, "-n", NAMESPACE, change];
-        self.env.hub.kubectl(words).await.unwrap();
+        let args = ["annotate", "--overwrite", "cmesh", MESH, "-n", NAMESPACE, change];
+        self.env.hub.kubectl(args).await.unwrap();
         called
     }
 
@@ -295,31 +309,31 @@ impl Flows<'_> {
             all.push(versions(&self.env.hub, kind).await.into_keys().collect());
         }
         for kind in ["peers", "peerpolicies", "services"] {
-            all.push(versions(&self.side.cluster, kind).await.into_keys().collect());
+            all.push(versions(&self.sandbox.cluster, kind).await.into_keys().collect());
         }
         all
     }
 
-    /// Waits until a change is in force that was made at `called`: the paths in `open` answer, and no other does. A
-    /// path that was closed before and stays closed must not answer in between, either.
+    /// Waits until the change that was made at `called` is in force: the paths in `open` answer, and no other path
+    /// does. A path that was closed before and stays closed must not answer in between, either.
     async fn wait_until_open(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
         let reported = self.wait_until_reported(access).await;
         for path in open {
             let flow = self.flows.get_mut(path).unwrap();
-            let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::Beyond);
+            let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::UnlistedPort);
             if !flow.is_open() {
                 flow.windows.push((called, None));
             }
-            flow.echoes[0].answered_after(reported).await.unwrap();
+            flow.echoes[0].wait_for_echo_after(reported).await.unwrap();
             if first {
-                // The conntrack entry of a flow keeps the source from before there was a route into the tunnel. That is
-                // the node's own address, which no Peer has.
-                let at = *flow.sockets.first().unwrap();
-                let fresh = self.env.lab.watch_udp(&self.side.askers()[1], at).unwrap();
+                // The conntrack entry of the node's flow keeps the source address from before the tunnel had a route.
+                // That is the node's own address, which is in no Peer's allowed IPs.
+                let socket = *flow.sockets.first().unwrap();
+                let fresh = self.env.lab.watch_udp(&self.sandbox.clients()[1], socket).unwrap();
                 flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
             }
             for echo in &flow.echoes {
-                echo.answered_after(reported).await.unwrap();
+                echo.wait_for_echo_after(reported).await.unwrap();
             }
         }
         let opened = now();
@@ -338,7 +352,7 @@ impl Flows<'_> {
         .await
         .unwrap();
         let took = last().saturating_sub(called);
-        assert!(took < BOUND, "{what}: last answer {took} ms after the change");
+        assert!(took < CLOSE_LIMIT, "{what}: last answer {took} ms after the change");
         for path in &closed_paths {
             if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
                 *end = Some(closed);
@@ -360,19 +374,19 @@ impl Flows<'_> {
             );
         }
         println!(
-            "{what}: the mesh and the gateways said so after {} ms, everything answered after {} ms, last answer of what is closed \
+            "{what}: reported as applied after {} ms, open paths answered after {} ms, last answer of a closed path \
              after {took} ms",
             reported - called,
             opened - called
         );
     }
 
-    /// Checks the same with new flows.
+    /// Checks with new flows that exactly the paths in `open` answer.
     async fn probe_with_new_flows(&self, what: &str, open: &[Path]) {
         let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
         let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
         let want: BTreeSet<SocketAddr> = want.collect();
-        let [pod, host] = self.side.askers().map(async |from: Asker| {
+        let [pod, host] = self.sandbox.clients().map(async |from: TrafficClient| {
             // kube-proxy takes up to a second to apply a Service.
             wait_until(format!("{what}: {want:?} to answer {from}"), PATIENCE, async || {
                 let answers = self.env.lab.scan_udp(&from, sockets.iter().copied()).await;
@@ -394,13 +408,14 @@ impl Flows<'_> {
     /// current SandboxAccess. Returns that time.
     async fn wait_until_reported(&self, access: Access) -> u128 {
         let hub = &self.env.hub;
-        let name = format!("{MESH}--{}", self.side.name());
+        let name = format!("{MESH}--{}", self.sandbox.name());
         wait_until(format!("PolicyEnforced in {HUB}"), PATIENCE, async || {
             let mesh = json(hub, &["get", "cmesh", MESH, "-n", NAMESPACE]).await;
             let all = mesh["status"]["conditions"].as_array().cloned().unwrap_or_default();
             let enforced = all.into_iter().find(|condition| condition["type"] == "PolicyEnforced");
             let enforced = enforced.unwrap_or_default();
-            let is = enforced["status"] == "True" && enforced["observedGeneration"] == mesh["metadata"]["generation"];
+            let is_enforced =
+                enforced["status"] == "True" && enforced["observedGeneration"] == mesh["metadata"]["generation"];
             let list = json(hub, &["get", "sandboxaccesses"]).await;
             let list = list["items"].as_array().cloned().unwrap_or_default();
             let object_in_hub = list.into_iter().find(|object| object["metadata"]["name"] == *name);
@@ -421,11 +436,11 @@ impl Flows<'_> {
             let gateways = json(hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
             let applied = gateways["items"].as_array().unwrap().iter().map(|gateway| {
                 let all = gateway["status"]["applied"].as_array().cloned().unwrap_or_default();
-                let of = all.into_iter().find(|one| one["name"] == *name);
-                of.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
+                let entry = all.into_iter().find(|one| one["name"] == *name);
+                entry.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
             });
             let applied: Vec<_> = applied.collect();
-            if is && actual == access && applied.iter().all(|one| *one == state) {
+            if is_enforced && actual == access && applied.iter().all(|one| *one == state) {
                 Ok(now())
             } else {
                 Err(format!("{enforced}; {actual:?} {state:?}, applied {applied:?}"))

@@ -1,5 +1,5 @@
-//! Tests the same worker as a sandbox that enters the hub through gateways: what its node reaches through the tunnel
-//! and over the underlay, before and after the shipped NetworkPolicies are applied.
+//! Tests the worker of [`super`] as a sandbox that enters the hub through gateways: which sockets it reaches through
+//! the tunnel and over the underlay, before and after the shipped NetworkPolicies are applied.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,7 @@ use std::{
 };
 
 use clustermesh_lab::{
-    AGENT_NAMESPACE, Asker, Attacker, GATEWAYS, Granted, Lab, Product, Running, Workers, wait_until,
+    AGENT_NAMESPACE, Attacker, GATEWAYS, Granted, Lab, Product, Running, TrafficClient, Workers, wait_until,
 };
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, TestEnv, WORKER, host, pod, url};
@@ -26,11 +26,11 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .await
         .unwrap();
     let granted = product.granted(MEMBER).await.unwrap();
-    sandbox_dials_gateway_pods_and_hub_nodes_know_nothing(env, &granted).await;
+    sandbox_dials_gateway_pods_and_hub_has_no_peers(env, &granted).await;
     let tcp = granted.tcp();
-    let askers = [host(), pod(&env.webs[0])];
-    for from in &askers {
-        lab.until_open(from, &tcp).await.unwrap();
+    let clients = [host(), pod(&env.webs[0])];
+    for from in &clients {
+        lab.wait_for_open_sockets(from, &tcp).await.unwrap();
     }
     let boundary = lab.boundary(MEMBER).unwrap();
     let admitted = boundary.admitted().await.unwrap();
@@ -45,18 +45,18 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
     let worker = SocketAddr::new(env.worker.address().into(), 10250);
     let from_hub = pod(&env.hub_webs[0]);
 
-    let mut echoes = Echoes::on(env).await;
+    let mut echoes = Echoes::start(env).await;
     for echo in &mut echoes.running {
-        echo.says("echoing on", PATIENCE).await.unwrap();
+        echo.wait_for_log("echoing on", PATIENCE).await.unwrap();
     }
 
-    let beside: BTreeSet<SocketAddr> = kubelets.into_iter().chain([own_api]).chain(tcp.clone()).collect();
+    let expected_open: BTreeSet<SocketAddr> = kubelets.into_iter().chain([own_api]).chain(tcp.clone()).collect();
     let mut open = BTreeSet::new();
-    for from in &askers {
-        let found = boundary.found(from, &all, &beside).await.unwrap();
+    for from in &clients {
+        let found = boundary.open_sockets(from, &all, &expected_open).await.unwrap();
         println!("{from}, without policies: {found:?}");
         open.extend(found);
-        let answered = wait_until("every echo", PATIENCE, async || {
+        let answered = wait_until("every echo server to answer", PATIENCE, async || {
             let found = lab.scan_udp(from, echoes.sockets.clone()).await;
             match found.map_err(|error| error.to_string())? {
                 found if found == echoes.sockets => Ok(()),
@@ -65,33 +65,33 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         });
         answered.await.unwrap();
     }
-    lab.until_open(&from_hub, &[worker].into()).await.unwrap();
+    lab.wait_for_open_sockets(&from_hub, &[worker].into()).await.unwrap();
 
     let applied = Instant::now();
-    for from in &askers {
-        boundary.close(from, &open, &tcp).await.unwrap();
+    for from in &clients {
+        boundary.enforce(from, &open, &tcp).await.unwrap();
     }
     println!("closed {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
     let want: BTreeSet<SocketAddr> = admitted.union(&tcp).copied().collect();
-    for from in &askers {
-        assert_eq!(boundary.found(from, &all, &want).await.unwrap(), want, "{from}");
-        // From a new source port, because established flows continue.
+    for from in &clients {
+        assert_eq!(boundary.open_sockets(from, &all, &want).await.unwrap(), want, "{from}");
+        // The scan uses new source ports, because established flows continue.
         let answered = lab.scan_udp(from, echoes.sockets.clone()).await.unwrap();
         assert_eq!(answered, BTreeSet::new(), "{from}");
     }
-    lab.until_closed(&from_hub, &[worker].into()).await.unwrap();
+    lab.wait_for_closed_sockets(&from_hub, &[worker].into()).await.unwrap();
     compromised_gateway_reaches_only_pods_and_api_servers(env, all.keys().copied().collect(), &from_hub).await;
-    needs_of_worker_still_work(env, product, &askers).await;
-    scan_through_tunnel_finds_only_granted_ports(env, &granted, &admitted, &askers).await;
+    granted_service_api_server_and_kubelet_work(env, product, &clients).await;
+    scan_through_tunnel_finds_only_granted_ports(env, &granted, &admitted, &clients).await;
 }
 
-/// Scans from a gateway's pod, as a program of an attacker could. `deploy/gateway.yaml` contains the pod's
-/// NetworkPolicy.
+/// Scans from a gateway's pod, as an attacker with a shell in it could. The pod's NetworkPolicy is in
+/// `deploy/gateway.yaml`.
 // threat: gateway-shell
 async fn compromised_gateway_reaches_only_pods_and_api_servers(
     env: &TestEnv<'_>,
     all: BTreeSet<SocketAddr>,
-    another_pod: &Asker,
+    another_pod: &TrafficClient,
 ) {
     let hub = env.lab.cluster(HUB);
     let plan = hub.plan();
@@ -125,7 +125,7 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
     }
 }
 
-async fn sandbox_dials_gateway_pods_and_hub_nodes_know_nothing(env: &TestEnv<'_>, granted: &Granted) {
+async fn sandbox_dials_gateway_pods_and_hub_has_no_peers(env: &TestEnv<'_>, granted: &Granted) {
     assert_eq!(granted.gateways.len(), 2);
     for gateway in &granted.gateways {
         assert_eq!(gateway.endpoint, SocketAddr::new(gateway.pod, WIREGUARD), "{gateway:?}");
@@ -139,8 +139,12 @@ async fn sandbox_dials_gateway_pods_and_hub_nodes_know_nothing(env: &TestEnv<'_>
 }
 
 /// Checks the mirrored Service, the API server, and connections from the API server to the kubelet.
-async fn needs_of_worker_still_work(env: &TestEnv<'_>, product: &Product<'_>, askers: &[Asker]) {
-    granted_service_answers_by_name(env, product, askers).await;
+async fn granted_service_api_server_and_kubelet_work(
+    env: &TestEnv<'_>,
+    product: &Product<'_>,
+    clients: &[TrafficClient],
+) {
+    mirrored_service_answers_through_gateways(env, product, clients).await;
     env.api_server_answers("with policies").await;
     let inside = env
         .member
@@ -150,29 +154,36 @@ async fn needs_of_worker_still_work(env: &TestEnv<'_>, product: &Product<'_>, as
     assert_eq!(inside.stdout.trim(), env.webs[0].name);
     // The new process has no WireGuard session.
     let agent = product.agent_pod(MEMBER, WORKER).await.unwrap();
-    let words = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--grace-period=1"];
-    env.member.kubectl(words).await.unwrap();
-    env.member.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await.unwrap();
-    // Its handshake has the same ports as the sessions before, so their conntrack entry would let it pass whatever the
-    // policy admits.
+    let args = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--grace-period=1"];
+    env.member.kubectl(args).await.unwrap();
+    env.member
+        .wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .await
+        .unwrap();
+    // Delete the conntrack entry of the old agent's session. The new agent's handshake has the same addresses and
+    // ports, so this entry would accept it regardless of the policies.
     let Workers::Pods { node, .. } = env.member.plan().workers else {
         panic!("{:?}", env.member.plan())
     };
-    let carrier = env.lab.cluster(HUB).plan().node(node).name;
+    let hosting_node = env.lab.cluster(HUB).plan().node(node).name;
     let (worker, port) = (env.worker.address().to_string(), WIREGUARD.to_string());
     let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
-    env.lab.node(&carrier).exec(forget).await.unwrap();
-    granted_service_answers_by_name(env, product, askers).await;
+    env.lab.node(&hosting_node).exec(forget).await.unwrap();
+    mirrored_service_answers_through_gateways(env, product, clients).await;
 }
 
-/// Requests the mirrored Service. The hub's pods see a gateway pod's address.
-async fn granted_service_answers_by_name(env: &TestEnv<'_>, product: &Product<'_>, askers: &[Asker]) {
+/// Requests the mirrored Service. The hub's pods see a gateway pod's address as the source.
+async fn mirrored_service_answers_through_gateways(
+    env: &TestEnv<'_>,
+    product: &Product<'_>,
+    clients: &[TrafficClient],
+) {
     let service = env.member.cluster_ip("default", "hub-web").await.unwrap();
     let gateways = product.granted(MEMBER).await.unwrap().gateways;
-    for from in askers {
+    for from in clients {
         let answer = env.wait_for_answer(from, &url(service, 80)).await;
         assert!(
-            gateways.iter().any(|gateway| gateway.pod == answer.saw),
+            gateways.iter().any(|gateway| gateway.pod == answer.client_ip),
             "{from}: {answer:?}"
         );
     }
@@ -185,28 +196,31 @@ async fn scan_through_tunnel_finds_only_granted_ports(
     env: &TestEnv<'_>,
     granted: &Granted,
     admitted: &BTreeSet<SocketAddr>,
-    askers: &[Asker],
+    clients: &[TrafficClient],
 ) {
     let hub = env.lab.cluster(HUB);
-    let mut all: BTreeMap<SocketAddr, String> = env.member.sockets_beyond(&[&hub], &BTreeSet::new()).await.unwrap();
+    let mut all: BTreeMap<SocketAddr, String> = env.member.foreign_sockets(&[&hub], &BTreeSet::new()).await.unwrap();
     granted.add_to(&mut all);
     let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
     let attacker = Attacker::new(env.lab, MEMBER, WORKER).await.unwrap();
     for gateway in &granted.gateways {
-        let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
+        let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
         let mut want = granted.through(gateway).tcp();
-        want.extend(admitted.iter().filter(|socket| left.contains(&socket.ip())));
-        for from in askers {
-            env.lab.until_open(from, &want).await.unwrap();
+        want.extend(admitted.iter().filter(|socket| on_underlay.contains(&socket.ip())));
+        for from in clients {
+            env.lab.wait_for_open_sockets(from, &want).await.unwrap();
             let found = env.lab.scan(from, all.keys().copied()).await.unwrap();
-            println!("{from}, all but {left:?} of it through {}: {found:?}", gateway.name);
+            println!(
+                "{from}, all addresses except {on_underlay:?} through {}: {found:?}",
+                gateway.name
+            );
             assert_eq!(found, want, "{from} through {}", gateway.name);
         }
     }
 }
 
-/// UDP echo servers for the sandbox's worker: on both of the hub's nodes (the carrying one and the other), and at
-/// WireGuard's port, on a machine among the hub's nodes and in pods that are no gateways.
+/// UDP echo servers for the sandbox's worker: on both nodes of the hub (one of them runs the worker's pod), and at the
+/// WireGuard port on a machine in the hub's underlay and in pods that are not gateways.
 struct Echoes {
     running: Vec<Running>,
     sockets: BTreeSet<SocketAddr>,
@@ -215,29 +229,30 @@ struct Echoes {
 impl Echoes {
     const PORT: u16 = 9092;
 
-    async fn on(env: &TestEnv<'_>) -> Self {
+    async fn start(env: &TestEnv<'_>) -> Self {
         let lab: &Lab = env.lab;
         let probe = lab.directory().join("mesh-probe").display().to_string();
         let hub = lab.cluster(HUB);
         let (mut running, mut sockets) = (Vec::new(), BTreeSet::new());
         for node in hub.nodes() {
-            // Bound to its address. Otherwise the carrying node would reply from the address of the pods' gateway.
+            // Bound to the node's address. Otherwise the node that runs the worker would reply from the pods' gateway
+            // address.
             let socket = SocketAddr::new(node.address().into(), Self::PORT);
-            let words = [&probe, "udp-echo", &socket.to_string()];
-            running.push(node.spawn("hub-echo", words).unwrap());
+            let args = [&probe, "udp-echo", &socket.to_string()];
+            running.push(node.spawn("hub-echo", args).unwrap());
             sockets.insert(socket);
         }
         let [a, b, c, _] = hub.plan().underlay.network().octets();
         let address = Ipv4Addr::new(a, b, c, 200);
         let machine = lab.add_host("hub-machine", address).await.unwrap();
         let socket = SocketAddr::new(address.into(), WIREGUARD);
-        let words = [&probe, "udp-echo", &socket.to_string()];
-        running.push(machine.spawn("machine-echo", words).unwrap());
+        let args = [&probe, "udp-echo", &socket.to_string()];
+        running.push(machine.spawn("machine-echo", args).unwrap());
         sockets.insert(socket);
         for web in &env.hub_webs {
             let socket = SocketAddr::new(web.ip, WIREGUARD);
-            let words = [&probe, "udp-echo", &socket.to_string()];
-            let echo = lab.node(&web.node).pod_spawn("pod-echo", web.ip, words);
+            let args = [&probe, "udp-echo", &socket.to_string()];
+            let echo = lab.node(&web.node).pod_spawn("pod-echo", web.ip, args);
             running.push(echo.unwrap());
             sockets.insert(socket);
         }

@@ -1,4 +1,4 @@
-//! Tests a member whose API server needs another token, or is frozen.
+//! Tests a member whose API server refuses the old token, or is frozen.
 
 use super::{
     enforced::{stop_agent_and_add_policy, stopped_agent_is_named_until_it_continues},
@@ -7,15 +7,15 @@ use super::{
 
 pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'_>) {
     let written = written_versions(mesh).await;
-    let runs = controller_pod(&mesh.hub).await;
-    // Meanwhile an agent is stopped, because both take long.
-    let still = stop_agent_and_add_policy(mesh).await;
+    let pod_before = controller_pod(&mesh.hub).await;
+    // Stop an agent now: both checks take long, so they run at the same time.
+    let stopped_node = stop_agent_and_add_policy(mesh).await;
     let secret = json(
         &mesh.member,
         &["-n", NAMESPACE, "get", "secret", "clustermesh-controller"],
     )
     .await;
-    let old = decoded(&mesh.member, secret["data"]["token"].as_str().unwrap()).await;
+    let old = decode_base64(&mesh.member, secret["data"]["token"].as_str().unwrap()).await;
     let create = [
         "-n",
         NAMESPACE,
@@ -27,7 +27,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     let new = mesh.member.kubectl(create).await.unwrap().stdout.trim().to_owned();
     let file = mesh.lab.directory().join("tenant-a.member.kubeconfig");
     let kubeconfig = std::fs::read_to_string(&file).unwrap();
-    assert!(kubeconfig.contains(&old), "the Secret was made of the old token");
+    assert!(kubeconfig.contains(&old), "the kubeconfig contains the old token");
     std::fs::write(&file, kubeconfig.replace(&old, &new)).unwrap();
     let from = format!("--from-file=value={}", file.display());
     let make = [
@@ -55,7 +55,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     let server = format!("https://{}:6443/api/v1/nodes", mesh.member.plan().api_address());
     let bearer = format!("Authorization: Bearer {old}");
     wait_until("the old token to be refused", PATIENCE, async || {
-        let words = [
+        let args = [
             "curl",
             "-sk",
             "-m",
@@ -70,7 +70,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
         ];
         let output = mesh
             .lab
-            .run_at(&host("tenant-a-1"), &words)
+            .run_at(&host("tenant-a-1"), &args)
             .await
             .map_err(|error| error.to_string())?;
         if output.stdout == "401" {
@@ -81,23 +81,22 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     })
     .await
     .unwrap();
-    stopped_agent_is_named_until_it_continues(mesh, &still).await;
+    stopped_agent_is_named_until_it_continues(mesh, &stopped_node).await;
     scale_backends_and_wait(mesh, 1).await;
     scale_backends_and_wait(mesh, 2).await;
-    mesh.product.ready().await.unwrap();
+    mesh.product.wait_until_ready().await.unwrap();
     assert_eq!(written_versions(mesh).await, written);
-    let still = controller_pod(&mesh.hub).await;
+    let pod_after = controller_pod(&mesh.hub).await;
     let restarts = |pod: &serde_json::Value| pod["status"]["containerStatuses"][0]["restartCount"].clone();
     assert_eq!(
-        (&still["metadata"]["name"], restarts(&still)),
-        (&runs["metadata"]["name"], restarts(&runs))
+        (&pod_after["metadata"]["name"], restarts(&pod_after)),
+        (&pod_before["metadata"]["name"], restarts(&pod_before))
     );
 }
 
-/// Decodes base64 with a program that every machine has.
-async fn decoded(cluster: &Cluster<'_>, text: &str) -> String {
+async fn decode_base64(cluster: &Cluster<'_>, text: &str) -> String {
     let node = &cluster.nodes()[0];
-    node.feed(["base64", "-d"], text).await.unwrap().stdout
+    node.exec_with_stdin(["base64", "-d"], text).await.unwrap().stdout
 }
 
 pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mesh<'_>) {
@@ -118,12 +117,12 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
     .await
     .unwrap();
     println!("{:.1} s after the freeze: {reason:?}", frozen.elapsed().as_secs_f64());
-    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for from in ours {
-            for to in theirs {
-                let asked = mesh.lab.ask(&pod(from), &url(to.ip, 8080)).await.unwrap();
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in clients {
+            for to in servers {
+                let response = mesh.lab.http_get(&pod(from), &url(to.ip, 8080)).await.unwrap();
                 assert_eq!(
-                    asked,
+                    response,
                     Ok(mesh.expected_answer(to, from.ip)),
                     "{from:?} while the API server is frozen"
                 );
@@ -132,7 +131,7 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
     }
     mesh.member.thaw_api().unwrap();
     let thawed = Instant::now();
-    mesh.product.ready().await.unwrap();
+    mesh.product.wait_until_ready().await.unwrap();
     println!("Ready {:.1} s after the thaw", thawed.elapsed().as_secs_f64());
     assert_eq!(written_versions(mesh).await, written);
 }

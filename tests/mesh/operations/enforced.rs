@@ -1,10 +1,11 @@
-//! Tests a node whose agent is stopped while PeerPolicies change: the mesh names the node until the agent continues.
+//! Tests a node whose agent is stopped while PeerPolicies change: the condition PolicyEnforced names the node until the
+//! agent continues.
 
 use nix::sys::signal::Signal;
 
 use super::*;
 
-/// A PeerPolicy of another hub that serves the same cluster. Agents enforce it as well.
+/// A PeerPolicy of another hub that has the same cluster as a member. Agents enforce it as well.
 const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy",
     "metadata": {"name": "of-another-hub", "labels": {"kilo-clustermesh.io/hub": "another"}},
     "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;
@@ -19,7 +20,8 @@ pub(super) async fn stop_agent_and_add_policy(mesh: &Mesh<'_>) -> String {
     node
 }
 
-/// Checks that only this agent is named, and no longer after it continues. Then deletes the policy.
+/// Checks that the condition names only this agent, and becomes True after the agent continues. Then deletes the
+/// policy.
 // threat: outdated-agent
 pub(super) async fn stopped_agent_is_named_until_it_continues(mesh: &Mesh<'_>, node: &str) {
     let until = async |want: (&str, &str)| {

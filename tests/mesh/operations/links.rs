@@ -4,10 +4,10 @@
 use super::*;
 
 /// Runs `wg-agent status` in an agent's pod with these arguments. Returns exit code and output.
-async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, words: &[&str]) -> (Option<i32>, String) {
+async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, args: &[&str]) -> (Option<i32>, String) {
     let agent = mesh.product.agent_pod(&cluster.plan().name, node).await.unwrap();
     let exec = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "status"];
-    let output = cluster.try_kubectl([&exec[..], words].concat()).await.unwrap();
+    let output = cluster.try_kubectl([&exec[..], args].concat()).await.unwrap();
     (output.status.code(), output.stdout)
 }
 
@@ -71,7 +71,7 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
 }
 
 /// Checks that the mesh's status and the agent of a node that sends to a dead node report the link as down.
-pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
+pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, sender: &str, dead: &str, since: Instant) {
     let link = format!("{}->{} of 3", crate::setup::HUB, crate::setup::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {
         let links = broken_links(mesh).await;
@@ -90,7 +90,7 @@ pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &
     .await
     .unwrap();
     println!(
-        "a dead node is reported {:.0} s after its power went",
+        "a dead node is reported {:.0} s after its power cut",
         since.elapsed().as_secs_f64()
     );
     let described = mesh
@@ -105,7 +105,7 @@ pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &
             .any(|line| line.contains("Warning") && line.contains("TunnelsDown")),
         "{described}"
     );
-    let (code, page) = status(mesh, &mesh.hub, talker, &[]).await;
+    let (code, page) = status(mesh, &mesh.hub, sender, &[]).await;
     let peer = format!("{MESH}--{}--{dead}", crate::setup::MEMBER);
     let row = page.lines().find(|line| line.contains(&peer)).unwrap_or_default();
     assert!(code == Some(1) && row.contains(" down "), "{code:?}: {page}");

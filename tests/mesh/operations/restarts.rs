@@ -1,4 +1,5 @@
-//! Measures flows while agents restart, are upgraded and rotate their key, and for how long they get no reply.
+//! Tests that flows continue while agents restart, are upgraded and rotate their key, and measures for how long a flow
+//! gets no reply.
 
 use super::*;
 
@@ -19,8 +20,8 @@ pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
         if now.is_empty() || now == pid {
             return Err(format!("agent {now:?}"));
         }
-        let asked = mesh.lab.ask(&pod(restarted), &url(peer.ip, 8080)).await;
-        asked.map_err(|error| error.to_string())?
+        let response = mesh.lab.http_get(&pod(restarted), &url(peer.ip, 8080)).await;
+        response.map_err(|error| error.to_string())?
     })
     .await
     .unwrap();
@@ -74,9 +75,9 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     let (node, remote) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
     let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];
     let flow = |name| node.pod_spawn(name, from.ip, ping);
-    let goes_on = async |flow: &clustermesh_lab::Running, what: &str| {
+    let assert_continues = async |flow: &clustermesh_lab::Running, what: &str| {
         let before = longest_silence(&flow.log()).1;
-        wait_until("the flow to go on", PATIENCE, async || {
+        wait_until("the flow to continue", PATIENCE, async || {
             match longest_silence(&flow.log()) {
                 (_, last) if last > before => Ok(()),
                 (_, last) => Err(format!("last reply at {last}")),
@@ -85,7 +86,7 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
         .await
         .unwrap();
         println!(
-            "{what}: at most {:.2} s without a reply, of 20 a second",
+            "{what}: at most {:.2} s without a reply, at 20 packets a second",
             longest_silence(&flow.log()).0
         );
     };
@@ -94,7 +95,7 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     // mesh leaves outside the tunnel.
     let capture = mesh.lab.capture("upgrade", "ip").await.unwrap();
     let mut pings = flow("ping-upgrade").unwrap();
-    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    pings.wait_for_log("icmp_seq=20 ", PATIENCE).await.unwrap();
     let before = (
         NodeState::of(&node).await,
         published_key(&mesh.member, &from.node).await,
@@ -103,55 +104,52 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     let restart = ["-n", AGENT_NAMESPACE, "rollout", "restart", "daemonset/wg-agent"];
     mesh.member.kubectl(restart).await.unwrap();
     mesh.member
-        .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
         .unwrap();
-    goes_on(&pings, "an upgrade of the member's agents").await;
+    assert_continues(&pings, "an upgrade of the member's agents").await;
     let (lost, sent) = unanswered(&pings.log());
     println!("an upgrade of the member's agents: {lost} of {sent} packets without a reply");
     let captured = capture.stop().await.unwrap();
     assert!(
-        mesh.tunnelled(&captured).await > 0,
+        mesh.count_wireguard_packets(&captured).await > 0,
         "the capture contains WireGuard packets"
     );
-    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
     let now = node.pids_of("wg-agent").unwrap();
     assert!(now.len() == 1 && now != old, "{old:?} {now:?}");
     let after = (
         NodeState::of(&node).await,
         published_key(&mesh.member, &from.node).await,
     );
-    assert_eq!(
-        after, before,
-        "nothing is added and nothing is missing, and it is the same node"
-    );
+    assert_eq!(after, before, "kernel state and key of the node are unchanged");
     drop(pings);
 
-    // Rotates the key as docs/operations/key-change.md describes.
+    // Rotate the key as docs/operations/key-change.md describes.
     let mut pings = flow("ping-key").unwrap();
-    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    pings.wait_for_log("icmp_seq=20 ", PATIENCE).await.unwrap();
     let agent = mesh.product.agent_pod(crate::setup::MEMBER, &from.node).await.unwrap();
     let rotate = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "rotate-key"];
     mesh.member.kubectl(rotate).await.unwrap();
-    let new = wait_until("the new key on the other side", PATIENCE, async || {
+    let new = wait_until("a handshake with the new key", PATIENCE, async || {
         let new = published_key(&mesh.member, &from.node).await;
-        let words = ["wg", "show", "kilo0", "latest-handshakes"];
-        let printed = remote.exec(words).await.map_err(|error| error.to_string())?.stdout;
+        let args = ["wg", "show", "kilo0", "latest-handshakes"];
+        let printed = remote.exec(args).await.map_err(|error| error.to_string())?.stdout;
         let line = printed.lines().find(|line| line.starts_with(&new));
-        let waits = node
+        let pending = node
             .try_exec(["test", "-e", "/var/lib/kilo/key.next"])
             .await
             .map_err(|error| error.to_string())?;
         match line {
-            Some(line) if new != before.1 && !line.ends_with("\t0") && !waits.status.success() => Ok(new.clone()),
+            Some(line) if new != before.1 && !line.ends_with("\t0") && !pending.status.success() => Ok(new.clone()),
             _ => Err(format!("{new}: {printed}")),
         }
     })
     .await
     .unwrap();
-    goes_on(&pings, "a new key").await;
+    assert_continues(&pings, "a new key").await;
     drop(pings);
-    mesh.product.ready().await.unwrap();
+    mesh.product.wait_until_ready().await.unwrap();
     assert_eq!(published_key(&mesh.member, &from.node).await, new);
     assert_eq!(NodeState::of(&node).await, before.0);
     let answer = mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await;

@@ -31,8 +31,8 @@ fn rights(node: &Node<'_>, name: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The mounts that the only process with that name may write to, and those important ones that are read-only, from its
-/// mount table (proc_pid_mountinfo(5)). Left out are mounts that the runtime makes in /dev and /proc and for cgroup v1,
+/// The writable mounts of the only process with that name, and which of `/`, `/proc/sys` and `/sys` are read-only for
+/// it (proc_pid_mountinfo(5)). Left out are mounts that the container runtime adds in /dev and /proc and for cgroup v1,
 /// because the Pod cannot choose them.
 fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
     let pids = node.pids_of(name).unwrap();
@@ -48,8 +48,8 @@ fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
         ))
     });
     let mounts: BTreeMap<String, bool> = mounts.collect();
-    let runtimes = |at: &str| {
-        let own = [
+    let is_of_runtime = |path: &str| {
+        let added = [
             "/dev",
             "/dev/pts",
             "/dev/shm",
@@ -57,15 +57,17 @@ fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
             "/dev/termination-log",
             "/sys/fs/cgroup",
         ];
-        at.starts_with("/proc") || own.contains(&at)
+        path.starts_with("/proc") || added.contains(&path)
     };
-    let open = mounts.iter().filter(|(at, open)| **open && !runtimes(at));
-    let closed = ["/", "/proc/sys", "/sys"]
+    let writable = mounts
+        .iter()
+        .filter(|(path, writable)| **writable && !is_of_runtime(path));
+    let read_only = ["/", "/proc/sys", "/sys"]
         .into_iter()
-        .filter(|at| mounts.get(*at) == Some(&false));
+        .filter(|path| mounts.get(*path) == Some(&false));
     (
-        open.map(|(at, _)| at.clone()).collect(),
-        closed.map(str::to_owned).collect(),
+        writable.map(|(path, _)| path.clone()).collect(),
+        read_only.map(str::to_owned).collect(),
     )
 }
 
@@ -89,11 +91,11 @@ pub(super) async fn processes_have_exactly_the_rights_of_deploy(mesh: &Mesh<'_>)
         for node in cluster.nodes() {
             // CAP_NET_ADMIN is number 12 in linux/capability.h.
             assert_eq!(rights(&node, "wg-agent"), expected("0", 1 << 12), "{}", node.name());
-            let open = ["/dev/net/tun", "/etc/hosts", "/var/lib/kilo", "/var/run/wireguard"].map(String::from);
-            let closed = ["/", "/proc/sys", "/sys"].map(String::from);
+            let writable = ["/dev/net/tun", "/etc/hosts", "/var/lib/kilo", "/var/run/wireguard"].map(String::from);
+            let read_only = ["/", "/proc/sys", "/sys"].map(String::from);
             assert_eq!(
                 mounts(&node, "wg-agent"),
-                (open.into(), closed.into()),
+                (writable.into(), read_only.into()),
                 "{}",
                 node.name()
             );
@@ -140,8 +142,8 @@ pub(super) async fn agent_token_cannot_change_another_node(mesh: &Mesh<'_>) {
         let key = r#"{"metadata": {"annotations": {"kilo.squat.ai/key": "x"}}}"#;
         assert_eq!(patch(own, key).await, None);
         let elsewhere = format!(
-            "an agent writes its own Node alone, and this token is not of a pod on {name}; an agent outside the DaemonSet needs the \
-             account clustermesh-agent/wg-agent.{name}",
+            "an agent may write only its own Node, and this token does not belong to a pod on {name}; an agent outside the DaemonSet \
+             needs the account clustermesh-agent/wg-agent.{name}",
             name = other.name()
         );
         for (node, change, refused) in [
@@ -150,7 +152,7 @@ pub(super) async fn agent_token_cannot_change_another_node(mesh: &Mesh<'_>) {
             (
                 own,
                 r#"{"metadata": {"labels": {"a": "b"}}}"#,
-                "an agent writes annotations of its Node and nothing else",
+                "an agent may write only annotations of its Node",
             ),
         ] {
             assert_eq!(patch(node, change).await.as_deref(), Some(refused), "{change}");

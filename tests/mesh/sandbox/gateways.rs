@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE, MESH, Web, wait_until};
+use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE, MESH, RunningPod, wait_until};
 use serde_json::Value;
 
 use super::{SANDBOX, TestEnv};
@@ -14,9 +14,9 @@ use crate::setup::{PATIENCE, json};
 /// A gateway of the hub.
 #[derive(Debug)]
 pub(super) struct Gateway {
-    pub(super) pod: Web,
+    pub(super) pod: RunningPod,
     pub(super) key: String,
-    /// Its address in the tunnel.
+    /// The gateway's WireGuard address.
     pub(super) address: IpAddr,
 }
 
@@ -46,12 +46,12 @@ impl TestEnv<'_> {
         gateways
     }
 
-    /// The gateway that a Peer of the sandbox is about.
+    /// The gateway that a Peer of the sandbox describes.
     pub(super) async fn gateway_of(&self, peer: &str) -> Gateway {
         let peer = json(&self.sandbox, &["get", "peer", peer]).await;
         let gateways = self.gateways().await;
-        let described = |gateway: &Gateway| peer["spec"]["publicKey"] == *gateway.key;
-        gateways.into_iter().find(described).unwrap()
+        let has_key = |gateway: &Gateway| peer["spec"]["publicKey"] == *gateway.key;
+        gateways.into_iter().find(has_key).unwrap()
     }
 
     /// The sandbox's SandboxAccess.
@@ -72,12 +72,12 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// Every socket of the hub and the member, with its owner. Gateways also have their tunnel addresses, with every
-    /// port that is open anywhere.
+    /// Every socket of the hub and the member, with its owner. For the WireGuard address of each
+    /// gateway, the result contains every port that is open anywhere.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];
-        let mut all = self.sandbox.sockets_beyond(&clusters, &granted).await.unwrap();
+        let mut all = self.sandbox.foreign_sockets(&clusters, &granted).await.unwrap();
         let ports: BTreeSet<u16> = all
             .keys()
             .chain(&granted)
@@ -94,7 +94,7 @@ impl TestEnv<'_> {
 
     /// Waits until the SandboxAccess is deleted.
     pub(super) async fn wait_for_no_access(&self) {
-        wait_until("the SandboxAccess to go", PATIENCE, async || {
+        wait_until("the SandboxAccess to be deleted", PATIENCE, async || {
             let left = self.hub.kubectl(["get", "sandboxaccesses", "-o", "name"]).await;
             let left = left.map_err(|error| error.to_string())?.stdout;
             if left.is_empty() { Ok(()) } else { Err(left) }

@@ -1,9 +1,9 @@
-//! Disturbs the cluster that serves a sandbox, while every socket is scanned continuously through one gateway. What is
-//! closed must stay closed while the gateway's container, table, pod, SandboxAccess and node are deleted and come back.
+//! Disturbs a gateway and its cluster, while a sandbox scans every socket through that gateway continuously. Closed
+//! sockets must stay closed while the gateway's container, table, pod, SandboxAccess and node are deleted and restored.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
-use clustermesh_lab::{Attacker, GATEWAYS, NAMESPACE, Node, Watch, wait_until};
+use clustermesh_lab::{Attacker, GATEWAYS, NAMESPACE, Node, RepeatedScan, wait_until};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -16,80 +16,80 @@ use super::{
 };
 use crate::setup::{PATIENCE, json as get};
 
-/// Number of times that a table is deleted.
-const TIMES: usize = 15;
+/// Number of times that the gateway's table is deleted.
+const DELETIONS: usize = 15;
 /// Gateway ports of the grants that are added by hand.
-const WIDENED: [u16; 2] = [20_443, 20_053];
+const ADDED_PORTS: [u16; 2] = [20_443, 20_053];
 
 /// The disturbed gateway, and the running scans.
-pub(super) struct Scene<'a> {
+pub(super) struct ScannedGateway<'a> {
     env: &'a TestEnv<'a>,
     gateway: Gateway,
     node: Node<'a>,
-    /// Its granted sockets.
+    /// The gateway's granted sockets.
     pub(super) granted: BTreeSet<SocketAddr>,
     all: BTreeSet<SocketAddr>,
-    watches: Vec<Watch>,
+    watches: Vec<RepeatedScan>,
 }
 
-/// Returns the scene after the last step.
+/// Returns the gateway, with running scans, after the last step.
 // threat: gateway-ungranted
 pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
     env: &'a TestEnv<'a>,
     attacker: &Attacker<'_>,
-) -> Scene<'a> {
+) -> ScannedGateway<'a> {
     let peer = attacker.peers.last().unwrap();
-    let scene = Scene::new(env, env.gateway_of(peer).await).await;
-    scene.wait_until_settled("at the start").await;
+    let scanned = ScannedGateway::new(env, env.gateway_of(peer).await).await;
+    scanned.wait_until_settled("at the start").await;
 
-    scene.kill_container().await;
-    scene.wait_until_settled("after SIGKILL of the gateway").await;
+    scanned.kill_container().await;
+    scanned.wait_until_settled("after SIGKILL of the gateway").await;
     let nft = ["nft", "flush", "table", "inet", "clustermesh"];
-    let flushed = scene.node.pod_exec(scene.gateway.pod.ip, nft).await.unwrap();
+    let flushed = scanned.node.pod_exec(scanned.gateway.pod.ip, nft).await.unwrap();
     assert!(flushed.status.success(), "{flushed:?}");
-    scene.wait_until_settled("after nft flush table").await;
-    drop(scene);
-    deleted_table_opens_nothing(Scene::new(env, env.gateway_of(peer).await).await).await;
-    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+    scanned.wait_until_settled("after nft flush table").await;
+    drop(scanned);
+    deleted_table_opens_nothing(ScannedGateway::new(env, env.gateway_of(peer).await).await).await;
+    let scanned = ScannedGateway::new(env, env.gateway_of(peer).await).await;
 
-    let delete = ["-n", GATEWAYS, "delete", "pod", &scene.gateway.pod.name];
+    let delete = ["-n", GATEWAYS, "delete", "pod", &scanned.gateway.pod.name];
     env.hub.kubectl(delete).await.unwrap();
-    scene.update_key(attacker, peer).await;
-    scene.wait_until_settled("after the gateway's pod was deleted").await;
+    scanned.update_key(attacker, peer).await;
+    scanned.wait_until_settled("after the gateway's pod was deleted").await;
 
-    widened_access_opens_nothing_without_controller(&scene, attacker).await;
+    widened_access_opens_nothing_without_controller(&scanned, attacker).await;
 
     env.hub.kill_api().unwrap();
-    scene.kill_container().await;
-    scene.scan_once_more().await;
+    scanned.kill_container().await;
+    scanned.scan_once_more().await;
     env.hub.start_api().await.unwrap();
-    scene
+    scanned
         .wait_until_settled("after a start of the gateway while its API server was down")
         .await;
 
-    scene.node.power_cut().await.unwrap();
-    scene.node.power_on().await.unwrap();
-    env.hub.rollout("default", "deployment/web").await.unwrap();
-    scene.update_key(attacker, peer).await;
-    scene.assert_only_granted_opened();
-    // Pods of that node have new addresses.
+    scanned.node.power_cut().await.unwrap();
+    scanned.node.power_on().await.unwrap();
+    env.hub.wait_for_rollout("default", "deployment/web").await.unwrap();
+    scanned.update_key(attacker, peer).await;
+    scanned.assert_only_granted_opened();
+    // After the restart, pods of that node have new addresses.
     let addresses = env.all_sockets().await.keys().map(SocketAddr::ip).collect();
-    let left = attacker.leads_through(peer, &addresses).await.unwrap();
-    assert_eq!(left, BTreeSet::new());
-    let scene = Scene::new(env, env.gateway_of(peer).await).await;
-    scene.wait_until_settled("after the node was started anew").await;
-    scene
+    let on_underlay = attacker.route_through(peer, &addresses).await.unwrap();
+    assert_eq!(on_underlay, BTreeSet::new());
+    let scanned = ScannedGateway::new(env, env.gateway_of(peer).await).await;
+    scanned.wait_until_settled("after the node was restarted").await;
+    scanned
 }
 
 // threat: gateway-port
-async fn deleted_table_opens_nothing(scene: Scene<'_>) {
+async fn deleted_table_opens_nothing(scanned: ScannedGateway<'_>) {
     let delete = async || {
-        let words = ["nft", "delete", "table", "inet", "clustermesh"];
-        scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
+        let args = ["nft", "delete", "table", "inet", "clustermesh"];
+        scanned.node.pod_exec(scanned.gateway.pod.ip, args).await.unwrap()
     };
-    // The table is missing only for a moment and a scan probes each socket once a second, so repeat it.
-    for _ in 0..TIMES {
-        wait_until("the table", PATIENCE, async || {
+    // The table is missing only for a moment and a scan probes each socket once a second, so repeat the deletion.
+    for _ in 0..DELETIONS {
+        wait_until("the table to be restored", PATIENCE, async || {
             let deleted = delete().await;
             if deleted.status.success() {
                 Ok(())
@@ -100,23 +100,23 @@ async fn deleted_table_opens_nothing(scene: Scene<'_>) {
         .await
         .unwrap();
     }
-    scene
-        .wait_until_settled(&format!("after nft delete table, {TIMES} times over"))
+    scanned
+        .wait_until_settled(&format!("after {DELETIONS} times nft delete table"))
         .await;
 
-    // A stopped gateway cannot restore its table, so packets meet the state without it.
-    scene.signal(Signal::SIGSTOP);
+    // A stopped gateway cannot restore its table, so the scans run while there is no table.
+    scanned.signal(Signal::SIGSTOP);
     let deleted = delete().await;
     assert!(deleted.status.success(), "{deleted:?}");
-    scene.scan_once_more().await;
-    scene.signal(Signal::SIGCONT);
-    scene
+    scanned.scan_once_more().await;
+    scanned.signal(Signal::SIGCONT);
+    scanned
         .wait_until_settled("after nft delete table while the gateway was stopped")
         .await;
 }
 
-async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
-    let hub = &scene.env.hub;
+async fn widened_access_opens_nothing_without_controller(scanned: &ScannedGateway<'_>, attacker: &Attacker<'_>) {
+    let hub = &scanned.env.hub;
     let scale =
         |replicas: &str| ["-n", NAMESPACE, "scale", "deployment/clustermesh-controller", replicas].map(str::to_owned);
     hub.kubectl(scale("--replicas=0")).await.unwrap();
@@ -132,13 +132,13 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     ];
     hub.kubectl(gone).await.unwrap();
     // Add grants for the API server, and for a Service in a namespace that gateways may not read.
-    let access = scene.env.access().await;
+    let access = scanned.env.access().await;
     let mut grants = access["spec"]["grants"].as_array().unwrap().clone();
     let services = [
         ("default", "kubernetes", "https"),
         ("kube-system", "kube-dns", "dns-tcp"),
     ];
-    grants.extend(services.into_iter().zip(WIDENED).map(|((namespace, name, port), at)| {
+    grants.extend(services.into_iter().zip(ADDED_PORTS).map(|((namespace, name, port), at)| {
         json!({"service": {"namespace": namespace, "name": name}, "port": port, "gatewayPort": at})
     }));
     let wide = json!({"spec": {"grants": grants}}).to_string();
@@ -146,7 +146,7 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     let widen = ["patch", "sandboxaccess", &name, "--type=merge", "-p", &wide];
     let refused = hub.try_kubectl(widen).await.unwrap();
     assert!(refused.stderr.contains("ValidatingAdmissionPolicy"), "{refused:?}");
-    // Without the binding, the cluster is as if deploy/admission.yaml were not applied.
+    // Without its binding, the admission policy is not enforced.
     let admission = ["delete", "validatingadmissionpolicybinding", "clustermesh-objects"];
     hub.kubectl(admission).await.unwrap();
     wait_until("the SandboxAccess to be widened by hand", PATIENCE, async || {
@@ -159,12 +159,16 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     })
     .await
     .unwrap();
-    let generation = scene.env.access().await["metadata"]["generation"].clone();
+    let generation = scanned.env.access().await["metadata"]["generation"].clone();
     wait_until("the gateway to refuse the other Services", PATIENCE, async || {
-        let gateway = get(hub, &["-n", GATEWAYS, "get", "sandboxgateway", &scene.gateway.pod.name]).await;
+        let gateway = get(
+            hub,
+            &["-n", GATEWAYS, "get", "sandboxgateway", &scanned.gateway.pod.name],
+        )
+        .await;
         let status = &gateway["status"];
         let refused = status["refused"].as_array().map_or(0, Vec::len);
-        if status["applied"][0]["generation"] == generation && refused == WIDENED.len() {
+        if status["applied"][0]["generation"] == generation && refused == ADDED_PORTS.len() {
             Ok(())
         } else {
             Err(status.to_string())
@@ -172,37 +176,43 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     })
     .await
     .unwrap();
-    scene.scan_once_more().await;
+    scanned.scan_once_more().await;
     hub.kubectl(["delete", "sandboxaccess", &name]).await.unwrap();
-    for from in scene.env.askers() {
-        scene.env.lab.until_closed(&from, &scene.granted).await.unwrap();
+    for from in scanned.env.clients() {
+        scanned
+            .env
+            .lab
+            .wait_for_closed_sockets(&from, &scanned.granted)
+            .await
+            .unwrap();
     }
-    scene.scan_once_more().await;
-    // The next controller reads at once. The steps that follow revoke all grants and restore them.
+    scanned.scan_once_more().await;
+    // The attacker has revoked the controller's read access to the sandbox. Without it, the controller would not write
+    // a deleted Peer again when a grant is restored.
     attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
-    hub.rollout(NAMESPACE, "deployment/clustermesh-controller")
+    hub.wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
-    scene
-        .wait_until_settled("after a SandboxAccess that was widened and deleted by hand, without a controller")
+    scanned
+        .wait_until_settled("after a SandboxAccess was widened and deleted by hand, without a controller")
         .await;
 }
 
-impl<'a> Scene<'a> {
+impl<'a> ScannedGateway<'a> {
     /// Scans from the sandbox's pod and from its node.
     async fn new(env: &'a TestEnv<'a>, gateway: Gateway) -> Self {
         let mut all = env.all_sockets().await;
-        all.extend(WIDENED.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
-        println!("{} sockets, without a pause", all.len());
-        let watch = |from| env.lab.scan_on(&from, all.keys().copied()).unwrap();
+        all.extend(ADDED_PORTS.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
+        println!("scanning {} sockets continuously", all.len());
+        let watch = |from| env.lab.scan_repeatedly(&from, all.keys().copied()).unwrap();
         let granted = env.granted().await.into_iter();
         Self {
             env,
             node: env.lab.node(&gateway.pod.node),
             granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
             all: all.keys().copied().collect(),
-            watches: env.askers().map(watch).into(),
+            watches: env.clients().map(watch).into(),
             gateway,
         }
     }
@@ -211,8 +221,8 @@ impl<'a> Scene<'a> {
     fn pids(&self) -> Vec<i32> {
         let gateway = |pid: &i32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
-            words.contains(&&b"--mode=gateway"[..]) && !words.contains(&&b"prepare"[..])
+            let args: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            args.contains(&&b"--mode=gateway"[..]) && !args.contains(&&b"prepare"[..])
         };
         let pids = self.node.pids_of("wg-agent").unwrap().into_iter();
         pids.filter(gateway).collect()
@@ -224,11 +234,11 @@ impl<'a> Scene<'a> {
         kill(Pid::from_raw(pids[0]), signal).unwrap();
     }
 
-    /// Kills the container, and returns when the kubelet has started it again.
+    /// Kills the container and waits until the kubelet has started it again.
     async fn kill_container(&self) {
         let old = self.pids();
         self.signal(Signal::SIGKILL);
-        wait_until("the next process", PATIENCE, async || match self.pids() {
+        wait_until("a new process", PATIENCE, async || match self.pids() {
             now if now.is_empty() || now == old => Err(format!("{now:?}, was {old:?}")),
             _ => Ok(()),
         })
@@ -236,8 +246,8 @@ impl<'a> Scene<'a> {
         .unwrap();
     }
 
-    /// Writes the key of a new gateway pod into the sandbox's Peer, as its administrator would: the controller may not
-    /// write there.
+    /// Writes the key of a new gateway pod into the sandbox's Peer, because the attacker has revoked the
+    /// controller's write access to the sandbox.
     async fn update_key(&self, attacker: &Attacker<'_>, peer: &str) {
         let name = &self.gateway.pod.name;
         let old = get(&self.env.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
@@ -256,7 +266,7 @@ impl<'a> Scene<'a> {
     /// Waits until every socket has been scanned once more.
     pub(super) async fn scan_once_more(&self) {
         for watch in &self.watches {
-            watch.another_round().await.unwrap();
+            watch.wait_for_another_round().await.unwrap();
         }
         self.assert_only_granted_opened();
     }
@@ -264,8 +274,8 @@ impl<'a> Scene<'a> {
     fn assert_only_granted_opened(&self) {
         for watch in &self.watches {
             let opened = watch.opened();
-            let more: BTreeSet<_> = opened.difference(&self.granted).collect();
-            assert_eq!(more, BTreeSet::new(), "granted {:?}", self.granted);
+            let unexpected: BTreeSet<_> = opened.difference(&self.granted).collect();
+            assert_eq!(unexpected, BTreeSet::new(), "granted {:?}", self.granted);
         }
     }
 
@@ -277,10 +287,10 @@ impl<'a> Scene<'a> {
         println!("{when}: none of {} sockets answers", self.all.len());
     }
 
-    /// Waits until everything granted answers again, and checks that nothing else has answered meanwhile.
+    /// Waits until all granted sockets answer again, and checks that no other socket has answered meanwhile.
     pub(super) async fn wait_until_settled(&self, when: &str) {
-        for from in self.env.askers() {
-            let open = self.env.lab.until_open(&from, &self.granted).await;
+        for from in self.env.clients() {
+            let open = self.env.lab.wait_for_open_sockets(&from, &self.granted).await;
             open.unwrap_or_else(|error| panic!("{when}: {error}"));
         }
         self.scan_once_more().await;

@@ -1,5 +1,5 @@
-//! Tests `clustermeshctl verify` on these clusters. First the underlay is closed and all is as planned. Then it reports
-//! a revoked grant that is still open, and the underlay, which is open without NetworkPolicies.
+//! Tests `clustermeshctl verify`. With a closed underlay, it finds only granted sockets open. Then it reports a revoked
+//! grant that is still open, and the underlay, which is open without NetworkPolicies.
 
 use std::{
     collections::BTreeSet,
@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::{GRANT, SANDBOX, TestEnv};
 use crate::setup::{HUB, operator_kubeconfig};
 
-/// The nftables table that takes the place of NetworkPolicies here.
+/// The nftables table that simulates NetworkPolicies.
 const POLICIES: &str = "inet networkpolicies";
 
 // threat: open-underlay
@@ -22,7 +22,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let kubeconfig = kubeconfig(env);
     close_the_underlay(env).await;
     let report = verify(&kubeconfig, &[]).await;
-    println!("verify, all of it: {:.1} s", started.elapsed().as_secs_f64());
+    println!("verify from all clusters: {:.1} s", started.elapsed().as_secs_f64());
     assert_eq!(report["exitCode"], 0, "{report:#}");
     let open = env.granted().await;
     let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
@@ -35,9 +35,9 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
 
     explain_names_unreachable_member_and_continues(env, &kubeconfig).await;
 
-    // A paused mesh writes nothing, so the revoked grant stays open.
-    let taken_back = env.product.mesh_with(&[SANDBOX], &[]);
-    let paused = taken_back.replacen("spec:\n", "spec:\n  paused: true\n", 1);
+    // The controller writes nothing for a paused mesh, so the revoked grant stays open.
+    let without_grant = env.product.mesh_with(&[SANDBOX], &[]);
+    let paused = without_grant.replacen("spec:\n", "spec:\n  paused: true\n", 1);
     env.hub.apply(&paused).await.unwrap();
     node(env)
         .exec(["nft", "delete", "table", "inet", "networkpolicies"])
@@ -72,22 +72,22 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
         assert_eq!(
             cluster.kubectl(left).await.unwrap().stdout,
             "",
-            "what verify made is left"
+            "verify deletes its Jobs and pods"
         );
     }
-    let as_before = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
-    let unpaused = as_before.replacen("spec:\n", "spec:\n  paused: false\n", 1);
+    let with_grant = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+    let unpaused = with_grant.replacen("spec:\n", "spec:\n  paused: false\n", 1);
     env.product.mesh_up(&unpaused).await.unwrap();
-    // If a grant was written after all, its change needs a new handshake.
-    for from in env.askers() {
-        env.lab.until_open(&from, &open).await.unwrap();
+    // If the controller changed the SandboxAccess in between, the gateway needs a new handshake.
+    for from in env.clients() {
+        env.lab.wait_for_open_sockets(&from, &open).await.unwrap();
     }
-    println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
+    println!("verify twice: {:.1} s", started.elapsed().as_secs_f64());
 }
 
 /// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
-/// of the surrounding cluster do. Replies pass, because its own API server connects to the kubelet from an address that
-/// other clusters' API servers have, too.
+/// of the surrounding cluster do. Replies pass, because the sandbox's API server connects to the kubelet from an
+/// address that other clusters' API servers have, too.
 async fn close_the_underlay(env: &TestEnv<'_>) {
     let mut others = BTreeSet::new();
     for cluster in [&env.hub, &env.member] {
@@ -95,13 +95,13 @@ async fn close_the_underlay(env: &TestEnv<'_>) {
         others.extend(sockets.keys().map(|socket| socket.ip().to_string()));
     }
     let others: Vec<String> = others.into_iter().collect();
-    // At postrouting, because before it a translated packet still has the device of its first route.
+    // At postrouting, because in earlier hooks a DNATed packet still has the interface of its original route.
     let table = format!(
         "table {POLICIES} {{\n chain out {{\n type filter hook postrouting priority 10\n \
          oifname \"eth0\" tcp flags & (syn | ack) == syn ip daddr {{ {} }} drop\n }}\n}}\n",
         others.join(", ")
     );
-    node(env).feed(["nft", "-f", "-"], &table).await.unwrap();
+    node(env).exec_with_stdin(["nft", "-f", "-"], &table).await.unwrap();
 }
 
 fn node<'a>(env: &TestEnv<'a>) -> clustermesh_lab::Node<'a> {
@@ -121,26 +121,26 @@ fn kubeconfig(env: &TestEnv<'_>) -> std::path::PathBuf {
 
 async fn explain_names_unreachable_member_and_continues(env: &TestEnv<'_>, kubeconfig: &std::path::Path) {
     let from = format!("{SANDBOX}/{}", env.sandbox_webs[0].node);
-    let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
-    words.push(env.granted().await.first().unwrap().to_string());
-    words.push(format!("--kubeconfig={}", kubeconfig.display()));
+    let mut args = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
+    args.push(env.granted().await.first().unwrap().to_string());
+    args.push(format!("--kubeconfig={}", kubeconfig.display()));
     let flags = [
         "--context=mgmt",
         "--member-context=notebooks=notebooks",
         "--member-context=tenant-a=nowhere",
     ];
-    words.extend(flags.map(str::to_owned));
-    let (code, out, err) = clustermeshctl(words).await;
+    args.extend(flags.map(str::to_owned));
+    let (code, out, err) = clustermeshctl(args).await;
     assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::SUCCESS), "{out}{err}");
     let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) cannot be read: context \"nowhere\"";
     assert!(err.contains(named), "{err}");
 }
 
-/// Exit code, standard output and standard error.
-async fn clustermeshctl(words: Vec<String>) -> (ExitCode, String, String) {
+/// Runs clustermeshctl. Returns its exit code, standard output and standard error.
+async fn clustermeshctl(args: Vec<String>) -> (ExitCode, String, String) {
     let run = move || {
         let (mut out, mut err) = (Vec::new(), Vec::new());
-        let code = clustermeshctl::run(words, &mut std::io::empty(), &mut out, &mut err);
+        let code = clustermeshctl::run(args, &mut std::io::empty(), &mut out, &mut err);
         (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
     };
     tokio::task::spawn_blocking(run).await.unwrap()
@@ -148,13 +148,13 @@ async fn clustermeshctl(words: Vec<String>) -> (ExitCode, String, String) {
 
 /// Runs verify from these clusters, or from all, and returns its report.
 async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
-    let mut words = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
+    let mut args = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
         .map(str::to_owned)
         .to_vec();
-    words.push(format!("--kubeconfig={}", kubeconfig.display()));
-    words.extend([SANDBOX, super::MEMBER].map(|name| format!("--member-context={name}={name}")));
-    words.extend(from.iter().map(|name| format!("--from={name}")));
-    let (code, out, err) = clustermeshctl(words).await;
+    args.push(format!("--kubeconfig={}", kubeconfig.display()));
+    args.extend([SANDBOX, super::MEMBER].map(|name| format!("--member-context={name}={name}")));
+    args.extend(from.iter().map(|name| format!("--from={name}")));
+    let (code, out, err) = clustermeshctl(args).await;
     println!("{err}");
     let report: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
     let reported = u8::try_from(report["exitCode"].as_u64().unwrap()).unwrap();
@@ -162,7 +162,7 @@ async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     report
 }
 
-/// From one list of the report: the sockets that a node or a pod of the sandbox found on one path.
+/// The sockets in one list of the report that a node or a pod of the sandbox found on one path.
 fn sockets(report: &Value, kind: &str, to: &str, list: &str, path: &str) -> BTreeSet<String> {
     let probes = report["probes"].as_array().unwrap().iter();
     let from =

@@ -41,8 +41,8 @@ pub(crate) struct NodeState {
 
 impl NodeState {
     pub(crate) async fn of(node: &Node<'_>) -> Self {
-        let read = async |words: &[&str]| -> Vec<Value> {
-            let text = node.exec(words).await.unwrap().stdout;
+        let read = async |args: &[&str]| -> Vec<Value> {
+            let text = node.exec(args).await.unwrap().stdout;
             let value: Value = serde_json::from_str(&text).unwrap();
             match value {
                 Value::Array(entries) => entries,
@@ -50,9 +50,12 @@ impl NodeState {
                 other => other["nftables"].as_array().cloned().unwrap_or_default(),
             }
         };
-        let lasting =
+        let is_not_veth =
             |key: &'static str| move |entry: &Value| !entry[key].as_str().unwrap_or_default().starts_with("veth");
-        let links = read(&["ip", "-j", "link"]).await.into_iter().filter(lasting("ifname"));
+        let links = read(&["ip", "-j", "link"])
+            .await
+            .into_iter()
+            .filter(is_not_veth("ifname"));
         let [mut routes, v6] = [
             read(&["ip", "-4", "-j", "route", "show", "table", "all"]).await,
             read(&["ip", "-6", "-j", "route", "show", "table", "all"]).await,
@@ -67,8 +70,8 @@ impl NodeState {
             rules: rules.iter().map(ToString::to_string).collect(),
             routes: routes
                 .into_iter()
-                .filter(lasting("dev"))
-                .filter(|route| !route["dst"].as_str().is_some_and(link_local))
+                .filter(is_not_veth("dev"))
+                .filter(|route| !route["dst"].as_str().is_some_and(is_link_local))
                 .map(|route| route.to_string())
                 .collect(),
             tables: tables.filter_map(table).collect(),
@@ -76,8 +79,8 @@ impl NodeState {
     }
 }
 
-/// Whether a route is for a bridge's own link-local address. It changes with the bridge's MAC address, which is the
-/// lowest one of its ports, whenever a pod starts.
-fn link_local(destination: &str) -> bool {
+/// Whether a route is for a bridge's own link-local address. That address follows the bridge's MAC address, which is
+/// the lowest MAC address of its ports and can change whenever a pod starts.
+fn is_link_local(destination: &str) -> bool {
     destination.starts_with("fe80:") && !destination.contains('/')
 }

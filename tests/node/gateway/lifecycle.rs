@@ -1,4 +1,4 @@
-//! Checks what a gateway keeps and reports when its table, its process or the API server goes away.
+//! Checks what a gateway keeps and reports when its table is deleted, its process ends or its API server is down.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use nix::{
 };
 use serde_json::Value;
 
-use super::testbed::{GATEWAY, Gateway, SQL, TIMEOUT, Testbed, at, backend, hostile};
+use super::testbed::{GATEWAY, Gateway, SQL, TIMEOUT, Testbed, backend, hostile, socket_addr};
 
-/// Deletes the table again as soon as it is restored, also before the gateway has verified its own write.
+/// Deletes the table again as soon as it is restored, even before the gateway has verified its own write.
 pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     // The periodic renewal of the table would restore it as well, but rarely.
@@ -38,7 +38,7 @@ pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
     assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
@@ -49,20 +49,21 @@ pub(super) async fn restarted_container_is_the_same_gateway(
 ) {
     let [a, _] = &testbed.sandboxes;
     let before = testbed.status().await;
-    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
-    assert!(call.ask().is_some());
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    assert!(connection.request().is_some());
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.running.wait(TIMEOUT);
     // Without a process the userspace device drops packets; the kernel's tunnel continues.
     let kernel = backend() == "kernel";
-    assert_eq!(a.call(at(GATEWAY[0], SQL)).is_some(), kernel);
-    // The sandbox's node starts no handshake, because its session is still valid. The new process must start one.
+    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(), kernel);
+    // Drop the handshake initiations of the sandbox's node (148 bytes), as if its session were still valid. So the new
+    // process must initiate the handshake.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
-    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
     a.ns.nft("delete table inet mute");
     testbed.wait_until_ready().await;
-    assert!(call.ask().is_some(), "a connection from before");
+    assert!(connection.request().is_some(), "an earlier connection");
     let same = |status: &Value| {
         [
             status["publicKey"].clone(),
@@ -76,12 +77,15 @@ pub(super) async fn restarted_container_is_the_same_gateway(
 // threat: gateway-api-away
 pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let stream = hostile::ForgedEntry::of_the_grant(testbed, 0, 7100, 50100);
+    let forged = hostile::ForgedEntry::of_log_grant(testbed, 0, 7100, 50100);
     testbed.cluster().kill_api().expect("kill the API server");
-    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "grants do not expire at once");
+    assert!(
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(),
+        "grants do not expire at once"
+    );
     let closed = Duration::from_secs(60);
     wait_until("the grants to expire", closed, async || {
-        match a.call(at(GATEWAY[0], SQL)) {
+        match a.tcp_reply(socket_addr(GATEWAY[0], SQL)) {
             None => Ok(()),
             answer => {
                 tokio::time::sleep(Duration::from_secs(1)).await;
@@ -91,17 +95,17 @@ pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let (asked, answered) = stream.counters(testbed);
-    stream.ask(testbed);
-    stream.answer(testbed);
+    let (requests, replies) = forged.counters(testbed);
+    forged.send_request(testbed);
+    forged.send_reply(testbed);
     testbed.cluster().start_api().await.expect("start the API server");
-    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
-    // The replies to `call` prove that the earlier packets of the connection were processed.
-    assert_eq!((asked.packets(), answered.packets()), (0, 0));
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    // The TCP reply proves that the gateway has processed the earlier packets.
+    assert_eq!((requests.packets(), replies.packets()), (0, 0));
     wait_until("packets of both directions", TIMEOUT, async || {
-        stream.ask(testbed);
-        stream.answer(testbed);
-        match (asked.packets(), answered.packets()) {
+        forged.send_request(testbed);
+        forged.send_reply(testbed);
+        match (requests.packets(), replies.packets()) {
             (1.., 1..) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -110,10 +114,10 @@ pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
-pub(super) async fn terminating_gateway_reports_it_first(testbed: &Testbed, gateway: &mut Gateway) {
+pub(super) async fn terminating_gateway_is_unready_but_still_serves(testbed: &Testbed, gateway: &mut Gateway) {
     let [a, _] = &testbed.sandboxes;
     testbed.wait_until_ready().await;
-    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
+    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("terminate the gateway");
     wait_until(
         "the gateway to report that it terminates",
         TIMEOUT,
@@ -125,13 +129,13 @@ pub(super) async fn terminating_gateway_reports_it_first(testbed: &Testbed, gate
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     assert!(
-        a.call(at(GATEWAY[0], SQL)).is_some(),
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(),
         "a terminating gateway still serves"
     );
     assert!(gateway.running.wait(TIMEOUT).success());
 }
 
-/// A new pod has a key that no sandbox knows yet.
+/// A new gateway pod has a key that no sandbox has yet.
 pub(super) async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, arguments: &[&str]) {
     std::fs::remove_file(testbed.file("key")).expect("remove the key");
     let before = testbed.status().await["publicKey"].clone();
@@ -158,9 +162,9 @@ pub(super) async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, argum
     };
     let [a, b] = &testbed.sandboxes;
     waits_for("m--a, m--b").await;
-    a.tunnel.set_peer(key, at("172.30.1.11", 31820));
+    a.tunnel.set_peer(key, socket_addr("172.30.1.11", 31820));
     waits_for("m--b").await;
-    b.tunnel.set_peer(key, at("172.30.1.11", 31820));
+    b.tunnel.set_peer(key, socket_addr("172.30.1.11", 31820));
     testbed.wait_until_ready().await;
-    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
 }

@@ -1,5 +1,5 @@
-//! Sets up the testbed of the gateway's tests: one cluster with a real API server, a node with the gateway's pod and two
-//! other pods, and the nodes of two sandboxes with WireGuard devices of the test. The test takes the place of the
+//! Sets up the testbed of the gateway's tests: one cluster with a real API server, a node with the gateway's pod and
+//! two other pods, and the nodes of two sandboxes with WireGuard devices that the test implements. The test acts as the
 //! controller and the kubelet.
 
 pub(crate) mod hostile;
@@ -38,7 +38,7 @@ use clustermesh_tests::{
 /// A longer wait means a failure.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The backend to test: the kernel's in the virtual machine, else the userspace one, since this kernel may have no
+/// The backend to test: `kernel` in the virtual machine, otherwise `userspace`, because this host's kernel may have no
 /// WireGuard.
 pub(crate) fn backend() -> &'static str {
     let inside = std::env::var_os("CLUSTERMESH_TEST_MACHINE").is_some();
@@ -46,19 +46,20 @@ pub(crate) fn backend() -> &'static str {
 }
 
 const NODE: &str = "172.30.1.11";
-/// The gateway's pod addresses, and its addresses inside the tunnel.
+/// The gateway's pod addresses, and its WireGuard addresses.
 pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
+/// The addresses of the other two pods, the endpoints of the Services `db` and `web`.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The node's addresses on the links to its pods.
 const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
-/// No socket is bound to this one.
-const SHUT: u16 = 5003;
-/// A port of the pods that equals a port of the gateway.
-const SAME: u16 = 20001;
+/// A UDP port without a server.
+const CLOSED_PORT: u16 = 5003;
+/// A TCP port of the pods that equals the gateway port [`SQL`].
+const POD_SQL_PORT: u16 = 20001;
 const HOST_PORT: u16 = 31820;
-/// Ports of the gateway, for a TCP and a UDP grant.
+/// The gateway ports of a TCP and a UDP grant.
 pub(crate) const SQL: u16 = 20001;
 pub(crate) const LOG: u16 = 20002;
 /// The gateway's limits: connections of one grant to one endpoint, and of one sandbox.
@@ -72,7 +73,7 @@ pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-pub(crate) fn at(address: &str, port: u16) -> SocketAddr {
+pub(crate) fn socket_addr(address: &str, port: u16) -> SocketAddr {
     SocketAddr::new(ip(address), port)
 }
 
@@ -86,7 +87,6 @@ pub(crate) struct Sandbox {
     pub(crate) networks: [&'static str; 2],
 }
 
-/// The testbed.
 pub(crate) struct Testbed {
     pub(crate) lab: Lab,
     pub(crate) client: Client,
@@ -94,7 +94,7 @@ pub(crate) struct Testbed {
     pub(crate) pod: NetNs,
     pub(crate) pods: [NetNs; 2],
     pub(crate) sandboxes: [Sandbox; 2],
-    /// Datagrams that the pod `db` has received on [`MUTE`].
+    /// Datagrams that the pod `db` has received on the port that never answers.
     pub(crate) unanswered_datagrams: Arc<AtomicU64>,
     interface: String,
     pod_uid: String,
@@ -102,7 +102,7 @@ pub(crate) struct Testbed {
 }
 
 impl Drop for Testbed {
-    /// A killed gateway leaves its lock and its control socket in a directory that all network namespaces share.
+    /// A killed gateway leaves its lock, status and control sockets in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
@@ -119,21 +119,21 @@ fn repository(path: &str) -> String {
 }
 
 impl Sandbox {
-    pub(crate) fn call(&self, to: SocketAddr) -> Option<String> {
-        TcpConnection::open(&self.ns, to)?.ask()
+    pub(crate) fn tcp_reply(&self, to: SocketAddr) -> Option<String> {
+        TcpConnection::open(&self.ns, to)?.request()
     }
 
-    pub(crate) fn datagram(&self, to: SocketAddr) -> Option<String> {
-        UdpFlow::open(&self.ns, to).ask()
+    pub(crate) fn udp_reply(&self, to: SocketAddr) -> Option<String> {
+        UdpFlow::open(&self.ns, to).request()
     }
 
-    /// Waits for an answer from the pod `who`: the first packets make the session.
-    pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, who: &str) {
+    /// Waits for a reply from `pod`. The first packets establish the WireGuard session.
+    pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, pod: &str) {
         wait_until(
-            format!("{} to be answered by {who} at {to}", self.name),
+            format!("{} to get a reply from {pod} at {to}", self.name),
             TIMEOUT,
-            async || match self.call(to) {
-                Some(answer) if answer.starts_with(who) => Ok(()),
+            async || match self.tcp_reply(to) {
+                Some(answer) if answer.starts_with(pod) => Ok(()),
                 other => Err(format!("{other:?}")),
             },
         )
@@ -141,12 +141,12 @@ impl Sandbox {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Waits until many new connections in a row are all answered by the pod `who`.
-    pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, who: &str) {
-        wait_until(format!("only {who} to answer at {to}"), TIMEOUT, async || {
+    /// Waits until many new connections in a row all get a reply from `pod`.
+    pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, pod: &str) {
+        wait_until(format!("only {pod} to answer at {to}"), TIMEOUT, async || {
             match (0..24)
-                .map(|_| self.call(to))
-                .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(who)))
+                .map(|_| self.tcp_reply(to))
+                .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(pod)))
             {
                 None => Ok(()),
                 other => Err(format!("{other:?}")),
@@ -156,7 +156,7 @@ impl Sandbox {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// The spec of its SandboxAccess, with these grants.
+    /// The spec of the sandbox's SandboxAccess, with these grants.
     pub(crate) fn access(&self, grants: &[Value]) -> Value {
         json!({
             "sandbox": self.name,
@@ -228,7 +228,7 @@ impl Testbed {
         ));
         for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER)] {
             for address in addresses {
-                [TCP, SAME]
+                [TCP, POD_SQL_PORT]
                     .into_iter()
                     .for_each(|port| serve_name(ns, name, ip(address), port));
             }
@@ -253,7 +253,7 @@ impl Testbed {
             for which in ["all", "default"] {
                 ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
             }
-            // Root of a sandbox can route any network into the tunnel.
+            // Root on a sandbox's node can route any network into the tunnel.
             let routes = ["100.66.255.0/28", "10.0.0.0/8", "::/0"];
             let tunnel = Tunnel::open(&ns, &unique_name("ks"), key.clone(), &addresses.map(ip), &routes);
             Sandbox {
@@ -327,7 +327,7 @@ impl Testbed {
                     .expect("a request"),
             )
             .await
-            .expect("make the namespace");
+            .expect("create the namespace");
         let token = [
             "create",
             "token",

@@ -1,5 +1,5 @@
-//! Sets up the testbed of the hostile member's tests: a target node with a real agent and pods, the node of a cluster-meshed
-//! member whose root is the attacker, and witnesses that count the packets at each place.
+//! Sets up the testbed of the hostile member's tests: a target node with a real agent and pods, the node of a
+//! cluster-meshed member whose root is the attacker, and witnesses that count the packets at all of them.
 
 mod attack;
 mod node_setup;
@@ -35,7 +35,7 @@ use self::{
 };
 use crate::two_clusters::{MGMT, Site, TIMEOUT, TwoClusters};
 
-/// Two pods of the target in both families. The member may talk to the second only.
+/// Two pods of the target in both families. The member may send only to the second one.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The addresses of the target node on its pod links.
@@ -63,7 +63,6 @@ pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-/// The testbed.
 pub(crate) struct Testbed {
     pub(crate) clusters: TwoClusters,
     pub(crate) node: NetNs,
@@ -86,7 +85,7 @@ impl Testbed {
         cluster.kill_api().expect("kill the API server");
     }
 
-    /// Starts that API server again.
+    /// Starts the API server of the target cluster again.
     pub(crate) async fn start_api(&self) {
         let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
         cluster.start_api().await.expect("start the API server");
@@ -110,7 +109,7 @@ impl Testbed {
         node.nft(&tables(&mgmt.interface));
         make_dual_stack(&clusters, mgmt).await;
 
-        // Without a route the kernel sends no IPv6 packet, not even by a raw socket.
+        // Without a route, the kernel sends no IPv6 packet, not even from a raw socket.
         let routes = ["10.10.0.0/16", "::/0"];
         let (interface, key) = (unique_name("km"), StaticSecret::from([78; 32]));
         let member = Arc::new(Tunnel::open(&member_ns, &interface, key, &MEMBER.map(ip), &routes));
@@ -121,7 +120,12 @@ impl Testbed {
         member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
         let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
-        let flood = Flood::start(&member_ns, &member.interface, attack::all(wireguard), (&node, 51820));
+        let flood = Flood::start(
+            &member_ns,
+            &member.interface,
+            attack::flood_packets(wireguard),
+            (&node, 51820),
+        );
         let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
         let prober = Prober::udp(&member_ns, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
         let [first, second] = &pods;
@@ -198,7 +202,7 @@ impl Testbed {
 
     pub(crate) async fn kill_agent(&mut self) {
         self.agent.signal(nix::sys::signal::Signal::SIGKILL).expect("kill");
-        self.agent.ends(TIMEOUT).await.expect("dead");
+        self.agent.wait_for_exit(TIMEOUT).await.expect("dead");
     }
 
     pub(crate) async fn stop_agent(&mut self) {
@@ -225,7 +229,8 @@ impl Testbed {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// The traffic since the last call: in the pods, accepted or forwarded by the node, and back at the member.
+    /// The traffic since the last call: what arrived in the pods, what the node accepted or forwarded, and replies at
+    /// the member.
     fn new_traffic(&mut self) -> ObservedTraffic {
         let sources = |counts: &Counts| {
             let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
@@ -235,7 +240,7 @@ impl Testbed {
         for pod in &mut self.pods {
             arrived.extend(pod.new_counts());
         }
-        // A pod's own node sends it ICMP errors about replies that it cannot route. So do neighbours that the member
+        // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
         // reached while there was no table.
         arrived.retain(|key, _| {
             ![GATEWAY, surroundings::NODE_ON_LAN, surroundings::BRIDGE]
@@ -245,7 +250,7 @@ impl Testbed {
         });
         ObservedTraffic {
             passed: self.passed.new_counts(),
-            members: sources(&self.member_witness.new_counts()),
+            replies: sources(&self.member_witness.new_counts()),
             arrived,
         }
     }
@@ -263,24 +268,24 @@ impl Testbed {
         let is_required = |key: &String| !key.contains("destination-unreachable");
         want.arrived.retain(|key, _| is_required(key));
         want.passed.retain(|key, _| is_required(key));
-        want.members.retain(|key| !key.contains("parameter-problem"));
+        want.replies.retain(|key| !key.contains("parameter-problem"));
         let mut traffic = self.new_traffic();
         for _ in 0..200 {
             if want.not_in(&traffic).is_empty() {
                 break;
             }
-            self.flood.more(25).await;
+            self.flood.wait_for_rounds(25).await;
             traffic.add(self.new_traffic());
         }
         traffic.print(what, &allowed, &self.flood);
-        let (beyond, missing, nothing) = (traffic.not_in(&allowed), want.not_in(&traffic), BTreeSet::new());
+        let (forbidden, missing, nothing) = (traffic.not_in(&allowed), want.not_in(&traffic), BTreeSet::new());
         for (key, count) in traffic.arrived.iter().chain(&traffic.passed) {
-            if beyond.contains(key) {
+            if forbidden.contains(key) {
                 println!("not allowed: {count} of {key}");
             }
         }
         assert_eq!(
-            (beyond, missing),
+            (forbidden, missing),
             (nothing.clone(), nothing),
             "{what}\n{}",
             self.agent.log()

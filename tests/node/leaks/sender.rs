@@ -1,4 +1,4 @@
-//! Sends UDP packets continuously from inside namespaces and counts the replies and errors of each sender.
+//! Sends UDP packets continuously from network namespaces and counts the replies and errors of each sender.
 
 use std::{
     collections::BTreeMap,
@@ -29,20 +29,20 @@ const PORT: u16 = 7007;
 const WIREGUARD: u16 = 51820;
 /// Time between two packets of a fast sender.
 const PACE: Duration = Duration::from_millis(10);
-/// Time between two packets of a slow sender. Linux counts errors about `unreachable` routes twice against a packet's
-/// IPv4 source: ip_error and icmp_send share one bucket, which holds one second's worth for each. A sender without
-/// pauses of two seconds gets two errors and then none.
+/// Time between two packets of a slow sender. Linux rate-limits ICMP errors per IPv4 source. For an `unreachable`
+/// route, ip_error and icmp_send both take from the same token bucket. A sender without pauses of two seconds gets two
+/// errors and then none.
 const SLOW_PACE: Duration = Duration::from_millis(2100);
-/// After this many packets without a reply a sender opens a new socket, as a retrying client does: NAT of a flow is
-/// fixed by its first packet.
+/// After this many packets without a reply, a sender opens a new socket, as a retrying client does, because the first
+/// packet of a flow fixes its NAT.
 const PACKETS_BEFORE_RETRY: u32 = 25;
 
-/// Replies and errors that a sender has got so far.
+/// Replies and errors that a sender has received so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Responses {
     /// Echoed packets.
     pub(crate) answers: u64,
-    /// Errors of the socket by name: from ICMP, or from the node itself.
+    /// Errors of the socket by name, from ICMP errors or from the node's own kernel.
     pub(crate) errors: BTreeMap<String, u64>,
 }
 
@@ -82,13 +82,13 @@ fn socket(netns: &Path, source: IpAddr, to: IpAddr) -> UdpSocket {
         let bind = || UdpSocket::bind((source, 0)).expect("a socket");
         let port = |socket: &UdpSocket| socket.local_addr().expect("its address").port();
         let socket = std::iter::repeat_with(bind).find(|socket| port(socket) != WIREGUARD);
-        let socket = socket.expect("it never ends");
+        let socket = socket.expect("an endless iterator");
         // Without this option UDP hides ICMP errors about unreachable hosts (ip(7), IP_RECVERR).
         match to {
             IpAddr::V4(_) => setsockopt(&socket, sockopt::Ipv4RecvErr, &true),
             IpAddr::V6(_) => setsockopt(&socket, sockopt::Ipv6RecvErr, &true),
         }
-        .expect("ask for errors");
+        .expect("set IP_RECVERR");
         socket.set_nonblocking(true).expect("a socket that does not wait");
         socket
     })
@@ -170,7 +170,7 @@ impl Sender {
     }
 }
 
-/// Waits for a thread. Its panic becomes the test's, unless the test already panics.
+/// Waits for a thread. Resumes its panic in this thread, unless this thread already panics.
 fn join(thread: JoinHandle<()>) {
     if let Err(panic) = thread.join()
         && !thread::panicking()
@@ -224,7 +224,7 @@ impl Senders {
     pub(super) async fn wait_for_answers(&self, why: &str) {
         let all = || self.reach.iter().chain(&self.back);
         let before: Vec<u64> = all().map(|sender| sender.responses().answers).collect();
-        let silent = async || {
+        let all_answered = async || {
             let late = all()
                 .zip(&before)
                 .filter(|(sender, before)| sender.responses().answers <= **before);
@@ -235,11 +235,13 @@ impl Senders {
                 Err(format!("{late:?}"))
             }
         };
-        wait_until(format!("answers: {why}"), PATIENCE, silent).await.unwrap();
+        wait_until(format!("answers: {why}"), PATIENCE, all_answered)
+            .await
+            .unwrap();
     }
 
     /// Waits until each sender from the node under test gets a new unreachable error, in both families. Fast IPv4
-    /// senders of the pod are left out: the kernel rate-limits the errors they get (see `sender`).
+    /// senders of the pod are left out, because the kernel rate-limits their errors (see [`SLOW_PACE`]).
     pub(super) async fn wait_for_errors(&self, why: &str) {
         let all = self
             .reach
@@ -259,7 +261,7 @@ impl Senders {
 
 pub(super) async fn wait_for_new_errors(senders: impl Iterator<Item = &Sender>, why: &str) {
     let before: Vec<(&Sender, Responses)> = senders.map(|sender| (sender, sender.responses())).collect();
-    let silent = async || {
+    let all_got_errors = async || {
         let late = before
             .iter()
             .filter(|(sender, before)| sender.responses().unreachable() <= before.unreachable());
@@ -273,7 +275,7 @@ pub(super) async fn wait_for_new_errors(senders: impl Iterator<Item = &Sender>, 
     wait_until(
         format!("every sender to get an unreachable error: {why}"),
         PATIENCE,
-        silent,
+        all_got_errors,
     )
     .await
     .unwrap();

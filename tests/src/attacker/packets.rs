@@ -1,4 +1,4 @@
-//! Builds inner packets byte by byte, in both families.
+//! Builds inner packets of both address families, byte by byte.
 
 use std::net::IpAddr;
 
@@ -24,7 +24,7 @@ fn sum(data: &[u8]) -> u16 {
     !(total as u16)
 }
 
-/// Writes the checksum of a transport packet at offset `at` of `body`.
+/// Writes the checksum of the transport packet `body` at its offset `at`.
 fn with_checksum(from: IpAddr, to: IpAddr, protocol: u8, mut body: Vec<u8>, at: usize) -> Vec<u8> {
     let mut all = [bytes(from), bytes(to)].concat();
     all.extend((body.len() as u32).to_be_bytes());
@@ -49,7 +49,7 @@ pub fn syn_body(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
     with_checksum(from, to, TCP, body, 16)
 }
 
-/// An ICMP or ICMPv6 packet: `v4` and `v6` are its type and code in either family.
+/// An ICMP or ICMPv6 packet: `v4` or `v6` is its type and code.
 pub fn icmp(from: IpAddr, to: IpAddr, v4: [u8; 2], v6: [u8; 2], rest: [u8; 4], quoted: &[u8]) -> Vec<u8> {
     let mut body = if from.is_ipv4() { v4 } else { v6 }.to_vec();
     body.extend([0, 0]);
@@ -63,7 +63,7 @@ pub fn icmp(from: IpAddr, to: IpAddr, v4: [u8; 2], v6: [u8; 2], rest: [u8; 4], q
     ip(from, to, 58, &with_checksum(from, to, 58, body, 2))
 }
 
-/// A whole IP packet without options or extension headers.
+/// An IP packet without options or extension headers.
 pub fn ip(from: IpAddr, to: IpAddr, protocol: u8, body: &[u8]) -> Vec<u8> {
     match from {
         IpAddr::V4(_) => v4(from, to, protocol, &[], 0, 0, body),
@@ -72,15 +72,15 @@ pub fn ip(from: IpAddr, to: IpAddr, protocol: u8, body: &[u8]) -> Vec<u8> {
 }
 
 pub fn udp(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
-    ip(from, to, UDP, &udp_body(from, to, ports, b"let me in"))
+    ip(from, to, UDP, &udp_body(from, to, ports, b"datagram"))
 }
 
 pub fn syn(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
     ip(from, to, TCP, &syn_body(from, to, ports))
 }
 
-/// An IPv4 packet or fragment. `options` must fill whole 32-bit words; `fragment` holds the header's flags and offset,
-/// in units of 8 bytes.
+/// An IPv4 packet or fragment. `options` must fill whole 32-bit words; `fragment` is the field of flags and fragment
+/// offset (in units of 8 bytes).
 pub fn v4(from: IpAddr, to: IpAddr, protocol: u8, options: &[u8], id: u16, fragment: u16, body: &[u8]) -> Vec<u8> {
     let header = 20 + options.len();
     let mut packet = vec![0x40 | (header / 4) as u8, 0];
@@ -98,9 +98,9 @@ pub fn v4(from: IpAddr, to: IpAddr, protocol: u8, options: &[u8], id: u16, fragm
 }
 
 /// The IPv4 flag "more fragments".
-pub const MORE: u16 = 0x2000;
+pub const MORE_FRAGMENTS: u16 = 0x2000;
 
-/// An IPv6 packet; `next` is the next header, possibly of an extension.
+/// An IPv6 packet; `next` is the type of the next header, which may be an extension header.
 pub fn v6(from: IpAddr, to: IpAddr, next: u8, body: &[u8]) -> Vec<u8> {
     let mut packet = vec![0x60, 0, 0, 0];
     packet.extend((body.len() as u16).to_be_bytes());
@@ -119,12 +119,12 @@ pub fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     header
 }
 
-/// An IPv4 source route option through `hop`: loose (131) or strict (137), padded to whole words.
+/// An IPv4 source route option through `hop`, padded to whole words; `kind` = 131 (loose) or 137 (strict).
 pub fn source_route(kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![kind, 7, 4], bytes(hop), vec![0]].concat()
 }
 
-/// An IPv6 routing header of a type, with one segment left.
+/// An IPv6 routing header of the type `kind`, with one segment left.
 pub fn routing(next: u8, kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![next, 2, kind, 1, 0, 0, 0, 0], bytes(hop)].concat()
 }

@@ -1,5 +1,5 @@
-//! Counts the packets that arrive in a network namespace with an nftables table, by source, protocol, ports and
-//! destination.
+//! Counts the packets that arrive in a network namespace by source, protocol, ports and destination, with an nftables
+//! table.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,24 +7,24 @@ use serde_json::Value;
 
 use crate::netns::NetNs;
 
-/// Source ports from here on are ephemeral.
+/// The first ephemeral source port.
 const EPHEMERAL: u64 = 32_768;
 /// Source ports of [`FloodPacket::NewConnection`](super::FloodPacket).
-pub const NEW: std::ops::Range<u16> = 20_000..20_256;
+pub const NEW_PORTS: std::ops::Range<u16> = 20_000..20_256;
 
-/// The hook at which packets are counted.
+/// The hooks at which packets are counted.
 #[derive(Debug, Clone, Copy)]
 pub enum CountingPoint {
     /// In prerouting, before any other chain of this namespace.
     Arrival,
-    /// In input and forward after all filters: what the node accepts or forwards from this interface.
+    /// In input and forward, after all filters: packets that the node accepts or forwards.
     AfterFilters,
 }
 
 /// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT`.
 pub type Counts = BTreeMap<String, u64>;
 
-/// The table of a witness, for `nft -f`. An existing table keeps its counts.
+/// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept.
 pub fn rules(at: CountingPoint, interface: &str) -> String {
     let mut out = String::from("table inet witness {\n");
     for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {
@@ -35,8 +35,8 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
     }
     out += "set errors4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
             set errors6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
-    // Not counted: neighbour discovery, and later fragments, of which only the first has ports. After conntrack,
-    // packets are reassembled.
+    // Neighbour discovery is not counted. Neither are fragments other than the first, because they have no ports; after
+    // conntrack, packets are reassembled.
     let arriving = match at {
         CountingPoint::Arrival => {
             "icmpv6 type { 130, 131, 132, 133, 134, 135, 136, 143 } ip6 saddr fe80::/10 accept
@@ -67,17 +67,17 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
     out + "}\n"
 }
 
-/// A namespace whose packets are counted.
+/// A network namespace whose packets are counted.
 pub struct Witness {
     pub name: &'static str,
     ns: NetNs,
     before: Counts,
-    /// The table's handle: a recreated table counts from zero.
+    /// The handle of the nftables table. It changes when the table is created again, which resets all counts.
     table: u64,
 }
 
 impl Witness {
-    /// Starts to count packets of `interface`.
+    /// Starts to count packets that arrive by `interface`.
     pub fn new(name: &'static str, ns: NetNs, at: CountingPoint, interface: &str) -> Self {
         ns.nft(&rules(at, interface));
         Self {
@@ -90,7 +90,7 @@ impl Witness {
 
     /// The counts since the last call.
     pub fn new_counts(&mut self) -> Counts {
-        let (table, now) = self.all();
+        let (table, now) = self.list();
         if table != self.table {
             self.before.clear();
             self.table = table;
@@ -100,16 +100,16 @@ impl Witness {
         let new_counts = increased
             .map(|(key, count)| (key.clone(), count - before(key)))
             .collect();
-        // A listing may miss elements while a set grows, so old counts are kept.
+        // Old counts are kept, because a listing may lack elements while a set grows.
         self.before.extend(now);
         new_counts
     }
 
     /// All counts of the table, and its handle.
     ///
-    /// The kernel lists a set in parts and continues each time at a position in its hash table. If packets add an
-    /// element before that position meanwhile, the last element is listed twice.
-    fn all(&self) -> (u64, Counts) {
+    /// The kernel lists a set in parts, and continues each part at a position in the hash table. If a packet has added an
+    /// element before that position, the last element is listed twice.
+    fn list(&self) -> (u64, Counts) {
         let mut elements = BTreeMap::<(String, String), u64>::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);
         let json: Value = serde_json::from_str(&text).expect("nft -j prints JSON");
@@ -128,7 +128,7 @@ impl Witness {
         for ((set, parts), count) in elements {
             let parts: Vec<Value> = serde_json::from_str(&parts).expect("a key");
             let key = if set.starts_with("errors") {
-                error(&parts)
+                icmp_key(&parts)
             } else {
                 key(&parts)
             };
@@ -143,7 +143,7 @@ fn text(part: &Value) -> String {
 }
 
 /// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable.
-fn error(parts: &[Value]) -> String {
+fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {
         "destination-unreachable" => format!("{from} {kind} -> {to}"),
@@ -159,7 +159,7 @@ fn key(parts: &[Value]) -> String {
     let to_port = text(to_port);
     let port = match port.as_u64() {
         Some(port) if port >= EPHEMERAL => "client".to_owned(),
-        Some(port) if u64::from(NEW.start) <= port && port < u64::from(NEW.end) => "new".to_owned(),
+        Some(port) if u64::from(NEW_PORTS.start) <= port && port < u64::from(NEW_PORTS.end) => "new".to_owned(),
         _ => text(port),
     };
     format!("{from} {protocol} {port} -> {to}:{to_port}")

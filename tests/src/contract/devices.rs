@@ -1,4 +1,4 @@
-//! Tests of the device itself: listen port, fwmark, external changes, closing.
+//! Tests of the device: listen port, fwmark, external changes, closing.
 
 use super::*;
 
@@ -16,7 +16,7 @@ fn counters(ns: &NetNs) -> Vec<u64> {
         .collect()
 }
 
-pub fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
+pub fn free_port_is_used_and_used_port_changes_nothing(backend: Backend) {
     let [mut a, b] = connected_pair(backend);
     let _taken = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
     let on = |port| Configuration {
@@ -24,7 +24,7 @@ pub fn new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
         ..a.configuration.clone()
     };
     let (taken, free) = (on(51998), on(51999));
-    let error = a.configure(&taken).expect_err("the port is taken");
+    let error = a.configure(&taken).expect_err("the port is in use");
     assert!(matches!(error, DeviceError::Listen { port: 51998, .. }), "{error}");
     assert!(a.reaches(2) && b.reaches(1));
     assert_eq!(
@@ -76,7 +76,7 @@ pub fn deleted_device_is_reported_and_can_be_reopened(backend: Backend) {
     });
     drop(gone);
     a.open(backend);
-    a.address();
+    a.add_addresses();
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping", TIMEOUT, || b.reaches(1));
 }
@@ -106,7 +106,7 @@ pub fn external_device_changes_are_reported_and_repaired(backend: Backend) {
     a.ns.ip(&format!("link set {} mtu 1300 down", a.interface));
     assert_eq!(altered_parts(&mut a), altered);
     let device = a.device.as_deref_mut().expect("an open device");
-    a.ns.enter(|| device.mend(&altered)).expect("mend");
+    a.ns.enter(|| device.repair(&altered)).expect("repair");
     assert_eq!(altered_parts(&mut a), [].into());
     assert_eq!((link(&a), a.wg_device()), (whole, shown));
     wait_until("a ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
@@ -125,8 +125,8 @@ pub fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     }
 }
 
-pub fn foreign_interface_is_left_alone(backend: Backend) {
-    let ns = NetNs::new("not ours");
+pub fn foreign_interface_is_not_changed(backend: Backend) {
+    let ns = NetNs::new("foreign interfaces");
     ns.ip("link add foreign type veth peer name other");
     ns.ip("tuntap add dev kept mode tun");
     let configuration = Configuration {
@@ -141,7 +141,7 @@ pub fn foreign_interface_is_left_alone(backend: Backend) {
     };
     for name in ["foreign", "kept"] {
         let before = ns.ip_json(&format!("-d link show {name}"));
-        let error = open(name).expect_err("someone else's");
+        let error = open(name).expect_err("a foreign interface");
         assert!(
             matches!(&error, DeviceError::Exists(exists) if exists == name),
             "{error}"

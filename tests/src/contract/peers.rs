@@ -1,4 +1,4 @@
-//! Tests of peers: added, changed, removed and roaming, without effect on each other.
+//! Tests adding, changing, removing and roaming of peers, and that other peers are not affected.
 
 use super::*;
 
@@ -29,7 +29,7 @@ pub fn two_devices_carry_both_families_and_wg_reads_every_attribute(backend: Bac
         .filter_map(|f| f.as_str())
         .collect();
     assert_eq!((&link[0]["mtu"], flags.contains(&"UP")), (&1380.into(), true));
-    // Our own observation agrees.
+    // The observation by the device itself contains the same values.
     let peer = a.peer(2);
     let want = PeerSpec {
         keepalive: NonZeroU16::new(25),
@@ -41,7 +41,7 @@ pub fn two_devices_carry_both_families_and_wg_reads_every_attribute(backend: Bac
 
 pub fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: Backend) {
     let (mut a, mut b) = (Node::new(1, backend), Node::new(2, backend));
-    wire(&a.ns, &b.ns);
+    connect(&a.ns, &b.ns);
     b.add(1, None);
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a handshake", TIMEOUT, || b.peer(1).stats.handshake_age.is_some());
@@ -57,16 +57,16 @@ pub fn attribute_changes_keep_session_and_counters(backend: Backend) {
     let [mut a, b] = connected_pair(backend);
     let (handshake, before) = (a.handshake(), a.peer(2).stats);
     for round in 1..=5_u16 {
-        let range = format!("10.7{round}.0.0/16");
+        let prefix = format!("10.7{round}.0.0/16");
         let gained = PeerUpdate {
             keepalive: Some(NonZeroU16::new(10 + round)),
-            add_allowed_ips: prefixes(&[&range]),
+            add_allowed_ips: prefixes(&[&prefix]),
             ..PeerUpdate::default()
         };
         a.update(2, gained);
         let lost = PeerUpdate {
             keepalive: Some(None),
-            remove_allowed_ips: prefixes(&[&range]),
+            remove_allowed_ips: prefixes(&[&prefix]),
             ..PeerUpdate::default()
         };
         a.update(2, lost);
@@ -135,16 +135,16 @@ pub fn roamed_endpoint_survives_other_changes(backend: Backend) {
 
 pub fn replies_come_from_the_contacted_address(backend: Backend) {
     let [mut a, mut b] = connected_pair(backend);
-    // The kernel would choose neither address as source.
+    // The kernel would choose neither of these addresses as source.
     a.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr add 2001:db8::77/64 dev eth0 nodad preferred_lft 0");
-    for called in ["192.0.2.77:51820", "[2001:db8::77]:51820"] {
+    for contacted in ["192.0.2.77:51820", "[2001:db8::77]:51820"] {
         a.apply(&[PeerChange::Remove(public(2))]);
         b.apply(&[PeerChange::Remove(public(1))]);
         a.add(2, None);
-        b.add(1, Some(called));
+        b.add(1, Some(contacted));
         wait_until("a ping", TIMEOUT, || b.reaches(1) && a.reaches(2));
         let endpoint = b.peer(1).stats.endpoint;
-        assert_eq!(endpoint, Some(called.parse().expect("an endpoint")));
+        assert_eq!(endpoint, Some(contacted.parse().expect("an endpoint")));
     }
 }
 
@@ -176,7 +176,7 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     };
     a.update(2, moving.clone());
     a.ns.ip(&format!("route add 10.7.0.1/32 dev {}", a.interface));
-    // Sockets instead of nft counters, which count coalesced datagrams as one packet.
+    // Sockets count the datagrams, because nft counters count coalesced datagrams as one packet.
     let receivers = [&b, &c].map(|node| {
         node.ns.ip("addr add 10.7.0.1/32 dev lo");
         let socket = node.ns.enter(|| UdpSocket::bind("10.7.0.1:9")).expect("bind");
@@ -186,7 +186,7 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     let socket = a.ns.enter(|| UdpSocket::bind("10.9.0.1:0")).expect("bind");
     let (mut sent, mut got) = (0, [0; 2]);
     for round in 0..60 {
-        // Sends between two changes and, on its own thread, during them.
+        // Sends datagrams while the allowed IPs move, on another thread.
         let device = a.device.as_deref_mut().expect("an open device");
         let other = PeerUpdate {
             add_allowed_ips: prefixes(&["10.8.0.0/16"]),
@@ -198,7 +198,7 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
         };
         let owner = public(2 + (round + 1) % 2);
         std::thread::scope(|scope| {
-            let flow = scope.spawn(|| {
+            let sender = scope.spawn(|| {
                 for _ in 0..20 {
                     socket.send_to(b"here", "10.7.0.1:9").expect("send");
                 }
@@ -206,10 +206,10 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
             for update in [other, moving.clone(), back] {
                 device.apply(&[PeerChange::Update(owner, update)]).expect("apply");
             }
-            flow.join().expect("the flow");
+            sender.join().expect("the sender");
         });
         sent += 20;
-        // An overflowing queue would look like a gap.
+        // Empties the receive queues, because lost datagrams of a full queue would look like a gap.
         if sent % 100 == 0 {
             wait_until("every datagram to reach one of the two peers", TIMEOUT, || {
                 for (receiver, got) in receivers.iter().zip(&mut got) {
@@ -235,11 +235,11 @@ pub fn change_among_five_thousand_peers_touches_only_one(backend: Backend) {
         bytes[4..8].copy_from_slice(&number.to_le_bytes());
         PublicKey::new(bytes)
     };
-    let range = |number: u32| IpNet::V4(ipnet::Ipv4Net::new((0x0a80_0000 + number * 256).into(), 24).expect("a range"));
+    let prefix = |number: u32| IpNet::V4(ipnet::Ipv4Net::new((0x0a80_0000 + number * 256).into(), 24).expect("a /24"));
     let changes: Vec<PeerChange> = (0..5_000)
         .map(|number| {
             let spec = PeerSpec {
-                allowed_ips: [range(number)].into(),
+                allowed_ips: [prefix(number)].into(),
                 ..PeerSpec::default()
             };
             PeerChange::Add(key(number), spec)
@@ -254,7 +254,7 @@ pub fn change_among_five_thousand_peers_touches_only_one(backend: Backend) {
     let update = PeerUpdate {
         keepalive: Some(NonZeroU16::new(21)),
         add_allowed_ips: prefixes(&["10.66.0.0/16"]),
-        remove_allowed_ips: [range(17)].into(),
+        remove_allowed_ips: [prefix(17)].into(),
         ..PeerUpdate::default()
     };
     let began = Instant::now();

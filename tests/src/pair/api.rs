@@ -1,6 +1,5 @@
 //! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, without any
-//! validation. It serves agents where no real API server can run, such as on an emulated processor. Tests of what an
-//! API server does with objects need a real one.
+//! validation. It is for machines on which no real API server can run, such as an emulated processor.
 
 use std::{
     collections::BTreeMap,
@@ -22,10 +21,10 @@ pub const NODES: &str = "/api/v1/nodes";
 pub const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
 pub const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 pub const KUBERNETES_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
-/// EndpointSlices of granted Services. The stub ignores label selectors, so they need another namespace than those of
-/// the API server.
+/// EndpointSlices of granted Services. The stub ignores label selectors, so these need another namespace than the
+/// EndpointSlice of the API server.
 pub const GRANTED_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
-/// Collections that a gateway reads: grants, its own SandboxGateway, and granted Services.
+/// Collections that a gateway reads: SandboxAccesses, its own SandboxGateway, and granted Services.
 pub const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 pub const GATEWAYS: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/clustermesh-gateway/sandboxgateways";
 pub const SERVICES: &str = "/api/v1/namespaces/team/services";
@@ -33,7 +32,7 @@ pub const SERVICES: &str = "/api/v1/namespaces/team/services";
 pub const ALL_SERVICES: &str = "/api/v1/services";
 pub const ALL_SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
-const KINDS: [&str; 11] = [
+const COLLECTIONS: [&str; 11] = [
     NODES,
     PEERS,
     POLICIES,
@@ -46,7 +45,7 @@ const KINDS: [&str; 11] = [
     ALL_SLICES,
     SERVICE_CIDRS,
 ];
-/// How long a watch lasts; clients then start another.
+/// The duration of a watch. After it, clients start another watch.
 const WATCH: Duration = Duration::from_secs(60);
 
 /// The server. Its threads run until the test process ends.
@@ -59,13 +58,13 @@ pub struct Api {
 struct Shared {
     state: Mutex<Store>,
     changed: Condvar,
-    /// While set, requests are closed without an answer.
+    /// While set, connections are closed without a response.
     stalled: AtomicBool,
 }
 
 struct Store {
     revision: u64,
-    /// Objects by path of the collection, then by name.
+    /// Objects by the path of their collection, then by name.
     objects: BTreeMap<String, BTreeMap<String, Value>>,
     /// Collection and watch event. The resourceVersion of an event is its position, counted from 1.
     events: Vec<(String, Value)>,
@@ -99,12 +98,12 @@ impl Api {
         config.to_string()
     }
 
-    /// Stops or resumes answering requests. Open watches continue.
+    /// While `stalled` is set, the server closes new connections without a response. Open watches continue.
     pub fn set_stalled(&self, stalled: bool) {
         self.shared.stalled.store(stalled, Ordering::Release);
     }
 
-    /// Writes a whole object under its `metadata.name`.
+    /// Creates or replaces an object in the collection with the path `kind`, such as [`NODES`].
     pub fn put(&self, kind: &str, object: Value) {
         self.shared.put(kind, object);
     }
@@ -170,7 +169,7 @@ impl Store {
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
         if what != "DELETED" {
             let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
-            let all = self.objects.get_mut(kind).expect("a kind that is served");
+            let all = self.objects.get_mut(kind).expect("a served collection");
             all.insert(name, object.clone());
         }
         self.events
@@ -182,7 +181,7 @@ impl Shared {
     fn new() -> Self {
         let state = Store {
             revision: 0,
-            objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
+            objects: COLLECTIONS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
             events: Vec::new(),
         };
         Self {
@@ -205,7 +204,7 @@ impl Shared {
         self.state().read(path)
     }
 
-    /// Reads and writes the object under one lock, so that no other write is lost.
+    /// Holds the lock while it reads and writes the object, so that no other write is lost.
     fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
         let merged = self.state().merge(path, patch);
         self.changed.notify_all();
@@ -287,7 +286,7 @@ fn list_type(path: &str) -> (String, &'static str) {
     (api_version, kind)
 }
 
-/// Streams the events after `from`, one line each, in chunks.
+/// Sends the events after `from`, one per line, with chunked encoding.
 fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -> Option<()> {
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";

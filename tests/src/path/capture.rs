@@ -7,21 +7,21 @@ use std::{
 
 use crate::netns::{NetNs, Running, wait_for, wait_until};
 
-/// tcpdump on one interface.
+/// A running tcpdump on one interface.
 pub struct Capture {
     file: tempfile::NamedTempFile,
     _tcpdump: Running,
 }
 
-/// The destination port of the packet that ends a capture.
-const MARK: u16 = 48879;
+/// The UDP destination port of the packet that marks the end of a capture.
+const END_PORT: u16 = 48879;
 
 impl Capture {
-    /// Starts tcpdump and returns once it listens.
+    /// Starts tcpdump, and returns when it captures.
     pub fn start(ns: &NetNs, interface: &str, filter: &str) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
         let messages = tempfile::NamedTempFile::new().unwrap();
-        let filter = format!("({filter}) or udp dst port {MARK}");
+        let filter = format!("({filter}) or udp dst port {END_PORT}");
         let mut command = std::process::Command::new("tcpdump");
         command.args(["-l", "-nn", "--immediate-mode", "-i", interface, &filter]);
         command
@@ -42,16 +42,16 @@ impl Capture {
     /// Sends a last packet from `from` to `to` and waits until the capture shows it. Returns the packets before, one
     /// per line.
     pub fn finish(self, ns: &NetNs, from: &str, to: &str) -> Vec<String> {
-        let mark = || {
+        let send_end = || {
             let from = SocketAddr::new(from.parse().unwrap(), 0);
             let socket = ns.enter(|| UdpSocket::bind(from)).unwrap();
-            let _ = socket.send_to(b"end", SocketAddr::new(to.parse().unwrap(), MARK));
+            let _ = socket.send_to(b"end", SocketAddr::new(to.parse().unwrap(), END_PORT));
             let text = std::fs::read_to_string(self.file.path()).unwrap();
-            text.contains(&format!(".{MARK}: ")).then_some(text)
+            text.contains(&format!(".{END_PORT}: ")).then_some(text)
         };
-        let text = wait_for("the mark in the capture", Duration::from_secs(10), mark);
+        let text = wait_for("the last packet in the capture", Duration::from_secs(10), send_end);
         text.lines()
-            .filter(|line| !line.contains(&format!(".{MARK}: ")))
+            .filter(|line| !line.contains(&format!(".{END_PORT}: ")))
             .map(str::to_owned)
             .collect()
     }

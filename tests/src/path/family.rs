@@ -1,10 +1,12 @@
-//! The addresses of the two clusters in each IP version, so that both run the same tests.
+//! The addresses of the two clusters in each IP version, so that the same tests run with IPv4 and IPv6.
 
 /// The addresses of one family.
 pub struct Family {
+    /// 4 or 6.
     pub n: u8,
+    /// The prefix length of a single address.
     pub host: u8,
-    /// IP and TCP headers.
+    /// The length of IP and TCP headers in bytes.
     pub headers: u16,
     pub nodad: &'static str,
     pub length: u8,
@@ -30,13 +32,13 @@ pub struct Family {
     pub services: &'static str,
     pub service: &'static str,
     pub local_service: &'static str,
-    /// An address of the member that is not published.
+    /// A source address of the member that is not in the allowed IPs of its Peer.
     pub stray: &'static str,
-    /// An address of the hub's pod network. Its policies deny TCP port 9090 there.
+    /// An address in the hub's pod network. The hub's policies deny TCP port 9090 of this address.
     pub denied: &'static str,
     /// An address of a third member.
     pub elsewhere: &'static str,
-    /// A node of another member that is a virtual machine among the hub's pods.
+    /// The address of a virtual machine in the hub's pod network that is a node of another member.
     pub worker: &'static str,
     pub worker_wireguard: &'static str,
     pub worker_pod: &'static str,
@@ -125,20 +127,20 @@ pub static V6: Family = Family {
     outer: None,
 };
 
-/// IPv4 inside, IPv6 outside.
+/// IPv4 inner packets in IPv6 outer packets.
 pub static V4_OVER_V6: Family = Family {
     outer: Some(["fd00:39::111", "fd00:39::121"]),
     ..V4
 };
 
-/// IPv6 inside, IPv4 outside.
+/// IPv6 inner packets in IPv4 outer packets.
 pub static V6_OVER_V4: Family = Family {
     outer: Some(["172.39.0.111", "172.39.0.121"]),
     ..V6
 };
 
 impl Family {
-    /// The address as in a URL.
+    /// The address as it is written in a URL.
     pub fn url(&self, address: &str) -> String {
         if self.n == 4 {
             address.to_owned()

@@ -1,5 +1,5 @@
-//! Sets up nodes with real devices around one router, with a dual-stack pod behind each. The outer address family is
-//! set for each pair of nodes.
+//! Sets up nodes with real devices around one router, each with a dual-stack pod. Each pair of nodes has its own outer
+//! address family.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,7 +33,7 @@ use crate::netns::{NetNs, unique_name, veth, wait_until};
 const PORT: u16 = 51820;
 const ECHO: u16 = 7;
 
-/// One node.
+/// A node.
 pub struct Site {
     pub number: u8,
     pub ns: NetNs,
@@ -54,7 +54,7 @@ pub fn underlay(number: u8, family: Family) -> IpAddr {
     address(family, format!("172.30.{number}.2"), format!("fd00:30:{number}::2"))
 }
 
-/// The address of the router on that link.
+/// The address of the router on the link to a node.
 pub fn gateway(number: u8, family: Family) -> IpAddr {
     address(family, format!("172.30.{number}.1"), format!("fd00:30:{number}::1"))
 }
@@ -64,7 +64,7 @@ pub fn wireguard(number: u8, family: Family) -> IpAddr {
     address(family, format!("100.70.{number}.1"), format!("fd00:70:{number}::1"))
 }
 
-/// The address of its pod.
+/// The address of a node's pod.
 pub fn pod(number: u8, family: Family) -> IpAddr {
     address(family, format!("10.21{number}.0.2"), format!("fd00:21{number}::2"))
 }
@@ -98,14 +98,14 @@ pub fn key(number: u8) -> PublicKey {
 }
 
 impl Star {
-    /// Nodes 1, 2, .. whose links to the router have these MTUs; `outer` gives the outer family of each pair. Nothing
-    /// is configured yet.
+    /// Creates nodes 1, 2, .. whose links to the router have these MTUs; `outer` returns the outer family of a pair. Peers,
+    /// routes and rules are not configured yet.
     pub fn new(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
-        Self::of(mtus, |_| Backend::Userspace, outer)
+        Self::with_backends(mtus, |_| Backend::Userspace, outer)
     }
 
     /// Like [`Self::new`], with a backend for each node.
-    pub fn of(mtus: &[u16], backend: impl Fn(u8) -> Backend, outer: impl Fn(u8, u8) -> Family) -> Self {
+    pub fn with_backends(mtus: &[u16], backend: impl Fn(u8) -> Backend, outer: impl Fn(u8, u8) -> Family) -> Self {
         let router = forwarding("router");
         let numbers: Vec<u8> = (1..).take(mtus.len()).collect();
         let site = |(number, mtu): (&u8, &u16)| site(&router, *number, *mtu, &numbers, backend(*number), &outer);
@@ -114,7 +114,7 @@ impl Star {
         Self { router, sites }
     }
 
-    /// Like [`Self::new`], reconciled and connected.
+    /// Like [`Self::new`], and waits until all nodes are configured and connected.
     pub fn connected(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         let mut star = Self::new(mtus, outer);
         star.reconcile();
@@ -127,7 +127,7 @@ impl Star {
         self.sites.iter_mut().for_each(Site::reconcile);
     }
 
-    /// Waits until all pods reach each other in both families. Starts an echo server in every pod and on every device.
+    /// Starts an echo server in every pod and on every device. Waits until all pods reach each other in both families.
     pub fn wait_until_connected(&self) {
         for site in &self.sites {
             for family in Family::BOTH {
@@ -284,29 +284,29 @@ impl Site {
             .expect("configure the peers");
     }
 
-    /// The MTUs as this node sees them now.
+    /// Computes the MTUs from the path MTUs that this node's kernel knows.
     pub fn sizes(&self) -> Sizes {
-        let ends: BTreeMap<PublicKey, IpAddr> = self
+        let endpoints: BTreeMap<PublicKey, IpAddr> = self
             .inputs
             .peers
             .iter()
             .map(|p| (p.public_key, p.endpoint.unwrap().ip()))
             .collect();
-        let carried = self
+        let path_mtus = self
             .ns
-            .enter(|| paths::mtus(&ends.values().copied().collect(), MARK_UNDERLAY))
-            .expect("ask for routes");
-        let path = |(key, end): (&PublicKey, &IpAddr)| {
+            .enter(|| paths::mtus(&endpoints.values().copied().collect(), MARK_UNDERLAY))
+            .expect("read the path MTUs");
+        let path = |(key, endpoint): (&PublicKey, &IpAddr)| {
             let path = mtu::Path {
-                mtu: carried[end],
-                outer: Family::of(&(*end).into()),
+                mtu: path_mtus[endpoint],
+                outer: Family::of(&(*endpoint).into()),
             };
             (*key, path)
         };
-        mtu::auto(1500, &ends.iter().map(path).collect())
+        mtu::auto(1500, &endpoints.iter().map(path).collect())
     }
 
-    /// The fragments that this node's kernel has made, inner and outer, in both families.
+    /// The number of fragments that this node's kernel has created, inner and outer, in both families.
     pub fn fragments(&self) -> u64 {
         let text = self.ns.sh("nstat -asz IpFragCreates Ip6FragCreates");
         let count = |line: &str| line.split_whitespace().nth(1)?.parse::<u64>().ok();
@@ -331,9 +331,8 @@ fn echo(ns: &NetNs, at: IpAddr) {
     });
 }
 
-/// Sends an unfragmentable packet of each size (bytes including the IP header) to an `echo`. Returns the range of
-/// sizes that were echoed, which must have no hole. For every other size the sender must get "too large"; panics at a
-/// size that gets neither.
+/// Sends an unfragmentable packet of each size (bytes including the IP header) to an `echo`. Returns the range of sizes
+/// that were echoed. Panics if a size in the range was not echoed, or if the sender gets neither a reply nor "too large".
 pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
     let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();
     let socket = from.enter(|| {
@@ -383,7 +382,7 @@ fn probe_once(socket: &UdpSocket, length: usize) -> Option<bool> {
     loop {
         match socket.recv(&mut buffer) {
             Ok(got) if got == length => return Some(true),
-            Ok(_) => {} // an echo that came late
+            Ok(_) => {} // the late echo of another packet
             Err(error) => return classify(error),
         }
     }

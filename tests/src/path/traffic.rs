@@ -1,4 +1,4 @@
-//! TCP servers and clients that show which source address a server sees, and sockets like the device's.
+//! TCP servers that respond with the source address of the client, their clients, and UDP sockets for outer packets.
 
 use std::{
     io::{self, Read, Write},
@@ -12,7 +12,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::netns::NetNs;
 
-/// Serves HTTP until the test ends. The response is the client's address, as the server sees it.
+/// Serves HTTP until the test ends. The response is the source address of the client.
 pub fn serve(ns: &NetNs, address: &str, port: u16) {
     let at = SocketAddr::new(address.parse().unwrap(), port);
     let listener = ns
@@ -36,7 +36,7 @@ fn answer(mut stream: TcpStream) -> io::Result<()> {
     )
 }
 
-/// A socket like that of the device for outer packets: its mark keeps them out of the tunnel.
+/// A UDP socket with the fwmark of the device's outer packets, which keeps its packets out of the tunnel.
 pub fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
     let socket = ns
         .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), port)))
@@ -46,14 +46,14 @@ pub fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
     socket
 }
 
-/// Opens a connection from inside a namespace.
+/// Opens a TCP connection from a network namespace.
 pub fn connect(ns: &NetNs, to: &str, port: u16) -> io::Result<TcpStream> {
     let to = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     ns.enter(|| TcpStream::connect_timeout(&to, Duration::from_secs(1)))
 }
 
-/// Asks a server started with [`serve`] for the address it sees.
-pub fn ask(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
+/// Sends a request to a [`serve`] server. Returns the source address that the server sees.
+pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
     let mut stream = connect(ns, to, port)?;
     stream.set_read_timeout(Some(Duration::from_secs(3)))?;
     stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
@@ -62,12 +62,13 @@ pub fn ask(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
     Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
 }
 
-/// Like [`ask`], where the response must come. The first packets after a start may be lost to address resolution.
+/// Like [`request`], with retries: the first packets after the setup may be lost during address resolution. Panics without a
+/// response.
 pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
     let mut last = String::new();
     let deadline = std::time::Instant::now() + Duration::from_secs(10);
     while std::time::Instant::now() < deadline {
-        match ask(ns, to, port) {
+        match request(ns, to, port) {
             Ok(source) => return source,
             Err(error) => last = error.to_string(),
         }

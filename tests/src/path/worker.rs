@@ -9,8 +9,8 @@ use std::{
 
 use super::*;
 
-/// A mesh with a worker. The worker's address and its API server are in the hub's networks. The original member has
-/// lost its tunnel to the hub.
+/// A mesh with a worker. The addresses of the worker and of its API server are in the hub's networks. The tunnel of the
+/// original member to the hub is removed.
 pub struct Worker {
     pub mesh: Mesh,
     pub worker: NetNs,
@@ -89,7 +89,7 @@ impl Worker {
         ));
     }
 
-    /// Echoes UDP on the worker from an unbound socket: the kernel chooses the source of the reply.
+    /// Echoes UDP on the worker from an unbound socket, so that the kernel chooses the source address of the reply.
     pub fn echo(&self, port: u16) {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = self.worker.enter(|| UdpSocket::bind((any, port)).unwrap());
@@ -101,8 +101,8 @@ impl Worker {
         });
     }
 
-    /// Sends to [`Self::echo`] from a connected socket, which accepts a reply only from the address that it has sent
-    /// to.
+    /// Sends a datagram to [`Self::echo`] and returns the reply. The socket is connected, so it accepts a reply only from
+    /// the worker's address.
     pub fn ask_echo(&self, from: &NetNs, port: u16, why: &str) -> String {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = from.enter(|| {
@@ -114,15 +114,11 @@ impl Worker {
         });
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         let mut buffer = [0; 100];
-        wait_for(
-            &format!("an answer over UDP while {why}"),
-            Duration::from_secs(5),
-            || {
-                socket.send(b"hello").ok()?;
-                let length = socket.recv(&mut buffer).ok()?;
-                Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
-            },
-        )
+        wait_for(&format!("a reply over UDP while {why}"), Duration::from_secs(5), || {
+            socket.send(b"hello").ok()?;
+            let length = socket.recv(&mut buffer).ok()?;
+            Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+        })
     }
 }
 
@@ -131,16 +127,16 @@ fn worker_inputs(f: &Family) -> Inputs {
     policy_of(&mut member).allow = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
     Inputs {
         node: Node {
-            wireguard_ips: all(&[f.worker_wireguard]),
+            wireguard_ips: parse_all(&[f.worker_wireguard]),
             mtu: 1420,
-            underlay_addresses: all(&[f.worker]),
-            addresses: all(&[f.worker]),
-            pod_cidrs: all(&[f.worker_pods]),
+            underlay_addresses: parse_all(&[f.worker]),
+            addresses: parse_all(&[f.worker]),
+            pod_cidrs: parse_all(&[f.worker_pods]),
             ..member.node
         },
         throw: prefixes(&[f.hub_gateway]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
-        nodes: all(&[f.worker, f.worker_wireguard]),
+        nodes: parse_all(&[f.worker, f.worker_wireguard]),
         ..member
     }
 }

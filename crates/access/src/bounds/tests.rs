@@ -37,7 +37,7 @@ impl Body for Endless {
     }
 }
 
-/// A client of a server that responds with `status` and repeats `text` endlessly, and a count of the bytes that were read.
+/// Returns a client of a server that responds with `status` and repeats `text` endlessly, and the number of bytes read from it.
 fn endless(status: u16, text: &str, account: &Account) -> (Client, Arc<AtomicUsize>) {
     let read = Arc::new(AtomicUsize::new(0));
     let body = Endless {
@@ -54,9 +54,9 @@ fn endless(status: u16, text: &str, account: &Account) -> (Client, Arc<AtomicUsi
     )
 }
 
-/// For each kind of request, the budget that the response exceeds, and the MiB that were read.
+/// Returns, for each kind of request, the limit that the response exceeds and the number of MiB that were read.
 async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
-    let account = Account::alone(64 * MIB);
+    let account = Account::standalone(64 * MIB);
     let mut verdicts = Vec::new();
     for kind in ["list", "watch", "version"] {
         let (client, read) = endless(status, text, &account);
@@ -79,11 +79,11 @@ async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
 #[tokio::test]
 async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
     let long = "x".repeat(1000);
-    let (answer, event) = (OverBudget::Answer(MAX_ANSWER), OverBudget::Event(MAX_ANSWER));
-    let with_second = |second| [(Some(answer), 4), (Some(second), 4), (Some(answer), 4)];
-    assert_eq!(verdicts(200, &long).await, with_second(event));
-    // The body of an error has the limit of a response, also for a watch.
-    assert_eq!(verdicts(500, &long).await, with_second(answer));
+    let (answer, event) = (OverBudget::Response(MAX_RESPONSE), OverBudget::Event(MAX_RESPONSE));
+    let expected = |watch| [(Some(answer), 4), (Some(watch), 4), (Some(answer), 4)];
+    assert_eq!(verdicts(200, &long).await, expected(event));
+    // The body of an error has the limit of a whole response, even if the request was a watch.
+    assert_eq!(verdicts(500, &long).await, expected(answer));
 }
 
 // threat: endless-answer
@@ -99,8 +99,8 @@ async fn short_text_of_many_values_is_cut_before_it_is_parsed() {
 }
 
 #[tokio::test]
-async fn watch_of_many_short_lines_goes_on() {
-    let account = Account::alone(64 * MIB);
+async fn watch_with_many_short_lines_is_not_limited() {
+    let account = Account::standalone(64 * MIB);
     let line = r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Node","metadata":{"resourceVersion":"7"}}}"#;
     let (client, read) = endless(200, &format!("{line}\n"), &account);
     let nodes: Api<Node> = Api::all(client);
@@ -109,7 +109,7 @@ async fn watch_of_many_short_lines_goes_on() {
         .take(200_000)
         .try_fold(0, |count, _| std::future::ready(Ok(count + 1)));
     assert_eq!(taken.await.unwrap(), 200_000);
-    assert!(read.load(Ordering::Relaxed) > 4 * MAX_ANSWER);
+    assert!(read.load(Ordering::Relaxed) > 4 * MAX_RESPONSE);
 }
 
 #[tokio::test]
@@ -123,9 +123,9 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
-/// Compares the estimated weight with the measured memory of parsed values.
 #[test]
-fn weight_is_not_below_what_a_parsed_value_takes() {
+fn weight_is_at_least_the_memory_of_the_parsed_value() {
+    // A text, how many of its nested values are counted, and the least memory of one of them.
     for (text, values, least) in [
         (r#"[{"a":0},{"b":0}]"#, 2, 632),
         ("[[0],[0],[0]]", 3, 4 * size_of::<serde_json::Value>()),

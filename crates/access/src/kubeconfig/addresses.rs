@@ -2,13 +2,13 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Returns the address itself (an IPv4-mapped one as IPv4), and every IPv4 address into which a translator or tunnel would turn it:
-/// NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48`, at each length that RFC 6052 allows in it), IPv4-compatible and
-/// IPv4-translated addresses, 6to4, Teredo, ISATAP.
+/// Returns the address itself (an IPv4-mapped address as IPv4), and every IPv4 address to which a translator or tunnel would convert
+/// it: NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48` with each prefix length of RFC 6052 that fits), IPv4-compatible
+/// and IPv4-translated addresses, 6to4, Teredo, ISATAP.
 ///
-/// A network may also have its own NAT64 prefix, which is unknown here. With the length used in practice (/96, bits 64 to 71 are zero)
-/// the IPv4 address is at the end. So a loopback or link-local address at the end of an address with zeros in these bits is returned,
-/// too. The address of a host does not contain such an IPv4 address there by chance.
+/// A network may also have its own NAT64 prefix, which is unknown here. The usual prefix length is /96: bits 64 to 71 are zero, and
+/// the IPv4 address is at the end. So a loopback or link-local address at the end of any address with zeros in these bits is returned,
+/// too. A host's address rarely ends in such an IPv4 address by chance.
 pub(super) fn translated_addresses(address: IpAddr) -> Vec<IpAddr> {
     let v6 = match address.to_canonical() {
         v4 @ IpAddr::V4(_) => return vec![v4],
@@ -27,7 +27,7 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
     let last = v4([12, 13, 14, 15]);
     match segments {
         [0x64, 0xff9b, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0xffff, 0, ..] => vec![last],
-        // Byte 8 is skipped, and the bytes after the IPv4 address are zero (RFC 6052, 2.2).
+        // Byte 8 is skipped, and the bytes after the IPv4 address are zero (RFC 6052 §2.2).
         [0x64, 0xff9b, 1, ..] => [
             ([6, 7, 9, 10], 11),
             ([7, 9, 10, 11], 12),
@@ -37,14 +37,14 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
         .into_iter()
         .filter(|(_, end)| bytes[*end..].iter().all(|byte| *byte == 0))
         .map(|(at, _)| v4(at))
-        // The length is unknown, so each is tried. No host has an address in 0.0.0.0/8 or from 224.0.0.0 up.
+        // The prefix length is unknown, so each one is tried. No host has an address in 0.0.0.0/8 or from 224.0.0.0 up.
         .filter(|v4| !matches!(v4.octets()[0], 0 | 224..))
         .collect(),
         [0x2002, ..] => vec![v4([2, 3, 4, 5])],
-        // The server, and the client with all bits inverted (RFC 4380, 4).
+        // The Teredo server, and the client with all bits inverted (RFC 4380 §4).
         [0x2001, 0, ..] => vec![v4([4, 5, 6, 7]), Ipv4Addr::from(!u32::from(last))],
         [_, _, _, _, 0 | 0x200, 0x5efe, ..] => vec![last],
-        [.., low, _, _, _] if low >> 8 == 0 && (last.is_loopback() || last.is_link_local()) => vec![last],
+        [.., fifth, _, _, _] if fifth >> 8 == 0 && (last.is_loopback() || last.is_link_local()) => vec![last],
         _ => vec![],
     }
 }

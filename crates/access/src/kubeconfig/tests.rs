@@ -3,7 +3,7 @@ use super::*;
 const CLUSTER: &str = "server: https://192.0.2.1:6443\n    certificate-authority-data: Y2E=";
 const USER: &str = "token: t0ken";
 
-fn text(cluster: &str, user: &str) -> String {
+fn kubeconfig_yaml(cluster: &str, user: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
          clusters:\n- name: k\n  cluster:\n    {cluster}\nusers:\n- name: u\n  user:\n    {user}\n"
@@ -12,7 +12,7 @@ fn text(cluster: &str, user: &str) -> String {
 
 fn verdict(cluster: &str, user: &str) -> String {
     let hub = HubHosts::new([("10.96.0.1".to_owned(), 443)]);
-    match sanitise(text(cluster, user).as_bytes(), None, &hub) {
+    match sanitise(kubeconfig_yaml(cluster, user).as_bytes(), None, &hub) {
         Ok(_) => "accepted".to_owned(),
         Err(refused) => refused.to_string(),
     }
@@ -135,11 +135,11 @@ fn malformed_kubeconfig_is_refused_without_repeating_it() {
             ..
         }
     ));
-    let good = text(CLUSTER, USER);
+    let good = kubeconfig_yaml(CLUSTER, USER);
     assert!(matches!(
         read(good.as_bytes(), Some("x")),
         Refused::Lacks {
-            field: "the context that is asked for",
+            field: "the selected context",
             ..
         }
     ));
@@ -148,7 +148,7 @@ fn malformed_kubeconfig_is_refused_without_repeating_it() {
 // threat: hostile-kubeconfig
 #[test]
 fn unchecked_fields_do_not_reach_the_client() {
-    let given = text(
+    let given = kubeconfig_yaml(
         &format!("{CLUSTER}\n    disable-compression: true\n    zzz: 1"),
         &format!("{USER}\n    zzz: 1"),
     );
@@ -162,8 +162,8 @@ fn unchecked_fields_do_not_reach_the_client() {
 
 // threat: kubeconfig-address
 #[test]
-fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
-    let word = |text: &str| match check_address(text.parse().expect("an address")) {
+fn ipv6_address_with_forbidden_ipv4_inside_is_refused() {
+    let reason = |text: &str| match check_address(text.parse().expect("an address")) {
         Ok(()) => "accepted".to_owned(),
         Err(refused) => refused
             .to_string()
@@ -177,7 +177,7 @@ fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
         ("64:ff9b::7f00:1", loopback),
         ("64:ff9b::169.254.169.254", link_local),
         ("64:ff9b::192.0.2.1", "accepted"),
-        // Local-use NAT64 prefixes (RFC 8215) of each length.
+        // Local-use NAT64 prefixes (RFC 8215) of each possible length.
         ("64:ff9b:1:7f00:0:100::", loopback),
         ("64:ff9b:1:7f:0:1::", loopback),
         ("64:ff9b:1:0:7f:1::", loopback),
@@ -193,13 +193,13 @@ fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
         ("::127.0.0.1", loopback),
         ("2002:7f00:1::1", loopback),
         ("2002:c000:201::1", "accepted"),
-        // Client 127.0.0.1, all bits inverted; server 127.0.0.1.
+        // Teredo: the client is 127.0.0.1 with all bits inverted, then the server is 127.0.0.1.
         ("2001:0:c000:201:0:0:80ff:fffe", loopback),
         ("2001:0:7f00:1:0:0:3fff:fdfe", loopback),
         ("2001:db8::200:5efe:169.254.169.254", link_local),
         ("0.1.2.3", "no address of a host"),
         ("255.255.255.255", "no address of a host"),
     ] {
-        assert_eq!(word(text), verdict, "{text}");
+        assert_eq!(reason(text), verdict, "{text}");
     }
 }

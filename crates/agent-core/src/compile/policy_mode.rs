@@ -1,7 +1,7 @@
 //! Compiles the firewall table of policy mode, in which another program (kg) owns the tunnel and programs the Peers.
 //!
-//! The agent then writes only this table. It restricts a member's sources to what the PeerPolicies allow, and keeps published sources
-//! from being masqueraded.
+//! The agent then writes only this table. The table drops packets of other members that no PeerPolicy allows, and keeps published
+//! sources from being masqueraded.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::{Inputs, Refused, refuse};
 use crate::{
-    firewall::{self, Firewall, Frame, Scope},
+    firewall::{self, Firewall, RuleParameters, Scope},
     prefixes::aggregate,
 };
 
@@ -18,7 +18,7 @@ use crate::{
 pub struct PolicyMode {
     /// The nftables table.
     pub firewall: Firewall,
-    /// Every prefix that belongs to a mesh now.
+    /// Every mesh prefix that follows from the inputs alone, without the `before` of [`compile_policy_mode`].
     pub meshed: BTreeSet<IpNet>,
     /// The parts that were left out, with reasons: sorted, without duplicates.
     pub refused: Vec<Refused>,
@@ -26,11 +26,11 @@ pub struct PolicyMode {
 
 /// Compiles the table of policy mode.
 ///
-/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Of the
-/// other inputs, keys, endpoints, MTU and WireGuard addresses are ignored.
+/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Keys,
+/// endpoints, the MTU and WireGuard addresses are ignored.
 ///
-/// `before` are prefixes that belonged to a mesh earlier; they stay closed. The other program may remove a Peer later than this agent
-/// sees it deleted, or never, and sources outside mesh prefixes are not filtered.
+/// `before` are prefixes that belonged to a mesh earlier. They stay mesh prefixes, because sources outside mesh prefixes are not
+/// filtered, and the other program may remove a deleted Peer from the device later than this agent, or never.
 #[must_use]
 pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;
@@ -46,7 +46,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         let allowed_ips = peer.allowed_ips.iter().map(IpNet::trunc);
         mesh.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
-    let now = mesh.clone();
+    let meshed = mesh.clone();
     mesh.extend(before);
     let mesh = aggregate(&mesh);
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
@@ -56,7 +56,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         .collect();
     let published = super::published(node, &policies);
     let firewall = firewall::desired(&firewall::Plan {
-        frame: Frame {
+        parameters: RuleParameters {
             scope: Scope::Mesh,
             device: node.device.clone(),
             listen_port: 0,
@@ -77,7 +77,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
     refused.dedup();
     PolicyMode {
         firewall,
-        meshed: now,
+        meshed,
         refused,
     }
 }

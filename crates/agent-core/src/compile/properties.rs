@@ -84,7 +84,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
         vec(net(), 0..4),
     )
         .prop_map(|(mut peers, policies, throw, underlay, nodes, pods_elsewhere)| {
-            // Objects of one kind have different names.
+            // The names of a cluster's Peers are unique.
             let mut names = BTreeSet::new();
             peers.retain(|peer| names.insert(peer.name.clone()));
             let mut inputs = Inputs {
@@ -104,14 +104,14 @@ proptest! {
     #[test]
     fn any_inputs_converge_in_one_pass(a in inputs(), b in inputs()) {
         let (a, b) = (compile(&a), compile(&b));
-        let mut there = a.routes.clone();
+        let mut routes = a.routes.clone();
         for change in diff(&a.routes, &b.routes).unwrap_or_default() {
-            there.step(&change);
+            routes.apply(&change);
         }
-        prop_assert_eq!(&there, &b.routes);
-        prop_assert_eq!(diff(&there, &b.routes), None);
+        prop_assert_eq!(&routes, &b.routes);
+        prop_assert_eq!(diff(&routes, &b.routes), None);
         prop_assert_eq!(update(Some(&b.firewall), &b.firewall), None);
-        // Only elements differ, unless deny elements are both added and removed.
+        // An update changes only elements, unless the rule parameters differ or deny elements are both added and removed.
         let whole = matches!(update(Some(&a.firewall), &b.firewall), Some(Update::Whole { .. }));
         let removes_deny = |a: &Firewall, b: &Firewall| {
             let ports = !a.infrastructure.is_subset(&b.infrastructure);
@@ -125,7 +125,7 @@ proptest! {
             })
         };
         let both = removes_deny(&a.firewall, &b.firewall) && removes_deny(&b.firewall, &a.firewall);
-        prop_assert_eq!(whole, both || a.firewall.frame != b.firewall.frame);
+        prop_assert_eq!(whole, both || a.firewall.parameters != b.firewall.parameters);
         prop_assert_eq!(device::diff(&device::ObservedPeers::new(), &b.peers).is_none(), b.peers.is_empty());
     }
 
@@ -142,13 +142,13 @@ proptest! {
         }
     }
 
-    /// If two peers had one allowed IP, each diff would move it from one to the other.
+    /// If two peers had the same allowed IP, each diff would move it from one peer to the other.
     #[test]
     fn allowed_ip_has_one_owner_which_is_the_newest_peer(
         first in inputs(), shared in vec((1u8..3, 16u8..=32), 1..4)
     ) {
         let mut inputs = first;
-        // Valid allowed IPs with host bits, which every Peer has.
+        // Every Peer gets the same valid allowed IPs, with host bits set.
         let shared: Vec<IpNet> =
             shared.iter().map(|(n, l)| IpNet::new_assert(IpAddr::from([198, 18, 4 * n, 9]), *l)).collect();
         for (n, peer) in inputs.peers.iter_mut().enumerate() {
@@ -164,7 +164,7 @@ proptest! {
             }
         }
         for (net, names) in &owners {
-            prop_assert_eq!(names.len(), 1, "{} is given to {:?}", net, names);
+            prop_assert_eq!(names.len(), 1, "{} is an allowed IP of {:?}", net, names);
         }
         let newest = got.names.keys().filter_map(|key| inputs.peers.iter().find(|p| p.public_key == *key));
         if let Some(newest) = newest.max_by_key(|p| (p.revision, &p.name)) {
@@ -175,17 +175,17 @@ proptest! {
     }
 
     #[test]
-    fn device_route_is_a_peers_and_has_an_unreachable_fallback(inputs in inputs()) {
+    fn device_route_belongs_to_peer_and_has_unreachable_fallback(inputs in inputs()) {
         let got = compile(&inputs);
         let allowed_ips: BTreeSet<IpNet> = got.peers.values().flat_map(|p| p.allowed_ips.clone()).collect();
-        let closed: BTreeSet<IpNet> =
+        let unreachable: BTreeSet<IpNet> =
             got.routes.routes.iter().filter(|r| r.kind == Kind::Unreachable).map(|r| r.prefix).collect();
         for route in &got.routes.routes {
             if route.metric == crate::numbers::METRIC_PEER && route.table == TABLE {
-                prop_assert!(allowed_ips.contains(&route.prefix), "{route} is no Peer's");
+                prop_assert!(allowed_ips.contains(&route.prefix), "{route} is no Peer's allowed IP");
             }
             if route.table == TABLE {
-                prop_assert!(covered(&route.prefix, &closed), "{route} has no unreachable route behind it");
+                prop_assert!(covered(&route.prefix, &unreachable), "{route} has no unreachable route as fallback");
                 prop_assert!(route.prefix.prefix_len() > 0);
                 prop_assert!(!overlaps_own_pods(&inputs.node, &route.prefix) || route.kind == Kind::Throw, "{route}");
             }

@@ -1,6 +1,10 @@
 //! Decides which Peers, and which networks of PeerPolicies, are left out. Each message names the object, the field and what to do.
 
-use std::{collections::BTreeSet, fmt, net::SocketAddr};
+use std::{
+    collections::BTreeSet,
+    fmt,
+    net::{IpAddr, SocketAddr},
+};
 
 use clustermesh_core::{
     mesh::{WIDEST, is_too_wide},
@@ -95,7 +99,7 @@ pub(super) fn canonical(endpoint: SocketAddr) -> SocketAddr {
     SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port())
 }
 
-/// What is wrong with an endpoint; `None` = it can be used.
+/// Returns why an endpoint is invalid; `None` = it is valid.
 pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str> {
     let endpoint = canonical(endpoint);
     let ip = endpoint.ip();
@@ -114,7 +118,7 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
     }
 }
 
-/// Why this Peer is not programmed; `None` = it is. `networks` are the networks of all policies, aggregated.
+/// Returns why this Peer is refused; `None` = it is programmed. `networks` are the networks of all policies, aggregated.
 pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if peer.public_key == node.public_key {
@@ -125,11 +129,11 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
         ));
     }
     if let Some(at) = peer.endpoint
-        && let Some(what) = endpoint(node, at)
+        && let Some(fault) = endpoint(node, at)
     {
         return Some((
             Reason::EndpointInvalid,
-            format!("spec.endpoint {at} {what}; correct the annotation that gives the source node its endpoint"),
+            format!("spec.endpoint {at} {fault}; correct the annotation that gives the source node its endpoint"),
         ));
     }
     let count = peer.allowed_ips.len();
@@ -146,12 +150,12 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
         .find_map(|net| allowed_ip(inputs, networks, &net.trunc()))
 }
 
-/// Why a Peer may not have `net` among its allowed IPs; `None` = it may.
+/// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
-/// A network that contains an address of this node or of the API server is accepted only if a PeerPolicy declares it as a network of
-/// the member: if this node is a virtual machine inside the other cluster, its own address and its API server lie in that cluster's
-/// networks. Destinations that the underlay needs then get `throw` routes. A network that is only such an address (/32 or /128) is
-/// never accepted.
+/// A network that contains an InternalIP or underlay address of this node, or the API server's address, is accepted only if a
+/// PeerPolicy lists it among the networks of the member. This is so if this node is a virtual machine inside the other cluster; then
+/// destinations that the underlay needs get `throw` routes. A network that is only such an address (/32 or /128), or that contains a
+/// WireGuard address of this node, is never accepted.
 fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
@@ -174,13 +178,10 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
             ),
         ));
     }
-    let is_declared = |is_host: bool| !is_host && covered(net, networks);
+    let may_contain = |address: IpAddr| *net != host(address) && covered(net, networks);
     let wireguard = node.wireguard_ips.iter().copied().find(|a| net.contains(a));
     let own = node.addresses.iter().chain(&node.underlay_addresses).copied();
-    let own = wireguard.or_else(|| {
-        own.into_iter()
-            .find(|a| net.contains(a) && !is_declared(*net == host(*a)))
-    });
+    let own = wireguard.or_else(|| own.into_iter().find(|a| net.contains(a) && !may_contain(*a)));
     if let Some(own) = own {
         return Some((
             Reason::OwnNodeAddress,
@@ -190,7 +191,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
         ));
     }
     let mut api = inputs.api_servers.iter().map(|a| a.ip().to_canonical());
-    if let Some(api) = api.find(|a| net.contains(a) && !is_declared(*net == host(*a))) {
+    if let Some(api) = api.find(|a| net.contains(a) && !may_contain(*a)) {
         return Some((
             Reason::ApiServerAddress,
             format!(
@@ -201,7 +202,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
     None
 }
 
-/// The refusal of a Peer whose key a newer Peer has.
+/// Builds the refusal of a Peer that has the same key as `winner`, a newer Peer.
 pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
     let key = peer.public_key;
     Refused {
@@ -211,8 +212,8 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
     }
 }
 
-/// Returns the policies in canonical form, without networks and sources that this node cannot serve. An `unreachable` route for a
-/// network that contains this node's own pods would cut them off, and a source among them would be the address of one of these pods.
+/// Returns the policies with truncated prefixes, without networks and sources that are too wide or overlap this node's own pods.
+/// An `unreachable` route for such a network would cut off these pods, and such a source could be the address of one of them.
 pub(super) fn clean_policies(inputs: &Inputs, refused: &mut Vec<Refused>) -> Vec<PolicySpec> {
     let policies = inputs.policies.iter();
     policies

@@ -28,7 +28,7 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
     }
 }
 
-/// A node of the hub that is an anchor. One Routed member with two nodes, in both families.
+/// An anchor of the hub. The only other member is Routed and has two nodes, with IPv4 and IPv6 addresses.
 pub(crate) fn hub_node() -> Inputs {
     Inputs {
         node: Node {
@@ -101,7 +101,8 @@ pub(crate) fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
     inputs.policies.first_entry().unwrap().into_mut()
 }
 
-/// A worker that is a virtual machine in the hub, so that its own address and its API server lie in the hub's networks.
+/// A worker node of another member that is a virtual machine in the hub, so that its own address and its API server lie in the hub's
+/// networks.
 pub(crate) fn worker() -> Inputs {
     let hub = nets(&["10.101.0.0/16", "10.111.0.0/16", "100.66.1.0/24"]);
     Inputs {
@@ -357,7 +358,7 @@ fn masqueraded_member_publishes_only_wireguard_addresses() {
 }
 
 #[test]
-fn pod_cidrs_of_other_nodes_are_dropped_unless_anchored() {
+fn pods_elsewhere_leaves_out_anchored_networks() {
     let mut inputs = hub_node();
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
     policy_of(&mut inputs).anchored = nets(&["10.101.0.0/16"]);
@@ -393,7 +394,7 @@ fn policy_network_with_own_pods_is_refused() {
 }
 
 #[test]
-fn policy_network_wider_than_a_cluster_is_refused() {
+fn too_wide_policy_network_is_refused() {
     let with = |networks: &[&str]| {
         let mut inputs = hub_node();
         policy_of(&mut inputs).networks.extend(nets(networks));
@@ -438,20 +439,20 @@ fn policy_network_wider_than_a_cluster_is_refused() {
 
 // threat: hostile-member-root
 #[test]
-fn policy_that_allows_everything_allows_unicast_only() {
+fn policy_that_allows_everything_denies_special_prefixes() {
     let mut inputs = hub_node();
     let everything = Family::BOTH.map(Family::everything);
     policy_of(&mut inputs).allow = everything.into();
     let before = compile(&hub_node()).firewall;
     let after = compile(&inputs).firewall;
-    let assert_denies = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, not_unicast: &[&str]| {
+    let assert_denies = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, special: &[&str]| {
         let targets_of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
             pairs.iter().filter(|(s, _)| *s == source).map(|(_, to)| *to).collect()
         };
         let sources: BTreeSet<IpNet> = after.iter().map(|(source, _)| *source).collect();
         for source in sources {
             let own: BTreeSet<IpNet> = targets_of(before, source);
-            assert_eq!(targets_of(after, source), &own | &nets(not_unicast), "from {source}");
+            assert_eq!(targets_of(after, source), &own | &nets(special), "from {source}");
         }
     };
     let v4 = [
@@ -508,7 +509,7 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
     let got = compile(&inputs);
     let by_metric = |metric| got.routes.routes.iter().filter(|r| r.metric == metric).count();
     assert_eq!((got.peers.len(), got.refused), (5000, vec![]));
-    // One route for each allowed IP, and for each family the default route of the tunnel table.
+    // One route for each allowed IP, and one default route of the tunnel table for each family.
     assert_eq!(
         (
             by_metric(crate::numbers::METRIC_PEER),

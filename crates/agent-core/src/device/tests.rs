@@ -57,7 +57,7 @@ fn endpoint_that_is_no_longer_known_is_kept() {
 }
 
 #[test]
-fn moving_allowed_ip_is_added_before_its_old_owner_goes() {
+fn moving_allowed_ip_is_added_before_old_owner_is_removed() {
     let had = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24"]))]);
     let want = Peers::from([(key(2), spec("192.0.2.2:51820", &["10.0.0.0/24"]))]);
     assert_eq!(

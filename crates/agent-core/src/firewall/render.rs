@@ -1,13 +1,12 @@
 //! Renders the table as text for `nft -f`, with the chains for policies, NAT and segment sizes.
 //! [`super`] documents the values.
 //!
-//! nft 1.0.6 needs a newline or `;` before every `}`. Every rule has
-//! a comment, which `nft list table` shows; nft allows 128 bytes.
+//! nft 1.0.6 needs a newline or `;` before every `}`. Every rule has a comment, which `nft list table` shows; nft allows 128 bytes.
 
 use std::{collections::BTreeSet, fmt::Write};
 
 use super::{
-    Firewall, Frame, Scope,
+    Firewall, RuleParameters, Scope,
     routing::{leave_chains, path_chains},
     sets::{Set, sets},
 };
@@ -17,9 +16,9 @@ use crate::{
     prefixes::Family,
 };
 
-/// The transaction that replaces whatever table the kernel has by this one. If it fails, the kernel's table is unchanged.
+/// Renders the transaction that replaces the table in the kernel. If it fails, the kernel's table is unchanged.
 ///
-/// The first line creates the table where there is none, so that `delete table` cannot fail.
+/// The first line creates the table if it does not exist, so that `delete table` cannot fail.
 #[must_use]
 pub fn render(firewall: &Firewall) -> String {
     let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\ntable inet {NFT_TABLE} {{\n");
@@ -33,7 +32,7 @@ pub fn render(firewall: &Firewall) -> String {
         };
         let _ = writeln!(out, "  set {name} {{ {kind}{elements} }}");
     }
-    out.push_str(&chains(&firewall.frame));
+    out.push_str(&chains(&firewall.parameters));
     out.push_str("}\n");
     out
 }
@@ -42,12 +41,12 @@ pub(super) fn join(elements: &BTreeSet<String>) -> String {
     elements.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
-/// An nft statement that sets our bits of the mark of a packet (`meta`) or connection (`ct`) to `bits`, and keeps all other bits.
+/// Returns an nft statement that sets our bits in the mark of a packet (`meta`) or connection (`ct`), and keeps all other bits.
 pub(super) fn set_mark(bits: u32, which: &str) -> String {
     format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !mask(which))
 }
 
-/// An nft condition: our bits of the mark of a packet (`meta`) or connection (`ct`) are `bits`.
+/// Returns an nft condition: our bits in the mark of a packet (`meta`) or connection (`ct`) equal `bits`.
 pub(super) fn match_mark(bits: u32, which: &str) -> String {
     format!("{which} mark & {:#010x} == {bits:#010x}", mask(which))
 }
@@ -68,38 +67,37 @@ pub(super) fn add_rule_pair(out: &mut String, rule: &str, comment: &str) {
     }
 }
 
-fn chains(frame: &Frame) -> String {
-    match frame.scope {
+fn chains(parameters: &RuleParameters) -> String {
+    match parameters.scope {
         Scope::Tunnel => [
-            path_chains(frame),
-            policy_chains(frame),
-            nat_and_mss_chains(frame),
-            leave_chains(frame),
+            path_chains(parameters),
+            policy_chains(parameters),
+            nat_and_mss_chains(parameters),
+            leave_chains(parameters),
         ]
         .concat(),
         Scope::Mesh => [
-            own_addresses_chains_of_policy_mode(frame),
-            policy_chains_of_policy_mode(frame),
-            nat_chain_of_policy_mode(frame),
+            own_addresses_chains_of_policy_mode(parameters),
+            policy_chains_of_policy_mode(parameters),
+            nat_chain_of_policy_mode(parameters),
         ]
         .concat(),
     }
 }
 
-/// Comment of the rules that drop forwarded packets with IPv4 options. A source route changes the destination after these rules
-/// have seen it, where the kernel accepts source routes.
+/// Comment of the rules that drop forwarded packets with IPv4 options. If the kernel accepts source routing, such an option changes
+/// the destination after these rules have checked it.
 const OPTIONS: &str = "IPv4 options: a source route would change the destination later";
 
-/// Condition and verdict for a connection to an address of this node, broadcast and multicast included. Matched before DNAT, after
-/// which a NodePort or hostPort looks like the pod behind it.
+/// Condition and verdict for a connection to an address of this node, including broadcast and multicast addresses. The rule must be
+/// in a chain before DNAT, because after DNAT the destination of a NodePort or hostPort packet is a pod.
 pub(super) const TO_THIS_NODE: &str =
     "ct direction original fib daddr type { local, broadcast, anycast, multicast } goto to_this_node";
 
-/// The chain for connections to addresses of this node itself.
+/// Renders the chain for connections to addresses of this node itself.
 ///
-/// Programs that listen on every address of the node are meant for its own cluster. Other members may reach them at node addresses
-/// that are listed in allowedNetworks. The WireGuard address and the CNI's gateway also lie in allowed networks, but those were
-/// listed for another reason.
+/// Programs that listen on every address of the node are meant for its own cluster. Other members may reach them only at listener
+/// addresses. The WireGuard address and the pods' default gateway are no listener addresses, although they lie in allowed networks.
 pub(super) fn to_this_node_chain() -> String {
     let mut out = String::from("\n  chain to_this_node {\n");
     add_rule_pair(
@@ -123,8 +121,8 @@ pub(super) fn to_this_node_chain() -> String {
     out
 }
 
-fn own_addresses_chains_of_policy_mode(frame: &Frame) -> String {
-    let device = &frame.device;
+fn own_addresses_chains_of_policy_mode(parameters: &RuleParameters) -> String {
+    let device = &parameters.device;
     let mut out = String::from(
         "
   chain own_addresses {
@@ -139,10 +137,10 @@ fn own_addresses_chains_of_policy_mode(frame: &Frame) -> String {
     out + "  }\n" + &to_this_node_chain()
 }
 
-/// The policy chains where another program owns the tunnel. WireGuard binds the inner source to the peer, so a packet with a mesh
-/// source is from that member. Other packets are that program's business.
-fn policy_chains_of_policy_mode(frame: &Frame) -> String {
-    let device = &frame.device;
+/// Renders the policy chains for policy mode, in which another program owns the tunnel. WireGuard binds the inner source to the peer,
+/// so a packet with a mesh source is from that member. Packets with other sources are left to that program.
+fn policy_chains_of_policy_mode(parameters: &RuleParameters) -> String {
+    let device = &parameters.device;
     let mut out = String::from(
         "
   chain policy_input {
@@ -154,7 +152,7 @@ fn policy_chains_of_policy_mode(frame: &Frame) -> String {
     out.push_str(
         "  }
 
-  # A leader of Kilo forwards to other nodes of this cluster, which the policies decide. It never forwards between members.
+  # A leader of Kilo may forward from members to other nodes of this cluster, as the policies allow, but not between members.
   chain policy_forward {
     type filter hook forward priority filter - 10; policy accept;
 ",
@@ -175,7 +173,7 @@ const FROM_MESH: &str = "from the mesh: check the policies";
 const TRANSIT: &str = "no transit from member to member";
 const KEEP_SOURCE: &str = "published source: keep it from a later masquerade";
 
-/// Why the nat chain translates a source to itself.
+/// The head of the nat chain.
 const NAT_CHAIN: &str = "
   # Before the CNI's nat chain (priority 100). `accept` does not stop a later nat chain from masquerading; translating a source to
   # itself does.
@@ -183,8 +181,8 @@ const NAT_CHAIN: &str = "
     type nat hook postrouting priority srcnat - 10; policy accept;
 ";
 
-fn nat_chain_of_policy_mode(frame: &Frame) -> String {
-    let device = &frame.device;
+fn nat_chain_of_policy_mode(parameters: &RuleParameters) -> String {
+    let device = &parameters.device;
     let mut out = String::from(NAT_CHAIN);
     let published = format!("oifname \"{device}\" {{ip}} daddr @mesh{{n}} {{ip}} saddr @published{{n}}");
     add_rule_pair(
@@ -195,9 +193,9 @@ fn nat_chain_of_policy_mode(frame: &Frame) -> String {
     out + "  }\n"
 }
 
-/// The policy chains run after kube-proxy's DNAT (-100) and before all other filter chains (0).
-fn policy_chains(frame: &Frame) -> String {
-    let device = &frame.device;
+/// Renders the policy chains. They run after kube-proxy's DNAT (-100) and before all other filter chains (0).
+fn policy_chains(parameters: &RuleParameters) -> String {
+    let device = &parameters.device;
     let mut out = String::from(
         "
   chain policy_input {
@@ -228,7 +226,7 @@ fn policy_chains(frame: &Frame) -> String {
     out + &from_mesh_chains()
 }
 
-/// Drops what is denied to every member, whatever its policy allows.
+/// Appends the rules that drop denied packets. Only packets that match an allow set reach these rules.
 fn add_deny_rules(out: &mut String) {
     add_rule(
         out,
@@ -245,8 +243,8 @@ fn add_deny_rules(out: &mut String) {
         "{ip} saddr . {ip} daddr @deny{n} counter drop",
         "denied on every port",
     );
-    // `ct protocol` instead of `meta l4proto`: between ranges nft 1.0 writes the latter with a byteorder expression of one byte,
-    // which Linux 6.12.117 refuses, and with it the whole table. Every packet that comes this far is in conntrack.
+    // `ct protocol` instead of `meta l4proto`: between ranges, nft 1.0 writes the latter with a byteorder expression of one byte.
+    // Linux 6.12.117 refuses this expression and so the whole table. Every packet in this chain is in conntrack.
     add_rule_pair(
         out,
         "{ip} saddr . {ip} daddr . ct protocol . th dport @deny_ports{n} counter drop",
@@ -254,7 +252,7 @@ fn add_deny_rules(out: &mut String) {
     );
 }
 
-/// Drops what conntrack calls related, except ICMP errors.
+/// Appends the rules that drop related packets (`ct state related`) except ICMP errors.
 fn add_error_only_rules(out: &mut String) {
     for rule in [
         "meta nfproto ipv4 meta l4proto != icmp counter drop",
@@ -269,7 +267,7 @@ fn add_error_only_rules(out: &mut String) {
 fn from_mesh_chains() -> String {
     let mut out = String::from(
         "
-  # Every packet of the original direction is matched, so deleting an element also ends open connections.
+  # Every packet of the original direction is matched, so deleting an element also stops open connections.
   chain from_mesh {
 ",
     );
@@ -319,9 +317,9 @@ fn from_mesh_chains() -> String {
     out.push_str(
         "  }
 
-  # Closed on all nodes, not only on this one: the CNI may masquerade a packet for another node here, and then it looks there like
-  # one from this node. No object names the node addresses in pod CIDRs (the CNI's gateway), so whole pod CIDRs of other nodes are
-  # closed. A pod that listens on such a port is reached through its own node's tunnel or through a Service.
+  # Closes the ports on all nodes, not only on this one: the CNI may masquerade a packet that this node forwards to another node,
+  # which then takes this node for the source. No object lists the nodes' addresses in pod CIDRs (the pods' default gateways), so
+  # the ports are closed in whole pod CIDRs of other nodes. Pods are reached at such a port through their node or a Service.
   chain infrastructure {
 ",
     );
@@ -359,15 +357,15 @@ fn from_mesh_chains() -> String {
     out
 }
 
-/// The chains for the sources and segment sizes of packets that enter or leave the tunnel.
-fn nat_and_mss_chains(frame: &Frame) -> String {
-    let Frame {
+/// Renders the chains that set sources and segment sizes of packets that enter or leave the tunnel.
+fn nat_and_mss_chains(parameters: &RuleParameters) -> String {
+    let RuleParameters {
         device,
         mtu,
         wireguard_v4,
         wireguard_v6,
         ..
-    } = frame;
+    } = parameters;
     let mut out = String::from(NAT_CHAIN);
     add_rule_pair(
         &mut out,
@@ -390,7 +388,7 @@ fn nat_and_mss_chains(frame: &Frame) -> String {
         );
     }
     out.push_str(
-        "    # An anchor gets packets for networks beyond this node's own prefixes, by the other members' Peers for this node.\n",
+        "    # An anchor also receives packets for anchored networks, which are in the allowed IPs of its Peers in other members.\n",
     );
     let anchored = "ct original {ip} daddr @served{n} ct original {ip} daddr != @published{n}";
     add_rule_pair(
@@ -401,8 +399,8 @@ fn nat_and_mss_chains(frame: &Frame) -> String {
     out.push_str(
         "  }
 
-  # In both directions, because the device of a peer may have a larger MTU. `rt mtu` is the lesser MTU of the routes to a packet's
-  # destination and to its source, so a smaller MTU of a peer's routes applies whichever end opens the connection.
+  # Clamps in both directions, because the device of a peer may have a larger MTU. `rt mtu` is the smaller MTU of the routes to the
+  # packet's destination and to its source, so the MTU of a peer's route applies to connections from either side.
   chain mss {
     type filter hook forward priority mangle; policy accept;
 ",

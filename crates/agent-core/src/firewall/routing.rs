@@ -1,26 +1,26 @@
-//! Renders the chains that mark packets for policy routing, so that replies take the path of their connection, and the chains that
-//! drop packets which must not leave this node. [`super::render`] has the other chains.
+//! Renders the chains that mark packets for policy routing, so that replies take the path of their connection (tunnel or underlay),
+//! and the chains that drop packets which must not leave this node. [`super::render`] has the other chains.
 
 use super::{
-    Frame,
+    RuleParameters,
     render::{TO_THIS_NODE, add_rule, add_rule_pair, match_mark, set_mark, to_this_node_chain},
 };
 use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
 
 const REPLY_BY_TUNNEL: &str = "reply to the tunnel although its destination has a throw route";
 
-/// Drops spoofed sources, and marks packets so that replies take the path by which their connection came.
-pub(super) fn path_chains(frame: &Frame) -> String {
-    let Frame {
+/// Renders the chains that drop spoofed sources, and that mark packets so that replies take the path of their connection.
+pub(super) fn path_chains(parameters: &RuleParameters) -> String {
+    let RuleParameters {
         device, listen_port, ..
-    } = frame;
+    } = parameters;
     let (ct_tunnel, ct_underlay) = (set_mark(MARK_TUNNEL, "ct"), set_mark(MARK_UNDERLAY, "ct"));
     let (meta_tunnel, meta_underlay) = (set_mark(MARK_TUNNEL, "meta"), set_mark(MARK_UNDERLAY, "meta"));
     let (from_tunnel, from_underlay) = (match_mark(MARK_TUNNEL, "ct"), match_mark(MARK_UNDERLAY, "ct"));
     let mut out = String::from(
         "
-  # Replies take the path by which their connection came: the mark selects the routing table. The underlay mark is also for a
-  # strict rp_filter, which looks up the source with it (src_valid_mark).
+  # Replies take the path of their connection (tunnel or underlay): the packet mark selects the routing table. A strict rp_filter
+  # also looks up the source with the underlay mark (src_valid_mark).
   chain path_in {
     type filter hook prerouting priority mangle; policy accept;
 ",
@@ -36,7 +36,7 @@ pub(super) fn path_chains(frame: &Frame) -> String {
         "outer packets of the tunnel: use the underlay",
     );
     out.push_str(
-        "    # A worker whose own address lies in a mesh network receives packets with mesh sources by the underlay, but never forwards them.\n",
+        "    # A node whose own address lies in a mesh network receives packets with mesh sources by the underlay, but never forwards them.\n",
     );
     add_rule_pair(
         &mut out,
@@ -76,8 +76,8 @@ pub(super) fn path_chains(frame: &Frame) -> String {
     out.push_str(&to_this_node_chain());
     out.push_str(
         "
-  # A connection from the underlay that was translated into the mesh (NodePort here, endpoint there) enters the tunnel. With the
-  # underlay mark it would leave unencrypted.
+  # A connection from the underlay whose destination is translated to a mesh address (a NodePort with an endpoint in another member)
+  # enters the tunnel. With the underlay mark it would leave unencrypted.
   chain path_dnat {
     type filter hook prerouting priority dstnat + 1; policy accept;
 ",
@@ -107,19 +107,19 @@ pub(super) fn path_chains(frame: &Frame) -> String {
         &format!("ct direction reply {from_underlay} counter {meta_underlay}"),
         "reply to an underlay connection: use the underlay",
     );
-    // Only to destinations with a throw route. Conntrack also counts this node's own ICMP errors about packets that its pods send
-    // into the tunnel (too big, unreachable) as replies, and those have to reach the pods.
+    // Only replies to destinations with a throw route get the tunnel mark. Conntrack also counts this node's own ICMP errors about
+    // packets that its pods send into the tunnel (too big, unreachable) as replies, and those errors have to reach the pods.
     add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
     out.push_str("  }\n");
     out
 }
 
-/// Drops packets that would leave unencrypted, or enter the tunnel with a source that is not published. The chains run after
-/// every nat chain.
-pub(super) fn leave_chains(frame: &Frame) -> String {
-    let Frame {
+/// Renders the chains that drop packets that would leave unencrypted, or enter the tunnel with an unpublished source. They run
+/// after every nat chain.
+pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
+    let RuleParameters {
         device, listen_port, ..
-    } = frame;
+    } = parameters;
     let (from_tunnel, from_underlay) = (match_mark(MARK_TUNNEL, "ct"), match_mark(MARK_UNDERLAY, "ct"));
     let mut out = String::from(
         "
@@ -147,8 +147,8 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         "reply to an underlay connection",
     );
     out.push_str(
-        "    # A neighbour on the underlay's link may have an address in the mesh: for a worker in the hub, pods of the hub are such
-    # neighbours. These packets are what ARP is for IPv4. They are never forwarded, and no route is looked up for the answer.
+        "    # A neighbour on the underlay's link may have a mesh address: if this node is a virtual machine in the hub, pods of the hub are
+    # such neighbours. Neighbour discovery is never forwarded, and the kernel looks up no route for its answers.
 ",
     );
     add_rule(
@@ -165,12 +165,12 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         );
     }
     out.push_str(
-        "    # When a prefix is removed from the mesh, conntrack still has its connections, with the published source as translated.\n",
+        "    # After a prefix is removed from the mesh, conntrack still has its connections, translated to a published source.\n",
     );
     add_rule(
         &mut out,
         &format!("iifname != \"{device}\" {from_tunnel} counter drop"),
-        "connection of the tunnel would go on unencrypted",
+        "connection of the tunnel would continue unencrypted",
     );
     add_rule_pair(&mut out, "{ip} daddr @throw{n} accept", "needed by the underlay");
     add_rule_pair(

@@ -9,22 +9,22 @@ use crate::prefixes::Family;
 
 /// A set of the table, in the syntax of nft.
 pub(super) struct Set {
-    /// A set has one type, so each name of a set of addresses ends in the address family.
+    /// The name ends in 4 or 6 if the elements contain addresses, because a set has only one address type.
     pub(super) name: String,
     /// Its `type` and `flags`.
     pub(super) kind: String,
     pub(super) elements: BTreeSet<String>,
-    /// Rules drop what is in this set, whatever another set allows.
+    /// Rules drop packets that match this set, even if they match an allow set.
     pub(super) is_deny: bool,
 }
 
 /// Every set of the table in the order of declaration, deny sets first.
 ///
-/// Concatenated range sets (nft_set_pipapo) get their new elements only at the end of a transaction, after its rules are in place,
-/// and one set after the other. With an allow set first, denied packets would pass for a moment.
+/// The kernel activates new elements of concatenated range sets (nft_set_pipapo) at the end of a transaction, after its rules, and
+/// one set after the other. With an allow set first, denied packets would pass for a moment.
 pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let Firewall {
-        frame: _,
+        parameters: _,
         v4,
         v6,
         infrastructure,
@@ -71,7 +71,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
         pods_elsewhere,
         closed,
     } = sets;
-    // Name, is_deny, elements.
+    // (name, is_deny, elements)
     let table = [
         ("mesh", false, Networks(mesh)),
         ("throw", false, Networks(throw)),
@@ -100,7 +100,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
 }
 
 impl Elements<'_> {
-    /// The `type` and `flags` of their set. `address` is nft's type of an address.
+    /// Returns the `type` and `flags` of the set. `address` is nft's address type.
     fn kind(&self, address: &str) -> String {
         match self {
             Self::Networks(_) => format!("type {address}; flags interval;"),

@@ -20,18 +20,18 @@ fn table_of_policy_mode() {
 }
 
 #[test]
-fn equal_table_is_no_transaction() {
+fn equal_table_needs_no_transaction() {
     let table = compile(&hub_node()).firewall;
     assert_eq!(update(Some(&table), &table), None);
 }
 
 #[test]
-fn unwritten_or_changed_chains_write_the_whole_table() {
+fn missing_table_or_changed_parameter_writes_the_whole_table() {
     let table = compile(&hub_node()).firewall;
     let whole = Some(Update::Whole { script: render(&table) });
     assert_eq!(update(None, &table), whole);
     let mut other = table.clone();
-    other.frame.mtu = 1370;
+    other.parameters.mtu = 1370;
     assert_eq!(update(Some(&other), &table), whole);
 }
 

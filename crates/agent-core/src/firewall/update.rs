@@ -16,9 +16,9 @@ pub enum Update {
     Elements {
         /// Transactions for `nft -f`, in this order.
         scripts: Vec<String>,
-        /// How many elements are removed.
+        /// Number of elements that are removed.
         removed: usize,
-        /// How many elements are added.
+        /// Number of elements that are added.
         added: usize,
     },
     /// Replaces the whole table in one transaction.
@@ -39,15 +39,15 @@ impl Update {
     }
 }
 
-/// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old` it is the whole
-/// table.
+/// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old`, the whole table
+/// is written.
 ///
-/// The sets of a transaction do not change atomically (`sets`). So deny elements are added before, and removed after, all others.
-/// A change that both adds and removes deny elements replaces the whole table.
+/// The sets of a transaction do not change atomically (see `sets`). So deny elements are added before all others, and removed after
+/// them. A change that both adds and removes deny elements replaces the whole table.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     let whole = || Some(Update::Whole { script: render(new) });
-    let Some(old) = old.filter(|old| old.frame == new.frame) else {
+    let Some(old) = old.filter(|old| old.parameters == new.parameters) else {
         return whole();
     };
     let [mut deny, mut others] = [Changes::default(), Changes::default()];
@@ -78,7 +78,7 @@ struct Changes {
 }
 
 impl Changes {
-    /// Removes before it adds, because a wider prefix may replace two narrower ones in one transaction.
+    /// Removals come first, because a wider prefix may replace two narrower ones in one transaction.
     fn add(&mut self, old: &BTreeSet<String>, new: &Set) {
         let minus: BTreeSet<String> = old.difference(&new.elements).cloned().collect();
         let plus: BTreeSet<String> = new.elements.difference(old).cloned().collect();

@@ -1,8 +1,8 @@
 //! Compiles SandboxAccesses and Services into the peers and the table of a gateway.
 //!
-//! Only an invalid part is left out, not the whole SandboxAccess. Of two parts that conflict, the one in the older SandboxAccess wins,
-//! then the one in the SandboxAccess whose name sorts first. Two SandboxAccesses of one sandbox, written for two meshes, conflict only
-//! where they differ.
+//! Only an invalid part is left out, not the whole SandboxAccess. Of two parts that conflict, the one in the older SandboxAccess wins;
+//! if both are equally old, the one in the SandboxAccess whose name sorts first. Two SandboxAccesses of one sandbox, written for two
+//! meshes, conflict only in parts that differ.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,12 +15,12 @@ use clustermesh_core::{key::PublicKey, mesh::Protocol};
 use ipnet::IpNet;
 
 use super::{
-    Access, Compiled, Frame, Grant, GrantId, Granted, Inputs, Reason, Refused, SandboxId, Table, endpoints,
+    Access, Compiled, Grant, GrantId, GrantSpec, Inputs, Reason, Refused, RuleParameters, SandboxId, Table, endpoints,
     id::IdAllocator,
 };
 use crate::{
     device::{PeerSpec, Peers},
-    prefixes::{NOT_UNICAST, host, overlap},
+    prefixes::{SPECIAL_PURPOSE, host, overlap},
 };
 
 /// Compiles the desired state of a gateway.
@@ -32,14 +32,14 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         networks: BTreeMap::new(),
         keys: BTreeMap::new(),
         addresses: BTreeMap::new(),
-        open: BTreeMap::new(),
+        ports: BTreeMap::new(),
         sandboxes: IdAllocator::default(),
         grants: IdAllocator::default(),
         out: Compiled {
             peers: Peers::new(),
             routes: BTreeSet::new(),
             table: Table {
-                frame: Frame {
+                parameters: RuleParameters {
                     interface: settings.interface.clone(),
                     listen_port: settings.listen_port,
                     admin_port: settings.admin_port,
@@ -64,7 +64,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     compiler.out
 }
 
-/// A node of a SandboxAccess, and where the object has it.
+/// A node of a SandboxAccess, with its index in `spec.nodes`.
 #[derive(Clone, Copy)]
 struct NodeRef<'a> {
     access: &'a Access,
@@ -80,13 +80,13 @@ impl fmt::Display for NodeRef<'_> {
 
 struct Compiler<'a> {
     inputs: &'a Inputs,
-    /// The networks, keys, addresses and ports that are taken, with their owners.
+    /// The accepted networks, keys, addresses and gateway ports, with their owners.
     networks: BTreeMap<IpNet, &'a Access>,
     keys: BTreeMap<PublicKey, NodeRef<'a>>,
     addresses: BTreeMap<IpAddr, NodeRef<'a>>,
-    open: BTreeMap<(SandboxId, Protocol, u16), &'a Granted>,
+    ports: BTreeMap<(SandboxId, Protocol, u16), &'a GrantSpec>,
     sandboxes: IdAllocator<&'a str>,
-    grants: IdAllocator<(&'a str, &'a Granted)>,
+    grants: IdAllocator<(&'a str, &'a GrantSpec)>,
     out: Compiled,
 }
 
@@ -101,7 +101,7 @@ impl<'a> Compiler<'a> {
         });
     }
 
-    fn refuse_grant(&mut self, access: &Access, granted: &Granted, field: String, reason: Reason, message: String) {
+    fn refuse_grant(&mut self, access: &Access, granted: &GrantSpec, field: String, reason: Reason, message: String) {
         self.out.refused.insert(Refused {
             access: access.name.clone(),
             field,
@@ -135,7 +135,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// Selects the valid networks of a sandbox. Addresses of its nodes in a refused network are refused, too.
+    /// Selects the valid networks of a sandbox. [`Self::add_node`] refuses node addresses outside these networks.
     fn accept_networks(&mut self, access: &Access) -> BTreeSet<IpNet> {
         let settings = &self.inputs.settings;
         let mut networks: BTreeSet<IpNet> = BTreeSet::new();
@@ -150,7 +150,7 @@ impl<'a> Compiler<'a> {
             };
             let widest = if network.addr().is_ipv4() { 8 } else { 7 };
             let reserved = settings.reserved.iter().chain(&settings.endpoint_networks);
-            let mut reserved = reserved.chain(&NOT_UNICAST);
+            let mut reserved = reserved.chain(&SPECIAL_PURPOSE);
             if network.prefix_len() < widest {
                 let message = format!("{network} is wider than /{widest}: name the networks of the sandbox");
                 self.refuse(access, field, Reason::NetworkInvalid, message);
@@ -230,7 +230,7 @@ impl<'a> Compiler<'a> {
         self.out.peers.insert(key, spec);
     }
 
-    fn add_grant(&mut self, access: &'a Access, sandbox: SandboxId, index: usize, granted: &'a Granted) {
+    fn add_grant(&mut self, access: &'a Access, sandbox: SandboxId, index: usize, granted: &'a GrantSpec) {
         let field = |part: &str| format!("spec.grants[{index}]{part}");
         if granted.protocol == Protocol::Sctp {
             let message = "a gateway translates only TCP and UDP".to_owned();
@@ -238,7 +238,7 @@ impl<'a> Compiler<'a> {
             return;
         }
         let port = (sandbox, granted.protocol, granted.gateway_port);
-        if let Some(other) = self.open.get(&port) {
+        if let Some(other) = self.ports.get(&port) {
             if *other == granted {
                 return;
             }
@@ -250,8 +250,8 @@ impl<'a> Compiler<'a> {
             self.refuse_grant(access, granted, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
         }
-        // Also before its Service is observed, so that a port does not change between two grants.
-        self.open.insert(port, granted);
+        // The grant keeps the port even while its Service is unknown or missing, so that the port does not move between two grants.
+        self.ports.insert(port, granted);
         let service = self.inputs.services.get(&granted.service);
         let resolved = match endpoints::resolve(granted, service, &self.inputs.settings) {
             Ok(resolved) => resolved,
@@ -278,7 +278,7 @@ impl<'a> Compiler<'a> {
             id: GrantId(id),
             service: granted.service.clone(),
             balancer: resolved.balancer,
-            standing: resolved.standing,
+            allowed_endpoints: resolved.allowed_endpoints,
         };
         self.out.table.grants.insert(port, grant);
     }

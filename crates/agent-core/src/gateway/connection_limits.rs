@@ -1,28 +1,29 @@
-//! Renders the limits on the number of open connections: sets of the table and the chain `count`.
+//! Renders the limits on the number of open connections: the sets of connection lists and the chain `count`.
 
 use std::{fmt::Write, num::NonZeroU32};
 
 use super::render::{add_rule, family_digit, ip_keyword};
 use crate::prefixes::Family;
 
-/// A limit is spread over several lists so that each counts about this many connections. For each new connection the kernel looks
-/// up all others in its list (nf_conncount): with 15,500 in one list the first packet of a connection took 4.2 ms, without a limit
-/// 0.08 ms.
+/// A limit is spread over several lists, so that each list counts about this many connections. For each new connection the kernel
+/// looks up all others in its list (nf_conncount): with 15,500 connections in one list, the first packet of a connection took 4.2 ms;
+/// without a limit, 0.08 ms.
 const LIST_LENGTH: u32 = 64;
 /// Maximum number of lists for one limit.
 const MAX_LISTS: u32 = 256;
-/// Size of a set of lists. Each list holds at least one connection, and few machines allow more connections (nf_conntrack_max).
+/// Size of a set, whose elements are the lists. Each list has at least one connection, and few machines allow more connections
+/// (nf_conntrack_max).
 const SET_SIZE: u32 = 1 << 18;
 
 /// Limits on open connections. A large limit is spread over several lists, by a hash of the client's address and port.
 pub(super) struct ConnectionLimits {
-    /// Connections of one sandbox.
+    /// Limit on connections of one sandbox.
     pub(super) sandbox: Option<NonZeroU32>,
-    /// Connections of one grant to one endpoint.
+    /// Limit on connections of one grant to one endpoint.
     pub(super) endpoint: Option<NonZeroU32>,
 }
 
-/// Spreads a limit: the number of lists, and the limit of each. Lists fill unevenly, so each takes 50 % more than its share.
+/// Spreads a limit: returns the number of lists, and the limit of each. Lists fill unevenly, so their limit is 50 % above their share.
 fn spread(limit: NonZeroU32) -> (u32, u32) {
     match (limit.get() / LIST_LENGTH).min(MAX_LISTS) {
         0 | 1 => (1, limit.get()),
@@ -48,24 +49,24 @@ impl ConnectionLimits {
         }
     }
 
-    /// The chain that counts a connection when its first packet passes. Within this chain alone, the packet's mark and priority hold
-    /// the sandbox and the list.
+    /// Renders the chain that counts a connection when its first packet passes. Only within this chain, the packet's mark and priority
+    /// contain the sandbox and the list.
     pub(super) fn chain(&self) -> String {
         let mut out = String::new();
         if !self.has_any() {
             return out;
         }
         out.push_str("  chain count {\n");
-        let hash = |what: &str, lists: u32, out: &mut String| {
+        let hash = |field: &str, lists: u32, out: &mut String| {
             for ip in Family::BOTH.map(ip_keyword) {
-                let rule = format!("{what} set jhash {ip} saddr . th sport mod {lists}");
+                let rule = format!("{field} set jhash {ip} saddr . th sport mod {lists}");
                 add_rule(out, &rule, "the list that counts this connection");
             }
         };
         let count = |set: &str, key: &str, limit: u32, comment: &str, out: &mut String| {
             let rule = format!("add @{set} {{ {key} ct count over {limit} }} counter drop");
             add_rule(out, &rule, comment);
-            // In a full set the rule above does not match.
+            // If the set is full, `add` adds no element and the rule above does not match.
             add_rule(
                 out,
                 &format!("{key} != @{set} counter drop"),

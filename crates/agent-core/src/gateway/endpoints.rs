@@ -1,27 +1,27 @@
-//! Resolves a grant to its endpoints: those for new connections, and those that keep their open connections.
+//! Resolves a grant to the endpoints for new connections, and to those that may have open connections.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
-use clustermesh_core::plan::INFRASTRUCTURE;
+use clustermesh_core::plan::INFRASTRUCTURE_PORTS;
 
-use super::{Balancer, Granted, Reason, Service, Settings};
-use crate::prefixes::NOT_UNICAST;
+use super::{Balancer, GrantSpec, Reason, Service, Settings};
+use crate::prefixes::SPECIAL_PURPOSE;
 
 /// The endpoints of a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct ResolvedGrant {
     pub(super) balancer: Balancer,
-    pub(super) standing: BTreeSet<SocketAddr>,
-    /// The endpoints that are left out, and why.
+    pub(super) allowed_endpoints: BTreeSet<SocketAddr>,
+    /// Message about the endpoints that are left out; `None` = all are served.
     pub(super) left_out: Option<String>,
 }
 
-/// Resolves a grant. Forbidden endpoints are left out.
+/// Resolves a grant. Endpoints that sandboxes must not reach are left out.
 ///
 /// # Errors
-/// The Service cannot be served at all.
+/// If no endpoint of the Service can be served, with the reason and a message.
 pub(super) fn resolve(
-    granted: &Granted,
+    granted: &GrantSpec,
     service: Option<&Service>,
     settings: &Settings,
 ) -> Result<ResolvedGrant, (Reason, String)> {
@@ -30,8 +30,8 @@ pub(super) fn resolve(
     if (&*name.namespace, &*name.name) == ("default", "kubernetes") {
         return refused("this is the API server, which no sandbox may reach".to_owned());
     }
-    let facts = match service {
-        Some(Service::Seen(facts)) => facts,
+    let observed = match service {
+        Some(Service::Observed(observed)) => observed,
         Some(Service::Absent) => {
             return Err((Reason::ServiceMissing, format!("there is no Service {name}")));
         }
@@ -41,19 +41,19 @@ pub(super) fn resolve(
             return Err((Reason::ServiceUnknown, message));
         }
     };
-    if facts.mirror {
+    if observed.mirror {
         return refused(format!("Service {name} mirrors another cluster's: grant that one"));
     }
-    if facts.external_name {
+    if observed.external_name {
         return refused(format!("Service {name} is of type ExternalName and has no endpoints"));
     }
-    if !facts.selector {
+    if !observed.selector {
         return refused(format!(
             "Service {name} has no selector: its EndpointSlices are written by hand and may hold any address, so no sandbox may \
              reach it"
         ));
     }
-    if !facts.ports.contains(&(granted.protocol, granted.port.clone())) {
+    if !observed.ports.contains(&(granted.protocol, granted.port.clone())) {
         let message = format!(
             "Service {name} has no {} port {:?}",
             granted.protocol.lowercase(),
@@ -64,8 +64,8 @@ pub(super) fn resolve(
     let mut resolved = ResolvedGrant::default();
     let mut left_out: Vec<String> = Vec::new();
     let (mut ready, mut draining) = (BTreeSet::new(), BTreeSet::new());
-    let ours = |e: &&super::Endpoint| e.protocol == granted.protocol && e.port_name == granted.port;
-    for endpoint in facts.endpoints.iter().filter(ours) {
+    let is_granted_port = |e: &&super::Endpoint| e.protocol == granted.protocol && e.port_name == granted.port;
+    for endpoint in observed.endpoints.iter().filter(is_granted_port) {
         let address = endpoint.address.to_canonical();
         let outside = !settings.endpoint_networks.iter().any(|net| net.contains(&address));
         let own = settings.addresses.contains(&address) || settings.reserved.iter().any(|net| net.contains(&address));
@@ -73,13 +73,13 @@ pub(super) fn resolve(
             left_out.push(format!("{address} lies outside the networks of --endpoint-network"));
             continue;
         }
-        if own || NOT_UNICAST.iter().any(|net| net.contains(&address)) {
+        if own || SPECIAL_PURPOSE.iter().any(|net| net.contains(&address)) {
             left_out.push(format!(
                 "{address} belongs to a gateway, this pod, the API server or the local host: closed to every sandbox"
             ));
             continue;
         }
-        if INFRASTRUCTURE.contains(&endpoint.port) {
+        if INFRASTRUCTURE_PORTS.contains(&endpoint.port) {
             left_out.push(format!(
                 "{address} port {}: a port of Kubernetes itself, closed to every sandbox",
                 endpoint.port
@@ -93,12 +93,12 @@ pub(super) fn resolve(
             draining.insert(socket);
         }
     }
-    resolved.standing = ready.union(&draining).copied().collect();
+    resolved.allowed_endpoints = ready.union(&draining).copied().collect();
     for v6 in [false, true] {
         let of_this_family = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
             all.iter().filter(|socket| socket.is_ipv6() == v6).copied().collect()
         };
-        // As kube-proxy does: if none is ready, terminating ones take new connections.
+        // As in kube-proxy, terminating endpoints get new connections if no endpoint is ready.
         let chosen = Some(of_this_family(&ready))
             .filter(|all| !all.is_empty())
             .unwrap_or_else(|| of_this_family(&draining));
@@ -108,7 +108,7 @@ pub(super) fn resolve(
             resolved.balancer.v4 = chosen;
         }
     }
-    resolved.balancer.sticky = facts.sticky;
+    resolved.balancer.sticky = observed.sticky;
     if let Some(first) = left_out.first() {
         resolved.left_out = Some(match left_out.len() {
             1 => format!("endpoint {first}"),

@@ -1,5 +1,5 @@
-//! Assigns the numbers that identify sandboxes and grants in the kernel. Each is a hash of what it identifies, so a new process assigns
-//! the same numbers and connections of the earlier process go on. If two hashes are equal, the next free number is used.
+//! Assigns the numbers that identify sandboxes and grants in the kernel. A number is a hash of the sandbox or grant, so after a restart
+//! the gateway assigns the same numbers, and open connections continue. If two hashes are equal, the next free number is used.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ pub struct SandboxId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrantId(pub u32);
 
-/// Hashes each part after its length, so that different lists of parts never have the same input.
+/// Hashes the length of each part and then the part, so that different lists of parts are different inputs of the hash.
 fn hash(parts: &[&str]) -> u32 {
     let bytes = |part: &&str| [&part.len().to_le_bytes(), part.as_bytes()].concat();
     fnv1a(parts.iter().flat_map(bytes))
 }
 
-/// Assigns a number, which is not 0, to each key.
+/// Assigns a number other than 0 to each key.
 #[derive(Debug)]
 pub(super) struct IdAllocator<K> {
     taken: BTreeMap<u32, K>,
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn same_text_in_other_parts_has_another_hash() {
+    fn same_text_split_differently_has_another_hash() {
         assert_ne!(hash(&["a", "bc"]), hash(&["ab", "c"]));
         assert_eq!(hash(&["a", "bc"]), hash(&["a", "bc"]));
     }

@@ -11,11 +11,11 @@ use std::{
 use clustermesh_core::mesh::Protocol;
 use ipnet::IpNet;
 
-use super::{Frame, GrantId, SandboxId, connection_limits::ConnectionLimits};
+use super::{GrantId, RuleParameters, SandboxId, connection_limits::ConnectionLimits};
 use crate::{numbers::NFT_TABLE, prefixes::Family};
 
-/// A part of the table that is added and removed by itself. The order of the variants is the order of adding: a chain before the
-/// element that refers to it, an endpoint before the grant that opens it.
+/// A part of the table that can be added and removed separately. Pieces are added in the order of the variants: a chain before the
+/// element that refers to it, an endpoint before the grant that allows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Piece {
     /// The named limit of a sandbox's new connections.
@@ -24,26 +24,26 @@ pub(super) enum Piece {
     Limited(SandboxId),
     /// A chain that chooses an endpoint.
     Chooser(Chooser),
-    /// The map element from a grant and a number to an endpoint of one family.
+    /// The map element from a grant and an index to an endpoint of one family.
     Backend(GrantId, Family, usize),
     /// The map element from a grant to the chooser of one family.
     Service(GrantId, Family),
-    /// The set element that lets packets of a grant's connections to this endpoint pass.
+    /// The set element that accepts packets of a grant's connections to this endpoint.
     Endpoint(GrantId, SocketAddr),
-    /// The set element that lets ICMP errors about such connections pass.
+    /// The set element that accepts ICMP errors about such connections.
     Host(GrantId, IpAddr),
     /// The map element from a network to its sandbox.
     Sandbox(IpNet),
-    /// The set element that lets packets of this grant's connections in.
+    /// The set element that accepts packets of this grant's connections from the sandbox.
     Open((SandboxId, Protocol, u16), GrantId),
-    /// The map element that gives a new connection the mark of its grant.
+    /// The map element that sets the mark of a new connection to its grant.
     Grant((SandboxId, Protocol, u16)),
 }
 
 /// A chain that chooses an endpoint for all grants with the same number of endpoints.
 ///
-/// So a grant consists only of elements. A rule for each grant would need its own map, and the kernel compares the name of a new map with
-/// those of all others: 10,000 maps took 17 s.
+/// So a grant consists only of elements. A separate rule for each grant would need its own map, and the kernel compares the name of a
+/// new map with the names of all others: 10,000 maps took 17 s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Chooser {
     pub(super) family: Family,
@@ -58,12 +58,12 @@ impl Chooser {
         format!("choose{}-{count}{by}", family_digit(family))
     }
 
-    /// The first rule sets the packet's mark to the number of the endpoint, the second translates to that endpoint.
+    /// The first rule sets the packet's mark to the index of an endpoint, the second translates the destination to that endpoint.
     fn rules(self) -> [String; 2] {
         let Self { family, count, sticky } = self;
         let ip = ip_keyword(family);
-        // Without a seed the kernel draws a new one whenever the rule is written, and clients would change to another endpoint although
-        // the endpoints are the same.
+        // Without a seed the kernel draws a new one whenever the rule is written, and clients would get another endpoint although the
+        // endpoints are the same.
         let choice = if sticky {
             format!("jhash {ip} saddr mod {count} seed 0x1")
         } else {
@@ -79,12 +79,12 @@ impl Chooser {
     }
 }
 
-/// A number as nft prints marks.
+/// Formats a number as nft prints marks.
 pub(super) fn mark(number: u32) -> String {
     format!("{number:#010x}")
 }
 
-/// The definition of a named limit: `rate` a second, and twice as many at once.
+/// The definition of a named limit: `rate` packets per second, with bursts of twice as many.
 pub(super) fn rate(rate: NonZeroU32) -> String {
     format!("rate over {rate}/second burst {} packets", rate.get().saturating_mul(2))
 }
@@ -108,7 +108,7 @@ fn family_of(address: IpAddr) -> Family {
 }
 
 impl Piece {
-    /// The set or map that this piece is an element of, and its key. `None` = it is a limit or a chain.
+    /// The set or map that contains this piece as an element, and the element's key. `None` = the piece is a limit or a chain.
     fn element(&self) -> Option<(&'static str, String)> {
         let port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {} . {port}", mark(sandbox.0), protocol.lowercase())
@@ -181,10 +181,10 @@ impl Piece {
     }
 }
 
-/// Elements of one statement. With a statement for each element nft takes twice the memory.
+/// Number of elements in one statement. With one statement for each element, nft takes twice the memory.
 const BATCH: usize = 100;
 
-/// Elements of one kind that are not written yet, by set.
+/// Elements that are not written yet, by set. They belong to one set, or to the two sets of both families.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 
@@ -241,8 +241,8 @@ fn limit(sandbox: SandboxId) -> String {
     format!("sandbox-{:08x}", sandbox.0)
 }
 
-/// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own ports, which would get the
-/// replies, and without ports below 1024, which some servers trust.
+/// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own listen ports, which would
+/// receive the replies, and without ports below 1024, which some servers trust.
 fn source_ports(own: [u16; 2]) -> RangeInclusive<u32> {
     let mut cuts = own.map(|port| u32::from(port).max(1023));
     cuts.sort_unstable();
@@ -258,15 +258,15 @@ pub(super) fn add_rule(out: &mut String, rule: &str, comment: &str) {
 }
 
 /// Renders the table without sandboxes and grants.
-pub(super) fn frame(frame: &Frame) -> String {
-    let Frame {
+pub(super) fn base_table(parameters: &RuleParameters) -> String {
+    let RuleParameters {
         interface,
         listen_port,
         admin_port,
         addresses,
         sandbox_connections,
         endpoint_connections,
-    } = frame;
+    } = parameters;
     let other_destinations = |family: Family| {
         let own = addresses.iter().filter(|address| family_of(**address) == family);
         let own: Vec<String> = own.map(ToString::to_string).collect();
@@ -288,8 +288,8 @@ pub(super) fn frame(frame: &Frame) -> String {
         r#"table inet {NFT_TABLE} {{
   map sandboxes4 {{ type ipv4_addr : mark; flags interval; comment "network: its sandbox"; }}
   map sandboxes6 {{ type ipv6_addr : mark; flags interval; comment "network: its sandbox"; }}
-  map grants {{ type mark . inet_proto . inet_service : mark; comment "sandbox, protocol, port here: the grant"; }}
-  set open {{ type mark . inet_proto . inet_service . mark; comment "sandbox, protocol, port here and grant, matched for every packet"; }}
+  map grants {{ type mark . inet_proto . inet_service : mark; comment "sandbox, protocol, gateway port: the grant"; }}
+  set open {{ type mark . inet_proto . inet_service . mark; comment "sandbox, protocol, gateway port and grant, matched for every packet"; }}
   set endpoints4 {{ type mark . ipv4_addr . inet_service; comment "grant and endpoint that its connections may have"; }}
   set endpoints6 {{ type mark . ipv6_addr . inet_service; comment "grant and endpoint that its connections may have"; }}
   set hosts4 {{ type mark . ipv4_addr; comment "grant and address of an endpoint, for ICMP errors"; }}
@@ -310,8 +310,8 @@ pub(super) fn frame(frame: &Frame) -> String {
     let _ = write!(
         out,
         r#"
-  # Runs before fragments are reassembled and before the conntrack lookup. Packets from outside the tunnel are for this pod itself,
-  # replies of endpoints included, because it opens the connections to endpoints with its own address.
+  # Runs before fragments are reassembled and before the conntrack lookup. Packets from outside the tunnel are addressed to this pod,
+  # including the replies of endpoints, because connections to endpoints have this pod's address as their source.
   chain first {{
     type filter hook prerouting priority -450; policy accept;
     iifname "lo" accept comment "loopback"
@@ -326,7 +326,7 @@ pub(super) fn frame(frame: &Frame) -> String {
 {}
   }}
 
-  # Senders on the underlay can forge sources and would fill the conntrack table. So packets that anyone may send are not tracked.
+  # Senders on the underlay can forge sources and would fill the conntrack table. So packets that any sender may send are not tracked.
   chain outer_in {{
     type filter hook prerouting priority raw; policy accept;
     iifname "{interface}" accept comment "inner packets are tracked"
@@ -344,8 +344,8 @@ pub(super) fn frame(frame: &Frame) -> String {
     icmpv6 type echo-reply notrack comment "ping"
   }}
 
-  # Every packet from the tunnel has to belong to a grant in force. Within this chain alone, the packet's mark holds the sandbox. The
-  # connection's mark is set only once, because a connection without replies stays in state new.
+  # Every packet from the tunnel has to belong to a current grant. Only within this chain, the packet's mark is the sandbox. The
+  # connection's mark is set only while it is 0, because a connection without replies stays in state new.
   chain enter {{
     type filter hook prerouting priority mangle; policy accept;
     iifname != "{interface}" accept comment "not from the tunnel"
@@ -358,8 +358,8 @@ pub(super) fn frame(frame: &Frame) -> String {
     counter drop comment "no grant"
   }}
 
-  # By default conntrack takes a TCP packet of an unknown connection for a new connection. A connection that ended with its grant
-  # would go on when the grant returns. So only SYN is translated; other packets go to this pod itself, which resets the connection.
+  # By default conntrack takes a TCP packet of an unknown connection for a new connection. Then a connection whose grant was removed
+  # would continue when the grant returns. So only SYN is translated; other packets go to this pod itself, which sends a reset.
   chain translate {{
     type nat hook prerouting priority dstnat; policy accept;
     iifname "{interface}" tcp flags & (fin | syn | rst | ack) != syn accept comment "no known connection: not translated"
@@ -392,7 +392,7 @@ pub(super) fn frame(frame: &Frame) -> String {
   }}
 
 {}
-  # Replies of the grant's endpoints, and ICMP errors about such connections.
+  # Accepts only replies of the grant's endpoints, and ICMP errors about such connections.
   chain to_sandbox {{
     oifname != @alive counter drop comment "the table was not renewed"
     ct direction original counter drop comment "no connection is opened to a sandbox"
@@ -403,7 +403,7 @@ pub(super) fn frame(frame: &Frame) -> String {
     counter drop comment "no grant"
   }}
 
-  # Of this pod's own packets, only ICMP errors and TCP resets of granted ports reach a sandbox.
+  # This pod itself sends a sandbox only ICMP errors and TCP resets of granted ports.
   chain output {{
     type filter hook output priority filter; policy accept;
     oifname != "{interface}" accept comment "not into the tunnel"
@@ -420,7 +420,7 @@ pub(super) fn frame(frame: &Frame) -> String {
     ct state established,related accept comment "replies to this pod"
     tcp dport {admin_port} accept comment "admin endpoint"
     icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert, nd-router-advert }} accept comment "IPv6 neighbour discovery"
-    icmpv6 type packet-too-big accept comment "about the tunnel's packets, which are not tracked; IPv6 has no other way to fit a path"
+    icmpv6 type packet-too-big accept comment "path MTU of the tunnel's outer packets, which are not tracked"
     icmp type echo-request accept comment "ping"
     icmpv6 type echo-request accept comment "ping"
     counter drop comment "not for this pod"

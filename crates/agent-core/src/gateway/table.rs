@@ -1,4 +1,4 @@
-//! The firewall table of a gateway as a value, the steps from one table to another, and the transaction for each step.
+//! Models the firewall table of a gateway, and computes the steps from one table to another and the transaction for each step.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,11 +27,11 @@ type GrantKey = (SandboxId, Protocol, u16);
 /// The contents of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// The numbers and names in the rules. If one changes, the whole table is written again.
-    pub frame: Frame,
+    /// The numbers and names in the rules. If one of them changes, the whole table is written again.
+    pub parameters: RuleParameters,
     /// The sandbox of each network.
     pub sandboxes: BTreeMap<IpNet, SandboxId>,
-    /// Limits on new connections a second.
+    /// Limits on new connections per second.
     pub rates: BTreeMap<SandboxId, NonZeroU32>,
     /// The grants by sandbox, protocol and gateway port.
     pub grants: BTreeMap<GrantKey, Grant>,
@@ -39,7 +39,7 @@ pub struct Table {
 
 /// The numbers and names in the rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
+pub struct RuleParameters {
     /// The WireGuard device.
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
@@ -63,8 +63,8 @@ pub struct Grant {
     pub service: ObjectName,
     /// Endpoints for new connections.
     pub balancer: Balancer,
-    /// Endpoints that connections may have, ready and draining.
-    pub standing: BTreeSet<SocketAddr>,
+    /// Endpoints that connections may have: those of `balancer`, and draining ones with open connections.
+    pub allowed_endpoints: BTreeSet<SocketAddr>,
 }
 
 /// Endpoints for new connections.
@@ -81,33 +81,33 @@ pub struct Balancer {
 impl Grant {
     /// An upper estimate of the elements that adding or removing it changes.
     pub(super) fn weight(&self) -> usize {
-        4 + 3 * self.standing.len()
+        4 + 3 * self.allowed_endpoints.len()
     }
 }
 
 impl Table {
-    /// The grants and endpoints that connections may have. Every other conntrack entry belongs to no grant.
+    /// The endpoints that connections of each grant may have. Every other conntrack entry with a grant's mark is stale.
     #[must_use]
-    pub fn standing(&self) -> BTreeSet<(GrantId, SocketAddr)> {
+    pub fn allowed_endpoints(&self) -> BTreeSet<(GrantId, SocketAddr)> {
         let each = self.grants.values();
-        each.flat_map(|grant| grant.standing.iter().map(|socket| (grant.id, *socket)))
+        each.flat_map(|grant| grant.allowed_endpoints.iter().map(|socket| (grant.id, *socket)))
             .collect()
     }
 
-    /// How many grants have an endpoint for new connections.
+    /// Counts the grants that have an endpoint for new connections.
     #[must_use]
-    pub fn open(&self) -> usize {
+    pub fn count_open_grants(&self) -> usize {
         let has = |grant: &&Grant| !grant.balancer.v4.is_empty() || !grant.balancer.v6.is_empty();
         self.grants.values().filter(has).count()
     }
 
-    /// Computes the next table between `old` and `desired`. Repeated calls end at `desired`.
+    /// Computes the next table between `old` and `desired`. Repeated calls reach `desired`.
     ///
     /// The result differs from `old` by grants with a total weight of at most `STEP`, or by one heavier grant. If `old` is `None` or
-    /// has another frame, it is replaced by a table without grants.
+    /// has other rule parameters, the step starts from a table without grants.
     ///
-    /// Each step is consistent: it allows only what `old` or `desired` allows. Grants are removed first, then changed. Only when no grant
-    /// of `old` is left to remove or change, networks get another sandbox and grants are added.
+    /// A step allows only connections that `old` or `desired` allows. Grants are removed first, then changed. Networks move to another
+    /// sandbox and grants are added only when no grant of `old` is left to remove or change.
     #[must_use]
     pub fn step(old: Option<&Self>, desired: &Self) -> Self {
         Self::step_within(STEP, old, desired)
@@ -115,7 +115,7 @@ impl Table {
 
     /// [`Self::step`] with another limit.
     pub(super) fn step_within(limit: usize, old: Option<&Self>, desired: &Self) -> Self {
-        let old = old.filter(|old| old.frame == desired.frame);
+        let old = old.filter(|old| old.parameters == desired.parameters);
         let mut next = Self {
             grants: old.map(|old| old.grants.clone()).unwrap_or_default(),
             ..desired.clone()
@@ -144,7 +144,7 @@ impl Table {
             }
         }
         if !is_settled {
-            // In another sandbox, a network would get obsolete grants that this sandbox still has in the table.
+            // If a network moved to another sandbox in this step, it would get that sandbox's obsolete grants.
             let same = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };
@@ -159,7 +159,7 @@ impl Table {
         next
     }
 
-    /// The parts that can be added and removed by themselves, in the order of adding: a part before those that refer to it.
+    /// Returns the parts that can be added and removed separately, each before those that refer to it.
     fn pieces(&self) -> BTreeMap<Piece, String> {
         let mut out = BTreeMap::new();
         let mut put = |piece: Piece, text: String| drop(out.insert(piece, text));
@@ -180,15 +180,15 @@ impl Table {
                     put(Piece::Chooser(chooser), String::new());
                     put(Piece::Service(grant.id, family), chooser.name());
                 }
-                for (at, endpoint) in endpoints.iter().enumerate() {
+                for (index, endpoint) in endpoints.iter().enumerate() {
                     let socket = format!("{} . {}", endpoint.ip(), endpoint.port());
-                    put(Piece::Backend(grant.id, family, at), socket);
+                    put(Piece::Backend(grant.id, family, index), socket);
                 }
             }
             put(Piece::Open(key, grant.id), String::new());
             put(Piece::Grant(key), render::mark(grant.id.0));
         }
-        for (id, socket) in self.standing() {
+        for (id, socket) in self.allowed_endpoints() {
             put(Piece::Endpoint(id, socket), String::new());
             put(Piece::Host(id, socket.ip()), String::new());
         }
@@ -196,14 +196,14 @@ impl Table {
     }
 }
 
-/// The weight that a step may still change.
+/// The weight of grants that a step may still change.
 struct Budget {
     limit: usize,
     left: usize,
 }
 
 impl Budget {
-    /// Takes `weight` if it fits. The first one always does. After one that does not fit no other does, which keeps the order of changes.
+    /// Takes `weight` if it fits. The first weight always fits. After one that does not fit, none fits, which keeps the order of changes.
     fn take(&mut self, weight: usize) -> bool {
         let fits = weight <= self.left || self.left == self.limit;
         self.left = if fits { self.left.saturating_sub(weight) } else { 0 };
@@ -211,21 +211,21 @@ impl Budget {
     }
 }
 
-/// Renders the transaction for `nft -f` from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old` it
-/// is the whole table.
+/// Renders the transaction for `nft -f` from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old`,
+/// the whole table is written.
 ///
-/// A part that changes is removed and added in one transaction, so that no packet misses it.
+/// A part that changes is removed and added in one transaction, so that every packet finds the old or the new part.
 #[must_use]
 pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     let wanted = new.pieces();
-    let Some(old) = old.filter(|old| old.frame == new.frame) else {
-        let mut out = render::frame(&new.frame);
+    let Some(old) = old.filter(|old| old.parameters == new.parameters) else {
+        let mut out = render::base_table(&new.parameters);
         render::add(wanted.iter(), &mut out);
         return Some(out);
     };
     let existing = old.pieces();
     let mut out = String::new();
-    // A part is removed before those that it refers to.
+    // A part is removed before the parts that it refers to.
     let removed = existing
         .iter()
         .rev()
@@ -241,13 +241,13 @@ pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
 /// Renders the transaction that renews the element `alive` for `timeout`. Without this element every packet of the tunnel is dropped.
 ///
 /// The element is added, deleted and added again. Before Linux 6.12, adding an existing element does not change its remaining time, so
-/// it is deleted; and an element that has timed out can be deleted only after it was added.
+/// the element is deleted first; and the first `add` makes sure that the element exists, because otherwise `delete` fails.
 #[must_use]
-pub fn alive(frame: &Frame, timeout: Duration) -> String {
+pub fn render_renewal(parameters: &RuleParameters, timeout: Duration) -> String {
     let mut out = String::new();
     let element = format!(
         "alive {{ \"{}\" timeout {}s }}",
-        frame.interface,
+        parameters.interface,
         timeout.as_secs().max(1)
     );
     for verb in ["add", "delete", "add"] {

@@ -37,7 +37,7 @@ fn settings() -> Settings {
         admin_port: 9587,
         addresses: [ip("100.66.255.1"), ip("fd66::1")].into(),
         endpoint_networks: nets(&["10.244.0.0/16", "fd10:244::/56"]),
-        // The addresses of all gateways, this pod, the API server.
+        // The addresses of all gateways, this pod and the API server.
         reserved: nets(&["100.66.255.0/28", "fd66::/64", "10.244.0.9/32", "172.30.0.1/32"]),
         serves: BTreeSet::new(),
         new_connections: 1000,
@@ -61,8 +61,8 @@ fn team(name: &str) -> ObjectName {
 }
 
 /// The TCP port `sql` of the Service team/`service`.
-fn sql(service: &str, gateway_port: u16) -> Granted {
-    Granted {
+fn sql(service: &str, gateway_port: u16) -> GrantSpec {
+    GrantSpec {
         service: team(service),
         port: "sql".to_owned(),
         protocol: Protocol::Tcp,
@@ -82,16 +82,17 @@ fn endpoint(address: &str) -> Endpoint {
     }
 }
 
-fn facts(endpoints: impl IntoIterator<Item = Endpoint>) -> Facts {
-    Facts {
+/// A Service with a selector, the TCP port `sql` and these endpoints.
+fn observed_service(endpoints: impl IntoIterator<Item = Endpoint>) -> ObservedService {
+    ObservedService {
         selector: true,
         ports: [(Protocol::Tcp, "sql".to_owned())].into(),
         endpoints: endpoints.into_iter().collect(),
-        ..Facts::default()
+        ..ObservedService::default()
     }
 }
 
-/// A sandbox of that name with a network of each family, one node and the grant of team/db.
+/// The SandboxAccess of a sandbox `name` with a network of each family, one node and the grant of team/db.
 fn sandbox(name: &str, number: u8) -> Access {
     Access {
         name: name.to_owned(),
@@ -113,13 +114,16 @@ fn sandbox(name: &str, number: u8) -> Access {
 
 /// The sandboxes `a` and `b`, of which `a` is older, and the Services team/db and team/web.
 fn inputs() -> Inputs {
-    let db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
+    let db = observed_service([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
     Inputs {
         settings: settings(),
         accesses: vec![sandbox("a", 1), sandbox("b", 2)],
         services: [
-            (team("db"), Service::Seen(db)),
-            (team("web"), Service::Seen(facts([endpoint("10.244.1.6")]))),
+            (team("db"), Service::Observed(db)),
+            (
+                team("web"),
+                Service::Observed(observed_service([endpoint("10.244.1.6")])),
+            ),
         ]
         .into(),
     }
@@ -136,7 +140,7 @@ fn messages(compiled: &Compiled) -> Vec<String> {
     compiled.refused.iter().map(ToString::to_string).collect()
 }
 
-/// `inputs` compile to the same as `rest`, with exactly these refusals.
+/// Asserts that `inputs` compile to the same state as `rest`, with exactly these refusals.
 #[track_caller]
 fn assert_refused(inputs: &Inputs, rest: &Inputs, refused: &[&str]) {
     let mut compiled = compile(inputs);

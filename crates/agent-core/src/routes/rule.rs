@@ -1,4 +1,4 @@
-//! The policy routing rules of each address family. [`super`] has the routes in the tables that they look up.
+//! The policy routing rules of each address family. [`super`] computes the routes in the tables that these rules look up.
 
 use std::fmt;
 
@@ -29,8 +29,8 @@ pub struct Rule {
 pub enum Action {
     /// Looks up the destination in this routing table.
     Lookup(u32),
-    /// An observed rule with our numbers, in a form that the agent never writes. Several such rules of one priority are observed as
-    /// one.
+    /// An observed rule with our protocol number, in a form that the agent never writes. Several such rules of one priority are
+    /// observed as one.
     Other,
 }
 

@@ -130,7 +130,7 @@ fn family_without_mesh_prefixes_gets_no_rule() {
 #[test]
 fn narrow_peer_has_its_mtu_on_its_routes_only() {
     let narrow = Plan {
-        sizes: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
+        mtus: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
         ..plan_of_a_node()
     };
     assert_eq!(

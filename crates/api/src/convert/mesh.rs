@@ -1,5 +1,5 @@
 //! Converts a `ClusterMesh` to [`clustermesh_core::mesh::Mesh`]. It repeats the checks of the CRD's schema, because a dry run reads files,
-//! and a stored object may be older than the rules.
+//! and a stored object may be older than the CRD.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use crate::{
     names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
-/// The most Nodes of one member that are read.
+/// The limit of Nodes that are read from one member.
 pub const MAX_NODES: usize = 5_000;
 
 /// Whether nothing may be written or deleted for this mesh, because it is paused, or because `clusterctl move` has created it on another
@@ -25,10 +25,10 @@ pub fn is_paused(object: &ClusterMesh) -> bool {
     moved || object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false")
 }
 
-/// Converts a mesh. Returns it with warnings about values that are read differently than they are written.
+/// Converts a mesh. Returns it with warnings about values that are ignored or changed.
 ///
 /// # Errors
-/// One finding for each invalid field. The whole mesh is refused then, because a part of it would cut connections.
+/// One finding for each invalid field. The whole mesh is refused, because a mesh without the invalid parts would cut connections.
 pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<Finding>> {
     let id = core::MeshId {
         namespace: object
@@ -58,14 +58,14 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
         .collect();
     reader.check_entries(&object.spec.clusters);
     let accepted = reader.read_accepted(object);
-    let mut carriers = reader.read_carriers(object);
+    let mut anchors = reader.read_previous_anchors(object);
     let quarantined = reader.read_quarantine(object);
     if !reader.problems.is_empty() {
         return Err(reader.problems);
     }
     for cluster in &mut clusters {
         cluster.quarantine |= quarantined.contains(&cluster.name);
-        cluster.carriers = carriers.remove(&cluster.name).unwrap_or_default();
+        cluster.previous_anchors = anchors.remove(&cluster.name).unwrap_or_default();
     }
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
     let mesh = core::Mesh {
@@ -80,7 +80,7 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
     Ok((mesh, reader.warnings))
 }
 
-/// Reads a mesh and collects errors and warnings.
+/// Collects errors and warnings while a mesh is converted.
 struct Reader {
     object: String,
     problems: Vec<Finding>,
@@ -104,8 +104,8 @@ impl Reader {
         });
     }
 
-    /// Reads the entries that the annotation quarantines. An unknown name only causes a warning, because quarantine is urgent and must not
-    /// fail.
+    /// Reads the names of the entries that the annotation quarantines. An unknown name causes only a warning, because a quarantine is
+    /// urgent and must not fail.
     fn read_quarantine(&mut self, object: &ClusterMesh) -> BTreeSet<String> {
         let annotations = object.metadata.annotations.as_ref();
         let text = annotations.and_then(|annotations| annotations.get(QUARANTINE));
@@ -129,7 +129,7 @@ impl Reader {
         named
     }
 
-    /// Checks the rules that concern several entries.
+    /// Checks the rules that involve several entries.
     fn check_entries(&mut self, entries: &[ClusterEntry]) {
         if entries.len() < 2 {
             self.problem("spec.clusters", "a mesh has at least two entries");
@@ -184,7 +184,7 @@ impl Reader {
             self.problem(
                 format!("{at}.allowedNetworks"),
                 format!(
-                    "{net} is wider than {}, which no node programs: list the cluster's pod, WireGuard and Service networks",
+                    "{net} is wider than {}, and agents refuse such networks: list the cluster's pod, WireGuard and Service networks",
                     core::WIDEST
                 ),
             );
@@ -221,7 +221,7 @@ impl Reader {
             },
             allowed,
             anchored,
-            carriers: BTreeMap::new(),
+            previous_anchors: BTreeMap::new(),
             anchors: entry.anchors.max(1),
             pod_network: match entry.pod_network {
                 PodNetwork::PerNode => core::PodNetwork::PerNode,
@@ -278,7 +278,7 @@ impl Reader {
         }
     }
 
-    /// Reads networks in canonical form and in the order of the object, without duplicates.
+    /// Reads a list of networks: in canonical form, in the order of the list, without duplicates.
     fn read_networks(&mut self, field: &str, texts: &[String]) -> Vec<IpNet> {
         let mut networks = Vec::new();
         for (index, text) in texts.iter().enumerate() {
@@ -413,8 +413,8 @@ impl Reader {
         }
     }
 
-    /// Reads the networks that an earlier plan accepted. The controller wrote them, so someone else changed those that do not parse, and
-    /// they are ignored.
+    /// Reads the networks that an earlier plan accepted. The controller wrote them, so a network that cannot be parsed was changed by
+    /// another program, and is ignored.
     fn read_accepted(&mut self, object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
         let mut accepted = BTreeMap::new();
         for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
@@ -437,13 +437,13 @@ impl Reader {
         accepted
     }
 
-    /// Reads the networks that an earlier plan anchored, and their nodes, by entry. Those that do not parse are ignored.
-    fn read_carriers(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
-        let mut carriers: BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> = BTreeMap::new();
+    /// Reads the networks that an earlier plan anchored, and their anchor nodes, by entry. Networks that cannot be parsed are ignored.
+    fn read_previous_anchors(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
+        let mut anchors: BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> = BTreeMap::new();
         for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
             for (at, anchored) in row.anchored.iter().enumerate() {
                 match parse_network(&anchored.network) {
-                    Ok((net, _)) => carriers
+                    Ok((net, _)) => anchors
                         .entry(row.name.clone())
                         .or_default()
                         .entry(net)
@@ -456,7 +456,7 @@ impl Reader {
                 }
             }
         }
-        carriers
+        anchors
     }
 }
 
@@ -480,7 +480,7 @@ pub(super) fn port_ref(port: &IntOrString) -> Result<core::PortRef, String> {
     }
 }
 
-/// Converts a profile to that of core.
+/// Converts a profile to [`core::Profile`].
 #[must_use]
 pub const fn profile(profile: IsolationProfile) -> core::Profile {
     match profile {

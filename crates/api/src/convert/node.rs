@@ -16,9 +16,9 @@ use crate::{
     },
 };
 
-/// Converts a Node. A claim that does not parse becomes [`Claim::Invalid`] with the reason. The caller sets `held_for` and `silent`.
+/// Converts a Node. A value that cannot be parsed becomes [`Claim::Invalid`] with the reason. The caller sets `held_for` and `silent`.
 ///
-/// The result does not contain `kilo.squat.ai/last-seen`, which kg writes every 30 s, so a Node that differs only in it is equal.
+/// The result does not contain `kilo.squat.ai/last-seen`, so that it does not change every 30 s when kg writes that annotation.
 /// [`last_seen`] reads it.
 #[must_use]
 pub fn to_core(node: &Node) -> observe::Node {
@@ -29,7 +29,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .and_then(|a| a.get(key))
             .map_or("", String::as_str)
     };
-    // A malformed annotation counts as no agent. Then kg may serve the node, which is trusted with less.
+    // With a malformed annotation, the node counts as a node of kg, to which the planner applies more checks.
     let agent = Agent::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
         created: creation_time(&node.metadata),
@@ -91,7 +91,7 @@ pub fn agent(node: &Node) -> Option<Agent> {
         .and_then(|text| Agent::parse(text).ok())
 }
 
-/// Parses a claim. An empty text counts as absent: kg writes `wireguard-ip: ""` on every node that is not a leader.
+/// Parses a claim. An empty text counts as absent, because kg writes `wireguard-ip: ""` on every node that is not a leader.
 fn parse_claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<T> {
     if text.is_empty() {
         return Claim::Absent;

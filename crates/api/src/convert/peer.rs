@@ -18,14 +18,14 @@ use crate::{
 
 /// Converts an observed Peer.
 ///
-/// A Peer with a mesh label must be exactly as we would write it, with canonical networks. Otherwise its spec is an error, and the
-/// controller rewrites it. This matters because kg resets every session every 30 s if a network has host bits. Of a Peer without a mesh
-/// label, the key and the networks that parse are used.
+/// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, and
+/// the controller rewrites it: if a network has host bits, kg resets all sessions every 30 s. From a Peer without a mesh label, the key
+/// and the values that can be parsed are used.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
     let spec = if owner.mesh.is_some() {
-        exact(peer)
+        parse_strictly(peer)
     } else {
         parse_leniently(&peer.spec)
     };
@@ -36,7 +36,7 @@ pub fn to_core(peer: &Peer) -> ObservedPeer {
 ///
 /// # Errors
 /// The Peer cannot be programmed. The message names the field and the remedy.
-pub fn exact(peer: &Peer) -> Result<observe::PeerSpec, String> {
+pub fn parse_strictly(peer: &Peer) -> Result<observe::PeerSpec, String> {
     let spec = &peer.spec;
     let mut allowed_ips = BTreeSet::new();
     for (index, text) in spec.allowed_ips.iter().enumerate() {
@@ -100,7 +100,7 @@ fn parse_endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     }
 }
 
-/// Parses the endpoint candidates. They must be addresses: a host name would make the node send DNS queries.
+/// Parses the endpoint candidates. They must be addresses, because a host name would make the node send DNS queries.
 fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
     let text = peer
         .metadata

@@ -19,10 +19,10 @@ use crate::{
     policy::{Allow, Deny, InfrastructurePort, PeerPolicy, PeerPolicySpec},
 };
 
-/// The limit of the schema on networks of one rule.
+/// The schema's limit of networks in one rule.
 const RULE_NETWORKS: usize = 1024;
 
-/// Converts an observed policy. If it contains anything that the planner does not write, the spec is an error and the policy is rewritten.
+/// Converts an observed policy. If it contains a value that the controller never writes, the spec is an error and the policy is rewritten.
 #[must_use]
 pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
     ObservedPolicy {

@@ -18,7 +18,7 @@ use crate::sandbox::{
     LocalService, SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode,
 };
 
-/// Converts an observed SandboxAccess. If it contains anything that the planner does not write, the spec is an error and the object is
+/// Converts an observed SandboxAccess. If it contains a value that the controller never writes, the spec is an error and the object is
 /// rewritten.
 #[must_use]
 pub fn to_core(access: &SandboxAccess) -> ObservedAccess {
@@ -52,7 +52,7 @@ fn spec_to_core(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
         nodes.insert(key, seen);
     }
     if written.new_connections_per_second.is_some() {
-        return Err("spec.newConnectionsPerSecond: is set only by the flag of the gateway".to_owned());
+        return Err("spec.newConnectionsPerSecond: must be empty: use the gateway flag --sandbox-new-flows".to_owned());
     }
     let grants = written.grants.iter().map(|grant| {
         let granted = GrantedPort {
@@ -83,7 +83,7 @@ fn parse_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     texts.iter().map(parse).collect()
 }
 
-/// Parses the WireGuard addresses of a gateway, at most one of each family. A compromised gateway may publish more.
+/// Parses the WireGuard addresses of a gateway. More than one of a family is an error; a compromised gateway may publish more.
 fn parse_gateway_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     let addresses = parse_addresses(texts)?;
     let families: BTreeSet<bool> = addresses.iter().map(IpAddr::is_ipv4).collect();
@@ -169,7 +169,7 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
     Ok(Some((gateway, pod_uid.clone())))
 }
 
-/// The UID of a gateway's pod, and whether it takes connections: it is Ready and is not being deleted.
+/// The UID of a gateway's pod, and whether it accepts connections: it is Ready and is not being deleted.
 #[must_use]
 pub fn gateway_pod(pod: &Pod) -> (String, bool) {
     let conditions = pod
@@ -178,8 +178,8 @@ pub fn gateway_pod(pod: &Pod) -> (String, bool) {
         .filter_map(|status| status.conditions.as_ref())
         .flatten();
     let mut ready = conditions.filter(|condition| condition.type_ == "Ready" && condition.status == "True");
-    let takes = pod.metadata.deletion_timestamp.is_none() && ready.next().is_some();
-    (pod.metadata.uid.clone().unwrap_or_default(), takes)
+    let is_accepting = pod.metadata.deletion_timestamp.is_none() && ready.next().is_some();
+    (pod.metadata.uid.clone().unwrap_or_default(), is_accepting)
 }
 
 #[cfg(test)]
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn gateway_without_a_status_is_none() {
+    fn gateway_status_is_converted_only_if_published_and_valid() {
         let mut gateway = SandboxGateway::new("g-0", Default::default());
         assert_eq!(gateway_to_core(&gateway), Ok(None));
         let status = SandboxGatewayStatus {

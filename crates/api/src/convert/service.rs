@@ -22,7 +22,7 @@ use kube::ResourceExt;
 use super::{owner, set_labels};
 use crate::names::{ALLOWED_FROM, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY, is_label};
 
-/// Converts a Service. Ports of unknown protocols are left out.
+/// Converts a Service. Ports with an unknown protocol are left out.
 #[must_use]
 pub fn to_core(service: &Service) -> observe::Service {
     let spec = service.spec.as_ref();
@@ -43,9 +43,9 @@ pub fn to_core(service: &Service) -> observe::Service {
     }
 }
 
-/// The IP families of a Service. A Service with a dual-stack policy counts as having both, even if its cluster has only one: an update
-/// cannot add a family that the cluster lacks, so none is sent. A Service that does not exist yet will get the first family of its
-/// cluster; IPv4 is assumed, and if that is wrong, the next pass corrects it.
+/// The IP families of a Service. A Service with a dual-stack policy counts as having both, even if its cluster has only one, because no
+/// update can add a family that the cluster lacks. A new Service gets the first family of its cluster. IPv4 is assumed; if that is
+/// wrong, the next pass corrects it.
 fn service_families(spec: Option<&ServiceSpec>) -> Families {
     let policy = spec.and_then(|s| s.ip_family_policy.as_deref());
     if policy.is_some_and(|policy| policy != "SingleStack") {
@@ -59,13 +59,13 @@ fn service_families(spec: Option<&ServiceSpec>) -> Families {
     }
 }
 
-/// The most namespaces that are read from the annotation.
-const NAMESPACES: usize = 256;
+/// The limit of namespaces that are read from the annotation.
+const MAX_NAMESPACES: usize = 256;
 
 fn allowed_from(service: &Service) -> BTreeSet<String> {
     let text = service.annotations().get(ALLOWED_FROM);
     let names = text.into_iter().flat_map(|text| text.split(','));
-    let names = names.map(str::trim).filter(|name| is_label(name)).take(NAMESPACES);
+    let names = names.map(str::trim).filter(|name| is_label(name)).take(MAX_NAMESPACES);
     names.map(str::to_owned).collect()
 }
 
@@ -138,8 +138,8 @@ pub fn api_endpoints<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>) ->
         .collect()
 }
 
-/// Converts a Pod for exports. A Pod that has ended gets no addresses, because other Pods may have them by now. Neither does a Pod that is
-/// not scheduled yet or uses the host network.
+/// Converts a Pod for exports. A Pod that has ended gets no addresses, because other Pods may have them. A Pod that is not scheduled yet
+/// or uses the host network gets none either.
 #[must_use]
 pub fn pod_to_core(pod: &Pod) -> observe::Pod {
     let spec = pod.spec.as_ref();
@@ -182,8 +182,8 @@ fn service_port(name: Option<&str>, port: Option<i32>, protocol: Option<&str>) -
     })
 }
 
-/// Changes a Service (a new one, or an existing one of ours) to the planned mirror. It has no selector, so that Kubernetes' own controllers
-/// do not write its EndpointSlices.
+/// Changes a Service (a new one, or an existing mirrored Service) to the planned one. It has no selector, so that Kubernetes' own
+/// controllers do not write its EndpointSlices.
 pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     set_labels(service.labels_mut(), owner);
     service
@@ -191,7 +191,7 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
         .insert(LABEL_MANAGED_BY.to_owned(), MANAGED_BY.to_owned());
     let spec = service.spec.get_or_insert_with(ServiceSpec::default);
     spec.selector = None;
-    // In a single-stack cluster, `PreferDualStack` gives one family. The policy is never set back, so no address is removed.
+    // In a single-stack cluster, `PreferDualStack` gives one family. The policy is never reverted, because that would remove an address.
     if !service_families(Some(spec)).cover(planned.families) {
         spec.ip_family_policy = Some("PreferDualStack".to_owned());
     }
@@ -209,7 +209,7 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     );
 }
 
-/// Changes an EndpointSlice of a mirrored Service (a new one, or an existing one of ours) to the planned one.
+/// Changes an EndpointSlice of a mirrored Service (a new one, or an existing one) to the planned one.
 pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedSlice, owner: &Owner) {
     set_labels(slice.labels_mut(), owner);
     for (key, value) in [
@@ -226,7 +226,7 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
             .ports
             .iter()
             .map(|port| EndpointPort {
-                // A Service's only port may have the empty name; the slice's port then has it, too. (It is the API server's default.)
+                // An empty name is valid, because the only port of a Service may have no name.
                 name: Some(port.name.clone()),
                 port: Some(port.port.into()),
                 protocol: Some(port.protocol.as_str().to_owned()),

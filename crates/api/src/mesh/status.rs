@@ -1,4 +1,4 @@
-//! The status of a `ClusterMesh`, which the controller writes.
+//! Defines the status of a `ClusterMesh`, which the controller writes.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -24,11 +24,11 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
-    /// How many members have a reachable API server, of all entries, as `2/3`.
+    /// Number of members with a reachable API server and number of all members, such as `2/3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub members: Option<String>,
-    /// Nodes registered in other members, all entries together.
+    /// Number of nodes that are registered in other members, all entries together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registered_peers: Option<i64>,
     /// One row for each entry of spec.clusters.
@@ -45,7 +45,7 @@ pub struct ClusterMeshStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub broken_links: Vec<BrokenLink>,
-    /// The state of each imported Service.
+    /// The state of each mirrored Service.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub egress: Vec<EgressStatus>,
@@ -55,10 +55,10 @@ pub struct ClusterMeshStatus {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterStatus {
-    /// The entry of spec.clusters.
+    /// Name of the entry in spec.clusters.
     #[schemars(length(min = 1, max = 63))]
     pub name: String,
-    /// The Secret with the member's kubeconfig; none for the cluster this object lives in.
+    /// The Secret with the member's kubeconfig; none for the cluster that stores this object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
     /// UID of the member's kube-system namespace, as its API server reports it.
@@ -74,13 +74,13 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_NETWORKS))]
     pub anchored: Vec<AnchoredNetwork>,
-    /// Nodes of this member that are registered in the others.
+    /// Number of nodes of this member that are registered in other members.
     #[serde(default)]
     pub registered_peers: i64,
-    /// Gateways of this member for which sandboxes have a Peer.
+    /// Number of gateways of this member for which sandboxes have a Peer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateways: Option<i64>,
-    /// Nodes of this member that are left out.
+    /// Number of nodes of this member that are left out.
     #[serde(default)]
     pub skipped_nodes: i64,
     /// The first 20 nodes that are left out, and why.
@@ -101,7 +101,7 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub kubernetes_version: Option<String>,
-    /// Its nodes by the program that serves WireGuard.
+    /// Numbers of its nodes, by the program that manages WireGuard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentCounts>,
 }
@@ -113,14 +113,14 @@ pub struct RemovedCluster {
     /// The name of its entry.
     #[schemars(length(min = 1, max = 63))]
     pub name: String,
-    /// The Secret with its kubeconfig; none for the cluster this object lives in.
+    /// The Secret with its kubeconfig; none for the cluster that stores this object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
     /// UID of its kube-system namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub uid: Option<String>,
-    /// When the controller found the entry removed.
+    /// When the controller detected that the entry was removed.
     pub since: Time,
     /// Why its objects still exist and what to do.
     #[serde(default)]
@@ -132,10 +132,10 @@ pub struct RemovedCluster {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SkippedNode {
-    /// Its name.
+    /// Name of the Node.
     #[schemars(length(max = 253))]
     pub node: String,
-    /// Why, as one word.
+    /// Why the node is left out, as one word.
     #[schemars(length(max = 64))]
     pub reason: String,
     /// What is wrong and what to do.
@@ -148,11 +148,11 @@ pub struct SkippedNode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AnchoredNetwork {
-    /// One of `anchoredNetworks`; without these, one of `allowedNetworks`.
+    /// One of `anchoredNetworks`; if the entry has none, one of `allowedNetworks`.
     #[schemars(length(max = 64))]
     pub network: String,
-    /// The nodes whose Peers in the other members contain it. If `anchors` is more than 1, each contains a part. Empty = the network
-    /// cannot be reached now.
+    /// The nodes whose Peers in the other members contain the network. If `anchors` is more than 1, each Peer contains a part. Empty =
+    /// the network cannot be reached now.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), inner(length(max = 253)))]
     pub nodes: Vec<String>,
@@ -162,15 +162,15 @@ pub struct AnchoredNetwork {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct UncoveredNetwork {
-    /// The node.
+    /// Name of the Node.
     #[schemars(length(max = 253))]
     pub node: String,
-    /// As in its spec.podCIDRs.
+    /// The podCIDR, as in spec.podCIDRs of the Node.
     #[schemars(length(max = 64))]
     pub network: String,
 }
 
-/// Nodes of a member by the program that serves WireGuard.
+/// Numbers of the nodes of a member, by the program that manages WireGuard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentCounts {
@@ -195,23 +195,23 @@ pub struct AgentCounts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct BrokenLink {
-    /// The member whose nodes report it.
+    /// The member whose nodes report the broken tunnels.
     #[schemars(length(max = 63))]
     pub from: String,
-    /// The member at the other end.
+    /// The member to which the tunnels lead.
     #[schemars(length(max = 63))]
     pub to: String,
-    /// Working tunnels to `to`, on those nodes of `from` that report a broken one.
+    /// Number of working tunnels to `to`, on those nodes of `from` that report a broken tunnel.
     pub up: i64,
-    /// All tunnels to `to` on those nodes.
+    /// Number of all tunnels to `to` on those nodes.
     pub total: i64,
 }
 
-/// The state of an imported Service.
+/// The state of a mirrored Service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressStatus {
-    /// The member that imports it.
+    /// The member that contains the mirrored Service.
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub cluster: String,

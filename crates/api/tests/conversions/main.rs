@@ -1,3 +1,3 @@
-//! Tests the conversions of objects that anyone may have written.
+//! Tests the conversions with arbitrary input, because any user or program may have written the objects.
 
 mod totality;

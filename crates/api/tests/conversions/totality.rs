@@ -20,7 +20,7 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use proptest::prelude::*;
 
-/// Texts as a hostile node may write them: arbitrary ones, and some that are nearly valid.
+/// Texts that a hostile node may write: arbitrary ones, and some that are nearly valid.
 fn hostile() -> impl Strategy<Value = String> {
     prop_oneof![
         any::<String>(),
@@ -33,7 +33,7 @@ fn hostile() -> impl Strategy<Value = String> {
 }
 
 fn key() -> impl Strategy<Value = PublicKey> {
-    // Points of low order are refused.
+    // Keys that are points of low order are invalid.
     any::<[u8; 32]>()
         .prop_map(PublicKey::new)
         .prop_filter("low order", |k| k.to_string().parse::<PublicKey>().is_ok())

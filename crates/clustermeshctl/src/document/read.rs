@@ -14,7 +14,7 @@ use super::Tree;
 pub(crate) struct FieldError {
     /// `spec.allowedIPs[0]`; empty = the whole tree.
     pub(crate) field: String,
-    /// Starts at 1.
+    /// Counted from 1.
     pub(crate) line: u64,
     pub(crate) message: String,
 }
@@ -36,7 +36,7 @@ pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, 
     deserialize(tree, &Value::from(tree))
 }
 
-/// As [`read`], but reads only these keys of a map.
+/// Deserializes only these keys of a map.
 ///
 /// # Errors
 /// The first field that does not fit its type.
@@ -48,11 +48,11 @@ pub(crate) fn read_keys<T: DeserializeOwned>(tree: &Tree, keys: &[&str]) -> Resu
     Ok(read)
 }
 
-/// `value` = the tree, or a part of it, without the lines.
+/// Deserializes `value`, which is `tree` or a part of it. `tree` provides the line numbers.
 fn deserialize<T: DeserializeOwned>(tree: &Tree, value: &Value) -> Result<(T, Vec<(String, u64)>), FieldError> {
     let mut track = serde_path_to_error::Track::new();
     let mut unknown = Vec::new();
-    let mut note_unknown = |path: Path<'_>| unknown.push(field(&path));
+    let mut note_unknown = |path: Path<'_>| unknown.push(field_of(&path));
     let deserializer = serde_path_to_error::Deserializer::new(value, &mut track);
     let read = T::deserialize(serde_ignored::Deserializer::new(deserializer, &mut note_unknown));
     match read {
@@ -76,7 +76,7 @@ fn deserialize<T: DeserializeOwned>(tree: &Tree, value: &Value) -> Result<(T, Ve
     }
 }
 
-/// The line of the value at a path, or of its innermost existing parent. Keys may contain dots, so it is not that of the path's text.
+/// The line of the value at a path, or of its innermost parent. [`Tree::line_of`] cannot find it, because keys may contain dots.
 fn line_at<'p>(tree: &Tree, path: impl Iterator<Item = &'p Segment>) -> u64 {
     let mut at = tree;
     for segment in path {
@@ -91,15 +91,15 @@ fn line_at<'p>(tree: &Tree, path: impl Iterator<Item = &'p Segment>) -> u64 {
     at.line
 }
 
-/// A path as in [`FieldError::field`].
-fn field(path: &Path<'_>) -> String {
+/// Formats a path as in [`FieldError::field`].
+fn field_of(path: &Path<'_>) -> String {
     match path {
         Path::Root => String::new(),
-        Path::Seq { parent, index } => format!("{}[{index}]", field(parent)),
-        Path::Map { parent, key } => match &*field(parent) {
+        Path::Seq { parent, index } => format!("{}[{index}]", field_of(parent)),
+        Path::Map { parent, key } => match &*field_of(parent) {
             "" => key.clone(),
             parent => format!("{parent}.{key}"),
         },
-        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => field(parent),
+        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => field_of(parent),
     }
 }

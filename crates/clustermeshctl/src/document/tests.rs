@@ -68,7 +68,7 @@ fn unknown_fields_are_reported() {
 }
 
 #[test]
-fn json_with_tabs_keeps_its_lines() {
+fn json_with_tabs_keeps_line_numbers() {
     let text = "{\n\t\"name\": \"a\\/\\u00e9\\u003c\",\n\t\"ports\": [\n\t\t\"x\"\n\t]\n}\n";
     let documents = parse("f", text).unwrap();
     let value = serde_json::Value::from(&documents[0].tree);
@@ -77,7 +77,7 @@ fn json_with_tabs_keeps_its_lines() {
 }
 
 #[test]
-fn line_of_a_missing_field_is_that_of_its_parent() {
+fn missing_field_has_the_line_of_its_parent() {
     let tree = &parse("f", "spec:\n  clusters:\n  - name: a\n  - name: b\n    x: y\n").unwrap()[0].tree;
     let lines = [
         "spec.clusters[1].x",
@@ -90,7 +90,7 @@ fn line_of_a_missing_field_is_that_of_its_parent() {
 }
 
 #[test]
-fn invalid_yaml_is_reported_with_its_line() {
+fn invalid_yaml_is_reported_with_file_and_line() {
     let problem = parse("dir/f.yaml", "a: 1\nb: [1\nc: }\n").unwrap_err();
     assert_eq!(problem.position.as_ref().unwrap().file, "dir/f.yaml");
     assert!(problem.position.unwrap().line >= 2);

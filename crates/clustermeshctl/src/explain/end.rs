@@ -13,7 +13,6 @@ pub(super) enum ConnectionEnd {
     Address(IpAddr),
 }
 
-/// A protocol and a port.
 pub(super) type Port = (Protocol, PortRef);
 
 const FORMS: &str = "write CLUSTER/NAMESPACE/POD, CLUSTER/NAMESPACE/svc/NAME, CLUSTER/NODE or an address";
@@ -21,18 +20,18 @@ const FORMS: &str = "write CLUSTER/NAMESPACE/POD, CLUSTER/NAMESPACE/svc/NAME, CL
 /// Parses one end and its port.
 ///
 /// # Errors
-/// A message that says what is wrong, or lists the valid forms.
+/// Describes the error, or lists the valid forms.
 pub(super) fn parse(text: &str) -> Result<(ConnectionEnd, Option<Port>), String> {
     if let Ok(address) = text.parse::<IpAddr>() {
         return Ok((ConnectionEnd::Address(address.to_canonical()), None));
     }
     let (head, tail) = match text.strip_prefix('[') {
         Some(inner) => {
-            let (address, rest) = inner.split_once(']').ok_or("an address in [ needs its ]")?;
+            let (address, rest) = inner.split_once(']').ok_or("the closing ] of the address is missing")?;
             match rest.strip_prefix(':') {
                 Some(port) => (address, Some(port)),
                 None if rest.is_empty() => (address, None),
-                None => return Err(format!("only :PORT may follow the ], not {rest:?}")),
+                None => return Err(format!("write :PORT after the ], not {rest:?}")),
             }
         }
         None => match text.split_once(':') {
@@ -40,7 +39,7 @@ pub(super) fn parse(text: &str) -> Result<(ConnectionEnd, Option<Port>), String>
             None => (text, None),
         },
     };
-    let port = tail.map(port).transpose()?;
+    let port = tail.map(parse_port).transpose()?;
     if let Ok(address) = head.parse::<IpAddr>() {
         return Ok((ConnectionEnd::Address(address.to_canonical()), port));
     }
@@ -78,7 +77,7 @@ pub(super) fn parse(text: &str) -> Result<(ConnectionEnd, Option<Port>), String>
     }
 }
 
-fn port(text: &str) -> Result<Port, String> {
+fn parse_port(text: &str) -> Result<Port, String> {
     let (port, protocol) = text.split_once('/').unwrap_or((text, "tcp"));
     let protocol = match &*protocol.to_ascii_lowercase() {
         "tcp" => Protocol::Tcp,
@@ -158,7 +157,7 @@ mod tests {
                 "mgmt/ns/web-0:http",
                 "port \"http\" is not a number from 1 to 65535; only ports of Services have names",
             ),
-            ("[fd00::1", "an address in [ needs its ]"),
+            ("[fd00::1", "the closing ] of the address is missing"),
         ] {
             assert_eq!(parse(text), Err(why.to_owned()), "{text}");
         }

@@ -1,4 +1,4 @@
-//! Finds the addresses, nodes and endpoints of the two ends of a connection in the input.
+//! Finds the addresses and Nodes of the two ends of a connection in the input.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -17,51 +17,51 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain it.
+    /// The input does not contain the end.
     NotFound(String),
 }
 
-/// One address that the connection may go to.
-pub(super) struct Target {
+/// One address of the destination.
+pub(super) struct DestinationAddress {
     pub(super) to: Destination,
     /// `endpoint`, `ClusterIP`, `gateway` or `address`.
     pub(super) kind: &'static str,
     pub(super) is_cluster_ip: bool,
-    /// The endpoint or gateway is ready.
+    /// Whether the endpoint or gateway is ready. `true` for other kinds.
     pub(super) is_ready: bool,
 }
 
-/// The addresses of a destination.
-pub(super) struct Located {
+/// The addresses of a destination, and how it was interpreted.
+pub(super) struct LocatedDestination {
     pub(super) notes: Vec<String>,
-    pub(super) targets: Vec<Target>,
+    pub(super) addresses: Vec<DestinationAddress>,
 }
 
 pub(super) struct Finder<'o> {
     pub(super) outcome: &'o PlanResult,
 }
 
-/// Stands for the unknown address of an end in a cluster that was not given.
-const ANYWHERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED);
+/// Placeholder for the unknown address of an end in a cluster that was not given.
+const UNKNOWN_ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED);
 
 fn unknown_source(cluster: ClusterIdentity) -> Source {
     Source {
         cluster,
         node: None,
-        address: Some(ANYWHERE),
+        address: Some(UNKNOWN_ADDRESS),
     }
 }
 
 impl Finder<'_> {
-    /// Returns the possible sources: one for each address of a pod, else one.
-    pub(super) fn sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
+    /// Returns one source for each address of a pod, and one source for an end of another kind.
+    pub(super) fn find_sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
         match end {
             ConnectionEnd::Service { cluster, name } => Err(LocateError::Usage(format!(
-                "SRC {cluster}/{}/svc/{}: a Service opens no connection: write the pod or the node that does",
+                "SRC {cluster}/{}/svc/{}: a Service opens no connection: write the pod or Node that opens it",
                 name.namespace, name.name
             ))),
             ConnectionEnd::Address(address) => {
-                let owner = self.owner(*address)?;
+                let owner = self.find_owner(*address)?;
                 Ok(vec![Source {
                     cluster: owner.cluster,
                     node: owner.node,
@@ -69,8 +69,8 @@ impl Finder<'_> {
                 }])
             }
             ConnectionEnd::Node { cluster, name } => {
-                let cluster = self.cluster(cluster)?;
-                self.node(&cluster, name)?;
+                let cluster = self.find_cluster(cluster)?;
+                self.find_node(&cluster, name)?;
                 Ok(vec![Source {
                     cluster,
                     node: Some(name.clone()),
@@ -78,8 +78,8 @@ impl Finder<'_> {
                 }])
             }
             ConnectionEnd::Pod { cluster, name } => {
-                let cluster = self.cluster(cluster)?;
-                let Some((node, addresses)) = self.pod(&cluster, name)? else {
+                let cluster = self.find_cluster(cluster)?;
+                let Some((node, addresses)) = self.find_pod(&cluster, name)? else {
                     return Ok(vec![unknown_source(cluster)]);
                 };
                 let source = |address| Source {
@@ -95,18 +95,18 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the addresses that a connection from `from` to this end may use.
-    pub(super) fn targets(
+    /// Returns the addresses at which `from` may reach this end.
+    pub(super) fn find_destinations(
         &self,
         end: &ConnectionEnd,
         port: Option<&Port>,
         from: &[Source],
-    ) -> Result<Located, LocateError> {
+    ) -> Result<LocatedDestination, LocateError> {
         let number = match port {
             Some((protocol, PortRef::Number(number))) => Some((*protocol, *number)),
             _ => None,
         };
-        let target = |cluster: &ClusterIdentity, node: Option<String>, address| Target {
+        let destination = |cluster: &ClusterIdentity, node: Option<String>, address| DestinationAddress {
             to: Destination {
                 cluster: cluster.clone(),
                 node,
@@ -117,83 +117,87 @@ impl Finder<'_> {
             is_cluster_ip: false,
             is_ready: true,
         };
-        let located = |targets| Located {
+        let located = |addresses| LocatedDestination {
             notes: Vec::new(),
-            targets,
+            addresses,
         };
         match end {
             ConnectionEnd::Address(address) => {
-                let owner = self.owner(*address)?;
-                let mut located = located(vec![target(&owner.cluster, owner.node, *address)]);
+                let owner = self.find_owner(*address)?;
+                let mut located = located(vec![destination(&owner.cluster, owner.node, *address)]);
                 located.notes.push(format!("{address} is {}", owner.description));
                 Ok(located)
             }
             ConnectionEnd::Node { cluster, name } => {
-                let cluster = self.cluster(cluster)?;
-                let Some(addresses) = self.node(&cluster, name)? else {
-                    return Ok(located(vec![target(&cluster, Some(name.clone()), ANYWHERE)]));
+                let cluster = self.find_cluster(cluster)?;
+                let Some(addresses) = self.find_node(&cluster, name)? else {
+                    return Ok(located(vec![destination(
+                        &cluster,
+                        Some(name.clone()),
+                        UNKNOWN_ADDRESS,
+                    )]));
                 };
                 let addresses = addresses.into_iter();
                 Ok(located(
                     addresses
-                        .map(|address| target(&cluster, Some(name.clone()), address))
+                        .map(|address| destination(&cluster, Some(name.clone()), address))
                         .collect(),
                 ))
             }
             ConnectionEnd::Pod { cluster, name } => {
-                let cluster = self.cluster(cluster)?;
-                let Some((node, addresses)) = self.pod(&cluster, name)? else {
-                    return Ok(located(vec![target(&cluster, None, ANYWHERE)]));
+                let cluster = self.find_cluster(cluster)?;
+                let Some((node, addresses)) = self.find_pod(&cluster, name)? else {
+                    return Ok(located(vec![destination(&cluster, None, UNKNOWN_ADDRESS)]));
                 };
                 let mut located = located(Vec::new());
                 let addresses = if addresses.is_empty() {
                     located
                         .notes
                         .push(format!("Pod {name} uses the host network of Node {node}"));
-                    self.node(&cluster, &node)?.unwrap_or_default()
+                    self.find_node(&cluster, &node)?.unwrap_or_default()
                 } else {
                     addresses
                 };
-                let targets = addresses
+                let addresses = addresses
                     .into_iter()
-                    .map(|address| target(&cluster, Some(node.clone()), address));
-                located.targets = targets.collect();
+                    .map(|address| destination(&cluster, Some(node.clone()), address));
+                located.addresses = addresses.collect();
                 Ok(located)
             }
             ConnectionEnd::Service { cluster, name } => {
-                self.service(&self.cluster(cluster)?, cluster, name, port, from)
+                self.find_service(&self.find_cluster(cluster)?, cluster, name, port, from)
             }
         }
     }
 
-    fn service(
+    fn find_service(
         &self,
         cluster: &ClusterIdentity,
         entry: &str,
         name: &ObjectName,
         port: Option<&Port>,
         from: &[Source],
-    ) -> Result<Located, LocateError> {
-        if let Some((cluster, exporter, service)) = self.mirrored(cluster, name) {
-            let mut located = self.service(&cluster, &exporter, &service, port, from)?;
+    ) -> Result<LocatedDestination, LocateError> {
+        if let Some((cluster, exporter, service)) = self.find_original(cluster, name) {
+            let mut located = self.find_service(&cluster, &exporter, &service, port, from)?;
             let note =
                 format!("Service {name} in cluster {entry:?} is the mirror of {service} in cluster {exporter:?}");
             located.notes.insert(0, note);
             return Ok(located);
         }
-        let mut located = Located {
+        let mut located = LocatedDestination {
             notes: Vec::new(),
-            targets: Vec::new(),
+            addresses: Vec::new(),
         };
         let Some(read) = self.read_cluster(cluster) else {
-            let unknown = Destination {
+            let to = Destination {
                 cluster: cluster.clone(),
                 node: None,
-                address: ANYWHERE,
+                address: UNKNOWN_ADDRESS,
                 port: None,
             };
-            located.targets.push(Target {
-                to: unknown,
+            located.addresses.push(DestinationAddress {
+                to,
                 kind: "address",
                 is_cluster_ip: false,
                 is_ready: true,
@@ -207,13 +211,13 @@ impl Finder<'_> {
         };
         let port = match port {
             None => None,
-            Some((protocol, wanted)) => {
+            Some((protocol, port)) => {
                 let mut ports = service.ports.iter();
-                let found = ports.find(|port| {
-                    port.protocol == *protocol
-                        && match wanted {
-                            PortRef::Number(number) => port.port == *number,
-                            PortRef::Name(name) => port.name == *name,
+                let found = ports.find(|own| {
+                    own.protocol == *protocol
+                        && match port {
+                            PortRef::Number(number) => own.port == *number,
+                            PortRef::Name(name) => own.name == *name,
                         }
                 });
                 let found = found.ok_or_else(|| {
@@ -230,11 +234,11 @@ impl Finder<'_> {
         };
         let gateways = from
             .first()
-            .map(|from| self.gateways(&from.cluster, cluster, read, name));
-        let wanted = |(port_name, _): &(String, Target)| port.is_none_or(|port| port.name == *port_name);
-        let gateways = gateways.into_iter().flatten().filter(wanted);
-        located.targets.extend(gateways.map(|(_, target)| target));
-        if !located.targets.is_empty() {
+            .map(|from| self.find_gateways(&from.cluster, cluster, read, name));
+        let has_port = |(port_name, _): &(String, DestinationAddress)| port.is_none_or(|port| port.name == *port_name);
+        let gateways = gateways.into_iter().flatten().filter(has_port);
+        located.addresses.extend(gateways.map(|(_, address)| address));
+        if !located.addresses.is_empty() {
             return Ok(located);
         }
         let port = port.map(|port| (port.protocol, port.port));
@@ -245,7 +249,7 @@ impl Finder<'_> {
                 port,
                 ready,
             } = backend;
-            located.targets.push(Target {
+            located.addresses.push(DestinationAddress {
                 to: Destination {
                     cluster: cluster.clone(),
                     node,
@@ -257,22 +261,23 @@ impl Finder<'_> {
                 is_ready: ready,
             });
         }
-        if located.targets.is_empty() {
-            let why = format!("Service {name} of cluster {entry:?} has no endpoint now, so nothing would answer");
+        if located.addresses.is_empty() {
+            let why =
+                format!("Service {name} of cluster {entry:?} has no endpoint, so no connection to it can succeed");
             return Err(LocateError::NotFound(why));
         }
-        located.targets.extend(self.cluster_ips(cluster, read, name, port));
+        located.addresses.extend(self.cluster_ips(cluster, read, name, port));
         Ok(located)
     }
 
     /// Returns the addresses of gateways at which a sandbox reaches a granted Service, each with the name of the Service's port.
-    fn gateways(
+    fn find_gateways(
         &self,
         from: &ClusterIdentity,
         cluster: &ClusterIdentity,
         read: &ReadCluster,
         name: &ObjectName,
-    ) -> Vec<(String, Target)> {
+    ) -> Vec<(String, DestinationAddress)> {
         let mut found = Vec::new();
         for mesh in self.outcome.plan.meshes.values() {
             let entry = |of: &ClusterIdentity| {
@@ -294,13 +299,13 @@ impl Finder<'_> {
                             address: *address,
                             port: Some(*port),
                         };
-                        let reached = Target {
+                        let destination = DestinationAddress {
                             to,
                             kind: "gateway",
                             is_cluster_ip: false,
                             is_ready: gateway.ready,
                         };
-                        found.push((granted.port.clone(), reached));
+                        found.push((granted.port.clone(), destination));
                     }
                 }
             }
@@ -308,41 +313,52 @@ impl Finder<'_> {
         found
     }
 
-    /// Returns the ClusterIPs of a Service that lie in the accepted networks of its cluster.
+    /// Returns the ClusterIPs of a Service that are inside the accepted networks of its cluster.
     fn cluster_ips(
         &self,
         cluster: &ClusterIdentity,
         read: &ReadCluster,
         name: &ObjectName,
         port: Option<(Protocol, u16)>,
-    ) -> Vec<Target> {
+    ) -> Vec<DestinationAddress> {
         let spec = read
             .objects
             .services
             .get(name)
             .and_then(|service| service.spec.as_ref());
         let texts = spec.into_iter().flat_map(|spec| {
-            let one = spec.cluster_ip.iter();
-            one.chain(spec.cluster_ips.iter().flatten())
+            let first = spec.cluster_ip.iter();
+            first.chain(spec.cluster_ips.iter().flatten())
         });
         let addresses: BTreeSet<IpAddr> = texts.filter_map(|text| text.parse().ok()).collect();
-        let is_accepted = |address: &IpAddr| self.accepting(*address).iter().any(|(_, of)| of.same_cluster(cluster));
-        let targets = addresses.into_iter().filter(is_accepted).map(|address| Target {
-            to: Destination {
-                cluster: cluster.clone(),
-                node: None,
-                address,
-                port,
-            },
-            kind: "ClusterIP",
-            is_cluster_ip: true,
-            is_ready: true,
-        });
-        targets.collect()
+        let is_accepted = |address: &IpAddr| {
+            let entries = self.entries_accepting(*address);
+            entries.iter().any(|(_, identity)| identity.same_cluster(cluster))
+        };
+        let addresses = addresses
+            .into_iter()
+            .filter(is_accepted)
+            .map(|address| DestinationAddress {
+                to: Destination {
+                    cluster: cluster.clone(),
+                    node: None,
+                    address,
+                    port,
+                },
+                kind: "ClusterIP",
+                is_cluster_ip: true,
+                is_ready: true,
+            });
+        addresses.collect()
     }
 
-    /// Returns the original of a mirrored Service: its cluster, the name of the cluster's entry, and the name of the Service.
-    fn mirrored(&self, cluster: &ClusterIdentity, name: &ObjectName) -> Option<(ClusterIdentity, String, ObjectName)> {
+    /// Returns the remote Service of a mirrored Service: its cluster, the name of that cluster's entry, and its name. `None` = the
+    /// Service is not mirrored.
+    fn find_original(
+        &self,
+        cluster: &ClusterIdentity,
+        name: &ObjectName,
+    ) -> Option<(ClusterIdentity, String, ObjectName)> {
         let existing = self
             .read_cluster(cluster)
             .and_then(|read| read.member.services.get(name));
@@ -361,7 +377,7 @@ impl Finder<'_> {
     }
 
     /// Returns the cluster with this name in the meshes.
-    fn cluster(&self, name: &str) -> Result<ClusterIdentity, LocateError> {
+    fn find_cluster(&self, name: &str) -> Result<ClusterIdentity, LocateError> {
         let entries = || self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut named = entries()
             .filter(|entry| entry.name == name)
@@ -376,7 +392,7 @@ impl Finder<'_> {
         };
         if named.any(|other| !other.same_cluster(first)) {
             return Err(LocateError::Usage(format!(
-                "{name:?} is the name of different clusters in several meshes: give only one of the ClusterMeshes, or write an address"
+                "{name:?} is the name of different clusters in several meshes: give only one of these ClusterMeshes, or write an address"
             )));
         }
         Ok(first.clone())
@@ -394,7 +410,7 @@ impl Finder<'_> {
     }
 
     /// Returns the addresses of a Node. `None` = its cluster was not given.
-    fn node(&self, cluster: &ClusterIdentity, name: &str) -> Result<Option<Vec<IpAddr>>, LocateError> {
+    fn find_node(&self, cluster: &ClusterIdentity, name: &str) -> Result<Option<Vec<IpAddr>>, LocateError> {
         let Some(read) = self.read_cluster(cluster) else {
             return Ok(None);
         };
@@ -411,7 +427,11 @@ impl Finder<'_> {
 
     /// Returns the Node of a pod and the pod's own addresses (none if it uses the host network). `None` = its cluster was not
     /// given.
-    fn pod(&self, cluster: &ClusterIdentity, name: &ObjectName) -> Result<Option<(String, Vec<IpAddr>)>, LocateError> {
+    fn find_pod(
+        &self,
+        cluster: &ClusterIdentity,
+        name: &ObjectName,
+    ) -> Result<Option<(String, Vec<IpAddr>)>, LocateError> {
         let Some(read) = self.read_cluster(cluster) else {
             return Ok(None);
         };

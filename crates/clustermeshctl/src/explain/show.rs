@@ -1,4 +1,4 @@
-//! Renders the answer as text for people, and as JSON or YAML. Programs read the latter: fields may be added, but never renamed.
+//! Renders the answer as text for people, and as JSON or YAML for programs: fields may be added to these, but never renamed.
 
 use clustermesh_core::mesh::Protocol;
 use serde::Serialize;
@@ -11,10 +11,9 @@ use crate::{
     problem::Problem,
 };
 
-/// Renders the answer in the requested format.
 pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Problem>> {
     if is_table(output) {
-        return Ok(table(answer));
+        return Ok(render_table(answer));
     }
     let report = Report::from(answer);
     let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the answer cannot be written: {error}"))];
@@ -30,49 +29,57 @@ fn port_text((protocol, port): (Protocol, u16)) -> String {
     format!("{port}/{}", protocol.as_str())
 }
 
-fn table(answer: &Answer) -> String {
+fn render_table(answer: &Answer) -> String {
     let mut text = String::new();
     let verdict = answer.verdict();
-    page::line(
+    page::write_line(
         &mut text,
         0,
         2,
         &format!("{}: {} -> {}", capitalize(verdict.as_str()), answer.from, answer.to),
     );
     for note in &answer.notes {
-        page::line(&mut text, 2, 4, note);
+        page::write_line(&mut text, 2, 4, note);
     }
     for row in &answer.rows {
         let Row {
-            target,
+            destination,
             from: _,
             explanation,
         } = row;
-        let to = &target.to;
-        let mut what = format!("{} {}", target.kind, to.address);
-        // `ANYWHERE` in locate.rs: the cluster was not given, so its addresses are unknown.
+        let to = &destination.to;
+        let mut description = format!("{} {}", destination.kind, to.address);
+        // `UNKNOWN_ADDRESS` in locate.rs: the cluster was not given, so its addresses are unknown.
         if to.address.is_unspecified() {
-            "its addresses".clone_into(&mut what);
+            "its addresses".clone_into(&mut description);
         }
         if let Some(port) = to.port {
-            what.push_str(&format!(" port {}", port_text(port)));
+            description.push_str(&format!(" port {}", port_text(port)));
         }
         if let Some(node) = &to.node {
-            what.push_str(&format!(" on Node {node}"));
+            description.push_str(&format!(" on Node {node}"));
         }
-        if !target.is_ready {
-            what.push_str(" (not ready)");
+        if !destination.is_ready {
+            description.push_str(" (not ready)");
         }
         text.push('\n');
         let verdict = explanation.verdict().as_str();
-        page::line(&mut text, 2, 4, &format!("{what}: {verdict}, {}", explanation.rule));
-        page::line(&mut text, 4, 4, &explanation.message);
-        explanation.route.iter().for_each(|route| path(&mut text, row, route));
+        page::write_line(
+            &mut text,
+            2,
+            4,
+            &format!("{description}: {verdict}, {}", explanation.rule),
+        );
+        page::write_line(&mut text, 4, 4, &explanation.message);
+        explanation
+            .route
+            .iter()
+            .for_each(|route| write_route(&mut text, row, route));
         for note in &explanation.notes {
-            page::line(&mut text, 4, 6, &format!("note: {note}"));
+            page::write_line(&mut text, 4, 6, &format!("note: {note}"));
         }
         if let Some(mesh) = &explanation.mesh {
-            page::line(&mut text, 4, 6, &format!("by ClusterMesh {mesh}"));
+            page::write_line(&mut text, 4, 6, &format!("by ClusterMesh {mesh}"));
         }
     }
     text
@@ -85,11 +92,11 @@ fn capitalize(text: &str) -> String {
         .map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-fn written(is_written: bool) -> &'static str {
+fn written_text(is_written: bool) -> &'static str {
     if is_written { "written" } else { "not written yet" }
 }
 
-fn path(text: &mut String, row: &Row, route: &Route) {
+fn write_route(text: &mut String, row: &Row, route: &Route) {
     let Route {
         out,
         anchored,
@@ -104,24 +111,24 @@ fn path(text: &mut String, row: &Row, route: &Route) {
             hop.peer,
             hop.node,
             hop.prefix,
-            written(hop.written)
+            written_text(hop.written)
         )
     };
     let anchor = if *anchored { ", as an anchor" } else { "" };
-    page::line(text, 4, 6, &format!("leaves through {}{anchor}", hop(out)));
+    page::write_line(text, 4, 6, &format!("leaves through {}{anchor}", hop(out)));
     let sent = match (masqueraded, row.from.address) {
         (_, None) => format!("arrives as {seen_as}, the node's own address in the mesh"),
         (Some(true), Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
         (Some(false), Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
         (None, Some(_)) => format!("arrives as {seen_as}, unless the CNI there masquerades it"),
     };
-    page::line(text, 4, 6, &format!("{sent}, accepted through {}", hop(back)));
+    page::write_line(text, 4, 6, &format!("{sent}, accepted through {}", hop(back)));
     if let Some((policy, is_written)) = policy {
-        page::line(
+        page::write_line(
             text,
             4,
             6,
-            &format!("checked against PeerPolicy {policy} ({})", written(*is_written)),
+            &format!("checked against PeerPolicy {policy} ({})", written_text(*is_written)),
         );
     }
 }
@@ -164,7 +171,7 @@ struct PathReport<'a> {
     anchored: bool,
     back: HopReport<'a>,
     seen_as: String,
-    /// `null` = unknown, because the CNI of the source's node decides.
+    /// `null` = unknown, because the CNI of the source's cluster decides.
     masqueraded: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     policy: Option<PolicyReport<'a>>,
@@ -184,8 +191,8 @@ struct PolicyReport<'a> {
     written: bool,
 }
 
-/// The verdict as one word, for programs.
-fn word(verdict: Verdict) -> String {
+/// The verdict in JSON and YAML: the name of the variant.
+fn verdict_name(verdict: Verdict) -> String {
     format!("{verdict:?}")
 }
 
@@ -194,7 +201,7 @@ impl<'a> From<&'a Answer> for Report<'a> {
         Self {
             from: &answer.from,
             to: &answer.to,
-            verdict: word(answer.verdict()),
+            verdict: verdict_name(answer.verdict()),
             notes: &answer.notes,
             answers: answer.rows.iter().map(RowReport::from).collect(),
         }
@@ -204,18 +211,18 @@ impl<'a> From<&'a Answer> for Report<'a> {
 impl<'a> From<&'a Row> for RowReport<'a> {
     fn from(row: &'a Row) -> Self {
         let Row {
-            target,
+            destination,
             from: _,
             explanation,
         } = row;
         Self {
-            kind: target.kind,
-            address: target.to.address.to_string(),
-            port: target.to.port.map(|(_, port)| port),
-            protocol: target.to.port.map(|(protocol, _)| protocol.as_str()),
-            node: target.to.node.as_deref(),
-            ready: target.is_ready,
-            verdict: word(explanation.verdict()),
+            kind: destination.kind,
+            address: destination.to.address.to_string(),
+            port: destination.to.port.map(|(_, port)| port),
+            protocol: destination.to.port.map(|(protocol, _)| protocol.as_str()),
+            node: destination.to.node.as_deref(),
+            ready: destination.is_ready,
+            verdict: verdict_name(explanation.verdict()),
             rule: explanation.rule.to_string(),
             message: &explanation.message,
             mesh: explanation.mesh.as_ref().map(ToString::to_string),

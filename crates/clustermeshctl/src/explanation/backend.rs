@@ -1,4 +1,4 @@
-//! The endpoints behind a Service.
+//! Finds the endpoints of a Service.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -10,24 +10,22 @@ use clustermesh_core::{
 /// One endpoint of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Backend {
-    /// Its address.
     pub(crate) address: IpAddr,
     /// The Node that runs it, if its EndpointSlice names one.
     pub(crate) node: Option<String>,
-    /// Its protocol and port.
     pub(crate) port: (Protocol, u16),
-    /// It accepts new connections.
+    /// Whether it accepts new connections.
     pub(crate) ready: bool,
 }
 
-/// The endpoints of a Service, from its EndpointSlices. `port` = one of the Service's ports; `None` = all of them.
+/// Returns the endpoints of a Service, from its EndpointSlices. `port` = one port of the Service; `None` = all its ports.
 pub(crate) fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u16)>) -> BTreeSet<Backend> {
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
-    let query = |name: &str, protocol: Protocol| {
+    let is_requested = |name: &str, protocol: Protocol| {
         let mut ports = ports.iter();
         ports.any(|own| {
-            let one = port.is_none_or(|port| port == (own.protocol, own.port));
-            one && own.name == name && own.protocol == protocol
+            let is_same_port = port.is_none_or(|port| port == (own.protocol, own.port));
+            is_same_port && own.name == name && own.protocol == protocol
         })
     };
     let mut found = BTreeSet::new();
@@ -35,7 +33,11 @@ pub(crate) fn backends(member: &Member, service: &ObjectName, port: Option<(Prot
     for (_, slice) in
         slices.filter(|(name, slice)| name.namespace == service.namespace && slice.service == service.name)
     {
-        for port in slice.ports.iter().filter(|port| query(&port.name, port.protocol)) {
+        for port in slice
+            .ports
+            .iter()
+            .filter(|port| is_requested(&port.name, port.protocol))
+        {
             found.extend(slice.endpoints.iter().map(|endpoint| Backend {
                 address: endpoint.address,
                 node: endpoint.node.clone(),

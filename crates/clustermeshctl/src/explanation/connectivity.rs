@@ -1,4 +1,4 @@
-//! Explains whether two members are connected, from the planner's own decision, and why an address has no Peer. [`super::packet`]
+//! Explains the planner's decision whether two members are connected, and why no Peer contains an address. [`super::packet`]
 //! follows the packets of connected members.
 
 use std::collections::BTreeMap;
@@ -9,11 +9,13 @@ use clustermesh_core::{
     plan::{Fact, Link, MemberView, NotConnected, Plan},
 };
 
-use super::{Destination, Explanation, Rule, Source, bounds, member, packet::PacketTrace, port_text};
+use super::{
+    Destination, Explanation, Rule, Source, allowed_networks_text, last_observed, packet::PacketTrace, port_text,
+};
 
-/// One question about one mesh.
+/// A connection to explain, in one mesh.
 pub(super) struct Query<'q> {
-    pub(super) seen: &'q Observations,
+    pub(super) observations: &'q Observations,
     pub(super) plan: &'q Plan,
     pub(super) mesh: &'q Mesh,
     /// Name of the source's entry.
@@ -28,15 +30,15 @@ pub(super) struct Query<'q> {
 
 impl<'q> Query<'q> {
     pub(super) fn answer(&self) -> Explanation {
-        let denied = self.not_connected().or_else(|| self.unobserved());
-        denied.unwrap_or_else(|| match self.target_member.link_from(&self.source_member) {
+        let early_answer = self.not_connected().or_else(|| self.unobserved());
+        early_answer.unwrap_or_else(|| match self.target_member.link_from(&self.source_member) {
             Ok(Link::Sandbox) => self.answer_for_sandbox(),
             _ => PacketTrace { query: self }.follow(),
         })
     }
 
     /// Both entries, each with its name.
-    fn both(&self) -> [(&'q str, MemberView<'q>); 2] {
+    fn both_members(&self) -> [(&'q str, MemberView<'q>); 2] {
         [(self.source, self.source_member), (self.target, self.target_member)]
     }
 
@@ -46,14 +48,14 @@ impl<'q> Query<'q> {
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// Why the two members are not connected, independent of their nodes and addresses.
+    /// Why the two members are not connected, whatever their nodes and addresses are. `None` = they are connected.
     fn not_connected(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
             return deny(
                 Rule::Deleting,
                 format!(
-                    "ClusterMesh {} is being deleted, and with it everything it wrote",
+                    "ClusterMesh {} is being deleted, and the controller deletes its objects",
                     self.mesh.id
                 ),
             );
@@ -64,15 +66,15 @@ impl<'q> Query<'q> {
                 return deny(
                     Rule::TowardSandbox,
                     format!(
-                        "cluster {:?} is a sandbox: it can open connections to the Services it is granted, and no member can open \
-                         one to it",
+                        "cluster {:?} is a sandbox: it can open connections to the Services that are granted to it, and no \
+                         member can open a connection to it",
                         self.target
                     ),
                 );
             }
             Ok(Link::Meshed | Link::Sandbox) => {}
         }
-        for (name, member) in self.both() {
+        for (name, member) in self.both_members() {
             if member.cluster().quarantine {
                 let fact_message = self.facts().find_map(|fact| match fact {
                     Fact::Quarantined { cluster, message } if cluster == name => Some(message.clone()),
@@ -81,7 +83,7 @@ impl<'q> Query<'q> {
                 let message = fact_message.unwrap_or_else(|| format!("cluster {name:?} is quarantined"));
                 return deny(
                     Rule::Quarantined,
-                    format!("{message}. Remove the quarantine to open it"),
+                    format!("{message}. Remove the quarantine to allow connections"),
                 );
             }
         }
@@ -108,10 +110,10 @@ impl<'q> Query<'q> {
             .flat_map(|member| &member.gateways);
         let gateways: Vec<_> = gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect();
         let to = self.to;
-        let here = gateways
+        let gateway = gateways
             .iter()
             .find(|(_, gateway)| gateway.addresses.contains(&to.address));
-        if let (Some((gateway, _)), Some((name, access)), Some(port)) = (here, access, to.port)
+        if let (Some((gateway, _)), Some((name, access)), Some(port)) = (gateway, access, to.port)
             && let Some(granted) = access.spec.grants.get(&port)
         {
             let message = format!(
@@ -138,7 +140,8 @@ impl<'q> Query<'q> {
         Explanation::new(Rule::NotGranted, message)
     }
 
-    /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists.
+    /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists. `None` = the Peer is planned, or the
+    /// SandboxAccess does not exist yet.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.target_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
@@ -159,7 +162,7 @@ impl<'q> Query<'q> {
 
     fn explain_not_connected(&self, not_connected: &NotConnected) -> Explanation {
         match not_connected {
-            NotConnected::SameCluster => Explanation::new(Rule::SameCluster, "both entries are one cluster"),
+            NotConnected::SameCluster => Explanation::new(Rule::SameCluster, "both entries are the same cluster"),
             NotConnected::Standard(name) => {
                 let conflict = self.facts().find_map(|fact| match fact {
                     Fact::ProfileConflict { cluster, message } if cluster == name => Some(format!(" ({message})")),
@@ -203,20 +206,22 @@ impl<'q> Query<'q> {
         }
     }
 
-    /// Answers for a member that was not observed, or that lacks the Peer CRD.
+    /// Answers if a member was not observed, or has no Peer CRD.
     fn unobserved(&self) -> Option<Explanation> {
-        for (name, member) in self.both() {
+        for (name, member) in self.both_members() {
             if member.last_observed().is_none() {
                 let observation = member.observation();
-                let why = observation.and_then(Observation::trouble).unwrap_or("not observed");
+                let why = observation
+                    .and_then(Observation::not_fresh_reason)
+                    .unwrap_or("not observed");
                 return Some(Explanation::new(
                     Rule::MemberUnseen,
-                    format!("cluster {name:?} was not observed ({why}), so its Nodes and objects are not known"),
+                    format!("cluster {name:?} was not observed ({why}), so its Nodes and objects are unknown"),
                 ));
             }
         }
         let has_no_crd = |member: &MemberView<'_>| member.last_observed().is_some_and(|member| member.peers.is_none());
-        let missing = self.both().into_iter().find(|(_, member)| has_no_crd(member));
+        let missing = self.both_members().into_iter().find(|(_, member)| has_no_crd(member));
         missing.map(|(name, _)| {
             Explanation::new(
                 Rule::PeerCRDMissing,
@@ -248,21 +253,21 @@ impl<'q> Query<'q> {
                 format!("port {}", ports.join(", "))
             };
             let report = reports().find(|report| report.cluster == self.source && report.service == grant.local);
-            let trouble = report
+            let problem = report
                 .map(|report| &*report.message)
                 .filter(|message| !message.is_empty());
             format!(
                 "{} of {:?} on {ports}{}",
                 grant.service,
                 grant.cluster,
-                trouble.map(|why| format!(" ({why})")).unwrap_or_default()
+                problem.map(|why| format!(" ({why})")).unwrap_or_default()
             )
         });
         let grants: Vec<String> = grants.collect();
         format!("Its grants are: {}", grants.join("; "))
     }
 
-    /// Why no Peer in the source's cluster contains the destination.
+    /// Explains why no Peer in the source's cluster contains the destination.
     pub(super) fn explain_missing_peer(&self) -> Explanation {
         let target = self.target_member.cluster();
         let address = self.to.address;
@@ -277,7 +282,7 @@ impl<'q> Query<'q> {
                 format!(
                     "{address} lies outside allowedNetworks of cluster {:?} ({})",
                     self.target,
-                    bounds(target)
+                    allowed_networks_text(target)
                 ),
             );
         }
@@ -285,7 +290,8 @@ impl<'q> Query<'q> {
             Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
             _ => None,
         });
-        let has_nodes = member(self.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
+        let has_nodes =
+            last_observed(self.observations, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
         match no_anchor {
             Some(message) => Explanation::new(
                 Rule::NoAnchor,
@@ -306,7 +312,8 @@ impl<'q> Query<'q> {
         }
     }
 
-    /// Explains that a Node was skipped, with its reason. `target` = the entry that should have its Peer.
+    /// Explains why the planner skipped a Node of the entry `cluster` for the entry `target`, so that `target` has no Peer of the
+    /// Node. For a gateway, `node` is `gateway NAMESPACE/NAME`. `None` = the Node was not skipped.
     pub(super) fn skipped(&self, cluster: &str, node: &str, target: &str) -> Option<Explanation> {
         let report = self.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
         let skipped = report

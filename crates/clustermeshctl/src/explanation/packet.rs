@@ -1,4 +1,4 @@
-//! Follows one connection through the planned Peers and PeerPolicies of both clusters: only the objects that nodes read count.
+//! Follows a connection through the planned Peers and PeerPolicies of both clusters. It uses only objects that nodes read.
 //! [`super::connectivity`] explains why a Peer is missing.
 
 use std::{collections::BTreeSet, net::IpAddr};
@@ -10,14 +10,16 @@ use clustermesh_core::{
 };
 use ipnet::IpNet;
 
-use super::{Explanation, Hop, Route, Rule, Verdict, bounds, connectivity::Query, member, port_text};
+use super::{
+    Explanation, Hop, Route, Rule, Verdict, allowed_networks_text, connectivity::Query, last_observed, port_text,
+};
 
 /// Follows the packets of one query.
 pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
 
-/// The targets of all meshes that are the given cluster. The mesh is needed to resolve the names of sources.
+/// The plans of all meshes for a cluster, each with the plan of its mesh: names of entries are unique only within a mesh.
 fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
     plan.meshes.values().flat_map(move |mesh| {
         let entries = mesh.identities.iter();
@@ -32,30 +34,31 @@ fn is_cluster(mesh: &MeshPlan, entry: &str, cluster: &ClusterIdentity) -> bool {
         .is_some_and(|identity| identity.same_cluster(cluster))
 }
 
-/// The planned Peers of `source` in `holder`.
+/// The planned Peers of `source` in `cluster`.
 fn peers<'p>(
     plan: &'p Plan,
-    holder: &'p ClusterIdentity,
+    cluster: &'p ClusterIdentity,
     source: &'p ClusterIdentity,
 ) -> impl Iterator<Item = (&'p String, &'p PlannedPeer)> {
-    targets(plan, holder).flat_map(move |(mesh, target)| {
+    targets(plan, cluster).flat_map(move |(mesh, target)| {
         let peers = target.peers.iter();
         peers.filter(move |(_, peer)| is_cluster(mesh, &peer.source, source))
     })
 }
 
-/// The planned policies for `source` in `holder`.
+/// The planned policies for `source` in `cluster`.
 fn policies<'p>(
     plan: &'p Plan,
-    holder: &'p ClusterIdentity,
+    cluster: &'p ClusterIdentity,
     source: &'p ClusterIdentity,
 ) -> impl Iterator<Item = (&'p String, &'p PlannedPolicy)> {
-    targets(plan, holder).flat_map(move |(mesh, target)| {
+    targets(plan, cluster).flat_map(move |(mesh, target)| {
         let policies = target.policies.iter();
         policies.filter(move |(_, policy)| is_cluster(mesh, &policy.source, source))
     })
 }
 
+/// The longest prefix among a Peer's allowed IPs that contains an address.
 fn matching_prefix(peer: &PlannedPeer, address: IpAddr) -> Option<IpNet> {
     let nets = peer.spec.allowed_ips.iter().filter(|net| net.contains(&address));
     nets.max_by_key(|net| net.prefix_len()).copied()
@@ -65,10 +68,10 @@ impl PacketTrace<'_> {
     pub(super) fn follow(&self) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        let carrying = peers(plan, &from.cluster, &to.cluster)
+        let best_match = peers(plan, &from.cluster, &to.cluster)
             .filter_map(|(name, peer)| Some((matching_prefix(peer, to.address)?, name, peer)))
             .max_by_key(|(net, name, _)| (net.prefix_len(), *name));
-        let Some((prefix, name, peer)) = carrying else {
+        let Some((prefix, name, peer)) = best_match else {
             return query.explain_missing_peer();
         };
         let out = self.hop(&from.cluster, name, peer, prefix);
@@ -76,9 +79,9 @@ impl PacketTrace<'_> {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
-        let own = query.target_member.prefixes(&peer.node);
-        let meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
-        let anchored = meshed && own.is_some_and(|own| !own.iter().any(|own| own.contains(&prefix)));
+        let node_prefixes = query.target_member.prefixes(&peer.node);
+        let is_meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
+        let anchored = is_meshed && node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
         let mut route = Route {
             out,
             anchored,
@@ -107,18 +110,20 @@ impl PacketTrace<'_> {
         answer
     }
 
-    /// Whether the source address is replaced. An agent, in either mode, prevents masquerading by the CNI; kg does not.
+    /// Whether the source address is replaced. wg-agent, in both modes, prevents masquerading by the CNI; kg does not. `None` =
+    /// unknown, because the CNI decides.
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
         let from = self.query.from;
-        let replaced = from.address.is_some_and(|address| address != seen_as);
-        let source = member(self.query.seen, &from.cluster);
+        let is_replaced = from.address.is_some_and(|address| address != seen_as);
+        let source = last_observed(self.query.observations, &from.cluster);
         let node = from.node.as_deref().and_then(|node| source?.nodes.get(node));
-        let kg_alone = node.is_some_and(|node| node.server == Server::Kilo);
-        (replaced || from.address.is_none() || !kg_alone).then_some(replaced)
+        let has_only_kg = node.is_some_and(|node| node.server == Server::Kilo);
+        (is_replaced || from.address.is_none() || !has_only_kg).then_some(is_replaced)
     }
 
-    fn hop(&self, holder: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
-        let existing = member(self.query.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
+    fn hop(&self, cluster: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
+        let existing =
+            last_observed(self.query.observations, cluster).and_then(|member| member.peers.as_ref()?.get(name));
         Hop {
             peer: name.to_owned(),
             node: peer.node.clone(),
@@ -127,16 +132,16 @@ impl PacketTrace<'_> {
         }
     }
 
-    /// The Peer in the destination's cluster that contains the source, and the source address that arrives: the client's own if the
-    /// Peer of its node contains it, else the WireGuard address of its node.
+    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. It is
+    /// the client's own address if the Peer of its node, or of its node's leader, contains it, else the WireGuard address of its node.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        let family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
+        let is_same_family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
         let all = || peers(plan, &to.cluster, &from.cluster);
-        let own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
-        let found = from.address.and_then(|address| {
-            let candidates = all().filter(|(_, peer)| own(peer));
+        let is_own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
+        let by_own_peer = from.address.and_then(|address| {
+            let candidates = all().filter(|(_, peer)| is_own(peer));
             let candidates = candidates.filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)));
             let (net, name, peer) = candidates.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
@@ -153,29 +158,29 @@ impl PacketTrace<'_> {
         };
         let masqueraded = || {
             let node = from.node.as_deref()?;
-            let source = member(query.seen, &from.cluster)?;
+            let source = last_observed(query.observations, &from.cluster)?;
             let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
             let mut candidates = all().filter(|(_, peer)| peer.node == node);
             let (net, name, peer) =
                 candidates.find_map(|(name, peer)| Some((matching_prefix(peer, wireguard)?, name, peer)))?;
-            family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
+            is_same_family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
         };
-        found.or_else(by_leader).or_else(masqueraded).ok_or_else(|| {
+        by_own_peer.or_else(by_leader).or_else(masqueraded).ok_or_else(|| {
             let skipped = from.node.as_deref();
             let skipped = skipped.and_then(|node| query.skipped(query.source, node, query.target));
             Box::new(skipped.unwrap_or_else(|| {
-                let who = match (&from.address, &from.node) {
+                let sender = match (&from.address, &from.node) {
                     (Some(address), Some(node)) => format!("{address} on Node {node}"),
                     (Some(address), None) => address.to_string(),
                     (None, Some(node)) => format!("Node {node}"),
-                    (None, None) => "it".to_owned(),
+                    (None, None) => "the source".to_owned(),
                 };
                 Explanation::new(
                     Rule::NoPeer,
                     format!(
-                        "no Peer in cluster {:?} admits {who} of cluster {:?}: no Node there publishes the address, and its node \
-                         has no WireGuard address of the same IP family",
-                        query.target, query.source
+                        "no Peer in cluster {:?} contains {sender} of cluster {:?}: no Node of cluster {:?} publishes the address, \
+                         and the source's Node has no WireGuard address of the same IP family",
+                        query.target, query.source, query.source
                     ),
                 )
             }))
@@ -186,7 +191,7 @@ impl PacketTrace<'_> {
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        // A closed policy also denies connections toward its member.
+        // A `closed` policy also denies connections to the member that it describes, here the destination.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
@@ -198,7 +203,7 @@ impl PacketTrace<'_> {
                 ),
             );
         }
-        let Some(target) = member(query.seen, &to.cluster) else {
+        let Some(target) = last_observed(query.observations, &to.cluster) else {
             return Explanation::new(
                 Rule::MemberUnseen,
                 format!("cluster {:?} was not observed", query.target),
@@ -208,16 +213,16 @@ impl PacketTrace<'_> {
             return Explanation::new(
                 Rule::NoPolicyHere,
                 format!(
-                    "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes admit everything from its Peers: run wg-agent \
-                     there; next to kg, with --mode=policy",
+                    "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes accept all packets from its Peers: run wg-agent \
+                     there (with --mode=policy on the nodes of kg)",
                     query.target
                 ),
             );
         };
-        let applying: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
+        let matching: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
             .filter(|(_, policy)| contains(&policy.spec.sources, route.seen_as))
             .collect();
-        let Some((name, first)) = applying.first() else {
+        let Some((name, first)) = matching.first() else {
             return Explanation::new(
                 Rule::PolicyMissing,
                 format!(
@@ -230,7 +235,7 @@ impl PacketTrace<'_> {
             .get(*name)
             .is_some_and(|existing| existing.spec.as_ref() == Ok(&first.spec));
         route.policy = Some(((*name).clone(), written));
-        let specs: Vec<&PolicySpec> = applying.iter().map(|(_, policy)| &policy.spec).collect();
+        let specs: Vec<&PolicySpec> = matching.iter().map(|(_, policy)| &policy.spec).collect();
         if let Some(closed) = to.port.and_then(|port| self.closed_port(&specs, target, port)) {
             return closed;
         }
@@ -241,12 +246,13 @@ impl PacketTrace<'_> {
                     "{} lies outside the networks that cluster {:?} opens to other members ({})",
                     to.address,
                     query.target,
-                    bounds(query.target_member.cluster())
+                    allowed_networks_text(query.target_member.cluster())
                 ),
             );
         }
-        let tunnel_address = wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
-        if tunnel_address && to.port.is_some() {
+        let is_tunnel_address =
+            wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
+        if is_tunnel_address && to.port.is_some() {
             return Explanation::new(
                 Rule::WireguardAddress,
                 format!(
@@ -263,10 +269,10 @@ impl PacketTrace<'_> {
                 query.source, query.target, to.address, query.target
             ),
         );
-        if to.port.is_none() && tunnel_address {
-            answer.notes.push(
-                "closed nevertheless, because this is a node's WireGuard address: everything but ping".to_owned(),
-            );
+        if to.port.is_none() && is_tunnel_address {
+            answer
+                .notes
+                .push("the address is a node's WireGuard address, which answers only ping".to_owned());
         } else if to.port.is_none() {
             answer.notes.extend(self.closed_port_notes(&specs, target));
         }
@@ -297,8 +303,8 @@ impl PacketTrace<'_> {
             Explanation::new(
                 Rule::InfrastructurePort,
                 format!(
-                    "port {} is an infrastructure port (API server, kubelet, etcd and their like), closed to every member on the \
-                     addresses of the nodes of cluster {:?}",
+                    "port {} is an infrastructure port (such as API server, kubelet, etcd), closed to every member at the addresses \
+                     of the nodes of cluster {:?}",
                     port_text(port),
                     query.target
                 ),
@@ -306,7 +312,7 @@ impl PacketTrace<'_> {
         })
     }
 
-    /// For a question without a port: notes about the ports that are closed anyway.
+    /// Lists the ports of the destination that are closed, for a query without a port.
     fn closed_port_notes(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
         let to = self.query.to;
         let mut notes = Vec::new();
@@ -318,7 +324,7 @@ impl PacketTrace<'_> {
                 .collect();
             let ports: Vec<String> = ports.into_iter().map(port_text).collect();
             notes.push(format!(
-                "closed nevertheless, as infrastructure ports: {}",
+                "these ports are closed, as infrastructure ports: {}",
                 ports.join(", ")
             ));
         }
@@ -330,7 +336,7 @@ impl PacketTrace<'_> {
             .collect();
         notes.extend(
             api.into_iter()
-                .map(|port| format!("closed nevertheless, as a port of the API server: {port}/TCP")),
+                .map(|port| format!("this port is closed, as a port of the API server: {port}/TCP")),
         );
         notes
     }

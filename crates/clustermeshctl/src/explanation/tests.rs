@@ -1,5 +1,5 @@
-//! Property tests: the answers agree with a second, independent evaluation that only reads the planned Peers, policies
-//! and SandboxAccesses and knows no rule of the planner.
+//! Property tests: the answers agree with a second, independent evaluation that reads only the planned Peers, policies
+//! and SandboxAccesses, and uses none of the planner's rules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use proptest::{option, prelude::*, sample::select};
 
 use super::{Destination, Explainer, Explanation, Source, Verdict};
 
-/// The plans of all meshes for one cluster, each with a function that resolves the names of sources in that mesh.
+/// The plans of all meshes for a cluster, each with a function that resolves the names of sources in that mesh.
 fn target_plans<'p>(
     plan: &'p Plan,
     cluster: &'p ClusterIdentity,
@@ -29,23 +29,23 @@ fn target_plans<'p>(
     })
 }
 
-/// The nodes of `source` whose planned Peers in `holder` contain an address.
+/// The nodes of `source` whose planned Peers in `cluster` contain an address.
 fn nodes_with_address(
     scenario: &Scenario,
     plan: &Plan,
-    holder: &ClusterIdentity,
+    cluster: &ClusterIdentity,
     source: &ClusterIdentity,
     address: IpAddr,
 ) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    if scenario.seen.members[holder]
+    if scenario.seen.members[cluster]
         .last()
         .is_some_and(|member| member.peers.is_none())
     {
-        // No Peer can be written there.
+        // The cluster has no Peer CRD, so no Peer can be written into it.
         return found;
     }
-    for (target, resolve) in target_plans(plan, holder) {
+    for (target, resolve) in target_plans(plan, cluster) {
         let peers = target
             .peers
             .values()
@@ -56,9 +56,9 @@ fn nodes_with_address(
     found
 }
 
-fn planned_policies<'p>(plan: &'p Plan, holder: &'p ClusterIdentity, source: &ClusterIdentity) -> Vec<&'p PolicySpec> {
+fn planned_policies<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity, source: &ClusterIdentity) -> Vec<&'p PolicySpec> {
     let mut found = Vec::new();
-    for (target, resolve) in target_plans(plan, holder) {
+    for (target, resolve) in target_plans(plan, cluster) {
         let policies = target
             .policies
             .values()
@@ -68,7 +68,7 @@ fn planned_policies<'p>(plan: &'p Plan, holder: &'p ClusterIdentity, source: &Cl
     found
 }
 
-fn addresses(member: &Member) -> BTreeSet<IpAddr> {
+fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
     let nodes = || member.nodes.values();
     let own = nodes().flat_map(|node| {
         node.internal_ips
@@ -81,7 +81,7 @@ fn addresses(member: &Member) -> BTreeSet<IpAddr> {
 }
 
 /// Whether a sandbox reaches the port through a gateway: a planned SandboxAccess grants it, and a planned Peer contains the gateway's
-/// address. The Peer is not needed while the SandboxAccess does not exist yet.
+/// address. Before the SandboxAccess exists, the planner plans no Peer, so none is needed.
 fn enters_through_gateway(
     plan: &Plan,
     member: &Member,
@@ -113,7 +113,7 @@ fn enters_through_gateway(
     is_gateway && accesses().any(|access| access.grants.contains_key(&port)) && (has_peer || !access_exists)
 }
 
-/// Whether the planned objects admit a packet with one of these source addresses to its destination.
+/// Whether the planned objects allow a packet with one of these source addresses to reach its destination.
 fn is_open(
     scenario: &Scenario,
     plan: &Plan,
@@ -145,7 +145,7 @@ fn is_open(
         if port.0 == Protocol::Tcp && any(&|spec| spec.deny.contains(&(to.address, port.1).into())) {
             return false;
         }
-        if any(&|spec| spec.infrastructure_ports.contains(&port)) && addresses(member).contains(&to.address) {
+        if any(&|spec| spec.infrastructure_ports.contains(&port)) && node_addresses(member).contains(&to.address) {
             return false;
         }
         if any(&|spec| spec.closed) {
@@ -155,42 +155,47 @@ fn is_open(
     })
 }
 
-/// Whether an address is the WireGuard address of a node and no InternalIP: no port of the node is open at it.
+/// Whether an address is the WireGuard address of a node and not an InternalIP. All ports are closed at such an address.
 fn is_tunnel_address(member: &Member, address: IpAddr) -> bool {
     let mut nodes = member.nodes.values();
-    let wireguard = nodes.any(|node| node.wireguard_ip.value().is_some_and(|net| net.addr() == address));
+    let is_wireguard = nodes.any(|node| node.wireguard_ip.value().is_some_and(|net| net.addr() == address));
     let mut nodes = member.nodes.values();
-    let own = nodes.any(|node| node.internal_ips.iter().any(|ip| ip.to_canonical() == address));
-    wireguard && !own
+    let is_internal = nodes.any(|node| node.internal_ips.iter().any(|ip| ip.to_canonical() == address));
+    is_wireguard && !is_internal
 }
 
-/// The source addresses with which packets of `from` arrive: its own if the Peer of its node contains it, else the WireGuard
-/// address of its node.
+/// The source address with which packets of `from` arrive: its own address if the Peer of its node contains it, else the
+/// WireGuard address of its node. Empty = packets do not arrive.
 fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
-    let on_own = |address: &IpAddr| {
+    let is_in_own_peer = |address: &IpAddr| {
         let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);
         from.node
             .as_ref()
             .map_or(!nodes.is_empty(), |node| nodes.contains(node))
     };
-    if let Some(address) = from.address.filter(on_own) {
+    if let Some(address) = from.address.filter(is_in_own_peer) {
         return [address].into();
     }
     let member = scenario.seen.members[&from.cluster].last();
     let node = from.node.as_ref().and_then(|node| member?.nodes.get(node));
     let wireguard = node.and_then(|node| node.wireguard_ip.value()).map(|net| net.addr());
     wireguard
-        .filter(|address| on_own(address) && address.is_ipv4() == to.address.is_ipv4())
+        .filter(|address| is_in_own_peer(address) && address.is_ipv4() == to.address.is_ipv4())
         .into_iter()
         .collect()
 }
 
 /// A scenario in which many connections are allowed: the hub and `c1` have a valid node, an anchored network, and an API server
-/// whose address is in the mesh. Sometimes a member is quarantined, or lacks the PeerPolicy CRD.
+/// whose address is in the mesh. Sometimes a member is quarantined, or has no PeerPolicy CRD.
 fn connected() -> impl Strategy<Value = Scenario> {
-    let closed = option::weighted(0.3, 0usize..3);
-    (sandboxed(), closed, any::<bool>(), option::weighted(0.2, 0usize..2)).prop_map(
-        |(mut scenario, closed, existing, bare)| {
+    let quarantined = option::weighted(0.3, 0usize..3);
+    (
+        sandboxed(),
+        quarantined,
+        any::<bool>(),
+        option::weighted(0.2, 0usize..2),
+    )
+        .prop_map(|(mut scenario, quarantined, has_peers, without_crd)| {
             for mesh in &mut scenario.meshes {
                 mesh.deleting = false;
                 for (cluster, more) in mesh.clusters.iter_mut().zip([["10.96.0.0/16"], ["100.66.3.0/24"]]) {
@@ -200,7 +205,7 @@ fn connected() -> impl Strategy<Value = Scenario> {
                     cluster.anchored = None;
                 }
                 mesh.clusters[1].addressing = Addressing::Routed;
-                closed.into_iter().for_each(|n| mesh.clusters[n].quarantine = true);
+                quarantined.into_iter().for_each(|n| mesh.clusters[n].quarantine = true);
             }
             let hub = scenario.seen.members[&identity(0)].last().unwrap().clone();
             for n in [0, 1] {
@@ -215,18 +220,18 @@ fn connected() -> impl Strategy<Value = Scenario> {
                 let node = member.nodes.get_mut("good").unwrap();
                 (node.ready, node.server) = (true, Server::Agent);
                 member.api_endpoints = ["10.1.9.7:6443".parse().unwrap()].into();
-                member.policies = (bare != Some(n)).then(BTreeMap::new);
-                if !existing {
+                member.policies = (without_crd != Some(n)).then(BTreeMap::new);
+                if !has_peers {
                     member.peers = Some(BTreeMap::new());
                 }
                 scenario.seen.members.insert(identity(n), Observation::Fresh(member));
             }
             scenario
-        },
-    )
+        })
 }
 
-const GOOD_ADDRESSES: &[&str] = &[
+/// Addresses of pods, nodes, gateways and anchored networks in the scenarios of [`connected`].
+const MESH_ADDRESSES: &[&str] = &[
     "10.1.9.7",
     "100.66.1.9",
     "100.66.2.9",
@@ -238,9 +243,9 @@ const GOOD_ADDRESSES: &[&str] = &[
 ];
 const PORTS: &[u16] = &[80, 443, 6443, 10250];
 
-fn question() -> impl Strategy<Value = (Source, Destination)> {
+fn query() -> impl Strategy<Value = (Source, Destination)> {
     let node = || option::of(select(&["a", "b", "c", "good"][..]).prop_map(str::to_owned));
-    let address = || prop_oneof![ip(), select(GOOD_ADDRESSES).prop_map(|ip| ip.parse().unwrap())];
+    let address = || prop_oneof![ip(), select(MESH_ADDRESSES).prop_map(|ip| ip.parse().unwrap())];
     let clusters = select(&[(0, 1), (1, 0), (2, 0), (2, 0), (2, 1), (0, 2)][..]);
     (clusters, node(), option::of(address()), address(), select(PORTS)).prop_map(|((a, b), node, source, to, port)| {
         let from = Source {
@@ -258,11 +263,11 @@ fn question() -> impl Strategy<Value = (Source, Destination)> {
     })
 }
 
-/// A question whose answer is often "allowed".
-fn likely_question() -> impl Strategy<Value = (Source, Destination)> {
+/// A query whose answer is often "allowed".
+fn likely_query() -> impl Strategy<Value = (Source, Destination)> {
     let to = select(&["10.1.9.7", "10.2.9.7", "100.66.1.9", "100.66.3.9", "10.96.0.1"][..]);
     let own = select(&[None, Some("10.1.9.5"), Some("10.2.9.5"), Some("172.16.0.1")][..]);
-    (question(), select(&[(0, 1), (1, 0), (2, 0)][..]), own, to).prop_map(|((_, to), (a, b), own, address)| {
+    (query(), select(&[(0, 1), (1, 0), (2, 0)][..]), own, to).prop_map(|((_, to), (a, b), own, address)| {
         let from = Source {
             cluster: identity(a),
             node: Some("good".into()),
@@ -282,14 +287,14 @@ fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination)
     Explainer::new(meshes, seen, &Settings::default(), &TestNaming, plan).explain(from, to)
 }
 
-/// Whether the address of `from` is in the Peer of another node, the leader of its location (kg with location granularity). The
-/// planner chooses the leader, so this model cannot check it.
+/// Whether the address of `from` may be in the Peer of another node, the leader of its location (kg with granularity `location`).
+/// The planner chooses the leader, so this model cannot check such an answer.
 fn is_behind_leader(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> bool {
     let Some(address) = from.address else { return false };
     let nodes = scenario.seen.members[&from.cluster].last().map(|member| &member.nodes);
-    let located = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
+    let has_locations = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
     let elsewhere = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, address);
-    located && from.node.as_ref().is_some_and(|node| !elsewhere.contains(node))
+    has_locations && from.node.as_ref().is_some_and(|node| !elsewhere.contains(node))
 }
 
 proptest! {
@@ -298,39 +303,43 @@ proptest! {
     #[test]
     fn explain_agrees_with_the_planned_objects(
         scenario in prop_oneof![scenario(), sandboxed(), connected()],
-        questions in prop::collection::vec(prop_oneof![question(), likely_question()], 24),
+        queries in prop::collection::vec(prop_oneof![query(), likely_query()], 24),
     ) {
         let plan = planned(&scenario);
-        for (from, to) in &questions {
+        for (from, to) in &queries {
             let answer = explain_in(&scenario, &plan, from, to);
             // If the Peer CRD is missing, no planned Peer is written.
             let has_crd = |cluster| scenario.seen.members[cluster].last().is_none_or(|member| member.peers.is_some());
-            let opens = has_crd(&from.cluster)
+            let is_allowed = has_crd(&from.cluster)
                 && has_crd(&to.cluster)
                 && is_open(&scenario, &plan, &arriving_sources(&scenario, &plan, from, to), from, to, to.port.unwrap());
             match answer.verdict() {
                 Verdict::Allowed if is_behind_leader(&scenario, &plan, from, to) => {}
-                Verdict::Allowed => prop_assert!(opens, "no object allows {from:?} -> {to:?}: {answer:?}"),
-                Verdict::Denied => prop_assert!(!opens, "the objects allow {from:?} -> {to:?}: {answer:?}"),
+                Verdict::Allowed => prop_assert!(is_allowed, "no object allows {from:?} -> {to:?}: {answer:?}"),
+                Verdict::Denied => prop_assert!(!is_allowed, "the objects allow {from:?} -> {to:?}: {answer:?}"),
                 Verdict::Unknown => {
-                    let unseen = [&from.cluster, &to.cluster].iter().any(|c| scenario.seen.members[*c].last().is_none());
-                    prop_assert!(unseen, "{answer:?}");
+                    let mut clusters = [&from.cluster, &to.cluster].into_iter();
+                    let is_unobserved = clusters.any(|cluster| scenario.seen.members[cluster].last().is_none());
+                    prop_assert!(is_unobserved, "{answer:?}");
                 }
             }
         }
     }
 
     #[test]
-    fn explain_without_port_answers_for_the_best_port(
+    fn explain_without_port_gives_best_verdict_of_all_ports(
         scenario in prop_oneof![scenario(), sandboxed(), connected()],
-        (from, to) in prop_oneof![question(), likely_question()],
+        (from, to) in prop_oneof![query(), likely_query()],
     ) {
-        // Without a port, ping counts as well, and a node's WireGuard address answers it.
-        let tunnel = scenario.seen.members[&to.cluster].last().is_some_and(|member| is_tunnel_address(member, to.address));
-        prop_assume!(!tunnel);
+        // Without a port, the verdict includes ping, which a node's WireGuard address answers.
+        let member = scenario.seen.members[&to.cluster].last();
+        prop_assume!(!member.is_some_and(|member| is_tunnel_address(member, to.address)));
         let plan = planned(&scenario);
         let any = explain_in(&scenario, &plan, &from, &Destination { port: None, ..to.clone() }).verdict();
-        let with = |port: u16| explain_in(&scenario, &plan, &from, &Destination { port: Some((Protocol::Tcp, port)), ..to.clone() }).verdict();
-        prop_assert_eq!(any, PORTS.iter().map(|port| with(*port)).min().unwrap());
+        let with_port = |port: &u16| {
+            let to = Destination { port: Some((Protocol::Tcp, *port)), ..to.clone() };
+            explain_in(&scenario, &plan, &from, &to).verdict()
+        };
+        prop_assert_eq!(any, PORTS.iter().map(with_port).min().unwrap());
     }
 }

@@ -9,22 +9,22 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 
-use super::{REQUEST_TIMEOUT, error_chain, uid};
+use super::{REQUEST_TIMEOUT, error_chain, kube_system_uid};
 use crate::{
     objects::{InstalledCrds, Objects},
     output::shorten,
 };
 
-/// Objects in one page.
+/// The number of objects in one page.
 const PAGE_SIZE: u32 = 500;
 
-/// At most this many pages of one list are read. A hostile API server can return empty pages, each with a token for the next one, without end.
+/// The limit of pages in one list. A hostile API server can return empty pages without end, each with a token for the next page.
 const MAX_PAGES: usize = 400;
 
-/// For all lists of one cluster.
+/// Timeout of all lists of one cluster together.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// At most this many notes on one cluster are kept.
+/// The limit of notes about one cluster.
 const MAX_NOTES: usize = 20;
 
 /// The longest name that Kubernetes allows for an object or a namespace.
@@ -47,7 +47,7 @@ pub(crate) async fn with_timeout<T>(request: impl Future<Output = kube::Result<T
     }
 }
 
-/// Namespace (if any) and name.
+/// Returns `namespace/name`, or the name of a cluster-scoped object.
 pub(super) fn full_name<T: Resource>(object: &T) -> String {
     let metadata = object.meta();
     let name = metadata.name.as_deref().unwrap_or("?");
@@ -57,7 +57,7 @@ pub(super) fn full_name<T: Resource>(object: &T) -> String {
     }
 }
 
-/// Lists every object of one kind. `None` = the cluster does not know the kind.
+/// Lists every object of one kind. `None` = the cluster does not serve the kind (HTTP status 404).
 pub(super) async fn list_kind<T>(client: &Client, notes: &mut Vec<String>) -> Result<Option<Vec<T>>, String>
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -75,20 +75,20 @@ where
         let listed = listed.await.map_err(|why| format!("{}: {why}", T::plural(&())))?;
         let Some(listed) = listed else { return Ok(None) };
         for object in listed.items {
-            let what = format!("{} {}", T::kind(&()), shorten(&full_name(&object)));
+            let description = format!("{} {}", T::kind(&()), shorten(&full_name(&object)));
             let names = [&object.metadata.name, &object.metadata.namespace]
                 .into_iter()
                 .flatten();
             if names.map(String::len).max() > Some(MAX_NAME) {
                 notes.push(format!(
-                    "{what} is left out: its name is longer than {MAX_NAME} characters"
+                    "{description} is left out: its name is longer than {MAX_NAME} characters"
                 ));
                 continue;
             }
             match object.try_parse::<T>() {
                 Ok(object) => all.push(object),
                 Err(error) => notes.push(format!(
-                    "{what} cannot be read and is left out: {}",
+                    "{description} cannot be read and is left out: {}",
                     shorten(&error_chain(&error))
                 )),
             }
@@ -104,6 +104,7 @@ where
     ))
 }
 
+/// Keys objects by name. Objects without a name are dropped.
 fn by_name<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName) -> K) -> BTreeMap<K, T> {
     let named = |object: T| {
         let metadata = object.meta();
@@ -117,7 +118,7 @@ fn by_name<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName
 /// Reads the objects of one cluster. Also returns notes about objects that could not be read.
 pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String>), String> {
     let mut notes = Vec::new();
-    let objects = tokio::time::timeout(TOTAL_TIMEOUT, objects(client, &mut notes)).await;
+    let objects = tokio::time::timeout(TOTAL_TIMEOUT, list_objects(client, &mut notes)).await;
     let objects = objects.map_err(|_| format!("its lists take longer than {} s", TOTAL_TIMEOUT.as_secs()))??;
     let more = notes.len().saturating_sub(MAX_NOTES);
     notes.truncate(MAX_NOTES);
@@ -127,7 +128,7 @@ pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String
     Ok((objects, notes))
 }
 
-/// Lists a kind that an older account may not read. If it cannot be read, it counts as not installed.
+/// Lists a kind that the RBAC rules of older versions do not include. If the list fails, the kind counts as not installed.
 async fn list_optional_kind<T>(client: &Client, notes: &mut Vec<String>) -> Option<Vec<T>>
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -138,7 +139,7 @@ where
     })
 }
 
-async fn objects(client: &Client, notes: &mut Vec<String>) -> Result<Objects, String> {
+async fn list_objects(client: &Client, notes: &mut Vec<String>) -> Result<Objects, String> {
     let nodes = list_kind(client, notes).await?;
     let (peers, policies) = (list_kind(client, notes).await?, list_kind(client, notes).await?);
     let (accesses, gateways) = (
@@ -159,7 +160,7 @@ async fn objects(client: &Client, notes: &mut Vec<String>) -> Result<Objects, St
         services: by_name(list_kind(client, notes).await?, |name| name),
         slices: by_name(list_kind(client, notes).await?, |name| name),
         pods: by_name(list_kind(client, notes).await?, |name| name),
-        uid: uid(client).await,
+        uid: kube_system_uid(client).await,
     })
 }
 
@@ -180,7 +181,7 @@ mod tests {
         let body = answer.to_string();
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
-                // A GET without a body fits into one segment, so one read is enough.
+                // The request fits into one TCP segment, so one read is enough.
                 let _ = stream.read(&mut [0; 4096]).await;
                 let length = body.len();
                 let head = format!("HTTP/1.1 {code}\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n");

@@ -1,4 +1,4 @@
-//! The plan as JSON and YAML. Programs read this format: fields may be added, but never renamed.
+//! Renders the plan as JSON and YAML. Programs read this format: fields may be added, but never renamed.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,6 @@ use serde::Serialize;
 use super::PlanResult;
 use crate::inputs::ReadCluster;
 
-/// The whole plan.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     meshes: Vec<MeshReport>,
@@ -58,7 +57,7 @@ struct Cluster {
     uncovered: Vec<Uncovered>,
 }
 
-/// A podCIDR outside `allowedNetworks`, of a node that is registered.
+/// A podCIDR of a registered node, outside `allowedNetworks`.
 #[derive(Debug, Serialize)]
 struct Uncovered {
     node: String,
@@ -72,7 +71,7 @@ struct Skipped {
     message: String,
 }
 
-/// The desired objects of a mesh in one member, and the changes that produce them.
+/// The desired objects of a mesh in one member, and the steps that create, update or delete objects there.
 #[derive(Debug, Serialize)]
 struct Target {
     cluster: String,
@@ -114,13 +113,14 @@ impl From<&PlanResult> for Report {
     fn from(outcome: &PlanResult) -> Self {
         let meshes = outcome.plan.meshes.iter();
         Self {
-            meshes: meshes.map(|(id, mesh)| MeshReport::of(outcome, id, mesh)).collect(),
+            meshes: meshes.map(|(id, mesh)| MeshReport::new(outcome, id, mesh)).collect(),
         }
     }
 }
 
 impl MeshReport {
-    fn of(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
+    fn new(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
+        // The empty arguments are results of writes and reports of agents, which a plan does not have.
         let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),
@@ -162,14 +162,14 @@ impl MeshReport {
             targets: mesh
                 .targets
                 .iter()
-                .map(|(cluster, target)| Target::of(outcome, id, mesh, cluster, target))
+                .map(|(cluster, target)| Target::new(outcome, id, mesh, cluster, target))
                 .collect(),
         }
     }
 }
 
 impl Target {
-    fn of(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, cluster: &str, planned: &TargetPlan) -> Self {
+    fn new(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, cluster: &str, planned: &TargetPlan) -> Self {
         let builder = ObjectBuilder {
             id,
             hub: &outcome.plan.hub,
@@ -187,7 +187,7 @@ impl Target {
     }
 }
 
-/// Builds objects as the controller writes them. An existing object keeps its resourceVersion and metadata of other clients.
+/// Builds objects as the controller writes them. An existing object keeps its resourceVersion and the metadata of other clients.
 struct ObjectBuilder<'a> {
     id: &'a MeshId,
     hub: &'a str,
@@ -254,7 +254,7 @@ impl ObjectBuilder<'_> {
             let existing = self.cluster.and_then(|cluster| cluster.objects.services.get(name));
             let mut written = existing.map_or_else(
                 || Service {
-                    metadata: named(name),
+                    metadata: metadata(name),
                     ..Service::default()
                 },
                 without_managed_fields,
@@ -269,7 +269,7 @@ impl ObjectBuilder<'_> {
                 let existing = self.cluster.and_then(|cluster| cluster.objects.slices.get(&slice));
                 let mut written = existing.map_or_else(
                     || EndpointSlice {
-                        metadata: named(&slice),
+                        metadata: metadata(&slice),
                         ..EndpointSlice::default()
                     },
                     without_managed_fields,
@@ -282,7 +282,7 @@ impl ObjectBuilder<'_> {
     }
 }
 
-fn named(name: &ObjectName) -> ObjectMeta {
+fn metadata(name: &ObjectName) -> ObjectMeta {
     ObjectMeta {
         namespace: Some(name.namespace.clone()),
         name: Some(name.name.clone()),
@@ -290,7 +290,7 @@ fn named(name: &ObjectName) -> ObjectMeta {
     }
 }
 
-/// The API server itself maintains `managedFields`.
+/// Copies an object without `managedFields`, which only the API server writes.
 fn without_managed_fields<T: Resource + Clone>(existing: &T) -> T {
     let mut object = existing.clone();
     object.managed_fields_mut().clear();

@@ -1,5 +1,5 @@
-//! The plan as text for people: first the conditions that need attention, then every change with its reason.
-//! [`super::report`] is the format for programs.
+//! Renders the plan as text for people: the conditions that need attention, every change with its content, and the nodes that
+//! are left out. [`super::report`] is the format for programs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,19 +18,18 @@ use clustermesh_core::{
 use super::PlanResult;
 use crate::page;
 
-/// At most this many items of a list are printed.
+/// The limit of printed items of a list.
 const MAX_ITEMS: usize = 24;
 
-/// Renders the whole plan.
 pub(super) fn render(outcome: &PlanResult) -> String {
     let mut page = Page::default();
     for (id, mesh) in &outcome.plan.meshes {
-        page.mesh(outcome, id, mesh);
+        page.write_mesh(outcome, id, mesh);
     }
     let all: Vec<&Step> = outcome.steps.values().flatten().collect();
     let _ = match &*all {
         [] => writeln!(page.text, "Nothing would change."),
-        steps => writeln!(page.text, "In all: {}.", counts(steps)),
+        steps => writeln!(page.text, "Total: {}.", count_text(steps)),
     };
     page.text
 }
@@ -41,8 +40,9 @@ struct Page {
 }
 
 impl Page {
-    fn mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
-        self.line(0, 0, &format!("ClusterMesh {id}"));
+    fn write_mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
+        self.write_line(0, 0, &format!("ClusterMesh {id}"));
+        // The empty arguments are results of writes and reports of agents, which a plan does not have.
         for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || needs_attention(&condition) {
                 let state = match (condition.kind, condition.status) {
@@ -51,21 +51,21 @@ impl Page {
                     (kind, _) if kind == condition.reason => kind.to_owned(),
                     (kind, _) => format!("{kind}: {}", condition.reason),
                 };
-                self.line(2, 4, &format!("{state}: {}", condition.message));
+                self.write_line(2, 4, &format!("{state}: {}", condition.message));
             }
         }
         for (entry, target) in &mesh.targets {
-            self.blank();
-            self.target(outcome, id, mesh, entry, target);
+            self.write_blank_line();
+            self.write_target(outcome, id, mesh, entry, target);
         }
-        self.left_out(mesh);
-        self.blank();
+        self.write_left_out(mesh);
+        self.write_blank_line();
     }
 
-    fn target(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
+    fn write_target(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
         let (Some(steps), Some(cluster)) = (outcome.changes(id, mesh, entry), outcome.cluster(mesh, entry)) else {
             let text = format!("Into {entry}: not given, so nothing is planned here");
-            self.line(2, 4, &text);
+            self.write_line(2, 4, &text);
             return;
         };
         let slices: usize = target.services.values().map(|service| service.slices.len()).sum();
@@ -79,15 +79,15 @@ impl Page {
         let changes = match (steps.is_empty(), unchanged.is_empty()) {
             (true, true) => "no change".to_owned(),
             (true, false) => "no change; ".to_owned(),
-            (false, _) => counts(&steps),
+            (false, _) => count_text(&steps),
         };
-        self.line(2, 4, &format!("Into {entry}: {changes}{unchanged}"));
+        self.write_line(2, 4, &format!("Into {entry}: {changes}{unchanged}"));
         for step in steps {
-            self.step(step, target, &cluster.member);
+            self.write_step(step, target, &cluster.member);
         }
     }
 
-    fn step(&mut self, step: &Step, target: &TargetPlan, member: &Member) {
+    fn write_step(&mut self, step: &Step, target: &TargetPlan, member: &Member) {
         let sign = match step.action {
             Action::Create => '+',
             Action::Update => '~',
@@ -95,7 +95,7 @@ impl Page {
         };
         let source = step.owner.source_cluster.as_deref().unwrap_or("?");
         let name = step.item.name();
-        let of = match &step.item {
+        let subject = match &step.item {
             Item::Peer(peer, _) => match target.peers.get(peer) {
                 Some(planned) => format!("Node {} of {source}", planned.node),
                 None => format!("a node of {source}"),
@@ -103,22 +103,22 @@ impl Page {
             Item::Policy(..) | Item::Access(..) => format!("what {source} may reach"),
             Item::Service(..) | Item::Slice(..) => format!("mirrors {source}"),
         };
-        self.line(4, 8, &format!("{sign} {} {name}  ({of})", step.item.kind()));
+        self.write_line(4, 8, &format!("{sign} {} {name}  ({subject})", step.item.kind()));
         for detail in details(step, member) {
-            self.line(8, 10, &detail);
+            self.write_line(8, 10, &detail);
         }
     }
 
-    /// Prints the nodes and networks that are left out or held, with the reasons.
-    fn left_out(&mut self, mesh: &MeshPlan) {
+    /// Writes the nodes and networks that are left out, and the held nodes, with the reasons.
+    fn write_left_out(&mut self, mesh: &MeshPlan) {
         for (entry, cluster) in &mesh.clusters {
             if !cluster.skipped.is_empty() {
-                self.blank();
+                self.write_blank_line();
                 let nodes: BTreeSet<&str> = cluster.skipped.iter().map(|skipped| skipped.node.as_str()).collect();
-                self.line(2, 4, &format!("Left out of {entry}: {} node(s)", nodes.len()));
+                self.write_line(2, 4, &format!("Left out of {entry}: {} node(s)", nodes.len()));
                 for skipped in &cluster.skipped {
                     let text = format!("! Node {}  {}: {}", skipped.node, skipped.reason, skipped.message);
-                    self.line(4, 8, &text);
+                    self.write_line(4, 8, &text);
                 }
             }
             if let Some(first) = cluster.uncovered.first() {
@@ -126,43 +126,43 @@ impl Page {
                     0 => String::new(),
                     more => format!(", and {more} more"),
                 };
-                self.blank();
+                self.write_blank_line();
                 let text = format!(
                     "Left out of {entry}, because it is outside allowedNetworks: podCIDR {} of Node {}{more}",
                     first.network, first.node
                 );
-                self.line(2, 4, &text);
+                self.write_line(2, 4, &text);
             }
             if !cluster.held.is_empty() {
-                self.blank();
-                self.line(
+                self.write_blank_line();
+                self.write_line(
                     2,
                     4,
                     &format!("Nodes of {entry} that keep their Peers for 5 minutes and are then left out:"),
                 );
                 for (node, reason) in &cluster.held {
-                    self.line(4, 8, &format!("! Node {node}  {reason}"));
+                    self.write_line(4, 8, &format!("! Node {node}  {reason}"));
                 }
             }
         }
     }
 
-    fn blank(&mut self) {
+    fn write_blank_line(&mut self) {
         self.text.push('\n');
     }
 
-    fn line(&mut self, indent: usize, hang: usize, text: &str) {
-        page::line(&mut self.text, indent, hang, text);
+    fn write_line(&mut self, indent: usize, hang: usize, text: &str) {
+        page::write_line(&mut self.text, indent, hang, text);
     }
 }
 
-/// Whether a condition is in its bad state.
+/// Whether the status of a condition shows a problem.
 fn needs_attention(condition: &Condition) -> bool {
-    let is_bad_when_true = ["NetworksOverlap", "Degraded", "Paused"].contains(&condition.kind);
-    condition.status == is_bad_when_true
+    let is_problem_when_true = ["NetworksOverlap", "Degraded", "Paused"].contains(&condition.kind);
+    condition.status == is_problem_when_true
 }
 
-fn counts(steps: &[&Step]) -> String {
+fn count_text(steps: &[&Step]) -> String {
     let count = |action| steps.iter().filter(|step| step.action == action).count();
     let parts = [
         (Action::Create, "to create"),
@@ -178,29 +178,29 @@ fn counts(steps: &[&Step]) -> String {
     parts.join(", ")
 }
 
-/// Returns lines that describe the content of a change.
+/// Returns lines that describe the content of a step.
 fn details(step: &Step, member: &Member) -> Vec<String> {
     match &step.item {
         Item::Peer(name, planned) => {
             let existing = member.peers.as_ref().and_then(|peers| peers.get(name));
             let old = existing.map(|peer| peer.spec.as_ref());
             let owner = existing.map(|peer| &peer.owner);
-            compare(step, planned.as_ref(), old, owner, whole_peer, peer_changes)
+            compare(step, planned.as_ref(), old, owner, describe_peer, peer_changes)
         }
         Item::Policy(name, planned) => {
             let existing = member.policies.as_ref().and_then(|policies| policies.get(name));
             let old = existing.map(|policy| policy.spec.as_ref());
             let owner = existing.map(|policy| &policy.owner);
-            compare(step, planned.as_ref(), old, owner, whole_policy, policy_changes)
+            compare(step, planned.as_ref(), old, owner, describe_policy, policy_changes)
         }
         Item::Access(name, planned) => {
             let existing = member.accesses.as_ref().and_then(|accesses| accesses.get(name));
             let old = existing.map(|access| access.spec.as_ref());
             let owner = existing.map(|access| &access.owner);
-            compare(step, planned.as_ref(), old, owner, whole_access, |old, new| {
-                whole_access(old)
+            compare(step, planned.as_ref(), old, owner, describe_access, |old, new| {
+                describe_access(old)
                     .iter()
-                    .zip(whole_access(new))
+                    .zip(describe_access(new))
                     .filter(|(old, new)| *old != new)
                     .map(|(old, new)| format!("{old} -> {new}"))
                     .collect()
@@ -214,19 +214,19 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             });
             let old = before.as_ref().map(Ok);
             let owner = existing.and_then(|service| service.managed.as_ref());
-            let whole = |mirror: &Mirror| {
+            let describe = |mirror: &Mirror| {
                 let families = match mirror.families {
-                    Families::BOTH => ", of both families",
-                    Families { v6: true, .. } => ", of IPv6",
+                    Families::BOTH => ", dual-stack",
+                    Families { v6: true, .. } => ", IPv6",
                     Families { .. } => "",
                 };
-                vec![format!("ports {}{families}", list(mirror.ports.iter().map(port)))]
+                vec![format!("ports {}{families}", list(mirror.ports.iter().map(port_text)))]
             };
-            compare(step, planned.as_ref(), old, owner, whole, |old, new| {
-                let ports = |mirror: &Mirror| list(mirror.ports.iter().map(port));
-                let mut lines = changed("ports", &ports(old), &ports(new));
+            compare(step, planned.as_ref(), old, owner, describe, |old, new| {
+                let ports = |mirror: &Mirror| list(mirror.ports.iter().map(port_text));
+                let mut lines = value_change("ports", &ports(old), &ports(new));
                 if !old.families.cover(new.families) {
-                    lines.extend(changed("families", "one", "both"));
+                    lines.extend(value_change("ipFamilies", "single-stack", "dual-stack"));
                 }
                 lines
             })
@@ -241,27 +241,27 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             let old = before.as_ref().map(Ok);
             let owner = existing.and_then(|slice| slice.managed.as_ref());
             let planned = planned.as_ref().map(|(_, slice)| slice);
-            compare(step, planned, old, owner, whole_slice, slice_changes)
+            compare(step, planned, old, owner, describe_slice, slice_changes)
         }
     }
 }
 
-/// Describes an object that is created or deleted with `whole`, and an object that is updated with `changes`.
+/// Returns the lines of `describe` for an object that is created or deleted, and the lines of `changes` for an update.
 fn compare<T>(
     step: &Step,
     planned: Option<&T>,
     old: Option<Result<&T, &String>>,
     owner: Option<&Owner>,
-    whole: impl Fn(&T) -> Vec<String>,
+    describe: impl Fn(&T) -> Vec<String>,
     changes: impl Fn(&T, &T) -> Vec<String>,
 ) -> Vec<String> {
     let mut lines = match (planned, old) {
-        (Some(new), None) => whole(new),
-        (None, Some(Ok(old))) => whole(old),
+        (Some(new), None) => describe(new),
+        (None, Some(Ok(old))) => describe(old),
         (Some(new), Some(Ok(old))) => changes(old, new),
         (Some(new), Some(Err(why))) => {
             let mut lines = vec![format!("the existing object is invalid: {why}")];
-            lines.extend(whole(new));
+            lines.extend(describe(new));
             lines
         }
         (None, _) => vec![],
@@ -279,7 +279,7 @@ fn compare<T>(
     lines
 }
 
-fn whole_peer(spec: &PeerSpec) -> Vec<String> {
+fn describe_peer(spec: &PeerSpec) -> Vec<String> {
     let keepalive = match spec.persistent_keepalive {
         0 => String::new(),
         seconds => format!(", keepalive {seconds} s"),
@@ -317,20 +317,24 @@ fn endpoint(endpoint: Option<&Endpoint>) -> String {
 }
 
 fn peer_changes(old: &PeerSpec, new: &PeerSpec) -> Vec<String> {
-    let mut lines = changed("key", &old.public_key.to_string(), &new.public_key.to_string());
-    lines.extend(changed(
+    let mut lines = value_change("key", &old.public_key.to_string(), &new.public_key.to_string());
+    lines.extend(value_change(
         "endpoint",
         &endpoint(old.endpoint.as_ref()),
         &endpoint(new.endpoint.as_ref()),
     ));
-    lines.extend(changed("candidates", &list(&old.candidates), &list(&new.candidates)));
+    lines.extend(value_change(
+        "candidates",
+        &list(&old.candidates),
+        &list(&new.candidates),
+    ));
     let seconds = |spec: &PeerSpec| format!("{} s", spec.persistent_keepalive);
-    lines.extend(changed("keepalive", &seconds(old), &seconds(new)));
+    lines.extend(value_change("keepalive", &seconds(old), &seconds(new)));
     lines.extend(set_changes("allowedIPs", &old.allowed_ips, &new.allowed_ips));
     lines
 }
 
-fn whole_access(spec: &AccessSpec) -> Vec<String> {
+fn describe_access(spec: &AccessSpec) -> Vec<String> {
     let grants = spec.grants.iter().map(|((protocol, port), granted)| {
         format!(
             "{}/{port} -> Service {} {}",
@@ -346,16 +350,15 @@ fn whole_access(spec: &AccessSpec) -> Vec<String> {
     ]
 }
 
-fn whole_policy(spec: &PolicySpec) -> Vec<String> {
-    let what: Vec<String> = spec.allow.iter().map(ToString::to_string).collect();
-    let allows = match &*what {
-        [] => "allows nothing but replies".to_owned(),
-        what => format!("allows {}", list(what)),
+fn describe_policy(spec: &PolicySpec) -> Vec<String> {
+    let allows = match spec.allow.is_empty() {
+        true => "allows only replies".to_owned(),
+        false => format!("allows {}", list(&spec.allow)),
     };
     let mut lines = vec![format!("from {}", list(&spec.sources)), allows];
     lines.extend(
         spec.closed
-            .then(|| "closed: drops all packets from it and to it".to_owned()),
+            .then(|| "closed: drops all packets from and to this member".to_owned()),
     );
     lines
 }
@@ -365,7 +368,7 @@ fn policy_changes(old: &PolicySpec, new: &PolicySpec) -> Vec<String> {
     lines.extend(set_changes("networks", &old.networks, &new.networks));
     lines.extend(set_changes("allow", &old.allow, &new.allow));
     let profile = |spec: &PolicySpec| if spec.closed { "standard" } else { "cluster-meshed" };
-    lines.extend(changed("isolationProfile", profile(old), profile(new)));
+    lines.extend(value_change("isolationProfile", profile(old), profile(new)));
     lines.extend(set_changes("deny", &old.deny, &new.deny));
     lines.extend(set_changes("anchored", &old.anchored, &new.anchored));
     let ports = |spec: &PolicySpec| {
@@ -378,14 +381,14 @@ fn policy_changes(old: &PolicySpec, new: &PolicySpec) -> Vec<String> {
     lines
 }
 
-fn whole_slice(slice: &PlannedSlice) -> Vec<String> {
+fn describe_slice(slice: &PlannedSlice) -> Vec<String> {
     let addresses = list(slice.endpoints.iter().map(|endpoint| endpoint.address));
-    vec![format!("{addresses} on {}", list(slice.ports.iter().map(port)))]
+    vec![format!("{addresses} on {}", list(slice.ports.iter().map(port_text)))]
 }
 
 fn slice_changes(old: &PlannedSlice, new: &PlannedSlice) -> Vec<String> {
-    let ports = |slice: &PlannedSlice| list(slice.ports.iter().map(port));
-    let mut lines = changed("ports", &ports(old), &ports(new));
+    let ports = |slice: &PlannedSlice| list(slice.ports.iter().map(port_text));
+    let mut lines = value_change("ports", &ports(old), &ports(new));
     let endpoints = |slice: &PlannedSlice| {
         let endpoints = slice.endpoints.iter().map(|endpoint| {
             let state = match (endpoint.ready, endpoint.serving, endpoint.terminating) {
@@ -401,7 +404,7 @@ fn slice_changes(old: &PlannedSlice, new: &PlannedSlice) -> Vec<String> {
     lines
 }
 
-fn port(port: &clustermesh_core::observe::ServicePort) -> String {
+fn port_text(port: &clustermesh_core::observe::ServicePort) -> String {
     let name = match &*port.name {
         "" => String::new(),
         name => format!(" ({name})"),
@@ -409,7 +412,7 @@ fn port(port: &clustermesh_core::observe::ServicePort) -> String {
     format!("{}/{}{name}", port.port, port.protocol.as_str())
 }
 
-fn changed(what: &str, old: &str, new: &str) -> Vec<String> {
+fn value_change(field: &str, old: &str, new: &str) -> Vec<String> {
     if old == new {
         return vec![];
     }
@@ -420,22 +423,23 @@ fn changed(what: &str, old: &str, new: &str) -> Vec<String> {
             text.to_owned()
         }
     };
-    vec![format!("{what} {} -> {}", or_none(old), or_none(new))]
+    vec![format!("{field} {} -> {}", or_none(old), or_none(new))]
 }
 
-fn set_changes<T: Ord + Display>(what: &str, old: &BTreeSet<T>, new: &BTreeSet<T>) -> Vec<String> {
+fn set_changes<T: Ord + Display>(field: &str, old: &BTreeSet<T>, new: &BTreeSet<T>) -> Vec<String> {
     let mut lines = Vec::new();
     for (sign, mut differing) in [
         ("-", old.difference(new).peekable()),
         ("+", new.difference(old).peekable()),
     ] {
         if differing.peek().is_some() {
-            lines.push(format!("{what} {sign} {}", list(differing)));
+            lines.push(format!("{field} {sign} {}", list(differing)));
         }
     }
     lines
 }
 
+/// Joins items with commas. Only the first [`MAX_ITEMS`] are printed.
 fn list<T: Display>(items: impl IntoIterator<Item = T>) -> String {
     let all: Vec<String> = items.into_iter().map(|item| item.to_string()).collect();
     let mut text = all[..all.len().min(MAX_ITEMS)].join(", ");

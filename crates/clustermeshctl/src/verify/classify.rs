@@ -1,5 +1,5 @@
-//! Compares the answer of each socket with the plan ([`crate::explanation`]): as planned, a violation, or not answered; through the tunnel
-//! or on the underlay.
+//! Compares the answer of each socket with the plan ([`crate::explanation`]), and finds out whether the packets use the tunnel or
+//! the underlay.
 
 use std::{
     collections::BTreeMap,
@@ -15,14 +15,14 @@ use super::{
 };
 use crate::explanation::{Destination, Explainer, Explanation, Rule, Source, Verdict};
 
-/// Which path the packets of a connection take.
+/// The path that packets of a connection use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Path {
     /// Through the mesh's WireGuard device.
     Tunnel,
     /// Through another interface, outside the mesh.
     Underlay,
-    /// The node's route is not known.
+    /// The node's route is unknown.
     Unknown,
 }
 
@@ -40,11 +40,11 @@ impl Path {
 #[derive(Debug)]
 pub(super) struct Finding {
     pub(super) socket: SocketAddr,
-    pub(super) what: String,
+    pub(super) description: String,
     pub(super) path: Path,
     pub(super) interface: Option<String>,
     pub(super) rule: String,
-    /// The reason, or what to check.
+    /// The reason, or a hint for troubleshooting.
     pub(super) message: String,
 }
 
@@ -54,24 +54,24 @@ pub(super) struct Row {
     pub(super) from: ProbeSource,
     pub(super) to: String,
     pub(super) probed: usize,
-    /// Granted, and answers.
+    /// Granted sockets that answer.
     pub(super) open: Vec<Finding>,
-    /// Granted and should answer, but does not.
+    /// Granted sockets that should answer but do not.
     pub(super) unanswered: Vec<Finding>,
-    /// Answers without a grant.
+    /// Sockets that answer without a grant.
     pub(super) violations: Vec<Finding>,
-    /// Answers without a grant on the underlay, to a source that is not confined. No violation.
+    /// Sockets that answer without a grant on the underlay, to a source that is not confined. These are no violations.
     pub(super) on_underlay: Vec<Finding>,
-    /// Not granted, and refused: no process listens there, or a firewall rejects the connection.
+    /// Sockets without a grant that refuse the connection: no process listens, or a firewall rejects the packets.
     pub(super) refused: Vec<Finding>,
-    /// Answers, and the planner cannot tell whether it is granted.
+    /// Sockets that answer, but the plan does not tell whether they are granted.
     pub(super) unknown: Vec<Finding>,
 }
 
 /// The interface through which each node reaches each address, by cluster and node. `None` = the node has no route.
 pub(super) type InterfacesByNode = BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>;
 
-/// Collects the interfaces from the probes in the host network of each node.
+/// Collects the interfaces from the Jobs in the host network of each node.
 pub(super) fn interfaces_by_node(answers: &[Result<Answers, String>]) -> InterfacesByNode {
     let mut interfaces = InterfacesByNode::new();
     for answers in answers.iter().flatten().filter(|answers| answers.source.is_host) {
@@ -87,12 +87,12 @@ pub(super) fn interfaces_by_node(answers: &[Result<Answers, String>]) -> Interfa
     interfaces
 }
 
-/// Classifies the answers to one probe source.
+/// Classifies the answers that one probe source received.
 pub(super) struct Classifier<'a> {
     pub(super) explainer: &'a Explainer<'a>,
     pub(super) source: &'a ProbeSource,
     pub(super) from: &'a ClusterIdentity,
-    /// The source may reach only what is granted, also on the underlay.
+    /// Whether the source may reach only granted sockets, also on the underlay.
     pub(super) is_confined: bool,
     /// The mesh's WireGuard device.
     pub(super) device: &'a str,
@@ -102,7 +102,8 @@ pub(super) struct Classifier<'a> {
 }
 
 impl Classifier<'_> {
-    pub(super) fn row(&self, to: &str, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Row {
+    /// Classifies the answers of `sockets`, which are in the cluster `target`.
+    pub(super) fn classify(&self, to: &str, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Row {
         let mut row = Row {
             from: self.source.clone(),
             to: to.to_owned(),
@@ -115,14 +116,14 @@ impl Classifier<'_> {
             unknown: Vec::new(),
         };
         let planned = self.explanations(target, sockets);
-        for ((socket, what), planned) in sockets.iter().zip(planned) {
-            let Some(answer) = self.answers.by_socket.get(socket) else {
+        for ((address, socket), planned) in sockets.iter().zip(planned) {
+            let Some(answer) = self.answers.by_socket.get(address) else {
                 continue;
             };
-            let (path, interface) = self.path(*socket, what);
+            let (path, interface) = self.path(*address, socket);
             let finding = |message: String| Finding {
-                socket: *socket,
-                what: what.what.clone(),
+                socket: *address,
+                description: socket.description.clone(),
                 path,
                 interface: interface.clone(),
                 rule: planned.rule.to_string(),
@@ -135,7 +136,7 @@ impl Classifier<'_> {
                     row.on_underlay.push(finding(planned.message.clone()));
                 }
                 ("open", Verdict::Denied) => row.violations.push(finding(planned.message.clone())),
-                (_, Verdict::Allowed) if what.should_answer => {
+                (_, Verdict::Allowed) if socket.should_answer => {
                     row.unanswered
                         .push(finding(self.hint(answer, path, interface.as_deref(), &planned)));
                 }
@@ -165,22 +166,23 @@ impl Classifier<'_> {
             };
             self.explainer.explain(&source, &destination)
         };
-        let of_socket = |(socket, what): (&SocketAddr, &&Socket)| {
-            // A mirrored Service has only its backends.
-            let own =
-                (!what.is_mirror).then(|| explain(socket.ip(), what.node.clone(), (Protocol::Tcp, socket.port())));
-            let behind = what.backends.iter().map(|b| explain(b.address, b.node.clone(), b.port));
-            combine(own.into_iter().chain(behind).collect(), what)
+        let explain_socket = |(address, socket): (&SocketAddr, &&Socket)| {
+            // The ClusterIP of a mirrored Service is in the probing cluster, so only its backends are explained.
+            let own = (!socket.is_mirror)
+                .then(|| explain(address.ip(), socket.node.clone(), (Protocol::Tcp, address.port())));
+            let backends = socket.backends.iter();
+            let backends = backends.map(|b| explain(b.address, b.node.clone(), b.port));
+            combine(own.into_iter().chain(backends).collect(), socket)
         };
-        sockets.iter().map(of_socket).collect()
+        sockets.iter().map(explain_socket).collect()
     }
 
-    fn path(&self, socket: SocketAddr, what: &Socket) -> (Path, Option<String>) {
+    fn path(&self, address: SocketAddr, socket: &Socket) -> (Path, Option<String>) {
         let interface = |address: &IpAddr| self.interfaces.and_then(|known| known.get(address)).cloned();
-        let found = if what.is_mirror {
-            what.backends.iter().find_map(|backend| interface(&backend.address))
+        let found = if socket.is_mirror {
+            socket.backends.iter().find_map(|backend| interface(&backend.address))
         } else {
-            interface(&socket.ip())
+            interface(&address.ip())
         };
         match found {
             None => (Path::Unknown, None),
@@ -189,11 +191,11 @@ impl Classifier<'_> {
         }
     }
 
-    /// Tells what to check when something that is granted does not answer.
+    /// Returns a hint for troubleshooting a granted socket that does not answer.
     fn hint(&self, answer: &Answer, path: Path, interface: Option<&str>, planned: &Explanation) -> String {
         let ProbeSource { cluster, node, .. } = self.source;
         if let Some(route) = &planned.route {
-            let missing = [(&route.out, "here"), (&route.back, "there")]
+            let missing = [(&route.out, "in this cluster"), (&route.back, "in the other cluster")]
                 .into_iter()
                 .find(|(hop, _)| !hop.written);
             if let Some((hop, side)) = missing {
@@ -203,64 +205,67 @@ impl Classifier<'_> {
                 );
             }
             if let Some((policy, false)) = &route.policy {
-                return format!("PeerPolicy {policy} is not written yet there: see the conditions of the ClusterMesh");
+                return format!(
+                    "PeerPolicy {policy} is not written yet in the other cluster: see the conditions of the ClusterMesh"
+                );
             }
         }
         match (&*answer.answer, path) {
             ("refused", _) => {
-                "it is refused: no process listens there, its Service has no ready endpoint, or a NetworkPolicy of \
-                               its cluster rejects it"
+                "the connection is refused: no process listens, the Service has no ready endpoint, or a NetworkPolicy of that \
+                 cluster rejects the connection"
                     .to_owned()
             }
             (_, Path::Underlay) => match interface {
                 Some(interface) => format!(
-                    "Node {node} sends it out through {interface} and not into the tunnel: does wg-agent run there, and does it \
-                     accept the Peer? See `wg-agent status` on it"
+                    "Node {node} sends the packets through {interface} and not into the tunnel: does wg-agent run on this Node, and does \
+                     it accept the Peer? See `wg-agent status` on the Node"
                 ),
                 None => format!(
-                    "Node {node} has no route to it: wg-agent blocks it or refused the Peer; see `wg-agent status` on it"
+                    "Node {node} has no route to the address: wg-agent blocks it or refused the Peer; see `wg-agent status` on the Node"
                 ),
             },
             (_, Path::Tunnel | Path::Unknown) if planned.route.is_none() => format!(
-                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway there up \
+                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway up \
                  (`wg-agent status` on the Node)? Is the SandboxAccess applied, without refused grants (kubectl get \
                  sandboxgateways -A -o wide)? Does a NetworkPolicy block traffic from the gateways to the Service?",
                 answer.answer
             ),
             (_, Path::Tunnel | Path::Unknown) => format!(
-                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the node there up \
-                 (`wg-agent status` on both)? Does a NetworkPolicy block it? Has the agent there applied the PeerPolicy?",
+                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the destination's node up \
+                 (`wg-agent status` on both)? Does a NetworkPolicy block the packets? Has wg-agent on the destination's node applied \
+                 the PeerPolicy?",
                 answer.answer
             ),
         }
     }
 }
 
-/// Combines the explanations of a socket and of its backends. A Service address is allowed if it is allowed itself and one of its
-/// backends is.
-fn combine(mut parts: Vec<Explanation>, what: &Socket) -> Explanation {
-    let best = |parts: &mut Vec<Explanation>| {
+/// Combines the explanations of a socket and of its backends. The address of a Service is allowed if the address itself and at
+/// least one backend are allowed.
+fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
+    let take_best = |parts: &mut Vec<Explanation>| {
         let best = parts.iter().enumerate().min_by_key(|(_, part)| part.verdict());
         let index = best.map_or(0, |(index, _)| index);
         parts.swap_remove(index)
     };
-    if what.is_mirror && parts.is_empty() {
+    if socket.is_mirror && parts.is_empty() {
         return Explanation {
             rule: Rule::NotGranted,
-            message: "its Service has no endpoint".to_owned(),
+            message: "the Service has no endpoint".to_owned(),
             mesh: None,
             route: None,
             notes: Vec::new(),
         };
     }
-    if what.is_mirror {
-        return best(&mut parts);
+    if socket.is_mirror {
+        return take_best(&mut parts);
     }
     let own = parts.remove(0);
     if parts.is_empty() || own.verdict() != Verdict::Allowed {
         return own;
     }
-    let backend = best(&mut parts);
+    let backend = take_best(&mut parts);
     if backend.verdict() == Verdict::Allowed {
         own
     } else {

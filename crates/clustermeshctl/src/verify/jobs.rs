@@ -1,5 +1,5 @@
-//! Runs the probes: one Kubernetes Job for each source, with the agent's own image. If this program is killed, the cluster removes
-//! the Jobs by itself.
+//! Runs the probes: one Kubernetes Job for each source, with the image of wg-agent. If this program is killed, the cluster removes
+//! the Jobs (`activeDeadlineSeconds`, `ttlSecondsAfterFinished`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,20 +26,20 @@ use crate::{
 };
 
 /// The label `app.kubernetes.io/name` of the agent's pods in `deploy/agent.yaml`.
-const AGENT: &str = "wg-agent";
+const AGENT_NAME: &str = "wg-agent";
 /// The time for a pod to be scheduled, to pull its image and to start.
 const START_TIMEOUT: Duration = Duration::from_secs(90);
-/// How often pods and Jobs are polled.
+/// The interval at which pods and Jobs are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
-/// For the deletion at the end.
+/// Timeout of the deletion of one Job.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The largest size of all arguments of one Job, in bytes. etcd accepts objects of 1.5 MiB.
+/// The size limit of all arguments of one Job together, in bytes. etcd accepts requests of 1.5 MiB.
 const MAX_ARGUMENTS: usize = 1 << 20;
 
 /// One Job that probes from one source.
 pub(super) struct Job<'o> {
     pub(super) source: ProbeSource,
-    /// The sockets to probe, with the name of their cluster.
+    /// The sockets to probe, each with the name of its cluster.
     pub(super) sockets: BTreeMap<SocketAddr, (&'o str, Socket)>,
     /// The mesh's WireGuard device on the node.
     pub(super) device: String,
@@ -63,7 +63,7 @@ pub(super) struct Answers {
 pub(super) struct Answer {
     /// `open`, `refused`, `unreachable`, `silent` or an error.
     pub(super) answer: String,
-    /// The interface of the node's route to it. `None` = the node has no route.
+    /// The interface of the node's route to the socket. `None` = no route, or an address of the node itself.
     #[serde(rename = "way")]
     pub(super) interface: Option<String>,
 }
@@ -82,7 +82,7 @@ enum Line {
     },
 }
 
-/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if it has more nodes than are used.
+/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if the cluster has more nodes than `--nodes`.
 pub(super) fn build<'o>(
     from: &Cluster<'o>,
     outcome: &PlanResult,
@@ -93,19 +93,27 @@ pub(super) fn build<'o>(
     let name = from.name;
     let client = outcome.clients.get(from.identity).ok_or_else(|| {
         format!(
-            "cluster {name:?}: nothing is probed from it: no credentials for it; name a context with --member-context"
+            "cluster {name:?}: nothing is probed from it, because this program has no credentials for it; name a context with \
+             --member-context"
         )
     })?;
     let sockets: BTreeMap<SocketAddr, (&str, Socket)> = targets
         .iter()
-        .flat_map(|(to, sockets)| sockets.iter().map(move |(socket, what)| (*socket, (*to, what.clone()))))
+        .flat_map(|(to, sockets)| {
+            sockets
+                .iter()
+                .map(move |(address, socket)| (*address, (*to, socket.clone())))
+        })
         .collect();
     if sockets.is_empty() {
         return Ok(Vec::new());
     }
     let agent = AgentInstallation::find(from, args);
     let image = agent.image.clone().ok_or_else(|| {
-        format!("cluster {name:?}: nothing is probed from it: no pod of wg-agent runs there, so its image is not known; name one with --image")
+        format!(
+            "cluster {name:?}: nothing is probed from it, because no pod of wg-agent shows the agent's image; name an image with \
+             --image"
+        )
     })?;
     let nodes: Vec<&String> = from
         .read
@@ -116,7 +124,9 @@ pub(super) fn build<'o>(
         .map(|(name, _)| name)
         .collect();
     if nodes.is_empty() {
-        return Err(format!("cluster {name:?}: nothing is probed from it: no Node is Ready"));
+        return Err(format!(
+            "cluster {name:?}: nothing is probed from it, because no Node is Ready"
+        ));
     }
     let max_nodes = args.nodes.get();
     if nodes.len() > max_nodes {
@@ -128,18 +138,20 @@ pub(super) fn build<'o>(
     let run_id = RandomState::new().hash_one(name);
     let mut jobs = Vec::new();
     for (number, node) in nodes.into_iter().take(max_nodes).enumerate() {
-        let v6 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv6);
-        let v4 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv4);
-        let has_family = |socket: &SocketAddr| if socket.is_ipv4() { v4 } else { v6 };
+        let has_v6 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv6);
+        let has_v4 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv4);
+        let has_family = |address: &SocketAddr| if address.is_ipv4() { has_v4 } else { has_v6 };
         let sockets: BTreeMap<_, _> = sockets
             .iter()
-            .filter(|(socket, _)| has_family(socket))
-            .map(|(socket, what)| (*socket, what.clone()))
+            .filter(|(address, _)| has_family(address))
+            .map(|(address, socket)| (*address, socket.clone()))
             .collect();
         let arguments = probe_arguments(sockets.keys());
         if arguments.iter().map(String::len).sum::<usize>() > MAX_ARGUMENTS {
-            let why = "are too many for one pod; probe fewer clusters with --to";
-            return Err(format!("cluster {name:?}: {} sockets {why}", sockets.len()));
+            return Err(format!(
+                "cluster {name:?}: {} sockets are too many for one pod; probe fewer clusters with --to",
+                sockets.len()
+            ));
         }
         for is_host in [true, false] {
             let source = ProbeSource {
@@ -178,7 +190,7 @@ fn probe_arguments<'s>(sockets: impl Iterator<Item = &'s SocketAddr>) -> Vec<Str
     ports.into_iter().map(argument).collect()
 }
 
-/// How the agent is installed in a cluster, as its pods show.
+/// The installation of wg-agent in a cluster, as its pods show it.
 struct AgentInstallation {
     namespace: String,
     image: Option<String>,
@@ -192,7 +204,9 @@ impl AgentInstallation {
         let mut agents = from.read.objects.pods.iter().filter_map(|(name, pod)| {
             let labels = pod.metadata.labels.as_ref()?;
             let spec = pod.spec.as_ref()?;
-            let is_agent = labels.get("app.kubernetes.io/name").is_some_and(|name| name == AGENT);
+            let is_agent = labels
+                .get("app.kubernetes.io/name")
+                .is_some_and(|name| name == AGENT_NAME);
             let container = spec.containers.first().filter(|_| is_agent)?;
             Some((name, spec, container))
         });
@@ -240,7 +254,7 @@ fn manifest(
         "metadata": {"name": name, "namespace": agent.namespace, "labels": labels},
         "spec": {
             "backoffLimit": 0,
-            // If this program is killed, the cluster ends the pod and removes the Job by itself.
+            // If this program is killed, the cluster ends the pod and removes the Job.
             "activeDeadlineSeconds": (START_TIMEOUT + probe_timeout(arguments)).as_secs(),
             "ttlSecondsAfterFinished": 300,
             "template": {
@@ -278,7 +292,8 @@ fn manifest(
     serde_json::from_value(job).expect("the JSON above is a Job")
 }
 
-/// For all probes of one pod. `wg-agent probe` opens 400 connections at once, each for 2.5 s at most; this allows twice that time.
+/// The timeout of all probes of one pod. `wg-agent probe` opens 400 connections at once, each with a timeout of 2.5 s; this timeout
+/// allows twice that time.
 fn probe_timeout(arguments: &[String]) -> Duration {
     let sockets: usize = arguments.iter().map(|argument| argument.split(',').count()).sum();
     Duration::from_secs(30) + Duration::from_millis((sockets / 400) as u64 * 5000)
@@ -288,7 +303,7 @@ fn probe_timeout(arguments: &[String]) -> Duration {
 pub(super) async fn run(jobs: &[Job<'_>], stderr: &mut dyn Write) -> Vec<Result<Answers, String>> {
     let results = tokio::select! {
         results = futures::future::join_all(jobs.iter().map(run_job)) => results,
-        () = interrupted() => {
+        () = wait_for_interrupt() => {
             let _ = writeln!(stderr, "note: interrupted; deleting the Jobs");
             jobs.iter().map(|_| Err("interrupted".to_owned())).collect()
         }
@@ -304,7 +319,7 @@ pub(super) async fn run(jobs: &[Job<'_>], stderr: &mut dyn Write) -> Vec<Result<
 }
 
 /// Waits for SIGINT (Ctrl-C) or SIGTERM.
-async fn interrupted() {
+async fn wait_for_interrupt() {
     use tokio::signal::unix::{SignalKind, signal};
     let Ok(mut term) = signal(SignalKind::terminate()) else {
         return std::future::pending().await;
@@ -320,18 +335,13 @@ async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     let jobs: Api<batch::Job> = Api::namespaced(job.client.clone(), &job.namespace);
     let pods: Api<Pod> = Api::namespaced(job.client.clone(), &job.namespace);
     let created = with_timeout(jobs.create(&PostParams::default(), &job.manifest)).await;
-    created.map_err(|why| {
-        format!(
-            "the Job for the probe cannot be created in namespace {}: {why}",
-            job.namespace
-        )
-    })?;
-    let until = Instant::now() + START_TIMEOUT + probe_timeout(&probe_arguments(job.sockets.keys()));
+    created.map_err(|why| format!("the Job cannot be created in namespace {}: {why}", job.namespace))?;
+    let deadline = Instant::now() + START_TIMEOUT + probe_timeout(&probe_arguments(job.sockets.keys()));
     let pods_of_job = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={}", job.name));
     let mut last = "it has no pod yet".to_owned();
     let pod = loop {
-        if Instant::now() > until {
-            return Err(format!("the pod of the probe did not end in time: {last}"));
+        if Instant::now() > deadline {
+            return Err(format!("the pod of the Job did not end in time: {last}"));
         }
         // A failed list is repeated until the deadline.
         match with_timeout(pods.list(&pods_of_job))
@@ -362,7 +372,7 @@ async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     })
 }
 
-/// Parses the log of a pod. Its last line must be the number of answers.
+/// Parses the log of a pod. The log must contain the number of answers, otherwise it is incomplete.
 fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     let mut answers = BTreeMap::new();
     let mut expected = None;
@@ -383,7 +393,7 @@ fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     }
 }
 
-/// Why a pod has not started yet.
+/// Returns why a pod has not ended yet.
 fn waiting_reason(pod: &Pod) -> String {
     let status = pod.status.as_ref();
     let containers = status
@@ -400,7 +410,7 @@ fn waiting_reason(pod: &Pod) -> String {
         .unwrap_or_else(|| "it is starting or running".to_owned())
 }
 
-/// Why a pod failed: the reason in its status and the end of its log.
+/// Returns why a pod failed: the reason in its status and the end of its log.
 async fn failure_reason(pods: &Api<Pod>, pod: &Pod) -> String {
     let name = pod.metadata.name.clone().unwrap_or_default();
     let status = pod.status.as_ref();
@@ -411,13 +421,13 @@ async fn failure_reason(pods: &Api<Pod>, pod: &Pod) -> String {
     };
     let log = with_timeout(pods.logs(&name, &lines)).await.unwrap_or_default();
     format!(
-        "the pod of the probe failed: {} {}; an image that is older than this program does not have `wg-agent probe`",
+        "the pod of the Job failed: {} {}; an image that is older than this program may not have `wg-agent probe`",
         reason.unwrap_or_default(),
         log.trim()
     )
 }
 
-/// Deletes a Job and waits until it and its pod are gone. Returns a message if that fails.
+/// Deletes a Job and waits until the Job and its pod are gone. Returns a message if this fails.
 async fn delete_job(job: &Job<'_>) -> Option<String> {
     let jobs: Api<batch::Job> = Api::namespaced(job.client.clone(), &job.namespace);
     let delete = DeleteParams {

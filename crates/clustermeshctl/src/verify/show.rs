@@ -1,4 +1,4 @@
-//! Renders the report as text for people, and as JSON or YAML. Programs read the latter: fields may be added, but never renamed.
+//! Renders the report as text for people, and as JSON or YAML for programs: fields may be added to these, but never renamed.
 
 use serde::Serialize;
 
@@ -8,15 +8,14 @@ use super::{
 };
 use crate::{args::Output, page, problem::Problem};
 
-/// The table has at most this many findings of one kind. JSON and YAML have all.
-const MAX_LINES: usize = 40;
+/// The limit of findings of one kind in the table. JSON and YAML contain all findings.
+const MAX_FINDINGS: usize = 40;
 
-/// Renders the report in the requested format.
 pub(super) fn render(report: &Report, output: Output) -> Result<String, Vec<Problem>> {
     let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the report cannot be written: {error}"))];
     let structured = ReportOutput::from(report);
     match output {
-        Output::Table => Ok(table(report)),
+        Output::Table => Ok(render_table(report)),
         Output::Yaml => serde_saphyr::to_string(&structured).map_err(|error| failed(&error)),
         Output::Json => serde_json::to_string_pretty(&structured)
             .map(|json| json + "\n")
@@ -24,33 +23,33 @@ pub(super) fn render(report: &Report, output: Output) -> Result<String, Vec<Prob
     }
 }
 
-fn verdict(report: &Report) -> String {
-    let violations = report.count(|row| row.violations.len());
-    let unanswered = report.count(|row| row.unanswered.len());
-    let probed = report.count(|row| row.probed);
+fn verdict_text(report: &Report) -> String {
+    let violations = report.sum(|row| row.violations.len());
+    let unanswered = report.sum(|row| row.unanswered.len());
+    let probed = report.sum(|row| row.probed);
     let head = match (violations, report.not_probed.len(), unanswered) {
         (0, 0, _) if report.rows.is_empty() => "NOTHING WAS TRIED".to_owned(),
         (0, 0, 0) => "As planned".to_owned(),
         (0, 0, silent) => format!("Closed as planned, but granted sockets do not answer: {silent}"),
         (0, not_probed, _) => {
-            format!("CANNOT TELL: {not_probed} probes could not be run (see below); the others found no violation")
+            format!("CANNOT TELL: {not_probed} probes could not run (see below); the others found no violation")
         }
         (violations, ..) => format!("VIOLATION: sockets that answer although nothing grants them: {violations}"),
     };
     format!(
         "{head} ({probed} connections tried, {} granted and open)",
-        report.count(|row| row.open.len())
+        report.sum(|row| row.open.len())
     )
 }
 
-fn table(report: &Report) -> String {
+fn render_table(report: &Report) -> String {
     let mut text = String::new();
-    page::line(&mut text, 0, 2, &verdict(report));
+    page::write_line(&mut text, 0, 2, &verdict_text(report));
     for why in &report.not_probed {
-        page::line(&mut text, 2, 4, &format!("NOT TRIED: {why}"));
+        page::write_line(&mut text, 2, 4, &format!("NOT TRIED: {why}"));
     }
     for note in &report.notes {
-        page::line(&mut text, 2, 4, &format!("note: {note}"));
+        page::write_line(&mut text, 2, 4, &format!("note: {note}"));
     }
     for row in &report.rows {
         let Row {
@@ -71,15 +70,15 @@ fn table(report: &Report) -> String {
             unanswered.len(),
             violations.len()
         );
-        page::line(&mut text, 2, 4, &head);
-        findings(&mut text, "VIOLATION", violations, true);
-        findings(&mut text, "granted, no answer:", unanswered, true);
-        findings(&mut text, "open, granted:", open, false);
-        findings(&mut text, "open, cannot tell:", unknown, true);
-        findings(&mut text, "open on the underlay, outside the mesh:", on_underlay, false);
-        findings(
+        page::write_line(&mut text, 2, 4, &head);
+        write_findings(&mut text, "VIOLATION", violations, true);
+        write_findings(&mut text, "granted, no answer:", unanswered, true);
+        write_findings(&mut text, "open, granted:", open, false);
+        write_findings(&mut text, "open, cannot tell:", unknown, true);
+        write_findings(&mut text, "open on the underlay, outside the mesh:", on_underlay, false);
+        write_findings(
             &mut text,
-            "not granted, refused (by a firewall, or by a host that was reached):",
+            "not granted, refused (by a firewall, or because no process listens):",
             refused,
             false,
         );
@@ -87,11 +86,11 @@ fn table(report: &Report) -> String {
     text
 }
 
-fn findings(text: &mut String, heading: &str, findings: &[Finding], with_message: bool) {
-    for finding in findings.iter().take(MAX_LINES) {
+fn write_findings(text: &mut String, heading: &str, findings: &[Finding], with_message: bool) {
+    for finding in findings.iter().take(MAX_FINDINGS) {
         let Finding {
             socket,
-            what,
+            description,
             path,
             interface,
             rule,
@@ -106,14 +105,14 @@ fn findings(text: &mut String, heading: &str, findings: &[Finding], with_message
             Path::Underlay => format!("on the underlay{by}"),
             Path::Unknown => "path unknown".to_owned(),
         };
-        page::line(text, 4, 6, &format!("{heading} {socket} {what}, {path}, {rule}"));
+        page::write_line(text, 4, 6, &format!("{heading} {socket} {description}, {path}, {rule}"));
         if with_message {
-            page::line(text, 6, 6, message);
+            page::write_line(text, 6, 6, message);
         }
     }
-    if findings.len() > MAX_LINES {
-        let more = findings.len() - MAX_LINES;
-        page::line(text, 4, 6, &format!("{heading} {more} more; --output json has all"));
+    if findings.len() > MAX_FINDINGS {
+        let more = findings.len() - MAX_FINDINGS;
+        page::write_line(text, 4, 6, &format!("{heading} {more} more; --output json has all"));
     }
 }
 
@@ -174,11 +173,11 @@ impl<'a> From<&'a Report> for ReportOutput<'a> {
             notes,
         } = report;
         Self {
-            verdict: verdict(report),
+            verdict: verdict_text(report),
             exit_code: report.code(),
-            tried: report.count(|row| row.probed),
-            violations: report.count(|row| row.violations.len()),
-            unanswered: report.count(|row| row.unanswered.len()),
+            tried: report.sum(|row| row.probed),
+            violations: report.sum(|row| row.violations.len()),
+            unanswered: report.sum(|row| row.unanswered.len()),
             not_tried: not_probed,
             notes,
             probes: rows.iter().map(RowOutput::from).collect(),
@@ -222,7 +221,7 @@ impl<'a> From<&'a Finding> for FindingOutput<'a> {
     fn from(finding: &'a Finding) -> Self {
         let Finding {
             socket,
-            what,
+            description,
             path,
             interface,
             rule,
@@ -230,7 +229,7 @@ impl<'a> From<&'a Finding> for FindingOutput<'a> {
         } = finding;
         Self {
             socket: socket.to_string(),
-            what,
+            what: description,
             path: path.as_str(),
             interface: interface.as_deref(),
             rule,

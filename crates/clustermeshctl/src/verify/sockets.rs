@@ -1,4 +1,4 @@
-//! Collects the TCP addresses and ports at which a cluster may answer, from its objects: pods, endpoints, Services, nodes, gateways
+//! Collects the addresses and TCP ports at which a cluster may answer, from its objects: pods, endpoints, Services, Nodes, gateways
 //! and API server.
 
 use std::{
@@ -22,26 +22,24 @@ use crate::{
 /// Probed on every address of a node, in addition to the infrastructure ports.
 const SSH: u16 = 22;
 
-/// What is at one address and port.
+/// A socket to probe. Its address and port are the key in [`Sockets`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Socket {
-    /// A description for people.
-    pub(super) what: String,
-    /// Its Node.
+    pub(super) description: String,
+    /// The Node that has the address.
     pub(super) node: Option<String>,
-    /// According to Kubernetes something should answer there.
+    /// Whether the socket should answer, according to the objects.
     pub(super) should_answer: bool,
-    /// The endpoints to which a proxy translates this address. It is allowed if one of them is.
+    /// The endpoints to which kube-proxy translates the address of a Service. The socket is allowed if one of them is allowed.
     pub(super) backends: BTreeSet<Backend>,
-    /// It is a mirrored Service, probed at its ClusterIP in the probing cluster.
+    /// Whether it is a mirrored Service, which is probed at its ClusterIP in the probing cluster.
     pub(super) is_mirror: bool,
 }
 
 /// By address and TCP port.
 pub(super) type Sockets = BTreeMap<SocketAddr, Socket>;
 
-/// Parses an address of an object.
-fn address(text: &str) -> Option<IpAddr> {
+fn parse_address(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|address| address.to_canonical())
 }
 
@@ -49,7 +47,7 @@ fn address(text: &str) -> Option<IpAddr> {
 struct Collector(Sockets);
 
 impl Collector {
-    /// Adds a socket. If it exists already, it keeps its description, and should answer if one of the two should.
+    /// Adds a socket. An existing socket keeps its description, and should answer if one of the two should.
     fn add(&mut self, address: IpAddr, port: u16, socket: Socket) {
         if port == 0 || address.is_unspecified() {
             return;
@@ -74,7 +72,7 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
         for endpoint in &slice.endpoints {
             for port in slice.ports.iter().filter(|port| port.protocol == Protocol::Tcp) {
                 let socket = Socket {
-                    what: format!("endpoint of Service {}/{}", name.namespace, slice.service),
+                    description: format!("endpoint of Service {}/{}", name.namespace, slice.service),
                     node: endpoint.node.clone(),
                     should_answer: endpoint.ready && !endpoint.terminating,
                     ..Socket::default()
@@ -85,7 +83,7 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
     }
     for api in &member.api_endpoints {
         let socket = Socket {
-            what: "the API server".to_owned(),
+            description: "the API server".to_owned(),
             ..Socket::default()
         };
         sockets.add(api.ip().to_canonical(), api.port(), socket);
@@ -109,7 +107,7 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
     for (node, address) in &nodes {
         for port in &ports {
             let socket = Socket {
-                what: format!("Node {node}"),
+                description: format!("Node {node}"),
                 node: Some(node.clone()),
                 ..Socket::default()
             };
@@ -120,8 +118,8 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
     sockets.0
 }
 
-/// Adds gateways at their WireGuard addresses, with the ports of all grants and with the ports of `closed`. A revoked grant may
-/// still be open, so the SandboxAccesses that exist in the cluster count in addition to the planned ones.
+/// Adds gateways at their WireGuard addresses, with the ports of all grants and with the ports in `closed`, at which no gateway
+/// should answer. A revoked grant may still be open, so the grants of existing SandboxAccesses are added, too.
 fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessSpec], closed: &BTreeSet<u16>) {
     let member = &read.member;
     let existing = member.accesses.iter().flat_map(BTreeMap::values);
@@ -134,8 +132,8 @@ fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessS
     for (name, gateway) in &member.gateways {
         let pod = read.objects.pods.get(name);
         let node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
-        let socket = |what: String, should_answer: bool| Socket {
-            what,
+        let socket = |description: String, should_answer: bool| Socket {
+            description,
             node: node.clone(),
             should_answer,
             ..Socket::default()
@@ -144,8 +142,8 @@ fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessS
             for (port, granted) in &grants {
                 let backends = backends(member, &granted.service, None);
                 let should_answer = gateway.ready && backends.iter().any(|backend| backend.ready);
-                let what = format!("gateway {name} for Service {}", granted.service);
-                sockets.add(address, *port, socket(what, should_answer));
+                let description = format!("gateway {name} for Service {}", granted.service);
+                sockets.add(address, *port, socket(description, should_answer));
             }
             for port in closed {
                 sockets.add(address, *port, socket(format!("gateway {name}"), false));
@@ -159,7 +157,10 @@ fn node_addresses(read: &ReadCluster, name: &str) -> BTreeSet<IpAddr> {
     let raw = read.objects.nodes.get(name);
     let addresses = raw.into_iter().flat_map(|node: &Node| {
         let status = node.status.as_ref().and_then(|status| status.addresses.as_ref());
-        status.into_iter().flatten().filter_map(|one| address(&one.address))
+        status
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| parse_address(&entry.address))
     });
     let wireguard = read.member.nodes.get(name).and_then(|node| match &node.wireguard_ip {
         Claim::Valid(net) => Some(net.addr()),
@@ -182,7 +183,7 @@ fn add_pod(sockets: &mut Collector, name: &ObjectName, pod: &Pod) {
         .pod_ips
         .iter()
         .flatten()
-        .filter_map(|ip| address(&ip.ip))
+        .filter_map(|ip| parse_address(&ip.ip))
         .collect();
     let ports = spec
         .containers
@@ -191,9 +192,9 @@ fn add_pod(sockets: &mut Collector, name: &ObjectName, pod: &Pod) {
     for port in ports.filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP") {
         for address in &addresses {
             let socket = Socket {
-                what: format!("pod {name}"),
+                description: format!("pod {name}"),
                 node: spec.node_name.clone(),
-                // A declared port does not show on which address a process listens. In the host network it may be only the
+                // A declared port does not show the address at which a process listens. In the host network it may be only the
                 // loopback address.
                 should_answer: is_ready && spec.host_network != Some(true),
                 ..Socket::default()
@@ -219,9 +220,9 @@ fn add_service(
     let ingress = service.status.iter().filter_map(|status| status.load_balancer.as_ref());
     let ingress = ingress.flat_map(|status| status.ingress.iter().flatten());
     let load_balancer_addresses: Vec<IpAddr> = ingress
-        .filter_map(|at| at.ip.as_deref())
+        .filter_map(|entry| entry.ip.as_deref())
         .chain(spec.external_ips.iter().flatten().map(String::as_str))
-        .filter_map(address)
+        .filter_map(parse_address)
         .collect();
     for port in spec
         .ports
@@ -231,50 +232,50 @@ fn add_service(
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = backends(&read.member, name, Some((Protocol::Tcp, number)));
-        // The endpoints of a mirrored Service are in another cluster, whose objects are not known here.
+        // The endpoints of a mirrored Service are in another cluster. `collect_mirrored` adds them.
         let is_mirrored = read
             .member
             .services
             .get(name)
             .is_some_and(|service| service.managed.is_some());
         let backends = if is_mirrored { BTreeSet::new() } else { backends };
-        let of_family = |at: &IpAddr| -> BTreeSet<Backend> {
+        let backends_of_family = |address: &IpAddr| -> BTreeSet<Backend> {
             let same = backends
                 .iter()
-                .filter(|backend| backend.address.is_ipv4() == at.is_ipv4());
+                .filter(|backend| backend.address.is_ipv4() == address.is_ipv4());
             same.cloned().collect()
         };
-        let socket = |kind: &str, at: &IpAddr, node: Option<String>| {
-            let backends = of_family(at);
+        let socket = |kind: &str, address: &IpAddr, node: Option<String>| {
+            let backends = backends_of_family(address);
             Socket {
-                what: format!("{kind} of Service {name}"),
+                description: format!("{kind} of Service {name}"),
                 node,
                 should_answer: backends.iter().any(|backend| backend.ready) && !is_local,
                 backends,
                 is_mirror: false,
             }
         };
-        for at in &cluster_ips {
-            sockets.add(*at, number, socket("ClusterIP", at, None));
+        for address in &cluster_ips {
+            sockets.add(*address, number, socket("ClusterIP", address, None));
         }
-        for at in &load_balancer_addresses {
-            // The objects do not show from where such an address is reachable.
+        for address in &load_balancer_addresses {
+            // The objects do not show which clients can reach a load balancer.
             let may_be_silent = Socket {
                 should_answer: false,
-                ..socket("load-balancer address", at, None)
+                ..socket("load-balancer address", address, None)
             };
-            sockets.add(*at, number, may_be_silent);
+            sockets.add(*address, number, may_be_silent);
         }
         let Some(node_port) = port.node_port.and_then(|port| u16::try_from(port).ok()) else {
             continue;
         };
-        for (node, at) in nodes {
-            // kube-proxy's configuration (`nodePortAddresses`) decides on which addresses of a node it listens.
+        for (node, address) in nodes {
+            // kube-proxy's configuration (`nodePortAddresses`) decides which addresses of a node serve NodePorts.
             let may_be_silent = Socket {
                 should_answer: false,
-                ..socket("NodePort", at, Some(node.clone()))
+                ..socket("NodePort", address, Some(node.clone()))
             };
-            sockets.add(*at, node_port, may_be_silent);
+            sockets.add(*address, node_port, may_be_silent);
         }
     }
 }
@@ -282,7 +283,7 @@ fn add_service(
 fn cluster_ips(service: &Service) -> BTreeSet<IpAddr> {
     let spec = service.spec.iter();
     let texts = spec.flat_map(|spec| spec.cluster_ip.iter().chain(spec.cluster_ips.iter().flatten()));
-    texts.filter_map(|text| address(text)).collect()
+    texts.filter_map(|text| parse_address(text)).collect()
 }
 
 /// Returns the addresses and ports of gateways at which a sandbox reaches one port of a Service.
@@ -302,13 +303,14 @@ fn gateway_backends(
     let is_service_ready = backends.iter().any(|backend| backend.ready);
     let accesses = planned.iter().filter(|access| access.sandbox == sandbox);
     let grants = accesses.flat_map(|access| &access.grants);
-    let grants = grants
-        .filter(|(at, granted)| at.0 == Protocol::Tcp && granted.service == *service && names.contains(&*granted.port));
-    let serving = |gateway: &&Gateway| gateway.serves(sandbox);
-    let at = |(port, _): (&(Protocol, u16), _)| {
-        let gateways = member.gateways.values().filter(serving);
+    let grants = grants.filter(|((protocol, _), granted)| {
+        *protocol == Protocol::Tcp && granted.service == *service && names.contains(&*granted.port)
+    });
+    let serves_sandbox = |gateway: &&Gateway| gateway.serves(sandbox);
+    let backends_at_gateway_port = |(port, _): (&(Protocol, u16), _)| {
+        let gateways = member.gateways.values().filter(serves_sandbox);
         let addresses =
-            gateways.flat_map(|gateway| gateway.addresses.iter().map(|at| (at.to_canonical(), gateway.ready)));
+            gateways.flat_map(|gateway| gateway.addresses.iter().map(|ip| (ip.to_canonical(), gateway.ready)));
         let backends = addresses.map(|(address, ready)| Backend {
             address,
             node: None,
@@ -317,13 +319,13 @@ fn gateway_backends(
         });
         backends.collect::<Vec<_>>()
     };
-    grants.flat_map(at).collect()
+    grants.flat_map(backends_at_gateway_port).collect()
 }
 
-/// Returns the sockets of a mirrored Service `local` in the probing cluster `from`, whose original is `remote` in `to`.
+/// Returns the sockets of the mirrored Service `local` in the probing cluster `from`. Its original is the Service `remote` in `to`.
 ///
-/// `sandbox` is set if `from` is a sandbox, which reaches `to` through gateways: its name, and the SandboxAccesses planned in `to`.
-pub(super) fn mirror(
+/// `sandbox` is set if `from` is a sandbox that reaches `to` through gateways: its name, and the SandboxAccesses planned in `to`.
+pub(super) fn collect_mirrored(
     from: &ReadCluster,
     to: &ReadCluster,
     local: &ObjectName,
@@ -331,12 +333,12 @@ pub(super) fn mirror(
     sandbox: Option<(&str, &[&AccessSpec])>,
 ) -> Sockets {
     let mut sockets = Collector::default();
-    let is_ours = from
+    let is_mirrored = from
         .member
         .services
         .get(local)
         .is_some_and(|service| service.managed.is_some());
-    let Some(service) = from.objects.services.get(local).filter(|_| is_ours) else {
+    let Some(service) = from.objects.services.get(local).filter(|_| is_mirrored) else {
         return sockets.0;
     };
     let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
@@ -346,41 +348,41 @@ pub(super) fn mirror(
             Some((name, planned)) => gateway_backends(to, name, planned, remote, number),
             None => backends(&to.member, remote, Some((Protocol::Tcp, number))),
         };
-        for at in cluster_ips(service) {
+        for address in cluster_ips(service) {
             let backends: BTreeSet<Backend> = backends
                 .iter()
-                .filter(|backend| backend.address.is_ipv4() == at.is_ipv4())
+                .filter(|backend| backend.address.is_ipv4() == address.is_ipv4())
                 .cloned()
                 .collect();
             let socket = Socket {
-                what: format!("mirrored Service {local} of {remote}"),
+                description: format!("mirrored Service {local} of {remote}"),
                 node: None,
                 should_answer: backends.iter().any(|backend| backend.ready),
                 backends,
                 is_mirror: true,
             };
-            sockets.add(at, number, socket);
+            sockets.add(address, number, socket);
         }
     }
     sockets.0
 }
 
-/// Addresses that are not probed from a cluster: those that it uses itself, and those that the operator allows on the underlay.
-pub(super) struct OwnAddresses {
+/// Addresses that are not probed from a cluster: the cluster's own addresses, and the addresses of `--underlay-allows`.
+pub(super) struct ExcludedAddresses {
     addresses: BTreeSet<IpAddr>,
     sockets: BTreeSet<SocketAddr>,
     networks: Vec<IpNet>,
 }
 
-impl OwnAddresses {
-    /// `networks` are its networks in the mesh.
+impl ExcludedAddresses {
+    /// `networks` are `allowedNetworks` of the cluster.
     pub(super) fn new(read: &ReadCluster, mut networks: Vec<IpNet>, allowed: &[UnderlayAllowed]) -> Self {
         let mut addresses: BTreeSet<IpAddr> = BTreeSet::new();
         for name in read.objects.nodes.keys() {
             addresses.extend(node_addresses(read, name));
         }
         for pod in read.objects.pods.values().filter_map(|pod| pod.status.as_ref()) {
-            addresses.extend(pod.pod_ips.iter().flatten().filter_map(|ip| address(&ip.ip)));
+            addresses.extend(pod.pod_ips.iter().flatten().filter_map(|ip| parse_address(&ip.ip)));
         }
         addresses.extend(read.objects.services.values().flat_map(cluster_ips));
         let nodes = read.member.nodes.values();

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::args::{Args, Command};
 
-/// The plan for a hub with a gateway, a cluster-meshed tenant, and a sandbox that may reach one Service. No Peer is written yet.
+/// The plan for a hub with a gateway, a cluster-meshed tenant, and a sandbox with a grant for one Service. No Peer is written yet.
 async fn planned() -> PlanResult {
     let fixtures = File::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut args = vec!["clustermeshctl".to_owned(), "plan".to_owned()];
@@ -28,13 +28,13 @@ async fn planned() -> PlanResult {
     let Command::Plan(plan) = <Args as clap::Parser>::try_parse_from(args).unwrap().command else {
         unreachable!("the command above is plan");
     };
-    let read = PlanResult::read(&plan.given, &mut std::io::empty(), &mut Vec::new()).await;
+    let read = PlanResult::read(&plan.input, &mut std::io::empty(), &mut Vec::new()).await;
     read.unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
-/// The results from a pod with this address if the hub's sockets answer with `answer`. Only the routes to 10.244.1.20 and, from the
-/// sandbox, to the gateway are routes into the tunnel.
-fn row(
+/// Classifies the answers of the hub's sockets to a pod with this address. `answer` gives the answer of each socket. Only the routes
+/// to 10.244.1.20 and, from the sandbox, to the gateway lead into the tunnel.
+fn classify_hub_sockets(
     outcome: &PlanResult,
     (cluster, node, pod): (&str, &str, &str),
     answer: impl Fn(SocketAddr) -> &'static str,
@@ -47,21 +47,21 @@ fn row(
     let all = sockets::collect(
         outcome.inputs.cluster(hub).unwrap(),
         &outcome.settings,
-        &accesses(outcome, hub),
+        &planned_accesses(outcome, hub),
     );
     let source = ProbeSource {
         cluster: cluster.to_owned(),
         node: node.to_owned(),
         is_host: false,
     };
-    let answer_of = |socket: &SocketAddr| Answer {
-        answer: answer(*socket).to_owned(),
+    let answer_of = |address: &SocketAddr| Answer {
+        answer: answer(*address).to_owned(),
         interface: None,
     };
     let answers = Answers {
         source: source.clone(),
         addresses: vec![pod.parse().unwrap()],
-        by_socket: all.keys().map(|socket| (*socket, answer_of(socket))).collect(),
+        by_socket: all.keys().map(|address| (*address, answer_of(address))).collect(),
     };
     let interface = |address: IpAddr| {
         let tunnel: &[&str] = match cluster {
@@ -76,7 +76,7 @@ fn row(
     };
     let interfaces = all
         .keys()
-        .map(|socket| (socket.ip(), Some(interface(socket.ip()).to_owned())))
+        .map(|address| (address.ip(), Some(interface(address.ip()).to_owned())))
         .collect();
     let classifier = Classifier {
         explainer: &outcome.explainer(),
@@ -87,12 +87,12 @@ fn row(
         answers: &answers,
         interfaces: Some(&interfaces),
     };
-    let by_reference: BTreeMap<SocketAddr, &Socket> = all.iter().map(|(socket, what)| (*socket, what)).collect();
-    classifier.row("mgmt", identity("mgmt"), &by_reference)
+    let by_reference: BTreeMap<SocketAddr, &Socket> = all.iter().map(|(address, socket)| (*address, socket)).collect();
+    classifier.classify("mgmt", identity("mgmt"), &by_reference)
 }
 
-/// The sockets with this path.
-fn on(findings: &[Finding], path: Path) -> Vec<String> {
+/// The sockets whose packets use this path.
+fn sockets_on(findings: &[Finding], path: Path) -> Vec<String> {
     let findings = findings.iter().filter(|finding| finding.path == path);
     findings.map(|finding| finding.socket.to_string()).collect()
 }
@@ -102,19 +102,22 @@ const TENANT: (&str, &str, &str) = ("tenant-a", "w1", "10.20.1.9");
 
 #[tokio::test]
 async fn sandbox_open_socket_without_grant_is_a_violation() {
-    let row = row(&planned().await, SANDBOX, |_| "open");
-    assert_eq!(on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
-    let tunnel = on(&row.violations, Path::Tunnel);
-    // Two ports of the endpoint itself, the gateway port of a grant that is no longer planned, and the gateway's own port.
+    let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "open");
+    assert_eq!(sockets_on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
+    let tunnel = sockets_on(&row.violations, Path::Tunnel);
+    // Two ports of the endpoint itself, the gateway port of an existing grant that is not planned, and the gateway's metrics port.
     for socket in [
         "10.244.1.20:5432",
         "10.244.1.20:9187",
         "100.66.255.1:21000",
         "100.66.255.1:9587",
     ] {
-        assert!(tunnel.iter().any(|one| one == socket), "{socket} is not in {tunnel:?}");
+        assert!(
+            tunnel.iter().any(|found| found == socket),
+            "{socket} is not in {tunnel:?}"
+        );
     }
-    let underlay = on(&row.violations, Path::Underlay);
+    let underlay = sockets_on(&row.violations, Path::Underlay);
     for socket in [
         "192.168.1.11:10250",
         "100.66.0.2:9587",
@@ -123,13 +126,13 @@ async fn sandbox_open_socket_without_grant_is_a_violation() {
         "192.168.1.12:22",
     ] {
         assert!(
-            underlay.iter().any(|one| one == socket),
+            underlay.iter().any(|found| found == socket),
             "{socket} is not in {underlay:?}"
         );
     }
     assert_eq!(row.probed, 1 + tunnel.len() + underlay.len());
     assert_eq!(
-        row.open[0].what,
+        row.open[0].description,
         "gateway clustermesh-gateway/gateway-0 for Service team-x/postgres-rw"
     );
     assert!(row.on_underlay.is_empty() && row.unanswered.is_empty() && row.refused.is_empty());
@@ -137,7 +140,7 @@ async fn sandbox_open_socket_without_grant_is_a_violation() {
 
 #[tokio::test]
 async fn silent_gateway_is_reported_with_a_hint() {
-    let row = row(&planned().await, SANDBOX, |_| "silent");
+    let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "silent");
     let [item] = &*row.unanswered else {
         panic!("{:?}", row.unanswered)
     };
@@ -152,7 +155,7 @@ async fn infrastructure_port_is_probed_on_every_node() {
     let read = outcome.inputs.clusters.get("mgmt").unwrap();
     // Only TCP ports are probed.
     let ports = ["8132/TCP", "8133/UDP"].map(|text| text.parse().unwrap());
-    let more = sockets::collect(read, &Settings::closing(&ports).unwrap(), &[]);
+    let more = sockets::collect(read, &Settings::with_infrastructure_ports(&ports).unwrap(), &[]);
     let before = sockets::collect(read, &outcome.settings, &[]);
     let more: Vec<String> = (more.keys())
         .filter(|socket| !before.contains_key(socket))
@@ -171,17 +174,20 @@ async fn infrastructure_port_is_probed_on_every_node() {
 }
 
 #[tokio::test]
-async fn trusted_member_on_the_underlay_is_no_violation() {
-    let row = row(&planned().await, TENANT, |_| "open");
-    assert_eq!(on(&row.open, Path::Tunnel), ["10.244.1.20:5432", "10.244.1.20:9187"]);
+async fn cluster_meshed_member_on_underlay_is_no_violation() {
+    let row = classify_hub_sockets(&planned().await, TENANT, |_| "open");
+    assert_eq!(
+        sockets_on(&row.open, Path::Tunnel),
+        ["10.244.1.20:5432", "10.244.1.20:9187"]
+    );
     assert!(row.violations.is_empty(), "{:?}", row.violations);
-    assert!(on(&row.on_underlay, Path::Underlay).contains(&"192.168.1.11:10250".to_owned()));
+    assert!(sockets_on(&row.on_underlay, Path::Underlay).contains(&"192.168.1.11:10250".to_owned()));
 }
 
 #[tokio::test]
 async fn refused_socket_without_grant_is_no_violation() {
-    let row = row(&planned().await, SANDBOX, |_| "refused");
-    assert!(on(&row.refused, Path::Tunnel).contains(&"10.244.1.20:9187".to_owned()));
+    let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "refused");
+    assert!(sockets_on(&row.refused, Path::Tunnel).contains(&"10.244.1.20:9187".to_owned()));
     assert!(row.violations.is_empty());
 }
 
@@ -192,8 +198,8 @@ async fn own_and_allowed_addresses_are_not_probed() {
     let allowed: Vec<UnderlayAllowed> = ["192.0.2.7", "10.96.0.10:53"]
         .map(|text| text.parse().unwrap())
         .to_vec();
-    let own = OwnAddresses::new(notebooks, vec!["100.80.16.0/20".parse().unwrap()], &allowed);
-    for (socket, is_own) in [
+    let excluded = ExcludedAddresses::new(notebooks, vec!["100.80.16.0/20".parse().unwrap()], &allowed);
+    for (socket, is_excluded) in [
         ("10.243.0.77:80", true),
         ("100.80.16.9:22", true),
         ("172.18.0.7:10250", true),
@@ -205,17 +211,17 @@ async fn own_and_allowed_addresses_are_not_probed() {
         ("10.96.0.10:9153", false),
         ("10.244.1.20:5432", false),
     ] {
-        assert_eq!(own.contains(socket.parse().unwrap()), is_own, "{socket}");
+        assert_eq!(excluded.contains(socket.parse().unwrap()), is_excluded, "{socket}");
     }
     let wrong = "write ADDRESS or ADDRESS:PORT, for example 10.96.0.10:53 or [fd00::10]:53".to_owned();
     assert_eq!("resolver:53".parse::<UnderlayAllowed>(), Err(wrong));
 }
 
 #[tokio::test]
-async fn exit_code_is_that_of_the_worst_result() {
+async fn exit_code_reports_the_worst_result() {
     let outcome = planned().await;
     let report = |answer: &'static str, not_probed: &[&str]| Report {
-        rows: vec![row(&outcome, SANDBOX, move |socket| {
+        rows: vec![classify_hub_sockets(&outcome, SANDBOX, move |socket| {
             if socket.to_string() == "100.66.255.1:24040" {
                 answer
             } else {
@@ -230,6 +236,6 @@ async fn exit_code_is_that_of_the_worst_result() {
     assert_eq!(report("silent", &[]).code(), UNANSWERED);
     assert_eq!(report("silent", &["a node"]).code(), CANNOT_TELL);
     let mut open = report("open", &["a node"]);
-    open.rows.push(row(&outcome, SANDBOX, |_| "open"));
+    open.rows.push(classify_hub_sockets(&outcome, SANDBOX, |_| "open"));
     assert_eq!(open.code(), VIOLATION);
 }

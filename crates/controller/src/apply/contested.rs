@@ -1,7 +1,7 @@
-//! Detects objects that another client keeps changing back, and delays our writes to them.
+//! Detects objects that another client changes back again and again, and delays our writes to them.
 //!
-//! An object is contested after [`CONTESTED_AFTER`] changes in a row: conflicts, or repeated writes of the same value by us,
-//! which mean that the other client undid the last one.
+//! An object is contested after [`CONTESTED_AFTER`] changes by the other client in a row. Such a change shows as a
+//! conflict (409), or as a repeated write of ours: if we write the same content again, the other client has undone our last write.
 
 use clustermesh_core::{diff::Item, mesh::MeshId};
 use tokio::time::Instant;
@@ -15,9 +15,9 @@ const CONTESTED_AFTER: u32 = 3;
 #[derive(Debug)]
 pub(super) struct ContestedObject {
     pub(super) mesh: MeshId,
-    /// What we wrote last. `None` = all our writes met a conflict.
+    /// The content of our last successful write. `None` = all our writes met a conflict.
     pub(super) last_written: Option<Item>,
-    /// Changes by the other client in a row.
+    /// The number of changes by the other client in a row.
     changes: u32,
     pub(super) last_change: Instant,
     pub(super) backoff: Option<Backoff>,
@@ -53,7 +53,7 @@ impl ContestedObject {
         }
         self.changes += 1;
         (self.last_change, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
-        // The first change is no reason to wait.
+        // A single change causes no backoff.
         if self.changes + 1 >= CONTESTED_AFTER {
             match &mut self.backoff {
                 Some(backoff) => backoff.record_failure(now),
@@ -66,11 +66,11 @@ impl ContestedObject {
     /// The message in the status.
     pub(super) fn message(&self) -> String {
         let manager = self.other_manager.as_deref();
-        let who = manager.map_or("another writer".to_owned(), |manager| {
+        let client = manager.map_or("another writer".to_owned(), |manager| {
             format!("field manager {manager:?}")
         });
         format!(
-            "{who} changed it {} times in a row; one of the two writers has to stop",
+            "{client} changed it {} times in a row; one of the two writers has to stop",
             self.changes
         )
     }

@@ -1,10 +1,10 @@
-//! Decides which step of one member is sent next. It makes no requests, and the caller passes the time.
+//! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
-//! The steps come from the last pass and replace those of the pass before. They are grouped by source
-//! ([`clustermesh_core::lanes`]), and each group has two lanes. Steps of `closing` are sent first, have their own limit of
-//! concurrent requests, and are not paced. Steps of `rest` share another limit: the groups take turns, and a token bucket paces
-//! each group, so that one source cannot use up the share of the others. Steps that failed wait here for their backoff, which
-//! needs no pass of the reconcile loop.
+//! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
+//! lanes. Steps of `closing`, which revoke something, are sent first, have their own limit of concurrent requests, and are not rate
+//! limited. Steps of `rest` share another limit: the groups take turns, and each group has a token bucket, so that one source cannot
+//! use up the share of the others. Deletes take no token. Failed steps wait here until their backoff ends; no pass is needed to send
+//! them again.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -22,18 +22,19 @@ use tokio::time::Instant;
 use super::{Outcome, contested::ContestedObject};
 use crate::backoff::{Backoff, TokenBucket};
 
-/// Concurrent requests of each lane.
+/// The most concurrent requests of each lane.
 const CLOSING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
-/// Writes in `rest` for one source: this many at once, then one each interval. So a source of the tested size (5,000 nodes) is
-/// written in a minute and a half, and a source whose nodes change all the time causes 50 writes a second in the member.
+/// The token bucket of one source in `rest`: a burst of this many writes, then one write per interval. So a source of the tested size
+/// (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes 50 writes per second.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause after a refusal of one object.
 pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
-/// The longest pause while the member does not answer or throttles a source. After the pause a single request probes it.
+/// The longest pause while the member does not answer or throttles a source. After the pause each lane probes the member
+/// with a single request.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
-/// Changes of one object by another client count as changes in a row if each follows the one before within this time.
+/// Two changes of an object by another client count as changes in a row if less than this time is between them.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
 
 /// Kind and name of an object.
@@ -49,13 +50,13 @@ pub(super) enum Lane {
     Rest,
 }
 
-/// A step in flight.
+/// A step whose request is in flight.
 #[derive(Debug)]
 pub(super) struct SentStep {
     pub(super) step: Step,
     group: Source,
     lane: Lane,
-    /// [`Queue::generation`] when it was sent.
+    /// [`Queue::generation`] at the time of sending.
     generation: u64,
 }
 
@@ -64,7 +65,7 @@ pub(super) struct SentStep {
 struct Batch {
     id: u64,
     steps: VecDeque<Step>,
-    /// The steps move networks or keys between Peers, so they are sent one after the other.
+    /// The steps may move networks or keys between Peers, so they are sent one after the other.
     is_sequential: bool,
 }
 
@@ -72,7 +73,7 @@ struct Batch {
 pub(super) struct Queue {
     /// Counts the calls of [`Self::replace`]. A failed step of an earlier generation is not sent again.
     generation: u64,
-    /// The objects with a step in this generation.
+    /// The objects that have a step in this generation.
     wanted: BTreeSet<Key>,
     /// When the pass that planned these steps began to observe.
     observed: Option<Instant>,
@@ -87,12 +88,12 @@ pub(super) struct Queue {
     batch_in_flight: BTreeMap<(Lane, Source), (u64, usize)>,
     /// For each lane: the group that sent last.
     last_group: BTreeMap<Lane, Source>,
-    /// Objects that were written after the last pass began to observe. A step of that pass may contain the same write.
+    /// Objects that were written after the last pass began to observe. A step of that pass may repeat the same write.
     written: BTreeMap<Key, (Instant, Item)>,
     buckets: BTreeMap<Source, TokenBucket>,
-    /// Set while the member does not answer or refuses the credentials, with the reason.
+    /// The backoff and the reason while the member does not answer or refuses the credentials.
     outage: Option<(Backoff, String)>,
-    /// Lanes of sources whose requests the member throttles, with the reason.
+    /// Lanes whose requests the member throttles, with backoff and reason.
     throttled: BTreeMap<(Lane, Source), (Backoff, String)>,
     refused: BTreeMap<MeshId, BTreeMap<Key, Refused>>,
     /// Refused objects with the same cause share a backoff.
@@ -135,12 +136,12 @@ impl Queue {
                 }
             }
         }
-        // A failure of a step that is no longer planned must not be reported any more.
+        // The failure of a step that is not planned any more must not be reported.
         for refused in self.refused.values_mut() {
             refused.retain(|key, _| wanted.contains(key));
         }
         self.refused.retain(|_, refused| !refused.is_empty());
-        self.forget_causes();
+        self.drop_unused_causes();
         self.contested.retain(|key, object| {
             let is_recent = now.saturating_duration_since(object.last_change) < CONTEST_WINDOW;
             is_recent && (object.last_written.is_some() || wanted.contains(key))
@@ -158,17 +159,17 @@ impl Queue {
         self.batch_in_flight.clear();
     }
 
-    /// Whether nothing is in flight and nothing left to send.
+    /// Whether no request is in flight and no step is left to send.
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty() && self.lanes.is_empty() && self.waiting.is_empty() && self.blocked.is_empty()
     }
 
     /// Whether a write for this mesh is in flight.
     pub(super) fn is_writing(&self, mesh: &MeshId) -> bool {
-        self.in_flight.values().any(|of| of == mesh)
+        self.in_flight.values().any(|other| other == mesh)
     }
 
-    /// Until when a step has to wait because its object was refused or is contested.
+    /// The end of the backoff of a step whose object was refused or is contested. `None` = the step may be sent.
     fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
         let refused = self.refused.get(&step.mesh).and_then(|refused| refused.get(&key));
@@ -187,7 +188,7 @@ impl Queue {
         self.lanes.entry((lane, group)).or_default().push_front(batch);
     }
 
-    /// Returns the next step to send. `Err` is the time at which to call again; `None` = when a request in flight has ended.
+    /// Returns the next step to send. `Err` is the time of the next call; `Err(None)` = call again when a request in flight has ended.
     pub(super) fn next(&mut self, now: Instant) -> Result<SentStep, Option<Instant>> {
         if let Some((backoff, _)) = self.outage.as_ref().filter(|(backoff, _)| backoff.is_waiting(now)) {
             return Err(Some(backoff.until()));
@@ -195,13 +196,13 @@ impl Queue {
         self.requeue_waiting(now);
         let mut next: Option<Instant> = None;
         for (lane, limit) in [(Lane::Closing, CLOSING_REQUESTS), (Lane::Rest, REST_REQUESTS)] {
-            let in_flight = self.batch_in_flight.iter().filter(|((of, _), _)| *of == lane);
-            // During an outage a single request probes whether the member answers again.
+            let in_flight = self.batch_in_flight.iter().filter(|((other, _), _)| *other == lane);
+            // During an outage each lane probes with a single request whether the member answers again.
             let limit = if self.outage.is_some() { 1 } else { limit };
             if in_flight.map(|(_, (_, count))| count).sum::<usize>() >= limit {
                 continue;
             }
-            let groups = self.lanes.keys().filter(|(of, _)| *of == lane).count();
+            let groups = self.lanes.keys().filter(|(other, _)| *other == lane).count();
             let mut last = self.last_group.get(&lane).cloned();
             for _ in 0..groups {
                 let Some(group) = self.group_after(lane, last.as_ref()) else {
@@ -225,8 +226,8 @@ impl Queue {
         Err([next, self.waiting.keys().next().copied()].into_iter().flatten().min())
     }
 
-    /// Appends the steps whose backoff has ended to their lanes. They go to the end, so that objects which are refused every
-    /// time do not use up the tokens of steps that were never tried.
+    /// Appends the steps whose backoff has ended to the end of their lanes. At the front, objects that are refused every time would
+    /// use up the tokens of steps that were never sent.
     fn requeue_waiting(&mut self, now: Instant) {
         let mut due: BTreeMap<(Lane, Source), Vec<Step>> = BTreeMap::new();
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() <= now) {
@@ -243,16 +244,20 @@ impl Queue {
 
     /// Returns the group after `last`, and after the last group the first one.
     fn group_after(&self, lane: Lane, last: Option<&Source>) -> Option<Source> {
-        let mut groups = self.lanes.keys().filter(|(of, _)| *of == lane).map(|(_, group)| group);
+        let mut groups = self
+            .lanes
+            .keys()
+            .filter(|(other, _)| *other == lane)
+            .map(|(_, group)| group);
         let next = last.and_then(|last| {
             let after = (Bound::Excluded((lane, last.clone())), Bound::Unbounded);
-            let (of, group) = self.lanes.range(after).next()?.0;
-            (*of == lane).then_some(group)
+            let (next_lane, group) = self.lanes.range(after).next()?.0;
+            (*next_lane == lane).then_some(group)
         });
         next.or_else(|| groups.next()).cloned()
     }
 
-    /// Takes the next step of one lane of one group and marks it as in flight. `Err` as in [`Self::next`].
+    /// Takes the next step from the lane of one group and marks it as in flight. `Err` has the same meaning as in [`Self::next`].
     fn take(&mut self, lane: Lane, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
         let lane_of_group = (lane, group.clone());
         if lane == Lane::Rest && self.lanes.contains_key(&(Lane::Closing, group.clone())) {
@@ -277,7 +282,7 @@ impl Queue {
             if in_flight.is_some_and(|(id, _)| *id != batch.id || batch.is_sequential) {
                 return Err(None);
             }
-            // A throttled source sends one request at a time, to probe whether it still is.
+            // A throttled source sends one request at a time, to probe whether the member still throttles it.
             if in_flight.is_some() && self.throttled.contains_key(&lane_of_group) {
                 return Err(None);
             }
@@ -340,7 +345,7 @@ impl Queue {
             }
         }
         let blocked = self.blocked.remove(&key);
-        // The steps were replaced in the meantime. Only the new ones decide whether and how the object is written again.
+        // If the steps were replaced in the meantime, only the new steps decide whether and how the object is written again.
         let is_outdated = generation != self.generation;
         if let Some((lane, group, step)) = blocked {
             self.push_front(lane, group, step);
@@ -357,7 +362,7 @@ impl Queue {
             .get_mut(&step.mesh)
             .and_then(|refused| refused.remove(&key));
         match outcome {
-            // The object has no step any more, so the failure is not reported.
+            // The object has no step any more, so its failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
             Outcome::Unchanged => self.mark_written(key, step.item, now),
             Outcome::Written { overwritten_manager } => {
@@ -430,8 +435,7 @@ impl Queue {
         self.written.insert(key, (now, item));
     }
 
-    /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object has just become
-    /// contested.
+    /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object becomes contested.
     fn record_change(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
         let object = self.contested.entry(key.clone());
         let object = object.or_insert_with(|| ContestedObject::new(step.mesh.clone(), now));
@@ -445,7 +449,7 @@ impl Queue {
             .any(|refused| refused.cause == *cause)
     }
 
-    fn forget_causes(&mut self) {
+    fn drop_unused_causes(&mut self) {
         let used: BTreeSet<&Cause> = self
             .refused
             .values()
@@ -455,7 +459,7 @@ impl Queue {
         self.causes.retain(|cause, _| used.contains(cause));
     }
 
-    /// Why something of a mesh could not be written, if so.
+    /// Why an object of a mesh cannot be written. `None` = no write failed.
     pub(super) fn problem(&self, mesh: &MeshId) -> Option<String> {
         if let Some((_, why)) = &self.outage {
             return Some(why.clone());
@@ -475,7 +479,7 @@ impl Queue {
                 more => format!("{first}; and {more} more"),
             });
         }
-        let mut throttled = self.throttled.iter().filter(|((_, (of, _)), _)| of == mesh);
+        let mut throttled = self.throttled.iter().filter(|((_, (other, _)), _)| other == mesh);
         throttled.next().map(|(_, (_, why))| why.clone())
     }
 }
@@ -491,7 +495,7 @@ impl Batch {
     }
 }
 
-/// Whether the steps of a batch may be in flight together. Where networks or keys move between Peers, they must not: the Peer
+/// Whether the steps of a batch may be in flight at the same time. They must not if networks or keys may move between Peers: the Peer
 /// that gains a network is written before the Peer that loses it.
 fn can_run_concurrently(batch: &[Step]) -> bool {
     let moves = |step: &Step| {

@@ -37,7 +37,7 @@ fn step(source: &str, item: Item, action: Action) -> Step {
     }
 }
 
-fn peer(source: &str, n: u16, action: Action) -> Step {
+fn peer_step(source: &str, n: u16, action: Action) -> Step {
     let mut key = [7; 32];
     key[..2].copy_from_slice(&n.to_be_bytes());
     key[2] = source.as_bytes()[0];
@@ -51,13 +51,13 @@ fn peer(source: &str, n: u16, action: Action) -> Step {
     step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
 }
 
-fn policy(source: &str) -> Step {
+fn policy_step(source: &str) -> Step {
     let item = Item::Policy(format!("policy-{source}"), Some(PolicySpec::default()));
     step(source, item, Action::Create)
 }
 
-fn created(source: &str, count: u16) -> Vec<Step> {
-    (0..count).map(|n| peer(source, n, Action::Create)).collect()
+fn create_steps(source: &str, count: u16) -> Vec<Step> {
+    (0..count).map(|n| peer_step(source, n, Action::Create)).collect()
 }
 
 /// A Peer of ours, as the API server returns it.
@@ -80,7 +80,7 @@ fn existing_peer(path: &str) -> Value {
     })
 }
 
-/// A member whose API server answers each request after 10 ms, its writer, and a loop that sets the same steps each time it is
+/// A member whose API server responds to each request after 10 ms, its writer, and a loop that sets the same steps each time it is
 /// woken.
 struct Fixture {
     writer: MemberWriter,
@@ -92,7 +92,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// `answer` returns code and body for a method and a path. Without a body the server returns what was sent.
+    /// `answer` returns status code and body for a method and a path. Without a body, the server returns the object that was sent.
     fn new(answer: impl Fn(&str, &str) -> (u16, Option<Value>) + Send + Sync + 'static) -> Self {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&requests);
@@ -142,12 +142,12 @@ impl Fixture {
 
     fn set_steps(&mut self, steps: &[Step]) {
         self.passes += 1;
-        let groups = lanes::by_source(steps.to_vec(), &Member::default());
+        let groups = lanes::split_by_source(steps.to_vec(), &Member::default());
         self.writer
             .set_steps(groups, Instant::now(), self.connection.clone(), &self.tasks);
     }
 
-    /// Runs passes for this time. Each sets the same steps.
+    /// Runs passes for `time`. Each pass sets the same steps.
     async fn run_passes(&mut self, steps: &[Step], time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
@@ -173,16 +173,16 @@ fn failure(code: u16) -> (u16, Option<Value>) {
 #[tokio::test(start_paused = true)]
 async fn closing_step_does_not_wait_for_a_large_batch() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let mut steps = created("rotator", 1000);
+    let mut steps = create_steps("busy", 1000);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(100)).await;
     let requests = fixture.requests();
     let before = requests.len();
-    // The next pass sees all writes except the last eight, which are in flight.
+    // The next pass observes all writes except the last eight, which are in flight.
     let written = |step: &Step| requests[..before - 8].contains(&format!("POST {}", step.item.name()));
     steps.retain(|step| !written(step));
     // The create of a PeerPolicy may revoke something, so it is a closing step (`Lanes::closing`).
-    steps.insert(0, policy("other"));
+    steps.insert(0, policy_step("other"));
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;
     let after = fixture.requests().split_off(before);
@@ -193,7 +193,10 @@ async fn closing_step_does_not_wait_for_a_large_batch() {
 #[tokio::test(start_paused = true)]
 async fn sources_take_turns() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let steps: Vec<Step> = ["a", "b", "c"].iter().flat_map(|source| created(source, 100)).collect();
+    let steps: Vec<Step> = ["a", "b", "c"]
+        .iter()
+        .flat_map(|source| create_steps(source, 100))
+        .collect();
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;
     let requests = fixture.requests();
@@ -209,34 +212,34 @@ async fn sources_take_turns() {
 
 // threat: restless-nodes
 #[tokio::test(start_paused = true)]
-async fn source_with_many_steps_is_paced_alone() {
+async fn source_with_many_steps_delays_no_other_source() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let steps: Vec<Step> = created("rotator", 3000)
+    let steps: Vec<Step> = create_steps("busy", 3000)
         .into_iter()
-        .chain(created("other", 900))
+        .chain(create_steps("other", 900))
         .collect();
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(20)).await;
     let requests = fixture.requests();
     let count_of = |source: &str| requests.iter().filter(|line| line.contains(source)).count();
     assert_eq!(count_of("other"), 900);
-    // A burst of a thousand, then fifty a second for 20 s.
-    assert!((1980..=2010).contains(&count_of("rotator")), "{}", count_of("rotator"));
+    // A burst of a thousand requests, then fifty per second for 20 s.
+    assert!((1980..=2010).contains(&count_of("busy")), "{}", count_of("busy"));
 }
 
 // threat: restless-nodes
 #[tokio::test(start_paused = true)]
 async fn throttled_source_does_not_delay_the_others() {
     let mut fixture = Fixture::new(|_, _| failure(429));
-    let mut steps = created("rotator", 100);
+    let mut steps = create_steps("busy", 100);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(10)).await;
     let requests = fixture.requests().len();
-    // Eight at once, then one at a time with growing pauses.
+    // The first eight requests are concurrent. After them, there is one request at a time, with growing pauses.
     assert!((10..=20).contains(&requests), "{requests}");
     let problem = fixture.writer.problem(&mesh());
     assert_eq!(problem.as_deref(), Some("its API server asks to slow down (429)"));
-    steps.extend([policy("other"), peer("another", 1, Action::Create)]);
+    steps.extend([policy_step("other"), peer_step("another", 1, Action::Create)]);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(100)).await;
     let others = fixture.requests().split_off(requests);
@@ -245,14 +248,14 @@ async fn throttled_source_does_not_delay_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_objects_wake_no_pass_and_share_one_backoff() {
+async fn refused_objects_trigger_no_pass_and_share_one_backoff() {
     let mut fixture = Fixture::new(|_, _| failure(403));
-    let steps = created("a", 1000);
+    let steps = create_steps("a", 1000);
     fixture.run_passes(&steps, Duration::from_secs(60)).await;
-    // The first, one to report the refusal, and perhaps one when the task ends.
+    // The first pass, one pass that reports the refusal, and perhaps one pass when the task ends.
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests().len();
-    // A burst of a thousand, then fifty a second for 60 s.
+    // A burst of a thousand requests, then fifty per second for 60 s.
     assert!((2_000..=4_000).contains(&requests), "{requests} requests");
     let problem = "Peer a-0: the account may not create it (403): apply the member's RBAC manifests; and 999 more";
     assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
@@ -270,7 +273,7 @@ async fn refusal_by_admission_policy_names_its_config_map() {
         (403, Some(status))
     });
     fixture
-        .run_passes(&[peer("a", 1, Action::Create)], Duration::from_secs(1))
+        .run_passes(&[peer_step("a", 1, Action::Create)], Duration::from_secs(1))
         .await;
     let problem = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
     assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
@@ -282,12 +285,12 @@ async fn conflicts_back_off_and_name_the_other_field_manager() {
         "GET" => (200, Some(existing_peer(path))),
         _ => failure(409),
     });
-    let steps = [peer("a", 1, Action::Update)];
+    let steps = [peer_step("a", 1, Action::Update)];
     fixture.run_passes(&steps, Duration::from_secs(60)).await;
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let puts = fixture.requests().iter().filter(|line| line.starts_with("PUT")).count();
     assert!((4..=12).contains(&puts), "{puts}");
-    let problem = fixture.writer.problem(&mesh()).expect("the conflict");
+    let problem = fixture.writer.problem(&mesh()).expect("a conflict is reported");
     assert!(
         problem.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
         "{problem}"
@@ -296,22 +299,22 @@ async fn conflicts_back_off_and_name_the_other_field_manager() {
     assert_eq!(fixture.writer.problem(&mesh()), None);
 }
 
-/// Two clients that each react to the other's write never cause a 409.
+/// Two clients that take turns to overwrite an object never cause a 409.
 #[tokio::test(start_paused = true)]
-async fn object_that_is_always_changed_back_backs_off() {
+async fn object_changed_back_by_another_client_backs_off() {
     let mut fixture = Fixture::new(|method, path| match method {
         "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
     });
-    let steps = [peer("a", 1, Action::Update)];
-    // The watch shows the other client's write 20 ms after ours.
+    let steps = [peer_step("a", 1, Action::Update)];
+    // The watch delivers the write of the other client 20 ms after ours.
     for _ in 0..3000 {
         fixture.set_steps(&steps);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let puts = fixture.requests().iter().filter(|line| line.starts_with("PUT")).count();
     assert!((5..=14).contains(&puts), "{puts} writes in a minute");
-    let problem = fixture.writer.problem(&mesh()).expect("the contest");
+    let problem = fixture.writer.problem(&mesh()).expect("the object is contested");
     assert!(
         problem.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
         "{problem}"
@@ -319,14 +322,18 @@ async fn object_that_is_always_changed_back_backs_off() {
     fixture.set_steps(&[]);
     tokio::time::sleep(Duration::from_secs(200)).await;
     fixture.set_steps(&[]);
-    assert_eq!(fixture.writer.problem(&mesh()), None, "no change for 200 s");
+    assert_eq!(
+        fixture.writer.problem(&mesh()),
+        None,
+        "contested objects are forgotten after 200 s without a change"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn unavailable_member_is_probed_with_backoff() {
     let mut fixture = Fixture::new(|_, _| failure(503));
-    let mut steps = created("a", 100);
-    steps.insert(0, policy("b"));
+    let mut steps = create_steps("a", 100);
+    steps.insert(0, policy_step("b"));
     fixture.run_passes(&steps, Duration::from_secs(60)).await;
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests();
@@ -347,8 +354,8 @@ async fn unavailable_member_is_probed_with_backoff() {
 #[tokio::test(start_paused = true)]
 async fn policy_is_written_before_the_peers_of_its_source() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let mut steps = created("a", 20);
-    steps.insert(0, policy("a"));
+    let mut steps = create_steps("a", 20);
+    steps.insert(0, policy_step("a"));
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(5)).await;
     assert_eq!(fixture.requests(), ["POST policy-a"]);
@@ -363,7 +370,7 @@ async fn peers_with_moving_networks_are_written_sequentially() {
         "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
     });
-    let mut steps = [peer("a", 1, Action::Update), peer("a", 2, Action::Update)];
+    let mut steps = [peer_step("a", 1, Action::Update), peer_step("a", 2, Action::Update)];
     steps.iter_mut().for_each(|step| step.fields = vec!["spec.allowedIPs"]);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -373,11 +380,11 @@ async fn peers_with_moving_networks_are_written_sequentially() {
 #[tokio::test(start_paused = true)]
 async fn refused_objects_do_not_use_up_tokens_of_others() {
     let mut fixture = Fixture::new(|_, _| failure(403));
-    fixture.set_steps(&created("a", 2000));
+    fixture.set_steps(&create_steps("a", 2000));
     tokio::time::sleep(Duration::from_secs(45)).await;
     let requests = fixture.requests();
     let tried: std::collections::BTreeSet<&String> = requests.iter().collect();
-    assert_eq!(tried.len(), 2000, "of {} requests", requests.len());
+    assert_eq!(tried.len(), 2000, "distinct objects in {} requests", requests.len());
 }
 
 #[tokio::test(start_paused = true)]
@@ -387,9 +394,9 @@ async fn failed_step_that_was_replaced_is_not_sent_again() {
             "GET" => (200, Some(existing_peer(path))),
             _ => failure(code),
         });
-        fixture.set_steps(&[peer("a", 1, Action::Update)]);
+        fixture.set_steps(&[peer_step("a", 1, Action::Update)]);
         tokio::time::sleep(Duration::from_millis(15)).await;
-        fixture.set_steps(&[peer("a", 2, Action::Update)]);
+        fixture.set_steps(&[peer_step("a", 2, Action::Update)]);
         tokio::time::sleep(Duration::from_secs(60)).await;
         let requests = fixture.requests();
         let puts = requests.iter().filter(|line| *line == "PUT a-1").count();
@@ -401,9 +408,9 @@ async fn failed_step_that_was_replaced_is_not_sent_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cleared_writer_sends_nothing_and_ends() {
+async fn cleared_writer_sends_no_further_request() {
     let mut fixture = Fixture::new(|_, _| failure(403));
-    fixture.set_steps(&created("a", 10));
+    fixture.set_steps(&create_steps("a", 10));
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = fixture.requests().len();
     fixture.writer.clear();
@@ -414,7 +421,7 @@ async fn cleared_writer_sends_nothing_and_ends() {
 
 #[test]
 fn error_500_counts_as_refusal_of_the_object() {
-    let one = peer("a", 1, Action::Update);
+    let one = peer_step("a", 1, Action::Update);
     let answer = |code| {
         kube::Error::Api(Box::new(kube::core::Status {
             code,

@@ -1,5 +1,5 @@
 //! Makes the requests of one step: create by POST, update by PUT with resourceVersion, delete with preconditions. It never
-//! changes an object that is not ours.
+//! changes an object that does not belong to this hub.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use clustermesh_api::{
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::ObjectName,
-    observe::{ObservedAccess, ObservedPeer, Owner, Service as SeenService, Slice},
+    observe::{ObservedAccess, ObservedPeer, Owner, Service as ObservedService, Slice},
     ownership::{self, Claimant, Ownership},
 };
 use k8s_openapi::api::{core::v1::Service, discovery::v1::EndpointSlice};
@@ -23,14 +23,14 @@ use kube::{
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{Connection, Outcome, classify_error};
-use crate::{api_error, events::truncate, feed::Feed, session::tables::SeenPolicy};
+use crate::{api_error, events::truncate, feed::Feed, session::tables::PolicyRow};
 
 /// The controller's name in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
-/// Timeout of one request. The requests of one write together may take twice this time.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
+/// Timeout of all requests of one step together.
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Decides which objects are ours. Each write checks it again with the object that it read.
+/// Decides which objects belong to this hub. Each write applies this decision again to the object that it has read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claims {
     /// This hub's id.
@@ -45,7 +45,7 @@ impl Claims {
     }
 }
 
-/// A row that knows its owner. `None` = the object has none of our labels.
+/// A row of a table whose object may name an owner in its labels. `None` = the object has none of our labels.
 trait Owned {
     fn owner(&self) -> Option<&Owner>;
 }
@@ -56,7 +56,7 @@ impl Owned for ObservedPeer {
     }
 }
 
-impl Owned for SeenPolicy {
+impl Owned for PolicyRow {
     fn owner(&self) -> Option<&Owner> {
         Some(&self.policy.owner)
     }
@@ -68,7 +68,7 @@ impl Owned for ObservedAccess {
     }
 }
 
-impl Owned for SeenService {
+impl Owned for ObservedService {
     fn owner(&self) -> Option<&Owner> {
         self.managed.as_ref()
     }
@@ -80,7 +80,7 @@ impl Owned for Slice {
     }
 }
 
-/// Changes an object to its desired content.
+/// A function that changes an object to its desired content.
 type Update<'a, K> = Box<dyn Fn(&mut K) + Send + Sync + 'a>;
 
 /// Writes the object of one step.
@@ -89,7 +89,7 @@ struct ObjectWriter<'a, K, V> {
     name: ObjectName,
     api: Api<DynamicObject>,
     feed: &'a Feed<V>,
-    /// `None` = the object is deleted.
+    /// `None` = the step deletes the object.
     update: Option<Update<'a, K>>,
 }
 
@@ -184,8 +184,8 @@ fn api<K: Resource<DynamicType = ()>>(client: &Client, namespace: &str) -> Api<D
     }
 }
 
-/// Returns the owner in the labels of an object. `None` = it is not ours. A Service or EndpointSlice must also have the
-/// managed-by label, because a person may have copied the other labels.
+/// Returns the owner in the labels of an object. `None` = the object is not ours. A Service or EndpointSlice must also have our
+/// managed-by label, because a user may have copied the other labels.
 fn owner_of(object: &DynamicObject) -> Option<Owner> {
     let labels = object.metadata.labels.as_ref()?;
     let is_mirrored_kind = object
@@ -204,7 +204,7 @@ where
     V: Owned + Clone + PartialEq,
 {
     async fn write(self, new: impl FnOnce() -> K, claims: &Claims) -> Outcome {
-        match tokio::time::timeout(REQUEST_TIMEOUT * 2, self.write_without_timeout(new, claims)).await {
+        match tokio::time::timeout(STEP_TIMEOUT, self.write_without_timeout(new, claims)).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(error)) => {
                 tracing::debug!(error = %api_error::sanitize(&error.to_string()), name = %self.name, "write failed");
@@ -223,7 +223,7 @@ where
             && let Some(new) = new.take()
         {
             match self.create(new(), update).await? {
-                // The object exists: the watch has not shown it yet, or it is not ours.
+                // The object exists: the watch has not delivered it yet, or it is not ours.
                 Outcome::Conflict { .. } => {}
                 outcome => return Ok(outcome),
             }
@@ -241,7 +241,7 @@ where
             object.meta_mut().namespace = Some(self.name.namespace.clone());
         }
         update(&mut object);
-        match self.api.create(&params(), &dynamic(&object)?).await {
+        match self.api.create(&post_params(), &to_dynamic(&object)?).await {
             Ok(object) => Ok(self.store_written(object, None)),
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict { by: None }),
             Err(error) => Err(error),
@@ -263,15 +263,15 @@ where
             .clone()
             .try_parse()
             .map_err(|error| kube::Error::SerdeError(serde::de::Error::custom(error.to_string())))?;
-        let before = dynamic(&object)?;
+        let before = to_dynamic(&object)?;
         update(&mut object);
-        let after = dynamic(&object)?;
+        let after = to_dynamic(&object)?;
         let overwritten_manager = other_manager(&existing);
         if before == after {
             self.feed.put_written(existing);
             return Ok(Outcome::Unchanged);
         }
-        match self.api.replace(&self.name.name, &params(), &after).await {
+        match self.api.replace(&self.name.name, &post_params(), &after).await {
             Ok(object) => Ok(self.store_written(object, overwritten_manager)),
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(self.conflict().await),
             Err(error) => Err(error),
@@ -301,7 +301,7 @@ where
             return Ok(Outcome::Conflict { by: None });
         }
         let (uid, version) = (row.uid, row.version);
-        // The version whose labels were checked. If they changed in the meantime, the request fails with a conflict.
+        // This is the version whose labels were checked. If the object changed in the meantime, the request fails with a conflict.
         let preconditions = Preconditions {
             uid: Some(uid),
             resource_version: Some(version),
@@ -327,7 +327,7 @@ where
     }
 }
 
-fn params() -> PostParams {
+fn post_params() -> PostParams {
     PostParams {
         field_manager: Some(MANAGER.to_owned()),
         ..PostParams::default()
@@ -342,7 +342,7 @@ fn other_manager(object: &DynamicObject) -> Option<String> {
     last.manager.as_deref().map(|manager| truncate(manager, 128))
 }
 
-fn dynamic<K: Resource<DynamicType = ()> + Serialize>(object: &K) -> Result<DynamicObject, kube::Error> {
+fn to_dynamic<K: Resource<DynamicType = ()> + Serialize>(object: &K) -> Result<DynamicObject, kube::Error> {
     let mut value = serde_json::to_value(object).map_err(kube::Error::SerdeError)?;
     if let Some(fields) = value.as_object_mut() {
         fields.insert("apiVersion".to_owned(), K::api_version(&()).into());

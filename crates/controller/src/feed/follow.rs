@@ -1,5 +1,5 @@
-//! Keeps one [`Feed`] up to date: lists, watches, resumes a broken watch, and lists again where necessary. It never ends by
-//! itself; dropping its future ends it.
+//! Keeps one [`Feed`] up to date: lists, watches, resumes a broken watch, and lists again where necessary. [`follow`] never returns;
+//! dropping its future stops it.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,43 +15,42 @@ use tokio::{sync::watch, time::Instant};
 use super::{Feed, List, Trust, identity};
 use crate::api_error;
 
-/// Objects in the first page of a list; with Nodes about 1 MB. A page over the budget is requested again with half as many
-/// objects, down to one. So the limit for one answer is no limit for the number of objects.
+/// Objects in the first page of a list; a page of Nodes has about 1 MB. A page over the budget is requested again with half as many
+/// objects, down to one object. So the limit for one response does not limit the number of objects.
 const PAGE_SIZE: u32 = 50;
 /// At most this many objects of one kind are read. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
-/// At most this many pages of one list are read. They may be almost empty.
+/// At most this many pages of one list are read. A page may be almost empty.
 const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
-/// The longest `continue` token. We send it back in the URL.
+/// The longest `continue` token. The next request contains it in the URL.
 const MAX_TOKEN: usize = 16 * 1024;
-/// For one page of a list, and for the start of a watch.
+/// Timeout of the request for one page of a list, and of the start of a watch.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// The API server ends a watch after this many seconds (`timeoutSeconds`). The watch is then resumed.
 const WATCH_SECONDS: u32 = 290;
-/// Without an event for this long the connection is dead: even the server's own timeout did not arrive.
+/// Without an event for this long, the connection is dead: even the end of the watch by `timeoutSeconds` did not arrive.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
-/// A watch that lasts this long counts as established. It resets the backoff.
+/// A watch that lasts this long counts as established, and resets the backoff.
 const ESTABLISHED_AFTER: Duration = Duration::from_secs(20);
-/// How often a kind that does not exist is requested again.
+/// The pause before a kind that does not exist is requested again.
 const ABSENT_RETRY: Duration = Duration::from_secs(3);
 
 /// What to list and watch.
 #[derive(Debug, Clone)]
 pub(crate) struct WatchedResource {
-    /// The kind, in one namespace or in all.
+    /// The kind, in one namespace or in all namespaces.
     pub(crate) api: Api<DynamicObject>,
-    /// Its name in messages: `nodes`, `secrets in namespace x`.
+    /// The name of the resource in messages: `nodes`, `secrets in namespace x`.
     pub(crate) description: String,
-    /// The cluster that has it, for logs.
+    /// The cluster that contains the resource, for logs.
     pub(crate) cluster: String,
-    /// Label selector, empty = all.
+    /// Label selector; empty = all objects.
     pub(crate) labels: String,
-    /// Field selector, empty = all.
+    /// Field selector; empty = all objects.
     pub(crate) fields: String,
 }
 
-/// Signals feeds that their connections may be dead. Each feed then watches again from the version that it has, without a new
-/// list.
+/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list.
 pub(crate) type Resume = watch::Receiver<u64>;
 
 /// Keeps `feed` up to date. Never returns.
@@ -80,12 +79,13 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
     }
 }
 
-/// What [`follow`] remembers between attempts.
+/// The state of [`follow`] between attempts.
 struct Progress {
     backoff: ExponentialBackoff,
-    /// How many times the server answered 410 (version expired) since the last established watch.
+    /// The number of 410 responses (version expired) since the last established watch.
     expired: u32,
-    /// The server answers lists but fails every watch. Its lists do not count as current until a watch is established.
+    /// Since the last established watch the server has repeated 410 or exceeded a limit. Its lists do not count as current until a
+    /// watch is established.
     is_suspect: bool,
     resume: Resume,
 }
@@ -97,7 +97,7 @@ impl Progress {
         self.expired = 0;
     }
 
-    /// Waits for `pause`, or for the next pause of the backoff. The signal to resume ends the wait.
+    /// Waits for `pause`; `None` = for the next pause of the backoff. The signal to resume ends the wait.
     async fn wait(&mut self, pause: Option<Duration>) {
         let pause = pause.unwrap_or_else(|| self.backoff.next().unwrap_or(Duration::from_secs(30)));
         tokio::select! {
@@ -107,14 +107,14 @@ impl Progress {
     }
 }
 
-/// Waits for the signal to resume; forever if its sender is gone.
+/// Waits for the signal to resume. If its sender was dropped, waits forever.
 async fn resume_signal(resume: &mut Resume) {
     if resume.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// Half a second, doubling to half a minute, with jitter and without end.
+/// Creates a backoff: half a second, doubling to half a minute, with jitter, without a limit on attempts.
 fn new_backoff() -> ExponentialBackoff {
     ExponentialBuilder::new()
         .with_min_delay(Duration::from_millis(500))
@@ -127,8 +127,8 @@ fn new_backoff() -> ExponentialBackoff {
 /// Why a list or a watch failed.
 #[derive(Debug)]
 enum FollowError {
-    /// The version to resume from is too old (410). The remedy is a new list, after a pause, because a server may answer this
-    /// every time.
+    /// The version to resume from is too old (410). The remedy is a new list. There is a pause before it, because a server may respond
+    /// with 410 every time.
     Expired,
     /// The list has too many objects or pages.
     TooMany,
@@ -153,7 +153,7 @@ impl From<OverBudget> for FollowError {
     }
 }
 
-/// Sets the trust of the feed after a failure. Returns the pause before the next attempt if it is not the backoff's.
+/// Sets the trust of the feed after a failure. Returns the pause before the next attempt; `None` = the next pause of the backoff.
 fn report<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,
@@ -162,7 +162,7 @@ fn report<V: Clone + PartialEq>(
 ) -> Option<Duration> {
     let what = &resource.description;
     let (trust, pause) = match error {
-        // One 410 (expired) is normal. A server that repeats it serves neither a list nor a watch.
+        // A single 410 (expired) is normal. A server that repeats it offers no usable list and watch.
         FollowError::Expired if progress.expired == 0 => {
             progress.expired += 1;
             return None;
@@ -244,7 +244,7 @@ async fn list<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) 
     Err(FollowError::TooMany)
 }
 
-/// Watches from `version`. Resumes after a broken connection; returns on an error that calls for a new list.
+/// Watches from `version`. Resumes after a broken connection. Returns an error that requires a new list.
 async fn watch<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,
@@ -270,22 +270,22 @@ async fn watch<V: Clone + PartialEq>(
                 }
                 let began = Instant::now();
                 match consume_events(feed, stream.boxed(), &mut version, progress).await {
-                    Ok(End::Closed) => {
-                        // A server may refuse a watch by closing it, before or after the first event. Do not retry in a tight
+                    Ok(WatchEnd::Closed) => {
+                        // A server may refuse a watch by closing it, before or after the first event. The pause avoids a busy
                         // loop.
                         if began.elapsed() <= ESTABLISHED_AFTER {
                             progress.wait(None).await;
                         }
                         continue;
                     }
-                    Ok(End::Resume) => continue,
+                    Ok(WatchEnd::Resume) => continue,
                     Err(error) => error,
                 }
             }
             Ok(Err(error)) => error.into(),
             Err(_) => FollowError::TimedOut,
         };
-        // After a lost connection the last version is still valid. After an answer of the server a new list is needed.
+        // After a lost connection the last version is still valid. After any other error a new list is needed.
         if !matches!(
             error,
             FollowError::TimedOut | FollowError::Api(Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_))
@@ -298,20 +298,20 @@ async fn watch<V: Clone + PartialEq>(
 }
 
 /// Why a watch ended without an error.
-enum End {
+enum WatchEnd {
     /// The server closed it.
     Closed,
     /// The signal to resume arrived: the connection may be dead.
     Resume,
 }
 
-/// Puts events into the feed until the stream ends or fails.
+/// Stores the events in the feed until the stream ends or fails.
 async fn consume_events<V: Clone + PartialEq>(
     feed: &Feed<V>,
     mut stream: futures::stream::BoxStream<'_, Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
     progress: &mut Progress,
-) -> Result<End, FollowError> {
+) -> Result<WatchEnd, FollowError> {
     let (began, mut is_established) = (Instant::now(), false);
     loop {
         let established = tokio::time::sleep_until(began + ESTABLISHED_AFTER);
@@ -325,14 +325,14 @@ async fn consume_events<V: Clone + PartialEq>(
                 progress.reset();
                 continue;
             }
-            () = resume_signal(&mut progress.resume) => return Ok(End::Resume),
+            () = resume_signal(&mut progress.resume) => return Ok(WatchEnd::Resume),
         };
         let event = match next {
             Err(_) => return Err(FollowError::TimedOut),
             Ok(event) => event?,
         };
         match event {
-            None => return Ok(End::Closed),
+            None => return Ok(WatchEnd::Closed),
             Some(WatchEvent::Added(object) | WatchEvent::Modified(object)) => {
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
                 feed.put(object)?;

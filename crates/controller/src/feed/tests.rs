@@ -73,7 +73,7 @@ fn malformed_object_keeps_its_last_value() {
 }
 
 #[test]
-fn change_of_malformed_objects_alone_wakes_a_pass() {
+fn change_of_malformed_objects_alone_triggers_a_pass() {
     let feed = feed();
     let (good, malformed) = (
         || object("a", "1", json!({"n": 1})),
@@ -86,18 +86,18 @@ fn change_of_malformed_objects_alone_wakes_a_pass() {
     replace(&feed, vec![good(), malformed("x")], "4");
     assert!(!was_woken(&feed), "a list changes nothing");
     replace(&feed, vec![good()], "5");
-    assert!(was_woken(&feed), "a list lacks the malformed object");
+    assert!(was_woken(&feed), "a list does not contain the malformed object");
     put(&feed, malformed("x"));
-    assert!(was_woken(&feed), "an event adds it");
+    assert!(was_woken(&feed), "an event adds the malformed object");
     feed.remove(&ObjectName {
         namespace: String::new(),
         name: "b".into(),
     });
-    assert!(was_woken(&feed), "an event deletes it");
+    assert!(was_woken(&feed), "an event deletes the malformed object");
     put(&feed, malformed("x"));
     assert!(was_woken(&feed));
     put(&feed, object("b", "6", json!({})));
-    assert!(was_woken(&feed), "an event makes it an ignored object");
+    assert!(was_woken(&feed), "an event changes it to an ignored object");
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn malformed_object_is_logged_once() {
     assert_eq!(logged.0.load(Ordering::Relaxed), 1);
 }
 
-/// Counts log events.
+/// A tracing subscriber that counts log events.
 #[derive(Clone, Default)]
 struct Logged(Arc<AtomicUsize>);
 
@@ -134,7 +134,7 @@ impl Subscriber for Logged {
 }
 
 #[test]
-fn change_of_an_unread_field_wakes_no_pass() {
+fn change_of_an_unread_field_triggers_no_pass() {
     let feed = feed();
     replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
     assert!(was_woken(&feed));
@@ -169,14 +169,14 @@ fn list_with_older_versions_replaces_rows_not_written_by_us() {
     );
     replace(&feed, vec![object("a", "7", json!({"n": 2}))], "10");
     assert_eq!(rows(&feed), [("a".into(), 2)]);
-    feed.put_written(object("mine", "99", json!({"n": 9})));
+    feed.put_written(object("ours", "99", json!({"n": 9})));
     feed.forget_writes();
     replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
     assert_eq!(rows(&feed), [("a".into(), 3)]);
 }
 
 #[test]
-fn forbidden_after_ten_seconds_unless_read_before() {
+fn kind_is_forbidden_after_ten_seconds_unless_read_before() {
     let denied = || Trust::Denied("403".into());
     let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
         feed.set_trust(denied());

@@ -3,8 +3,8 @@
 use kube::api::DynamicObject;
 use serde_json::Value;
 
-/// Bytes that a value takes in addition to its text: the allocation and its owner.
-const VALUE: usize = 64;
+/// Bytes that a value takes in addition to its text: the overhead of the allocation and of the struct that points to it.
+const VALUE_OVERHEAD: usize = 64;
 
 /// Removes `managedFields` and these fields (paths such as `status/images`).
 pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
@@ -19,8 +19,8 @@ pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
     }
 }
 
-/// Estimates the bytes that the row of an object takes; the estimate is rather too high than too low.
-pub(super) fn of(object: &DynamicObject) -> usize {
+/// Estimates the bytes of memory for the row of an object. The estimate is more likely too high than too low.
+pub(super) fn estimate(object: &DynamicObject) -> usize {
     let metadata = &object.metadata;
     let texts = [
         &metadata.name,
@@ -28,24 +28,24 @@ pub(super) fn of(object: &DynamicObject) -> usize {
         &metadata.uid,
         &metadata.resource_version,
     ];
-    let texts = texts.into_iter().flatten().map(|text| VALUE + text.len());
+    let texts = texts.into_iter().flatten().map(|text| VALUE_OVERHEAD + text.len());
     let maps = [&metadata.labels, &metadata.annotations]
         .into_iter()
         .flatten()
         .flatten();
-    let maps = maps.map(|(key, text)| 2 * VALUE + key.len() + text.len());
-    texts.chain(maps).sum::<usize>() + value(&object.data)
+    let maps = maps.map(|(key, text)| 2 * VALUE_OVERHEAD + key.len() + text.len());
+    texts.chain(maps).sum::<usize>() + estimate_value(&object.data)
 }
 
-fn value(of: &Value) -> usize {
-    VALUE
-        + match of {
+fn estimate_value(value: &Value) -> usize {
+    VALUE_OVERHEAD
+        + match value {
             Value::Null | Value::Bool(_) | Value::Number(_) => 0,
             Value::String(text) => text.len(),
-            Value::Array(values) => values.iter().map(value).sum(),
+            Value::Array(values) => values.iter().map(estimate_value).sum(),
             Value::Object(fields) => fields
                 .iter()
-                .map(|(name, field)| VALUE + name.len() + value(field))
+                .map(|(name, field)| VALUE_OVERHEAD + name.len() + estimate_value(field))
                 .sum(),
         }
 }
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pruned_fields_weigh_nothing() {
+    fn pruned_fields_do_not_count() {
         let object = |data: Value| -> DynamicObject {
             serde_json::from_value(
                 json!({"metadata": {"name": "a"}, "status": data, "spec": {"podCIDR": "10.0.0.0/24"}}),
@@ -75,6 +75,6 @@ mod tests {
             ],
         );
         assert_eq!(large, object(json!({"phase": "Running"})));
-        assert_eq!(of(&large), of(&object(json!({"phase": "Running"}))));
+        assert_eq!(estimate(&large), estimate(&object(json!({"phase": "Running"}))));
     }
 }

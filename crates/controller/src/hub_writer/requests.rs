@@ -1,4 +1,4 @@
-//! The requests that change a ClusterMesh: they write its finalizers and its status, and nothing else.
+//! The requests that change a ClusterMesh. They write only its finalizers and its status.
 
 use std::{sync::Arc, time::Duration};
 
@@ -45,8 +45,8 @@ pub(super) async fn remove_finalizer(client: &Client, object: &ClusterMesh) -> R
     }
 }
 
-/// Replaces the whole list of finalizers. The request carries the resourceVersion at which the list was read; otherwise it
-/// could remove a finalizer that another writer has added since.
+/// Replaces the whole list of finalizers. The request contains the resourceVersion at which the list was read. Otherwise it could
+/// remove a finalizer that another client has added since.
 async fn set_finalizers(client: &Client, object: &ClusterMesh, finalizers: &[String]) -> Result<ClusterMesh, Error> {
     let patch = serde_json::json!({
         "metadata": { "finalizers": finalizers, "resourceVersion": object.metadata.resource_version },
@@ -67,7 +67,7 @@ pub(super) async fn apply_status(
     let patch = serde_json::json!({
         "apiVersion": ClusterMesh::api_version(&()),
         "kind": ClusterMesh::kind(&()),
-        // With the UID the request fails if the object was deleted and created again in the meantime.
+        // With the UID, the request fails if the ClusterMesh was deleted and created again in the meantime.
         "metadata": { "name": object.name_any(), "uid": object.metadata.uid },
         "status": status,
     });
@@ -82,6 +82,6 @@ pub(super) fn update_feed(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
     let as_read = serde_json::to_value(&object).and_then(serde_json::from_value::<DynamicObject>);
     match as_read {
         Ok(object) => feed.put_written(object),
-        Err(error) => tracing::debug!(%error, "the answer to a write does not parse; the watch delivers the object"),
+        Err(error) => tracing::debug!(%error, "the response to a write does not parse; the watch delivers the object"),
     }
 }

@@ -4,7 +4,7 @@ use kube::client::Body;
 use super::*;
 use crate::{feed::Changed, reconcile::mesh_feed};
 
-/// A hub with ClusterMeshes whose API server answers after a delay.
+/// A hub with ClusterMeshes. Its API server responds after a delay.
 struct TestHub {
     client: Client,
     meshes: Feed<Arc<ClusterMesh>>,
@@ -28,8 +28,8 @@ fn id(name: &str) -> MeshId {
 }
 
 impl TestHub {
-    /// Creates a hub with meshes of these names. It answers each request after `delay` with `code`; with 200 it also stores what
-    /// was sent.
+    /// Creates a hub with meshes of these names. It responds to each request after `delay` with `code`. With code 200 it also stores
+    /// the status or finalizers of the request.
     fn new(names: &[&str], code: u16, delay: Duration) -> Self {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&requests);
@@ -107,7 +107,7 @@ impl TestHub {
                 topic: "Ready".into(),
                 reason: reason.into(),
                 message: String::new(),
-                warning: false,
+                is_warning: false,
                 action: "Reconcile",
                 node: None,
             };
@@ -121,7 +121,7 @@ impl TestHub {
         (id(name), desired)
     }
 
-    /// A summary of each request so far: the last part of its path, and the reason or the number of finalizers in its body.
+    /// Returns a summary of each request: the last part of its path, and the reason or the number of finalizers in its body.
     fn requests(&self) -> Vec<String> {
         let requests = self.requests.lock().expect("not poisoned");
         let summaries = requests.iter().map(|(line, sent)| {
@@ -168,7 +168,7 @@ async fn finalizer_is_added_before_the_first_report() {
         hub.requests(),
         ["m 1 finalizers", "status Converging", "events Converging"]
     );
-    assert!(is_finalized(&hub.object("m")), "the next pass sees it");
+    assert!(is_finalized(&hub.object("m")), "the feed has the finalizer");
 }
 
 #[tokio::test(start_paused = true)]
@@ -192,6 +192,8 @@ async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
 async fn failed_writes_of_all_meshes_share_one_backoff() {
     let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    // At most ten pauses end within the minute. After each pause, all twenty meshes try again after a 403. After a 503, only the first
+    // four requests are sent.
     for (code, max_requests) in [(403, 20 * 10), (503, 4 * 10)] {
         let hub = TestHub::new(&names, code, Duration::ZERO);
         let writer = hub.writer();
@@ -222,7 +224,7 @@ async fn status_that_always_changes_is_written_every_five_seconds() {
     let requests = hub.requests.lock().expect("not poisoned");
     let count = |part: &str| requests.iter().filter(|(line, _)| line.contains(part)).count();
     let (statuses, events) = (count("/status"), count("/events"));
-    // A burst of ten, then one every 5 s for 100 s.
+    // A burst of ten writes, then one write every 5 s for 100 s.
     assert!((25..=31).contains(&statuses), "{statuses}");
     assert!((10..=31).contains(&events), "{events}");
 }

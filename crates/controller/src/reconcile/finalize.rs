@@ -1,7 +1,7 @@
-//! Decides when a ClusterMesh gets our finalizer and when it loses it.
+//! Decides when our finalizer is added to a ClusterMesh and when it is removed.
 //!
-//! A mesh is served only once it has the finalizer. The finalizer is removed when no object of the mesh is left in any member,
-//! or when an annotation of the ClusterMesh allows leaving its objects behind.
+//! Nothing is written for a mesh before it has the finalizer. The finalizer is removed when no object of the mesh is left in any member,
+//! except objects that may be left behind according to an annotation of the ClusterMesh.
 
 use clustermesh_core::{
     diff::Action,
@@ -13,8 +13,8 @@ use clustermesh_core::{
 use super::{Pass, Reconciler, meshes::LoadedMesh, removed::may_be_left_behind};
 use crate::hub_writer::FinalizerChange;
 
-/// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed.
-/// An orphaned object has no ClusterMesh and so no finalizer; it is only ever deleted.
+/// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed. Steps
+/// for orphans are kept only if they delete, because an orphan has no ClusterMesh.
 pub(super) fn drop_unfinalized_steps(pass: &mut Pass) {
     for steps in pass.steps.values_mut() {
         steps.retain(|step| {
@@ -26,19 +26,19 @@ pub(super) fn drop_unfinalized_steps(pass: &mut Pass) {
 }
 
 impl Reconciler {
-    /// Returns the change of our finalizer that a mesh needs.
+    /// Returns the change of our finalizer that a mesh needs. `None` = no change.
     pub(super) fn finalizer_change(&self, pass: &Pass, loaded: &LoadedMesh) -> Option<FinalizerChange> {
         if loaded.mesh.deleting {
-            let is_removable = loaded.is_finalized() && !loaded.mesh.paused && self.is_removed(pass, loaded);
+            let is_removable = loaded.is_finalized() && !loaded.mesh.paused && self.are_objects_removed(pass, loaded);
             return is_removable.then_some(FinalizerChange::Remove);
         }
         let planned = pass.plan.meshes.get(&loaded.mesh.id);
-        let is_served = planned.is_some_and(|plan| !plan.paused) && loaded.refused.is_none();
-        (is_served && !loaded.is_finalized()).then_some(FinalizerChange::Add)
+        let is_active = planned.is_some_and(|plan| !plan.paused) && loaded.refused.is_none();
+        (is_active && !loaded.is_finalized()).then_some(FinalizerChange::Add)
     }
 
     /// Whether no object of a mesh is left in any member, except objects that may be left behind.
-    fn is_removed(&self, pass: &Pass, loaded: &LoadedMesh) -> bool {
+    fn are_objects_removed(&self, pass: &Pass, loaded: &LoadedMesh) -> bool {
         let id = &loaded.mesh.id;
         let Some(object) = loaded.object.as_deref() else {
             return false;
@@ -47,7 +47,7 @@ impl Reconciler {
             |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
         let entries_removed = loaded.mesh.clusters.iter().all(|entry| {
             let may_be_left_behind = may_be_left_behind(object, &entry.name);
-            // Objects may be left behind only in a member that cannot be written now. Elsewhere they are removed first.
+            // Objects may be left behind only in a member to which nothing can be written now. In all others they are deleted.
             let is_writable = pass
                 .seen
                 .members
@@ -66,7 +66,7 @@ impl Reconciler {
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
     }
 
-    /// Whether a fresh observation of a member shows no object of a mesh, and no write for the mesh is in flight there.
+    /// Whether the observation of a member is fresh and contains no object of a mesh, and no write for the mesh is in flight.
     pub(super) fn is_clean(&self, pass: &Pass, identity: &ClusterIdentity, mesh: &MeshId) -> bool {
         let Some(member) = self.members.get(identity) else {
             return false;
@@ -77,7 +77,7 @@ impl Reconciler {
     }
 }
 
-/// The owners in the labels of all objects of a member.
+/// Returns the owners of all objects of a member, as their labels state.
 fn owners(seen: &Member) -> impl Iterator<Item = &Owner> {
     let peers = seen.peers.iter().flatten().map(|(_, peer)| &peer.owner);
     let policies = seen.policies.iter().flatten().map(|(_, policy)| &policy.owner);
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sandbox_access_alone_has_an_owner() {
+    fn owners_include_those_of_sandbox_accesses() {
         let owner = Owner {
             mesh: Some("m".into()),
             ..Owner::default()

@@ -1,6 +1,6 @@
 //! Limits how often the broken links of a mesh change in its status.
 //!
-//! In an outage a thousand nodes may report their broken tunnels one after the other. Without a limit that would be a thousand
+//! In an outage a thousand nodes may report their broken tunnels one after the other. Without a limit, that would cause a thousand
 //! status writes. [`clustermesh_core::links`] decides which links are broken.
 
 use std::{
@@ -10,10 +10,10 @@ use std::{
 
 use clustermesh_core::{links::Broken, mesh::MeshId};
 
-/// The minimum time between two changes of a mesh's report. Agents report as often.
+/// The minimum time between two changes of the report of a mesh. Agents report their links at the same interval.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The last report of each mesh that has broken links, or had some less than [`INTERVAL`] ago.
+/// The last report of each mesh that has broken links, or had broken links less than [`INTERVAL`] ago.
 #[derive(Debug, Default)]
 pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
 
@@ -21,13 +21,13 @@ pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
 struct LinkReport {
     links: Vec<Broken>,
     since: Instant,
-    /// The links have changed since.
+    /// The links have changed since the report.
     is_outdated: bool,
 }
 
 impl LinkReports {
-    /// Returns the links to report for a mesh whose broken links are now `links`: these, or those of the last report if that is
-    /// less than [`INTERVAL`] old.
+    /// Returns the links to report for a mesh whose broken links are now `links`. If the last report is less than [`INTERVAL`] old,
+    /// these are the links of the last report, else `links`.
     pub(super) fn throttle(&mut self, mesh: &MeshId, links: Vec<Broken>, now: Instant) -> Vec<Broken> {
         let new_report = |links: Vec<Broken>| LinkReport {
             links,
@@ -52,7 +52,7 @@ impl LinkReports {
         links
     }
 
-    /// When the next outdated report may change.
+    /// The next time at which an outdated report may change.
     pub(super) fn due(&self) -> Option<Instant> {
         let outdated = self.0.values().filter(|report| report.is_outdated);
         outdated.map(|report| report.since + INTERVAL).min()
@@ -92,12 +92,12 @@ mod tests {
         assert_eq!(report(0, vec![]), (vec![], None));
         assert_eq!(report(1, vec![link(1)]), (vec![link(1)], None));
         assert_eq!(report(2, vec![link(2)]), (vec![link(1)], Some(at(11))));
-        assert_eq!(report(3, vec![link(1)]), (vec![link(1)], None), "as reported");
+        assert_eq!(report(3, vec![link(1)]), (vec![link(1)], None), "as in the last report");
         assert_eq!(report(11, vec![link(3)]), (vec![link(3)], None));
         assert_eq!(
             report(12, vec![]),
             (vec![link(3)], Some(at(21))),
-            "a recovery waits, too"
+            "a recovery is delayed, too"
         );
         assert_eq!(report(21, vec![]), (vec![], None));
         assert_eq!(report(22, vec![link(1)]), (vec![], Some(at(31))));
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(
             report(32, vec![link(1)]),
             (vec![link(1)], None),
-            "no broken link for ten seconds: at once"
+            "after ten seconds without broken links, no delay"
         );
     }
 }

@@ -1,7 +1,7 @@
 //! Converts ClusterMeshes to the planner's input.
 //!
-//! A mesh that is refused (an invalid spec, or more than its namespace may have) becomes a paused mesh with its last valid
-//! content. So its objects stay in the members, and its accepted networks stay reserved.
+//! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) becomes a paused mesh with its last valid content.
+//! So its objects stay in the members, and its accepted networks stay reserved.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,38 +19,38 @@ use crate::{feed::Feed, hub::Hub, hub_writer::is_finalized};
 
 /// One ClusterMesh.
 pub(super) struct LoadedMesh {
-    /// The object. `None` if it does not parse.
+    /// The object. `None` = it does not parse.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// The planner's input. If the mesh is refused: paused, with its last valid content.
+    /// The planner's input. A refused mesh is paused and has its last valid content.
     pub(super) mesh: Mesh,
     /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,
-    /// Why it is refused: the condition's reason and message.
+    /// Reason and message of the condition if the mesh is refused.
     pub(super) refused: Option<(&'static str, String)>,
-    /// Entries with accepted networks whose cluster is unknown, because the spec does not contain the entry any more.
+    /// Names of entries with accepted networks that the spec does not contain any more, so their cluster is unknown.
     pub(super) unlocatable: BTreeSet<String>,
 }
 
 /// The last valid content of each mesh, with the UID of its object.
-pub(super) type LastServed = BTreeMap<MeshId, (Option<String>, Mesh)>;
+pub(super) type LastValidMeshes = BTreeMap<MeshId, (Option<String>, Mesh)>;
 
 impl LoadedMesh {
-    /// Whether it has our finalizer.
+    /// Whether the ClusterMesh has our finalizer.
     pub(super) fn is_finalized(&self) -> bool {
         self.object.as_deref().is_some_and(is_finalized)
     }
 }
 
-/// Converts all meshes of the feed and updates `last_served`.
+/// Converts all meshes of the feed and updates `last_valid`.
 pub(super) fn load_meshes(
     feed: &Feed<Arc<ClusterMesh>>,
     hub: &Hub,
-    last_served: &mut LastServed,
+    last_valid: &mut LastValidMeshes,
 ) -> BTreeMap<MeshId, LoadedMesh> {
     let objects = feed.read(|rows| rows.values().map(|row| Arc::clone(&row.value)).collect::<Vec<_>>());
     let mut meshes: BTreeMap<MeshId, LoadedMesh> = objects
         .into_iter()
-        .map(|object| load_mesh(object, hub, last_served))
+        .map(|object| load_mesh(object, hub, last_valid))
         .map(|loaded| (loaded.mesh.id.clone(), loaded))
         .collect();
     for (ObjectName { namespace, name }, why) in feed.malformed() {
@@ -63,19 +63,19 @@ pub(super) fn load_meshes(
             unlocatable: BTreeSet::new(),
         });
     }
-    last_served.retain(|id, _| meshes.contains_key(id));
+    last_valid.retain(|id, _| meshes.contains_key(id));
     meshes
 }
 
-fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_served: &mut LastServed) -> LoadedMesh {
+fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMeshes) -> LoadedMesh {
     let deleting = object.metadata.deletion_timestamp.is_some();
     let (refused, warnings) = match to_core(&object) {
         Err(why) => (("SpecInvalid", why), vec![]),
-        Ok((mut mesh, warnings)) => match hub.namespaces.refuses(&mesh).filter(|_| !deleting) {
+        Ok((mut mesh, warnings)) => match hub.namespaces.find_refusal(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
                 hub.namespaces.confine(&mut mesh);
-                last_served.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
+                last_valid.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return LoadedMesh {
                     object: Some(object),
                     mesh,
@@ -86,7 +86,7 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_served: &mut LastServed) 
             }
         },
     };
-    let mut mesh = last_valid_mesh(&object, last_served);
+    let mut mesh = last_valid_mesh(&object, last_valid);
     if !deleting {
         hub.namespaces.confine(&mut mesh);
     }
@@ -101,18 +101,19 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_served: &mut LastServed) 
     }
 }
 
-/// Returns the last valid content of a refused mesh, paused. After a restart, when that is not known, the accepted networks in
-/// its status and the identities of its entries take its place.
+/// Returns a refused mesh with its last valid content, paused. If that content is not known, as after a restart, the mesh has the
+/// identities of its entries and the accepted networks in its status.
 ///
-/// Other meshes must not take over its accepted networks, and a mesh that is being deleted still has objects to remove.
-fn last_valid_mesh(object: &ClusterMesh, last_served: &LastServed) -> Mesh {
+/// It stays in the planner's input because other meshes must not take over its accepted networks, and because a mesh in deletion still
+/// has objects to remove.
+fn last_valid_mesh(object: &ClusterMesh, last_valid: &LastValidMeshes) -> Mesh {
     let id = MeshId {
         namespace: object.metadata.namespace.clone().unwrap_or_default(),
         name: object.metadata.name.clone().unwrap_or_default(),
     };
     let deleting = object.metadata.deletion_timestamp.is_some();
     let (paused, accepted) = (convert::mesh::is_paused(object) || !deleting, accepted(object));
-    match last_served.get(&id) {
+    match last_valid.get(&id) {
         Some((uid, mesh)) if *uid == object.metadata.uid => {
             return Mesh {
                 paused,
@@ -138,7 +139,7 @@ fn last_valid_mesh(object: &ClusterMesh, last_served: &LastServed) -> Mesh {
                 addressing: Addressing::Routed,
                 allowed: accepted.get(&entry.name).cloned().unwrap_or_default(),
                 anchored: None,
-                carriers: BTreeMap::new(),
+                previous_anchors: BTreeMap::new(),
                 anchors: 1,
                 pod_network: PodNetwork::PerNode,
                 exports: vec![],
@@ -154,8 +155,8 @@ fn last_valid_mesh(object: &ClusterMesh, last_served: &LastServed) -> Mesh {
         .collect();
     let created = object.metadata.creation_timestamp.as_ref();
     Mesh {
-        // The oldest mesh adopts the Peers of the predecessor. A mesh that was never valid must not adopt them from a valid one,
-        // so it counts as the newest.
+        // The oldest mesh adopts the Peers of the predecessor. A mesh that was never valid counts as the newest, so that a valid mesh
+        // adopts them.
         created: created
             .filter(|_| !clusters.is_empty())
             .map_or(i64::MAX, |time| time.0.as_second()),
@@ -187,7 +188,7 @@ pub(super) fn identity_of_secret(namespace: &str, secret: &KubeconfigSecretRef) 
     }
 }
 
-/// Reads `status.clusters[].acceptedNetworks` and ignores values that do not parse.
+/// Reads `status.clusters[].acceptedNetworks`. Ignores values that do not parse.
 fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<N>> {
     let rows = object.status.iter().flat_map(|status| &status.clusters);
     rows.map(|row| {
@@ -198,7 +199,7 @@ fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<
     .collect()
 }
 
-/// A paused mesh without entries.
+/// Creates a paused mesh without entries.
 fn empty_mesh(id: MeshId) -> Mesh {
     Mesh {
         id,

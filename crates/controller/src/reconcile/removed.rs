@@ -1,5 +1,5 @@
-//! Tracks clusters that were removed from a mesh's spec, until its objects there are deleted or its annotation
-//! `force-cleanup` allows leaving them behind. The list is in the mesh's status, so that a restart does not lose it.
+//! Tracks clusters that were removed from the spec of a mesh, until the mesh's objects in them are deleted, or the annotation
+//! `force-cleanup` allows leaving the objects behind. The status of the mesh contains the list, so that a restart does not lose it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use clustermesh_core::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::{
-    Pass, Reconciler, may_be_named_by_other_secret,
+    Pass, Reconciler, may_have_other_secret,
     meshes::{LoadedMesh, identity_of_secret},
     truncate_to_seconds,
 };
@@ -30,32 +30,32 @@ pub(super) struct RemovedClusters {
 struct MeshClusters {
     /// UID of the ClusterMesh.
     uid: Option<String>,
-    /// The clusters in the spec, as of the last pass.
-    named: BTreeMap<ClusterIdentity, NamedCluster>,
-    removed: BTreeMap<ClusterIdentity, UnnamedCluster>,
+    /// The clusters that the spec had in the last pass.
+    current: BTreeMap<ClusterIdentity, CurrentCluster>,
+    removed: BTreeMap<ClusterIdentity, FormerCluster>,
 }
 
-/// One cluster that the spec names.
+/// One cluster that the spec contains.
 #[derive(Clone)]
-struct NamedCluster {
-    /// The name of its entry.
+struct CurrentCluster {
+    /// The name of the entry.
     name: String,
-    /// Its Nodes were read at least once. Before that nothing is written there, so nothing can be left there.
+    /// The Nodes of the cluster were read at least once. Before that nothing is written into it, so no object can be left in it.
     was_read: bool,
 }
 
-/// One cluster that the spec no longer names.
-struct UnnamedCluster {
-    /// The name of its former entry.
+/// One cluster that was removed from the spec.
+struct FormerCluster {
+    /// The name of the removed entry.
     name: String,
-    /// UID of its kube-system namespace.
+    /// UID of the kube-system namespace of the cluster.
     uid: Option<String>,
     since: Time,
 }
 
 impl RemovedClusters {
-    /// Adds the clusters that were removed from the specs since the last pass. For a mesh that is seen for the first time, adds
-    /// the clusters in its status.
+    /// Adds the clusters that were removed from the specs since the last pass. For a mesh that this process loads for the first time,
+    /// adds the clusters in the status that the spec does not contain.
     pub(super) fn update(&mut self, meshes: &BTreeMap<MeshId, LoadedMesh>) {
         self.meshes.retain(|id, _| meshes.contains_key(id));
         for (id, loaded) in meshes {
@@ -64,30 +64,30 @@ impl RemovedClusters {
             if clusters.uid != object.metadata.uid {
                 *clusters = MeshClusters::from_status(object);
             }
-            let mut before = std::mem::take(&mut clusters.named);
+            let mut before = std::mem::take(&mut clusters.current);
             for cluster in &loaded.mesh.clusters {
-                let was_read = before.remove(&cluster.identity).is_some_and(|named| named.was_read);
+                let was_read = before.remove(&cluster.identity).is_some_and(|current| current.was_read);
                 let name = cluster.name.clone();
                 clusters
-                    .named
-                    .insert(cluster.identity.clone(), NamedCluster { name, was_read });
+                    .current
+                    .insert(cluster.identity.clone(), CurrentCluster { name, was_read });
             }
             let uids = uids(object);
-            for (identity, NamedCluster { name, .. }) in before.into_iter().filter(|(_, named)| named.was_read) {
+            for (identity, CurrentCluster { name, .. }) in before.into_iter().filter(|(_, former)| former.was_read) {
                 let uid = uids.get(&name).cloned();
                 let since = now();
                 clusters
                     .removed
                     .entry(identity)
-                    .or_insert(UnnamedCluster { name, uid, since });
+                    .or_insert(FormerCluster { name, uid, since });
             }
-            let named = &clusters.named;
-            let is_named = |identity: &ClusterIdentity| named.keys().any(|named| named.same_cluster(identity));
-            clusters.removed.retain(|identity, _| !is_named(identity));
+            let current = &clusters.current;
+            let is_current = |identity: &ClusterIdentity| current.keys().any(|other| other.same_cluster(identity));
+            clusters.removed.retain(|identity, _| !is_current(identity));
         }
     }
 
-    /// The identities of all removed clusters. They still need a session.
+    /// The identities of all removed clusters. They need a session until their objects are deleted.
     pub(super) fn identities(&self) -> impl Iterator<Item = &ClusterIdentity> {
         self.meshes.values().flat_map(|clusters| clusters.removed.keys())
     }
@@ -99,8 +99,8 @@ impl RemovedClusters {
 }
 
 impl MeshClusters {
-    /// Reads the removed clusters from the status that an earlier process wrote. All clusters in the status count as removed at
-    /// first; [`RemovedClusters::update`] drops those that the spec still names.
+    /// Reads the removed clusters from the status that an earlier process wrote. At first all clusters in the status count as removed;
+    /// [`RemovedClusters::update`] then drops the clusters that the spec contains.
     fn from_status(object: &ClusterMesh) -> Self {
         let namespace = object.metadata.namespace.clone().unwrap_or_default();
         let identity = |secret: &Option<KubeconfigSecretRef>| {
@@ -111,23 +111,24 @@ impl MeshClusters {
         let mut removed = BTreeMap::new();
         let status = object.status.as_ref();
         for row in status.into_iter().flat_map(|status| &status.clusters) {
-            // A row that an earlier version wrote does not contain the Secret. If the spec has an entry of that name, its Secret
-            // is in the spec.
-            let is_known = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
-            if row.agents.is_some() && is_known {
+            // A row that an earlier version wrote does not contain the Secret. Such a row is ignored if the spec has an entry of that
+            // name, because then the spec contains the Secret.
+            let has_known_secret = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
+            // A row without `agents` is of a cluster whose Nodes were never read, so no object is left in it.
+            if row.agents.is_some() && has_known_secret {
                 let identity = identity(&row.kubeconfig_secret_ref);
                 let (name, uid, since) = (row.name.clone(), row.uid.clone(), now());
-                removed.insert(identity, UnnamedCluster { name, uid, since });
+                removed.insert(identity, FormerCluster { name, uid, since });
             }
         }
         for row in status.into_iter().flat_map(|status| &status.removed_clusters) {
             let identity = identity(&row.kubeconfig_secret_ref);
             let (name, uid, since) = (row.name.clone(), row.uid.clone(), row.since.clone());
-            removed.insert(identity, UnnamedCluster { name, uid, since });
+            removed.insert(identity, FormerCluster { name, uid, since });
         }
         Self {
             uid: object.metadata.uid.clone(),
-            named: BTreeMap::new(),
+            current: BTreeMap::new(),
             removed,
         }
     }
@@ -146,7 +147,7 @@ pub(super) fn may_be_left_behind(object: &ClusterMesh, cluster: &str) -> bool {
     }
 }
 
-/// A message for the status: how the objects in a cluster are removed, or left there.
+/// A message for the status that explains how the objects in a cluster are removed or left behind.
 pub(super) fn cleanup_hint(cluster: &str) -> String {
     format!(
         "Its objects are removed when it answers; to leave them there, annotate the ClusterMesh with {FORCE_CLEANUP}={cluster}"
@@ -154,15 +155,15 @@ pub(super) fn cleanup_hint(cluster: &str) -> String {
 }
 
 impl Reconciler {
-    /// Forgets the removed clusters in which nothing of their mesh is left. Returns the rows for the status of each mesh.
+    /// Forgets the removed clusters in which no object of their mesh is left. Returns the status rows of the others, by mesh.
     pub(super) fn sync_removed(&mut self, pass: &Pass) -> BTreeMap<MeshId, Vec<RemovedRow>> {
         let mut all = std::mem::take(&mut self.meshes.removed);
         let mut rows: BTreeMap<MeshId, Vec<RemovedRow>> = BTreeMap::new();
         for (id, clusters) in &mut all.meshes {
             let Some(loaded) = pass.meshes.get(id) else { continue };
-            for (identity, named) in &mut clusters.named {
+            for (identity, cluster) in &mut clusters.current {
                 let seen = pass.seen.members.get(identity);
-                named.was_read |= seen.and_then(Observation::last).is_some();
+                cluster.was_read |= seen.and_then(Observation::last).is_some();
             }
             clusters.removed.retain(|identity, removed| {
                 let Some(row) = self.removed_row(pass, loaded, identity, removed) else {
@@ -176,46 +177,44 @@ impl Reconciler {
         rows
     }
 
-    /// Returns the status row of a removed cluster. `None` = nothing is left there, or it may be left behind.
+    /// Returns the status row of a removed cluster. `None` = no object is left in it, or the objects may be left behind.
     fn removed_row(
         &self,
         pass: &Pass,
         loaded: &LoadedMesh,
         identity: &ClusterIdentity,
-        removed: &UnnamedCluster,
+        removed: &FormerCluster,
     ) -> Option<RemovedRow> {
         let id = &loaded.mesh.id;
-        let UnnamedCluster { name, uid, since } = removed;
+        let FormerCluster { name, uid, since } = removed;
         let object = loaded.object.as_deref()?;
         if may_be_left_behind(object, name) {
             tracing::warn!(mesh = %id, cluster = name, member = %identity, annotation = FORCE_CLEANUP, "objects are left behind, as the annotation allows");
             return None;
         }
-        // The same cluster under another Secret of the spec. The UID of a sandbox is no proof: it may claim any.
-        let renamed = loaded.mesh.clusters.iter().any(|entry| {
+        // Whether the spec contains the same cluster with another Secret. A sandbox may claim any UID, so its UID proves nothing.
+        let is_renamed = loaded.mesh.clusters.iter().any(|entry| {
             let seen = pass.seen.members.get(&entry.identity).and_then(Observation::fresh);
-            let theirs = seen.and_then(|seen| seen.uid.as_ref());
-            entry.profile != Profile::Sandbox && uid.is_some() && theirs == uid.as_ref()
+            let entry_uid = seen.and_then(|seen| seen.uid.as_ref());
+            entry.profile != Profile::Sandbox && uid.is_some() && entry_uid == uid.as_ref()
         });
-        if renamed || self.is_clean(pass, identity, id) {
-            tracing::info!(mesh = %id, cluster = name, member = %identity, renamed, "nothing of the mesh is left in a removed cluster");
+        if is_renamed || self.is_clean(pass, identity, id) {
+            tracing::info!(mesh = %id, cluster = name, member = %identity, renamed = is_renamed, "no object of the mesh is left in a removed cluster");
             return None;
         }
         let observation = pass.seen.members.get(identity);
-        let unreachable = observation.and_then(Observation::trouble);
+        let unreachable = observation.and_then(Observation::not_fresh_reason);
         let refused = self.members.get(identity).and_then(|member| member.writer.problem(id));
-        let theirs = observation
+        let seen_uid = observation
             .and_then(Observation::last)
             .and_then(|seen| seen.uid.as_deref());
         let problem = match (refused, unreachable) {
             (Some(why), _) => Some(why),
             (None, Some(why)) => Some(format!("{why}. {}", cleanup_hint(name))),
-            (None, None) if may_be_named_by_other_secret(&pass.plan, &pass.seen, id, identity, theirs) => {
-                Some(format!(
-                    "it may be the cluster of another entry that was not reached yet. {}",
-                    cleanup_hint(name)
-                ))
-            }
+            (None, None) if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(
+                "it may be the same cluster as another entry that was not read yet. {}",
+                cleanup_hint(name)
+            )),
             (None, None) => None,
         };
         let message = match &problem {
@@ -242,13 +241,14 @@ impl Reconciler {
     }
 }
 
-/// The report on a removed cluster.
+/// The report about a removed cluster.
 pub(crate) struct RemovedRow {
     pub(crate) row: RemovedCluster,
-    /// Why its objects cannot be removed now.
+    /// Why the objects in it cannot be removed now.
     pub(crate) problem: Option<String>,
 }
 
+/// Returns the UIDs of the clusters in the status, by the name of the entry.
 fn uids(object: &ClusterMesh) -> BTreeMap<String, String> {
     let rows = object.status.iter().flat_map(|status| &status.clusters);
     rows.filter_map(|row| Some((row.name.clone(), row.uid.clone()?)))

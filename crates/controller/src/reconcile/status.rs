@@ -1,7 +1,7 @@
 //! Publishes the results of a pass: the report of each mesh (status and Events, written by [`crate::hub_writer`]), metrics, and
 //! `/debug/state`.
 //!
-//! It collects the inputs of a report, and decides when a report waits for its writes. [`crate::report`] builds the report.
+//! This module collects the input of a report and decides whether the report waits for writes. [`crate::report`] builds the report.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use clustermesh_core::{
     links::{self, Broken},
     mesh::{ClusterIdentity, MeshId},
     observe::{Claim, Member, Node, Observation, ObservedPeer, Server},
-    pending::pending,
+    pending::find_pending,
     plan::{ClusterReport, MeshPlan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -26,7 +26,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use super::{Pass, Reconciler, SharedDebugView, link_reports::LinkReports, removed::cleanup_hint};
 use crate::{
     hub_writer::{Desired, HubWriter},
-    metrics::{Entry, EntryGauges, Metrics},
+    metrics::{EntryGauges, EntryLabels, Metrics},
     outdated_agents::OutdatedAgents,
     report::{MemberFacts, ReportInput, build_report},
 };
@@ -34,7 +34,7 @@ use crate::{
 /// The longest time that a report waits for writes in flight.
 const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
-/// The message for an entry with accepted networks that the spec does not contain any more.
+/// The message for an entry that has accepted networks but is not in the spec any more.
 fn unlocatable_message(entry: &str) -> String {
     format!(
         "the spec no longer contains its entry, so the cluster is unknown and its objects cannot be removed. Put the entry back, or annotate \
@@ -42,20 +42,20 @@ fn unlocatable_message(entry: &str) -> String {
     )
 }
 
-/// What reports consist of apart from the results of a pass, and where they go.
+/// The state of the reports between passes, and the places to which they are published.
 pub(super) struct Reports {
     hub_writer: HubWriter,
     pub(super) metrics: Metrics,
     debug_view: SharedDebugView,
-    /// For each entry of a mesh: when its objects last changed from incomplete to complete (`lastSync`).
+    /// For each entry of a mesh, the time since which its objects have matched the plan (`lastSync`).
     synced: BTreeMap<(MeshId, String), Time>,
-    /// Since when the report of a mesh has been waiting for its writes.
+    /// Since when the report of a mesh has been waiting for writes.
     unreported: BTreeMap<MeshId, Instant>,
     /// The broken links in the last report of each mesh.
     links: LinkReports,
     /// Nodes whose agent enforces an outdated revision of the PeerPolicies.
     outdated_agents: OutdatedAgents,
-    /// Gateways that have not applied a SandboxAccess.
+    /// Gateways that have applied an outdated generation of a SandboxAccess.
     outdated_gateways: OutdatedAgents,
 }
 
@@ -73,7 +73,7 @@ impl Reports {
         }
     }
 
-    /// When, after `now`, a report changes although nothing else does.
+    /// The next time after `now` at which a report may change because time has passed.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let outdated = [self.outdated_agents.due(now), self.outdated_gateways.due(now)];
         outdated.into_iter().chain([self.links.due()]).flatten().min()
@@ -90,7 +90,7 @@ impl Reports {
 }
 
 impl Reconciler {
-    /// Hands status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits.
+    /// Passes status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits for writes.
     pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
         let now = truncate_to_seconds(k8s_openapi::jiff::Timestamp::now());
         let mut all_reported = true;
@@ -103,13 +103,13 @@ impl Reconciler {
             let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &loaded.object) else {
                 continue;
             };
-            let facts = self.facts(pass, id, plan, object, &now);
+            let facts = self.collect_facts(pass, id, plan, object, &now);
             let broken = self.broken_links(id, plan);
             gauges.extend(entry_gauges(pass, id, plan));
             let must_wait = self.must_wait(pass, id, plan);
             all_reported &= !must_wait;
             let report = (!must_wait).then(|| {
-                let mut unwritten = self.unwritten(pass, id, plan);
+                let mut unwritten = self.collect_unwritten(pass, id, plan);
                 if plan.deleting {
                     let unlocatable = loaded.unlocatable.iter();
                     unwritten.extend(unlocatable.map(|entry| (entry.clone(), unlocatable_message(entry))));
@@ -122,10 +122,10 @@ impl Reconciler {
                     warnings: &loaded.warnings,
                     unwritten: &unwritten,
                     removed: &removed,
-                    outstanding: &outstanding(pass, id, plan),
+                    outstanding: &count_outstanding(pass, id, plan),
                     facts: &facts,
                     broken: &broken,
-                    pending: &pending(&loaded.mesh, &pass.plan, &pass.seen, &unwritten),
+                    pending: &find_pending(&loaded.mesh, &pass.plan, &pass.seen, &unwritten),
                 })
             });
             let finalizer = self.finalizer_change(pass, loaded);
@@ -158,10 +158,10 @@ impl Reconciler {
             .collect();
         self.reports
             .links
-            .throttle(id, links::broken(plan, &reported), Instant::now())
+            .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait: a session has just started, or writes of the mesh are in flight.
+    /// Whether the report of a mesh has to wait, because a session is settling or objects of the mesh are outstanding.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
@@ -171,7 +171,7 @@ impl Reconciler {
         let is_settling = members().any(|member| member.session.is_settling());
         let is_writing = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
-                // A report does not wait for writes to a member that does not answer or refuses them: they do not end soon.
+                // A report does not wait for a member that does not answer or refuses writes, because that may last long.
                 let has_failed = self
                     .members
                     .get(identity)
@@ -186,8 +186,8 @@ impl Reconciler {
         since.elapsed() < MAX_REPORT_DELAY
     }
 
-    /// Collects what is known of each member of a mesh apart from the plan.
-    fn facts(
+    /// Collects the facts about each member of a mesh that the plan does not contain.
+    fn collect_facts(
         &mut self,
         pass: &Pass,
         id: &MeshId,
@@ -218,7 +218,7 @@ impl Reconciler {
                 };
                 self.reports.synced.entry(key.clone()).or_insert_with(before);
             } else if is_outstanding {
-                // Set to the time of the current pass while objects are outstanding. Once none is, it no longer changes.
+                // While objects are outstanding, each pass sets the current time. After the last one is written, the time stays.
                 self.reports.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
@@ -226,11 +226,12 @@ impl Reconciler {
             let (current, enforced) = (tables.policy_revision(), tables.enforced_revisions());
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
+            // For a gateway, the revision is `APPLIED`, or the list of its outdated SandboxAccesses.
             let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
             let current = is_fresh.then_some(enforcement::APPLIED);
             let gateways = (self.reports.outdated_gateways).update(identity, current, enforced, Instant::now());
-            // A member without Peers of this mesh has no tunnels on its nodes, only on gateways of sandboxes. There a policy that
-            // is not enforced is no problem.
+            // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then it is no problem if a node
+            // does not enforce policies.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
             let is_of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
             let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())
@@ -267,9 +268,9 @@ impl Reconciler {
         facts
     }
 
-    /// Returns for each entry why something could not be written there. For a mesh that is being deleted, this includes members
-    /// that cannot be reached.
-    fn unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
+    /// Returns the entries to whose cluster an object cannot be written, with the reason. If the mesh is being deleted, this includes
+    /// clusters that cannot be reached.
+    fn collect_unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
         let mut unwritten = BTreeMap::new();
         for (entry, identity) in &plan.identities {
             let refused = self.members.get(identity).and_then(|member| member.writer.problem(id));
@@ -277,7 +278,7 @@ impl Reconciler {
                 .seen
                 .members
                 .get(identity)
-                .and_then(Observation::trouble)
+                .and_then(Observation::not_fresh_reason)
                 .filter(|_| plan.deleting);
             let why = match (refused, unreachable) {
                 (Some(why), _) => why,
@@ -305,8 +306,8 @@ impl Reconciler {
                         let steps = identity.and_then(|identity| pass.steps.get(identity)).map_or(0, Vec::len);
                         let row = serde_json::json!({
                             "member": identity.map(ToString::to_string),
-                            "observation": seen.map(Observation::word),
-                            "trouble": seen.and_then(Observation::trouble),
+                            "observation": seen.map(Observation::state_name),
+                            "trouble": seen.and_then(Observation::not_fresh_reason),
                             "registered": report.registered,
                             "skipped": report.skipped.iter().map(|s| format!("{}: {}", s.node, s.reason)).collect::<Vec<_>>(),
                             "held": report.held.iter().map(|(node, reason)| format!("{node}: {reason}")).collect::<Vec<_>>(),
@@ -336,16 +337,16 @@ impl Reconciler {
     }
 }
 
-/// Drops the fraction of a second. The API does not store it, so the value that is read back would always differ.
+/// Drops the fraction of a second. The API does not store fractions, so a stored time would always differ from the desired time.
 pub(super) fn truncate_to_seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
     Time(k8s_openapi::jiff::Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
 
-/// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each
-/// restart; counting these nodes avoids a status write for each restart.
+/// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each restart.
+/// Because these nodes are counted, a restart of kg causes no status write.
 fn restarting_kg_nodes(report: &ClusterReport, member: &Member) -> BTreeSet<String> {
     let skipped: BTreeSet<&String> = report.skipped.iter().map(|skipped| &skipped.node).collect();
-    // A node that is neither held nor skipped is served by the leader of its location.
+    // If a node is neither held nor skipped, the leader of its Kilo location has the tunnel for it.
     let is_meshed = |name: &String| report.held.contains_key(name) || report.registered > 0 && !skipped.contains(name);
     let has_no_key = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
     let nodes = member
@@ -358,8 +359,8 @@ fn restarting_kg_nodes(report: &ClusterReport, member: &Member) -> BTreeSet<Stri
         .collect()
 }
 
-/// Counts the objects of a mesh that are not as planned, by the entry that contains them and the entry that they describe.
-fn outstanding(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
+/// Counts the objects of a mesh that differ from the plan, by target entry and source entry.
+fn count_outstanding(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
     let mut outstanding = BTreeMap::new();
     for (entry, identity) in &plan.identities {
         let counts = pass.outstanding.get(identity).into_iter().flatten();
@@ -379,12 +380,12 @@ fn entry_gauges(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> Vec<EntryGauges> {
             *skipped.entry(skip.reason.to_string()).or_default() += 1;
         }
         EntryGauges {
-            entry: Entry {
+            entry: EntryLabels {
                 mesh: id.to_string(),
                 cluster: cluster.clone(),
             },
             registered: report.registered,
-            state: observation.map_or("Missing", Observation::word),
+            state: observation.map_or("Missing", Observation::state_name),
             skipped,
         }
     });

@@ -22,7 +22,7 @@ fn id(name: &str) -> MeshId {
     }
 }
 
-/// The plan of a mesh `m` with these entries and without objects in them.
+/// Returns the plan of a mesh `m` with these entries. It wants no object in any of them.
 fn plan_of(entries: &[(&str, ClusterIdentity)], deleting: bool) -> Plan {
     let mesh = MeshPlan {
         deleting,
@@ -43,7 +43,7 @@ fn plan_of(entries: &[(&str, ClusterIdentity)], deleting: bool) -> Plan {
     }
 }
 
-/// A cluster with this UID and one Peer of mesh `m`.
+/// Returns the observation of a cluster with this UID and one Peer of mesh `m`.
 fn with_peer(uid: Option<&str>) -> Observation<Member> {
     let owner = Owner {
         mesh: Some("m".into()),
@@ -62,15 +62,15 @@ fn with_peer(uid: Option<&str>) -> Observation<Member> {
     })
 }
 
-/// The members in which something is deleted.
+/// Returns the members in which an object is deleted.
 fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> Vec<ClusterIdentity> {
     let seen = Observations {
         members: members.iter().cloned().collect(),
         hub: "hub".into(),
         ..Observations::default()
     };
-    let changes = changes(plan, &seen, diff);
-    let with_deletes = changes.into_iter().filter(|(_, steps)| !steps.is_empty());
+    let steps = compute_steps(plan, &seen, diff);
+    let with_deletes = steps.into_iter().filter(|(_, steps)| !steps.is_empty());
     with_deletes.map(|(identity, _)| identity).collect()
 }
 
@@ -79,12 +79,12 @@ fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> V
 fn second_secret_of_the_same_cluster_deletes_nothing() {
     let plan = plan_of(&[("a", secret("new"))], false);
     let (old, new) = (secret("old"), secret("new"));
-    // Objects that the entry does not want are deleted through the entry's own Secret.
+    // Objects that the plan does not contain are deleted through the Secret that the entry references.
     let same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &same), vec![new.clone()]);
-    for (ours, theirs) in [(None, Some("u")), (Some("u"), None), (None, None)] {
-        let unknown = [(old.clone(), with_peer(ours)), (new.clone(), with_peer(theirs))];
-        assert_eq!(deleted(&plan, &unknown), vec![new.clone()], "{ours:?} {theirs:?}");
+    for (old_uid, new_uid) in [(None, Some("u")), (Some("u"), None), (None, None)] {
+        let unknown = [(old.clone(), with_peer(old_uid)), (new.clone(), with_peer(new_uid))];
+        assert_eq!(deleted(&plan, &unknown), vec![new.clone()], "{old_uid:?} {new_uid:?}");
     }
     let pending = [
         (old.clone(), with_peer(Some("u"))),
@@ -107,7 +107,7 @@ fn removed_cluster_or_deleted_mesh_is_cleaned_up() {
 }
 
 #[test]
-fn objects_are_deleted_through_the_key_that_the_entry_names() {
+fn objects_are_deleted_through_the_secret_key_of_the_entry() {
     let key = |key: &str| ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "s".into(),
@@ -125,9 +125,9 @@ fn objects_are_deleted_through_the_key_that_the_entry_names() {
     assert_eq!(deleted(&plan, &members), [key("b")]);
 }
 
-/// The hub accepts requests and never answers.
+/// The hub accepts requests and never responds.
 #[tokio::test(start_paused = true)]
-async fn silent_hub_delays_no_pass_and_no_gauge() {
+async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let silent = tower::service_fn(|_: http::Request<kube::client::Body>| {
         std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
     });

@@ -1,5 +1,5 @@
-//! Chooses the next name to look up: from the member with the fewest lookups in progress. So names that never resolve do not
-//! delay the names of other members. The caller does the lookups and passes the time.
+//! Chooses the next name to look up, from the member with the fewest lookups in progress. So names that never resolve do not
+//! delay the names of other members. The caller does the lookups and passes the current time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::NamesByMember;
 
-/// The names of all members. Each wanted name is either waiting or in progress.
+/// The wanted names of all members. Each of them is either waiting or in progress.
 #[derive(Debug, Default)]
 pub(super) struct LookupQueue(BTreeMap<ClusterIdentity, MemberQueue>);
 
@@ -54,7 +54,7 @@ impl LookupQueue {
         Some((member.clone(), name))
     }
 
-    /// Ends a lookup. The name is due again at `next`, unless it is not wanted any more.
+    /// Marks a lookup as finished. The name is due again at `next`, unless it is not wanted any more.
     pub(super) fn finish(&mut self, member: &ClusterIdentity, name: String, next: Instant) {
         let Some(queue) = self.0.get_mut(member) else { return };
         queue.in_progress.remove(&name);
@@ -63,7 +63,7 @@ impl LookupQueue {
         }
     }
 
-    /// When the next name is due.
+    /// The time at which the next name is due.
     pub(super) fn due(&self) -> Option<Instant> {
         self.0
             .values()

@@ -1,6 +1,6 @@
 use super::*;
 
-fn set(texts: &[&str]) -> BTreeSet<IpAddr> {
+fn address_set(texts: &[&str]) -> BTreeSet<IpAddr> {
     texts.iter().map(|text| text.parse().expect("an address")).collect()
 }
 
@@ -16,22 +16,22 @@ fn member(name: &str) -> ClusterIdentity {
 #[test]
 fn name_with_several_addresses_keeps_the_one_in_use() {
     let (two, three) = ("192.0.2.2".parse().ok(), "192.0.2.3".parse().ok());
-    assert_eq!(choose(None, Some(&set(&["192.0.2.3", "192.0.2.2"]))), two);
-    assert_eq!(choose(three, Some(&set(&["192.0.2.3", "192.0.2.2"]))), three);
-    assert_eq!(choose(three, Some(&set(&["192.0.2.2"]))), two);
+    assert_eq!(choose(None, Some(&address_set(&["192.0.2.3", "192.0.2.2"]))), two);
+    assert_eq!(choose(three, Some(&address_set(&["192.0.2.3", "192.0.2.2"]))), three);
+    assert_eq!(choose(three, Some(&address_set(&["192.0.2.2"]))), two);
 }
 
 #[test]
 fn failed_lookup_changes_nothing() {
     let three = "192.0.2.3".parse().ok();
     assert_eq!(choose(three, None), three);
-    assert_eq!(choose(three, Some(&set(&[]))), three);
+    assert_eq!(choose(three, Some(&address_set(&[]))), three);
     assert_eq!(choose(None, None), None);
 }
 
-/// Two hundred names that do not resolve, and one of another member that is added while they are being looked up.
+/// Two hundred names do not resolve. While they are looked up, a name of another member is added.
 #[tokio::test(start_paused = true)]
-async fn unanswered_names_do_not_delay_other_members() {
+async fn names_without_answer_do_not_delay_other_members() {
     let silent: BTreeSet<String> = (0..MAX_NAMES).map(|n| format!("silent-{n:03}.example")).collect();
     let mut wanted: NamesByMember = [(member("hostile"), silent.clone())].into();
     let (names, receiver) = watch::channel(wanted.clone());
@@ -41,7 +41,7 @@ async fn unanswered_names_do_not_delay_other_members() {
             tokio::time::sleep(LOOKUP_TIMEOUT).await;
             return None;
         }
-        Some(set(&["192.0.2.7"]))
+        Some(address_set(&["192.0.2.7"]))
     };
     tokio::spawn(run(receiver, Arc::clone(&addresses), changed.clone(), lookup));
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -72,12 +72,12 @@ fn queue_alternates_members_and_repeats_names_when_due() {
     queue.set_names(&wanted, now);
     let order: Vec<String> = std::iter::from_fn(|| queue.next(now)).map(|(_, name)| name).collect();
     assert_eq!(order, ["1", "4", "2", "3"]);
-    // A name in progress is not returned a second time, and a name that was dropped in the meantime does not come back.
+    // A name in progress is not returned a second time. A name that was removed while in progress is not looked up again.
     queue.set_names(&[(member("a"), names(&["1", "2"]))].into(), now);
     assert_eq!(queue.next(now), None);
     let later = now + REFRESH;
-    for (of, name) in [("a", "3"), ("b", "4"), ("a", "1")] {
-        queue.finish(&member(of), name.to_owned(), later);
+    for (owner, name) in [("a", "3"), ("b", "4"), ("a", "1")] {
+        queue.finish(&member(owner), name.to_owned(), later);
     }
     assert_eq!((queue.due(), queue.next(now)), (Some(later), None));
     assert_eq!(queue.next(later), Some((member("a"), "1".to_owned())));

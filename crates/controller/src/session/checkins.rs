@@ -1,28 +1,28 @@
 //! Detects nodes on which kg has stopped checking in.
 //!
-//! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for
-//! [`SILENT`]. A new value wakes the loop only if it ends a silence. Arrival is measured with this process's clock, so neither a
-//! wrong clock in the cluster nor a value in the future makes other nodes silent.
+//! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for [`SILENT_AFTER`]. A
+//! new value wakes the reconcile loop only if the node was silent. The time of arrival is measured with the clock of this process, so
+//! neither a wrong clock in the cluster nor a value in the future makes other nodes silent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
-use clustermesh_core::checkin::{SILENT, ages};
+use clustermesh_core::checkin::{SILENT_AFTER, ages};
 
 #[derive(Debug)]
 struct CheckIn {
     /// The value of the annotation, in Unix seconds.
     value: i64,
-    /// When that value arrived.
+    /// When the value arrived.
     arrived: Instant,
-    /// How old the value was when it arrived. `None` = it came with the first list and was not compared with the other nodes'
-    /// values yet.
+    /// The age of the value when it arrived. `None` = it is the first value of the node and was not compared with the values of other
+    /// nodes yet.
     initial_age: Option<Duration>,
 }
 
-/// Check-ins of one member's nodes.
+/// The check-ins of the nodes of one member.
 #[derive(Debug, Default)]
 pub(super) struct CheckIns {
     nodes: BTreeMap<String, CheckIn>,
@@ -30,8 +30,8 @@ pub(super) struct CheckIns {
 }
 
 impl CheckIns {
-    /// Records the annotation of a Node that was listed or watched; `None` = it has none. Returns `true` if the node was silent
-    /// and now checked in again or lost its annotation.
+    /// Records the annotation of a Node that a list or an event contains. `None` = the Node has no such annotation. Returns `true` if
+    /// the node was silent, and now has a new value or no annotation.
     pub(super) fn record(&mut self, node: &str, value: Option<i64>, now: Instant) -> bool {
         let Some(value) = value else {
             self.nodes.remove(node);
@@ -53,8 +53,8 @@ impl CheckIns {
 
     /// Returns the nodes that are silent at `now`, which is `unix` in Unix seconds. Forgets nodes for which `exists` is false.
     ///
-    /// While `is_current` is false, the member is not followed and no check-in can arrive. No node becomes silent then, and
-    /// afterwards each node has the whole time again.
+    /// While `is_current` is false, the tables are not current, so check-ins may be missing. Then no node becomes silent. Afterwards
+    /// [`SILENT_AFTER`] starts again for each node.
     pub(super) fn silent(
         &mut self,
         exists: impl Fn(&str) -> bool,
@@ -72,7 +72,7 @@ impl CheckIns {
         for (node, check_in) in &mut self.nodes {
             let initial_age = check_in.initial_age.get_or_insert_with(|| ages[node]);
             let age = now.saturating_duration_since(check_in.arrived) + *initial_age;
-            if age < SILENT {
+            if age < SILENT_AFTER {
                 self.silent.remove(node);
             } else if is_current {
                 self.silent.insert(node.clone());
@@ -85,11 +85,13 @@ impl CheckIns {
         &self.silent
     }
 
-    /// When the next node becomes silent if no check-in arrives.
+    /// The time at which the next node becomes silent if no check-in arrives.
     pub(super) fn due(&self) -> Option<Instant> {
         let not_silent = self.nodes.iter().filter(|(node, _)| !self.silent.contains(*node));
         not_silent
-            .map(|(_, check_in)| check_in.arrived + SILENT.saturating_sub(check_in.initial_age.unwrap_or_default()))
+            .map(|(_, check_in)| {
+                check_in.arrived + SILENT_AFTER.saturating_sub(check_in.initial_age.unwrap_or_default())
+            })
             .min()
     }
 }
@@ -98,9 +100,9 @@ impl CheckIns {
 mod tests {
     use super::*;
 
-    const UNIX: i64 = 1_795_411_942;
+    const START_UNIX: i64 = 1_795_411_942;
 
-    /// Check-ins with a clock; `at` is in seconds since the start.
+    /// Check-ins with a clock. Each `at` is in seconds since the start.
     struct Fixture {
         check_ins: CheckIns,
         start: Instant,
@@ -119,11 +121,11 @@ mod tests {
             self.check_ins.record(node, Some(value), at)
         }
 
-        fn silent(&mut self, current: bool, at: u64) -> Vec<String> {
+        fn silent(&mut self, is_current: bool, at: u64) -> Vec<String> {
             let now = self.start + Duration::from_secs(at);
             let silent = self
                 .check_ins
-                .silent(|_| true, current, now, UNIX + i64::try_from(at).unwrap());
+                .silent(|_| true, is_current, now, START_UNIX + i64::try_from(at).unwrap());
             silent.iter().cloned().collect()
         }
 
@@ -137,27 +139,27 @@ mod tests {
     fn node_is_silent_65_s_after_its_last_check_in() {
         let mut fixture = Fixture::new();
         for at in [0, 30, 60, 90] {
-            fixture.record("a", UNIX + i64::try_from(at).unwrap(), at);
-            // kg died on b, but the kubelet still writes the Node.
-            fixture.record("b", UNIX, at);
+            fixture.record("a", START_UNIX + i64::try_from(at).unwrap(), at);
+            // kg crashed on node b, but the kubelet still updates the Node.
+            fixture.record("b", START_UNIX, at);
             let silent = fixture.silent(true, at);
             assert_eq!(silent, if at < 65 { vec![] } else { vec!["b".to_owned()] }, "at {at}");
         }
         assert_eq!(fixture.due(), Some(155));
         assert_eq!(fixture.silent(true, 155), ["a", "b"]);
-        assert!(!fixture.record("b", UNIX, 159), "the same check-in");
-        assert!(fixture.record("b", UNIX + 200, 160), "wakes the loop");
+        assert!(!fixture.record("b", START_UNIX, 159), "the value is unchanged");
+        assert!(fixture.record("b", START_UNIX + 200, 160), "a new value wakes the loop");
         assert_eq!(fixture.silent(true, 160), ["a"]);
-        // kg removes the annotation when it ends. Then nothing is known of the node.
+        // kg removes the annotation when it stops. A node without it is not silent.
         fixture.check_ins.record("a", None, fixture.start);
         assert_eq!((fixture.silent(true, 161), fixture.due()), (vec![], Some(225)));
     }
 
     #[test]
-    fn first_list_shows_how_old_check_ins_are() {
+    fn ages_in_the_first_list_do_not_depend_on_the_clock() {
         let mut fixture = Fixture::new();
-        // The cluster's clocks are ten minutes behind.
-        let then = UNIX - 600;
+        // The clocks of the cluster are ten minutes behind.
+        let then = START_UNIX - 600;
         fixture.record("a", then, 0);
         fixture.record("b", then - 20, 0);
         fixture.record("dead", then - 64, 0);
@@ -166,16 +168,16 @@ mod tests {
         assert_eq!(fixture.silent(true, 1), ["dead"]);
         // A check-in in the future makes no other node silent.
         let mut fixture = Fixture::new();
-        fixture.record("liar", i64::MAX, 0);
-        fixture.record("a", UNIX - 10, 0);
+        fixture.record("future", i64::MAX, 0);
+        fixture.record("a", START_UNIX - 10, 0);
         assert_eq!(fixture.silent(true, 0), Vec::<String>::new());
     }
 
     #[test]
-    fn no_node_becomes_silent_while_the_member_is_not_followed() {
+    fn no_node_becomes_silent_while_tables_are_not_current() {
         let mut fixture = Fixture::new();
-        fixture.record("a", UNIX, 0);
-        fixture.record("dead", UNIX - 600, 0);
+        fixture.record("a", START_UNIX, 0);
+        fixture.record("dead", START_UNIX - 600, 0);
         assert_eq!(fixture.silent(true, 0), ["dead"]);
         assert_eq!(fixture.silent(false, 600), ["dead"]);
         assert_eq!(
@@ -185,8 +187,8 @@ mod tests {
         assert_eq!(fixture.silent(true, 665), ["a", "dead"]);
         let gone = fixture
             .check_ins
-            .silent(|node| node == "a", true, fixture.start, UNIX)
+            .silent(|node| node == "a", true, fixture.start, START_UNIX)
             .clone();
-        assert!(!gone.contains("dead"), "its Node is gone: {gone:?}");
+        assert!(!gone.contains("dead"), "the Node does not exist: {gone:?}");
     }
 }

@@ -1,5 +1,5 @@
-//! Follows the credentials of one member: the hub's own client, or the kubeconfig in the referenced Secret. Only that one Secret
-//! is read, by name, in the mesh's own namespace.
+//! Watches the credentials of one member: the hub's own client, or the kubeconfig in the referenced Secret. Only this Secret is read,
+//! by its name, in the namespace of the mesh.
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,20 +23,20 @@ use crate::{
 pub(crate) enum Credentials {
     /// The Secret was not read yet.
     Pending,
-    /// They are missing or unusable. Contains the object and its field, and the remedy.
+    /// The credentials are missing or unusable. Contains the object, its field, and the remedy.
     Missing(String),
     Ready(Client),
 }
 
-/// A starting API server of the hub answers 403 until it has read its own roles. Until a 403 has lasted this long, the
-/// credentials that were read last stay in use.
+/// An API server that has just started responds with 403 until it has loaded its RBAC roles. Until a 403 has lasted this long, the
+/// last credentials stay in use.
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 
-/// The text of the kubeconfig; `None` = the Secret lacks the key. It has no `Debug`, so that it cannot be logged.
+/// The text of the kubeconfig; `None` = the Secret has no such key. The type has no `Debug`, so that the text cannot be logged.
 #[derive(Clone, PartialEq)]
 struct KubeconfigText(Option<Vec<u8>>);
 
-/// Follows the credentials of `identity`. Spawns its tasks in `tasks`; dropping the set ends them.
+/// Watches the credentials of `identity`. Spawns tasks in `tasks`; dropping the set stops them.
 pub(super) fn follow(
     identity: &ClusterIdentity,
     hub: &Arc<Hub>,
@@ -55,7 +55,7 @@ pub(super) fn follow(
         return receiver;
     };
     let (sender, receiver) = watch::channel(Credentials::Pending);
-    let object = format!("Secret {namespace}/{name}");
+    let secret_name = format!("Secret {namespace}/{name}");
     let changed = Changed::default();
     let wanted_key = key.clone();
     let feed = Feed::new(changed.clone(), move |object: DynamicObject| {
@@ -69,14 +69,14 @@ pub(super) fn follow(
     });
     let resource = WatchedResource {
         api: Api::namespaced_with(hub.client.clone(), &namespace, &ApiResource::erase::<Secret>(&())),
-        description: object.clone(),
+        description: secret_name.clone(),
         cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: format!("metadata.name={name}"),
     };
     let followed = feed.clone();
     tasks.spawn(async move {
-        // Nothing probes this connection: the watch itself times out when the connection is dead.
+        // Nothing probes this connection, so no signal to resume is sent. A watch on a dead connection times out by itself.
         let (_resume, resumed) = watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
     });
@@ -94,15 +94,15 @@ pub(super) fn follow(
                 (_, Trust::Denied(_)) if feed.denied_for().is_none_or(|lasts| lasts < DENIED_AFTER) => None,
                 (_, Trust::Denied(why)) => Some(Err(format!(
                     "the controller may not read {} ({why}); allow it with the Role of its manifests",
-                    object
+                    secret_name
                 ))),
                 (None, _) => Some(Err(format!(
-                    "{} is not there; create it in the mesh's namespace with the cluster's kubeconfig under key {key:?}",
-                    object
+                    "{} does not exist; create it in the mesh's namespace with the cluster's kubeconfig under key {key:?}",
+                    secret_name
                 ))),
                 (Some(KubeconfigText(None)), _) => Some(Err(format!(
                     "{} has no key {key:?}; set kubeconfigSecretRef.key to the key that holds the kubeconfig",
-                    object
+                    secret_name
                 ))),
                 (Some(KubeconfigText(Some(bytes))), _) => Some(Ok(bytes)),
             };
@@ -124,10 +124,10 @@ pub(super) fn follow(
                         let ready = ready.unwrap_or_else(|why| {
                             Credentials::Missing(format!(
                                 "{} key {key:?}: {why}",
-                                object
+                                secret_name
                             ))
                         });
-                        tracing::info!(secret = %object, usable = matches!(ready, Credentials::Ready(_)), "kubeconfig read");
+                        tracing::info!(secret = %secret_name, usable = matches!(ready, Credentials::Ready(_)), "kubeconfig read");
                         sender.send_replace(ready);
                     }
                 }
@@ -139,7 +139,7 @@ pub(super) fn follow(
 }
 
 async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub, account: &Account) -> Result<Credentials, String> {
-    let client = clustermesh_access::member(bytes, context, &hub.hosts, account).await;
+    let client = clustermesh_access::build_member_client(bytes, context, &hub.hosts, account).await;
     client.map(Credentials::Ready).map_err(|unusable| {
         tracing::debug!(
             error = &unusable as &dyn std::error::Error,

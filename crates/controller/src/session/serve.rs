@@ -1,4 +1,4 @@
-//! Runs one connection of a session: the tasks that keep its feeds up to date, and a probe of the API server.
+//! Runs one connection of a session: the tasks that keep the feeds up to date, and a probe of the API server.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -14,9 +14,9 @@ use crate::{api_error, events::truncate};
 
 /// How often the API server is probed.
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
-/// When it is probed again after the first failure.
+/// The pause after the first failed probe.
 const RETRY_INTERVAL: Duration = Duration::from_secs(3);
-/// The API server is unresponsive after this many failures in a row. A single one has no effect.
+/// The API server is unresponsive after this many failures in a row. A single failure has no effect.
 const MAX_FAILURES: u32 = 2;
 
 /// Runs a connection. Returns when the caller has to start a new one.
@@ -35,7 +35,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
         tasks.spawn(task.run(resumed.clone()));
     }
     let mut on_demand: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
-    // The probe has a task of its own. Otherwise the feeds could not change while it waits for an answer.
+    // The probe has its own task. Otherwise the set of feeds could not change while the probe waits for a response.
     let probing = (Arc::clone(shared), client.clone());
     tasks.spawn(async move { probe(&probing.0, &probing.1, &resume).await });
     wanted.mark_changed();
@@ -49,7 +49,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                 let interest = wanted.borrow_and_update().clone();
                 let needed: BTreeMap<String, FeedTask> = shared.tables.on_demand_tasks(client, &interest);
                 on_demand.retain(|what, (feed_id, handle)| {
-                    // A feed that was dropped and requested again is a new one, even for the same objects.
+                    // A feed that was dropped and created again needs a new task, even if it watches the same objects.
                     let keep = needed.get(what).is_some_and(|task| task.feed_id == *feed_id);
                     if !keep {
                         handle.abort();
@@ -72,8 +72,8 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     }
 }
 
-/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to resume, because their
-/// watches may use dead connections.
+/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to resume, because their watches may
+/// use dead connections.
 async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
     let (mut failures, mut has_uid) = (0, false);
     loop {
@@ -82,7 +82,7 @@ async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
                 recover(shared, resume, &mut failures);
                 update_version_and_uid(shared, client, version.git_version, &mut has_uid).await;
             }
-            // For example a 403 for this path, or a 429: the server is running.
+            // For example a 403 for this path, or a 429. The server is running.
             Err(error) if error.is_answer => recover(shared, resume, &mut failures),
             Err(ProbeError { why, .. }) => {
                 failures += 1;
@@ -101,7 +101,7 @@ async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
     }
 }
 
-/// Resets the failures after an answer. If the server was unresponsive, ends that.
+/// Resets the failures after a response. If the server was unresponsive, resumes the feeds and clears that state.
 fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
     if std::mem::take(failures) < MAX_FAILURES {
         return;
@@ -118,7 +118,7 @@ async fn update_version_and_uid(shared: &Shared, client: &Client, version: Strin
     let version = truncate(&api_error::sanitize(&version), 64);
     let mut uid = shared.connection().uid.clone();
     if !*has_uid {
-        // An account that may not read kube-system has no UID here. Nothing depends on it: a UID is only ever a reason to refuse.
+        // If the account may not read kube-system, the UID stays unknown. Then fewer objects are deleted (`may_have_other_secret`).
         let namespaces: Api<Namespace> = Api::all(client.clone());
         let answer = with_timeout(namespaces.get("kube-system")).await;
         *has_uid = answer.is_ok();

@@ -1,6 +1,6 @@
-//! Holds the feeds of all kinds that are read from one member, and converts them to the planner's [`Member`].
+//! The feeds of all kinds that are read from one member, and their conversion to the planner's [`Member`].
 //!
-//! They need list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods.
+//! The account needs list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods.
 
 use std::{
     collections::BTreeMap,
@@ -25,8 +25,8 @@ mod feed_task;
 mod gateways;
 mod on_demand;
 
-use agents::SeenNode;
-pub(crate) use agents::SeenPolicy;
+use agents::NodeRow;
+pub(crate) use agents::PolicyRow;
 pub(super) use feed_task::FeedTask;
 use on_demand::{OnDemandFeed, OnDemandFeeds};
 
@@ -37,10 +37,10 @@ use crate::feed::{Changed, Feed, Trust, WatchedResource};
 #[derive(Debug, Clone)]
 pub(crate) struct Tables {
     factory: FeedFactory,
-    nodes: Feed<SeenNode>,
+    nodes: Feed<NodeRow>,
     check_ins: Arc<Mutex<CheckIns>>,
     pub(crate) peers: Feed<ObservedPeer>,
-    pub(crate) policies: Feed<SeenPolicy>,
+    pub(crate) policies: Feed<PolicyRow>,
     pub(crate) accesses: Feed<ObservedAccess>,
     /// SandboxGateways, each with the UID of the pod that published it.
     gateways: Feed<(Gateway, String)>,
@@ -52,7 +52,7 @@ pub(crate) struct Tables {
     /// EndpointSlices of the Service `default/kubernetes`: the addresses of the API server.
     api_slices: Feed<Slice>,
     on_demand: Arc<Mutex<OnDemandFeeds>>,
-    /// The member's identity, for logs.
+    /// The identity of the member, for logs.
     member: String,
 }
 
@@ -89,14 +89,14 @@ impl FeedFactory {
     }
 }
 
-/// Large fields of a Node that nothing reads.
+/// Large fields of a Node that no code reads.
 const UNUSED_NODE_FIELDS: &[&str] = &[
     "status/images",
     "status/volumesAttached",
     "status/volumesInUse",
     "status/config",
 ];
-/// Large fields of a Pod that nothing reads.
+/// Large fields of a Pod that no code reads.
 const UNUSED_POD_FIELDS: &[&str] = &[
     "spec/containers",
     "spec/initContainers",
@@ -117,7 +117,7 @@ where
 }
 
 impl Tables {
-    /// Creates the feeds. With an account their rows are charged to it.
+    /// Creates the feeds. The rows are charged to `account` if it is given.
     pub(crate) fn new(member: String, account: Option<&Account>, changed: &Changed) -> Self {
         let factory = FeedFactory {
             account: account.cloned(),
@@ -125,22 +125,22 @@ impl Tables {
         };
         let check_ins = Arc::new(Mutex::new(CheckIns::default()));
         let (check_ins_of_feed, changed) = (Arc::clone(&check_ins), changed.clone());
-        let node = move |o| {
+        let convert_node = move |o| {
             let node = parse::<core_v1::Node>(o)?;
             let name = node.metadata.name.as_deref().unwrap_or_default();
             let mut check_ins = check_ins_of_feed.lock().unwrap_or_else(PoisonError::into_inner);
-            // The row does not contain the check-in, so the feed itself may not wake the loop.
+            // The row does not contain the check-in, so the feed does not wake the loop for it.
             if check_ins.record(name, convert::node::last_seen(&node), Instant::now()) {
                 changed.notify_one();
             }
             drop(check_ins);
-            Ok(Some(SeenNode::new(&node)))
+            Ok(Some(NodeRow::new(&node)))
         };
         Self {
-            nodes: factory.feed(node).without_fields(UNUSED_NODE_FIELDS),
+            nodes: factory.feed(convert_node).without_fields(UNUSED_NODE_FIELDS),
             check_ins,
             peers: factory.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
-            policies: factory.feed(|o| SeenPolicy::new(o).map(Some)),
+            policies: factory.feed(|o| PolicyRow::new(o).map(Some)),
             accesses: factory.feed(|o| parse::<sandbox::SandboxAccess>(o).map(|a| Some(convert::sandbox::to_core(&a)))),
             gateways: factory.feed(|o| convert::sandbox::gateway_to_core(&parse(o)?)),
             gateway_pods: factory
@@ -161,7 +161,7 @@ impl Tables {
 
     /// Marks all tables as not current, for a new connection. Their rows stay until they are read again.
     pub(super) fn mark_unconfirmed(&self) {
-        fn again<V: Clone + PartialEq>(feed: &Feed<V>) {
+        fn mark<V: Clone + PartialEq>(feed: &Feed<V>) {
             feed.forget_writes();
             if feed.trust() != Trust::Pending {
                 feed.set_trust(Trust::Broken(
@@ -169,24 +169,24 @@ impl Tables {
                 ));
             }
         }
-        again(&self.nodes);
-        again(&self.peers);
-        again(&self.policies);
-        again(&self.accesses);
-        again(&self.gateways);
-        again(&self.gateway_pods);
-        again(&self.services);
-        again(&self.slices);
-        again(&self.api_slices);
+        mark(&self.nodes);
+        mark(&self.peers);
+        mark(&self.policies);
+        mark(&self.accesses);
+        mark(&self.gateways);
+        mark(&self.gateway_pods);
+        mark(&self.services);
+        mark(&self.slices);
+        mark(&self.api_slices);
         let on_demand = self.on_demand();
         for (services, slices) in on_demand.services.values() {
-            again(&services.feed);
-            again(&slices.feed);
+            mark(&services.feed);
+            mark(&slices.feed);
         }
-        on_demand.pods.values().for_each(|pods| again(&pods.feed));
+        on_demand.pods.values().for_each(|pods| mark(&pods.feed));
     }
 
-    /// Creates and drops the feeds on demand. Called before the next observation, so that the planner finds a new feed as not
+    /// Creates and drops on-demand feeds. Called before the next observation, so that the planner knows that a new feed was not
     /// listed yet.
     pub(super) fn set_interest(&self, interest: &Interest) {
         let namespaces = interest.service_namespaces();
@@ -208,7 +208,7 @@ impl Tables {
         }
     }
 
-    /// The tasks of the feeds that every member has.
+    /// Creates the tasks of the feeds that every member has.
     pub(super) fn required_tasks(&self, client: &Client) -> Vec<FeedTask> {
         let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
         let gateways = format!("{}={}", names::LABEL_APP, names::GATEWAY_APP);
@@ -250,7 +250,7 @@ impl Tables {
         ]
     }
 
-    /// The tasks of the feeds on demand, by the description of what they watch.
+    /// Creates the tasks of the on-demand feeds, by the description of the resource.
     pub(super) fn on_demand_tasks(&self, client: &Client, interest: &Interest) -> BTreeMap<String, FeedTask> {
         let mut tasks = BTreeMap::new();
         let on_demand = self.on_demand();
@@ -271,23 +271,23 @@ impl Tables {
         tasks
     }
 
-    /// Why the tables are not all current. `None` = they are.
+    /// Why a table is not current. `None` = all tables are current.
     pub(super) fn problem(&self) -> Option<String> {
         first_problem(self.trusts())
     }
 
-    /// The trust of all tables. Only Nodes and Peers must be readable: an account that was made for the predecessor may read
-    /// nothing else, and then the other kinds contain none of our objects.
+    /// Returns the trust of all tables. Only Nodes and Peers must be readable: an account that was made for the predecessor may read
+    /// nothing else, and then the other kinds contain no object of ours.
     fn trusts(&self) -> Vec<Trust> {
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
         trusts.extend([
-            optional(&self.policies),
-            optional(&self.accesses),
-            optional(&self.gateways),
-            optional(&self.gateway_pods),
-            optional(&self.services),
-            optional(&self.slices),
-            optional(&self.api_slices),
+            optional_trust(&self.policies),
+            optional_trust(&self.accesses),
+            optional_trust(&self.gateways),
+            optional_trust(&self.gateway_pods),
+            optional_trust(&self.services),
+            optional_trust(&self.slices),
+            optional_trust(&self.api_slices),
         ]);
         let on_demand = self.on_demand();
         trusts.extend(
@@ -300,7 +300,7 @@ impl Tables {
         trusts
     }
 
-    /// Whether all required feeds were listed at least once, or cannot be.
+    /// Whether all required feeds were listed at least once. Optional feeds that the account may not read do not count.
     pub(super) fn are_listed(&self) -> bool {
         self.nodes.is_listed()
             && self.nodes.trust() != Trust::Absent
@@ -371,12 +371,12 @@ impl Tables {
                     .map(|(name, row)| (name.name.clone(), row.value.node.clone()))
                     .collect()
             }),
-            peers: present(&self.peers),
-            policies: present(&self.policies).map(|policies| {
+            peers: rows_if_readable(&self.peers),
+            policies: rows_if_readable(&self.policies).map(|policies| {
                 let policies = policies.into_iter();
-                policies.map(|(name, seen)| (name, seen.policy)).collect()
+                policies.map(|(name, row)| (name, row.policy)).collect()
             }),
-            accesses: present(&self.accesses),
+            accesses: rows_if_readable(&self.accesses),
             gateways: self.gateways(),
             services,
             slices,
@@ -386,7 +386,7 @@ impl Tables {
         }
     }
 
-    /// Marks the nodes on which kg has stopped checking in. `is_current` = the member's tables are current.
+    /// Marks the nodes on which kg has stopped checking in. `is_current` = the tables of the member are current.
     pub(super) fn mark_silent(&self, member: &mut Member, is_current: bool) {
         let mut check_ins = self.check_ins.lock().unwrap_or_else(PoisonError::into_inner);
         let unix = k8s_openapi::jiff::Timestamp::now().as_second();
@@ -398,14 +398,14 @@ impl Tables {
         }
     }
 
-    /// When the next node becomes silent if no check-in of its kg arrives.
+    /// The time at which the next node becomes silent if no check-in of its kg arrives.
     pub(super) fn silence_due(&self) -> Option<Instant> {
         self.check_ins.lock().unwrap_or_else(PoisonError::into_inner).due()
     }
 
-    /// For `/debug/state`: the number of rows, the trust and the malformed objects of each table.
+    /// Returns the number of rows, the trust and the malformed objects of each table, for `/debug/state`.
     pub(super) fn dump(&self) -> serde_json::Value {
-        fn one<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
+        fn stats<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
             serde_json::json!({
                 "rows": feed.read(BTreeMap::len),
                 "trust": format!("{:?}", feed.trust()),
@@ -414,18 +414,18 @@ impl Tables {
         }
         let on_demand = self.on_demand();
         serde_json::json!({
-            "nodes": one(&self.nodes),
-            "peers": one(&self.peers),
-            "peerpolicies": one(&self.policies),
-            "mirroredServices": one(&self.services),
-            "mirroredSlices": one(&self.slices),
-            "sandboxAccesses": one(&self.accesses),
-            "sandboxGateways": one(&self.gateways),
-            "gatewayPods": one(&self.gateway_pods),
-            "apiServer": one(&self.api_slices),
-            "services": on_demand.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
-            "endpointSlices": on_demand.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
-            "pods": on_demand.pods.iter().map(|(ns, feed)| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "nodes": stats(&self.nodes),
+            "peers": stats(&self.peers),
+            "peerpolicies": stats(&self.policies),
+            "mirroredServices": stats(&self.services),
+            "mirroredSlices": stats(&self.slices),
+            "sandboxAccesses": stats(&self.accesses),
+            "sandboxGateways": stats(&self.gateways),
+            "gatewayPods": stats(&self.gateway_pods),
+            "apiServer": stats(&self.api_slices),
+            "services": on_demand.services.iter().map(|(ns, (feed, _))| (ns.clone(), stats(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "endpointSlices": on_demand.services.iter().map(|(ns, (_, feed))| (ns.clone(), stats(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "pods": on_demand.pods.iter().map(|(ns, feed)| (ns.clone(), stats(&feed.feed))).collect::<BTreeMap<_, _>>(),
         })
     }
 
@@ -477,8 +477,8 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
-/// The trust of a table that the account need not be able to read. A forbidden kind counts as absent.
-fn optional<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
+/// Returns the trust of a table that is not required. A forbidden kind counts as absent.
+fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     if feed.is_forbidden() {
         Trust::Absent
     } else {
@@ -486,7 +486,7 @@ fn optional<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// The rows of a table. `None` = the kind does not exist, or the account may not read it.
-fn present<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
+/// Returns the rows of a table. `None` = the kind does not exist, or the account was never allowed to read it.
+fn rows_if_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
     (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| by_name(feed))
 }

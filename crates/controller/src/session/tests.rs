@@ -18,11 +18,11 @@ use super::*;
 /// An API server with empty lists and watches without events.
 #[derive(Default)]
 struct Server {
-    /// The status code of `/version`; 0 = 200, 1 = no answer at all.
+    /// The status code of `/version`; 0 = 200, 1 = no response.
     version: AtomicU16,
-    /// Paths that contain this text are refused.
+    /// Lists whose path contains this text are refused with 403.
     forbidden_path: Mutex<String>,
-    /// How long every answer takes.
+    /// The latency of every response.
     latency: Mutex<Duration>,
     /// Number of lists.
     lists: AtomicUsize,
@@ -32,7 +32,7 @@ struct Server {
     probes: AtomicUsize,
 }
 
-/// The body of an answer; `None` = it sends nothing and does not end.
+/// The body of a response; `None` = the body sends nothing and does not end.
 struct Answer(Option<Bytes>);
 
 impl http_body::Body for Answer {
@@ -129,9 +129,9 @@ fn services_of(namespace: &str) -> Interest {
     }
 }
 
-/// The kind of the observation, and whether the API server is unresponsive.
+/// Returns the state of the observation, and whether the API server is unresponsive.
 fn state(session: &Session) -> (&'static str, bool) {
-    (session.observe().word(), session.is_unresponsive())
+    (session.observe().state_name(), session.is_unresponsive())
 }
 
 async fn seconds(seconds: u64) {
@@ -156,7 +156,7 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
         }
         assert!(server.probes.load(Ordering::Relaxed) >= probes + 5);
     }
-    // A single probe gets no answer, or 503.
+    // A single probe gets no response, or 503.
     for code in [1, 503] {
         server.version.store(0, Ordering::Relaxed);
         seconds(11).await;
@@ -188,9 +188,9 @@ async fn recovered_server_is_watched_again_without_new_lists() {
     assert_eq!((state(&session), server.lists.load(Ordering::Relaxed)), (FRESH, lists));
 }
 
-/// Each answer takes two seconds, so in some rounds the interest changes twice while a probe waits.
+/// Each response takes two seconds, so in some rounds the interest changes twice while a probe waits.
 #[tokio::test(start_paused = true)]
-async fn interest_that_is_dropped_and_restored_is_followed() {
+async fn objects_of_a_restored_interest_are_listed_again() {
     let server = Arc::new(Server::default());
     *server.latency.lock().expect("not poisoned") = Duration::from_secs(2);
     let (session, _task) = session(&server);
@@ -200,7 +200,7 @@ async fn interest_that_is_dropped_and_restored_is_followed() {
     let listed = server.team_lists.load(Ordering::Relaxed);
     let unlisted = |session: &Session| session.observe().last().expect("seen").unlisted.clone();
     assert_eq!((listed, unlisted(&session)), (1, Unlisted::default()));
-    // A probe runs for two of every twelve seconds, so some of these rounds happen during one.
+    // A probe runs during two of every twelve seconds, so some of these rounds happen during a probe.
     for round in 1..=12 {
         session.set_interest(&Interest::default());
         session.set_interest(&services_of("team"));
@@ -229,7 +229,7 @@ async fn forbidden_namespace_leaves_the_member_fresh() {
     session.set_interest(&interest);
     seconds(15).await;
     let Observation::Fresh(member) = session.observe() else {
-        panic!("{:?}", session.observe().trouble());
+        panic!("{:?}", session.observe().not_fresh_reason());
     };
     let why = |what: &str| format!("the account may not list and watch {what} in namespace team (403)");
     let unlisted = |what: &str| [("team".to_owned(), why(what))].into();

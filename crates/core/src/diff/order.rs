@@ -1,5 +1,5 @@
-//! Orders the writes of one member's Peers: a prefix that moves is added to its new Peer before the old one loses it, and a Peer that
-//! is renamed is deleted before its key is created again.
+//! Orders the writes of one member's Peers. A prefix that moves is added to its new Peer before the old one loses it. A Peer that
+//! is renamed is deleted under its old name before it is created under the new one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +15,8 @@ use crate::{
 pub(crate) struct PeerOrder {
     /// Prefixes that one Peer loses and another gains.
     pub(crate) moving_prefixes: BTreeSet<IpNet>,
-    /// Keys of Peers that are created: if an existing Peer has such a key, the Peer gets a new name.
-    pub(crate) renamed_keys: BTreeSet<PublicKey>,
+    /// Public keys of Peers that are created. An existing Peer with such a key is renamed.
+    pub(crate) created_keys: BTreeSet<PublicKey>,
 }
 
 pub(crate) fn existing_spec<'a>(step: &Step, existing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
@@ -41,7 +41,7 @@ pub(crate) fn gained_prefixes(step: &Step, existing: &BTreeMap<String, ObservedP
         .collect()
 }
 
-/// Prefixes that the existing Peer of a step has and the desired one does not.
+/// The allowed IPs that the existing Peer of a step has and the desired one does not.
 pub(crate) fn lost_prefixes<'a>(
     step: &'a Step,
     existing: &'a BTreeMap<String, ObservedPeer>,
@@ -55,7 +55,7 @@ pub(crate) fn lost_prefixes<'a>(
 }
 
 impl PeerOrder {
-    /// Collects the moves from the steps of Peers; other steps are ignored.
+    /// Collects the prefixes and keys that move between Peers; steps of other kinds are ignored.
     pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &BTreeMap<String, ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
         let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
@@ -63,18 +63,18 @@ impl PeerOrder {
         let created = steps.iter().copied().filter(|step| step.action == Action::Create);
         Self {
             moving_prefixes: lost_prefixes.filter(|net| gained_prefixes.contains(net)).collect(),
-            renamed_keys: created.filter_map(desired_spec).map(|spec| spec.public_key).collect(),
+            created_keys: created.filter_map(desired_spec).map(|spec| spec.public_key).collect(),
         }
     }
 
-    /// Whether the key of the step's existing Peer is created under a new name.
-    pub(crate) fn renames_key(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> bool {
-        existing_spec(step, existing).is_some_and(|spec| self.renamed_keys.contains(&spec.public_key))
+    /// Whether the step's existing Peer is renamed: another step creates a Peer with its key.
+    pub(crate) fn is_renamed(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> bool {
+        existing_spec(step, existing).is_some_and(|spec| self.created_keys.contains(&spec.public_key))
     }
 
     pub(super) fn phase(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> u8 {
         match step.action {
-            Action::Delete if self.renames_key(step, existing) => 1,
+            Action::Delete if self.is_renamed(step, existing) => 1,
             _ if gained_prefixes(step, existing)
                 .iter()
                 .any(|net| self.moving_prefixes.contains(net)) =>

@@ -12,9 +12,9 @@ use crate::mesh::Profile;
 pub struct HubNamespace {
     /// The namespace, or `*` for all.
     pub namespace: String,
-    /// The least restrictive profile that a non-local entry of a mesh there may have.
-    pub max_profile: Profile,
-    /// Networks that non-local entries of a mesh there may list, canonical.
+    /// The least restrictive profile that a non-local entry of a mesh in the namespace may have.
+    pub profile_limit: Profile,
+    /// Networks that non-local entries of a mesh in the namespace may list, without host bits.
     pub networks: Vec<IpNet>,
 }
 
@@ -23,11 +23,11 @@ pub struct HubNamespace {
 pub struct MemberNamespace {
     /// The namespace, or `*` for all.
     pub namespace: String,
-    /// Networks that the entries of a mesh there may list, canonical; at least one.
+    /// Networks that the entries of a mesh in the namespace may list, without host bits; at least one.
     pub networks: Vec<IpNet>,
 }
 
-/// One network of `--hub-network`, canonical.
+/// One network of `--hub-network`, without host bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HubNetwork(pub IpNet);
 
@@ -54,7 +54,7 @@ fn is_namespace(text: &str) -> bool {
     !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || matches!(c, '/' | '=' | ','))
 }
 
-fn network(text: &str) -> Result<IpNet, FlagError> {
+fn parse_network(text: &str) -> Result<IpNet, FlagError> {
     let parsed = text.parse::<IpNet>();
     parsed
         .map(|network| network.trunc())
@@ -72,7 +72,7 @@ impl FromStr for HubNamespace {
             return Err(FlagError::NoNamespace(text.to_owned()));
         }
         let mut values = rights.split(',');
-        let max_profile = match values.next() {
+        let profile_limit = match values.next() {
             Some("cluster-meshed") => Profile::ClusterMeshed,
             Some("sandbox") => Profile::Sandbox,
             Some("standard") => Profile::Standard,
@@ -80,8 +80,8 @@ impl FromStr for HubNamespace {
         };
         Ok(Self {
             namespace: namespace.to_owned(),
-            max_profile,
-            networks: values.map(network).collect::<Result<_, _>>()?,
+            profile_limit,
+            networks: values.map(parse_network).collect::<Result<_, _>>()?,
         })
     }
 }
@@ -97,7 +97,7 @@ impl FromStr for MemberNamespace {
         }
         Ok(Self {
             namespace: namespace.to_owned(),
-            networks: networks.split(',').map(network).collect::<Result<_, _>>()?,
+            networks: networks.split(',').map(parse_network).collect::<Result<_, _>>()?,
         })
     }
 }
@@ -106,6 +106,6 @@ impl FromStr for HubNetwork {
     type Err = FlagError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        network(text).map(Self)
+        parse_network(text).map(Self)
     }
 }

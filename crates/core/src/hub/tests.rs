@@ -42,7 +42,7 @@ fn without_local(namespace: &str, profile: Profile) -> Mesh {
     mesh
 }
 
-fn allowed(mut mesh: Mesh, entry: usize, networks: &[&str]) -> Mesh {
+fn with_allowed(mut mesh: Mesh, entry: usize, networks: &[&str]) -> Mesh {
     mesh.clusters[entry].allowed = networks.iter().map(|net| net.parse().unwrap()).collect();
     mesh
 }
@@ -60,11 +60,11 @@ fn rights(hub_namespaces: &[&str], member_namespaces: &[&str], hub_networks: &[&
 }
 
 fn reason(hub: &HubNamespaces, mesh: &Mesh) -> Option<&'static str> {
-    hub.refuses(mesh).map(|(reason, _)| reason)
+    hub.find_refusal(mesh).map(|(reason, _)| reason)
 }
 
 fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
-    hub.refuses(mesh).expect("refused").1
+    hub.find_refusal(mesh).expect("refused").1
 }
 
 // threat: hub-rights-borrowed
@@ -96,28 +96,28 @@ fn restricted_namespace_refuses_less_restrictive_profile() {
 
 // threat: unlisted-network
 #[test]
-fn confined_mesh_outside_the_listed_networks_is_refused() {
-    let wide = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 1, networks);
-    let hub_side = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 0, networks);
+fn restricted_mesh_outside_listed_networks_is_refused() {
+    let member_nets = |networks: &[&str]| with_allowed(mesh("t", Profile::Sandbox), 1, networks);
+    let hub_nets = |networks: &[&str]| with_allowed(mesh("t", Profile::Sandbox), 0, networks);
     let listed = hub(&["t=sandbox,100.80.0.0/16,fd00:80::/32"]);
     let refusal = |mesh: &Mesh| reason(&listed, mesh);
-    assert_eq!(refusal(&wide(&["100.80.16.0/20", "fd00:80:1::/48"])), None);
+    assert_eq!(refusal(&member_nets(&["100.80.16.0/20", "fd00:80:1::/48"])), None);
     assert_eq!(
-        refusal(&wide(&["100.80.16.0/20", "128.0.0.0/1"])),
+        refusal(&member_nets(&["100.80.16.0/20", "128.0.0.0/1"])),
         Some("NetworksNotAllowed")
     );
-    assert_eq!(refusal(&wide(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&member_nets(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
     // Only a part of this network is listed.
-    assert_eq!(refusal(&wide(&["fd00::/16"])), Some("NetworksNotAllowed"));
-    assert_eq!(refusal(&hub_side(&["10.1.2.0/24"])), None);
+    assert_eq!(refusal(&member_nets(&["fd00::/16"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&hub_nets(&["10.1.2.0/24"])), None);
     assert_eq!(
-        refusal(&hub_side(&["10.1.0.0/16", "10.2.0.0/16"])),
+        refusal(&hub_nets(&["10.1.0.0/16", "10.2.0.0/16"])),
         Some("NetworksNotAllowed")
     );
-    assert_eq!(refusal(&hub_side(&["100.80.0.0/16"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&hub_nets(&["100.80.0.0/16"])), Some("NetworksNotAllowed"));
 
     assert_eq!(
-        message(&listed, &wide(&["128.0.0.0/1"])),
+        message(&listed, &member_nets(&["128.0.0.0/1"])),
         "allowedNetworks of entry \"member\" has 128.0.0.0/1, which lies outside those that are listed for it: 100.80.0.0/16, \
          fd00:80::/32. Meshes of namespace t use listed networks only: change the entry, or have the operator of the hub start \
          the controller with --hub-namespace=t=sandbox,CIDR,..."
@@ -137,19 +137,22 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
          networks only: change the entry, or have the operator of the hub start the controller with --hub-network=CIDR,..."
     );
     // A list that is too wide by mistake does not allow members to use networks of the hub.
-    let careless = hub(&["t=sandbox,0.0.0.0/0"]);
-    assert_eq!(reason(&careless, &wide(&["100.80.16.0/20"])), None);
-    let refusal_of_overlap = message(&careless, &wide(&["10.1.3.0/24"]));
+    let too_wide = hub(&["t=sandbox,0.0.0.0/0"]);
+    assert_eq!(reason(&too_wide, &member_nets(&["100.80.16.0/20"])), None);
+    let refusal_of_overlap = message(&too_wide, &member_nets(&["10.1.3.0/24"]));
     assert!(
         refusal_of_overlap.contains("which overlaps 10.1.0.0/16, a network of the hub (--hub-network)"),
         "{refusal_of_overlap}"
     );
-    assert_eq!(reason(&careless, &wide(&["10.0.0.0/8"])), Some("NetworksNotAllowed"));
+    assert_eq!(
+        reason(&too_wide, &member_nets(&["10.0.0.0/8"])),
+        Some("NetworksNotAllowed")
+    );
     // A list of networks applies with every profile. A cluster-meshed namespace without a list may use any network.
     let meshed = |flag: &str| {
         reason(
             &hub(&[flag]),
-            &allowed(mesh("t", Profile::ClusterMeshed), 1, &["10.9.0.0/16"]),
+            &with_allowed(mesh("t", Profile::ClusterMeshed), 1, &["10.9.0.0/16"]),
         )
     };
     assert_eq!(meshed("t"), None);
@@ -159,7 +162,7 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
 
 // threat: hub-closed-for-others
 #[test]
-fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
+fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
     let listed = hub(&["t=sandbox,100.80.0.0/16"]);
     for change in [
         |local: &mut Cluster| local.profile = Profile::Standard,
@@ -202,7 +205,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
         refusal(&confined, "t", Profile::ClusterMeshed),
         Some("ProfileNotAllowed")
     );
-    let wide = allowed(without_local("t", Profile::Sandbox), 0, &["10.9.0.0/16"]);
+    let wide = with_allowed(without_local("t", Profile::Sandbox), 0, &["10.9.0.0/16"]);
     assert_eq!(reason(&confined, &wide), Some("NetworksNotAllowed"));
 
     let members = rights(&[], &["t,100.80.0.0/16"], &["10.1.0.0/16"]);
@@ -211,7 +214,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
         reason(&members, &mesh("t", Profile::ClusterMeshed)),
         Some("LocalNotAllowed")
     );
-    let wide = allowed(without_local("t", Profile::ClusterMeshed), 0, &["10.9.0.0/16"]);
+    let wide = with_allowed(without_local("t", Profile::ClusterMeshed), 0, &["10.9.0.0/16"]);
     let why = message(&members, &wide);
     assert!(why.ends_with("--member-namespace=t,CIDR,..."), "{why}");
     // `--member-namespace` does not change the rights of the controller's own namespace.
@@ -221,7 +224,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
 
 // threat: unlisted-network
 #[test]
-fn status_of_confined_mesh_claims_only_listed_networks() {
+fn status_of_restricted_mesh_claims_only_listed_networks() {
     let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
     let mut mesh = mesh("t", Profile::Sandbox);
     mesh.accepted = BTreeMap::from([
@@ -229,7 +232,7 @@ fn status_of_confined_mesh_claims_only_listed_networks() {
         ("member".to_owned(), nets(&["100.80.1.0/24", "128.0.0.0/1"])),
         ("gone".to_owned(), nets(&["100.80.2.0/24"])),
     ]);
-    let bounded = |flags: &[&str]| {
+    let confined = |flags: &[&str]| {
         let mut mesh = mesh.clone();
         hub(flags).confine(&mut mesh);
         let confined_to = mesh.clusters[0].confined_to.clone();
@@ -240,26 +243,26 @@ fn status_of_confined_mesh_claims_only_listed_networks() {
         ("member".to_owned(), nets(&["100.80.1.0/24"])),
     ]);
     assert_eq!(
-        bounded(&["t=sandbox,100.80.0.0/16"]),
+        confined(&["t=sandbox,100.80.0.0/16"]),
         (Some("t".into()), inside.clone())
     );
-    assert_eq!(bounded(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
-    assert_eq!(bounded(&["t"]), (None, mesh.accepted.clone()));
-    assert_eq!(bounded(&["other"]), (None, BTreeMap::new()));
+    assert_eq!(confined(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
+    assert_eq!(confined(&["t"]), (None, mesh.accepted.clone()));
+    assert_eq!(confined(&["other"]), (None, BTreeMap::new()));
 }
 
 // threat: grant-across-namespaces
 #[test]
 fn restricted_namespace_grants_only_its_own_services() {
-    let confined = |flags: &[&str], namespace: &str| {
+    let confines = |flags: &[&str], namespace: &str| {
         let mut mesh = mesh(namespace, Profile::Sandbox);
         hub(flags).confine(&mut mesh);
         let confined: Vec<Option<String>> = mesh.clusters.into_iter().map(|entry| entry.confined_to).collect();
         assert_eq!(confined[1], None);
         confined[0].is_some()
     };
-    assert!(confined(&["t=sandbox"], "t") && confined(&["t=standard"], "t") && confined(&["*=sandbox"], "any"));
-    assert!(!confined(&["t"], "t") && !confined(&[], "own") && !confined(&["*=sandbox", "t"], "t"));
+    assert!(confines(&["t=sandbox"], "t") && confines(&["t=standard"], "t") && confines(&["*=sandbox"], "any"));
+    assert!(!confines(&["t"], "t") && !confines(&[], "own") && !confines(&["*=sandbox", "t"], "t"));
 }
 
 #[test]

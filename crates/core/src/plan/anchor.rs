@@ -1,4 +1,4 @@
-//! Assigns the anchored networks, which no node owns, to nodes whose Peers contain them (design rule 6).
+//! Assigns each anchored network to nodes, whose Peers then contain it (design rule 6).
 
 use std::{
     cmp::Reverse,
@@ -18,29 +18,29 @@ use crate::{
 /// network, or a part of it, away from its anchor.
 fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
-    let networks = cluster.carriers.keys().copied();
+    let networks = cluster.previous_anchors.keys().copied();
     networks.filter(move |net| applies && cluster.allowed.contains(net))
 }
 
-/// Removes InternalIPs of Nodes from the previously anchored networks. An operator lists a single address for one Node, which may
-/// join later. If another node stayed its anchor, that Node's traffic would go to the wrong node.
+/// Removes InternalIPs of Nodes from the previously anchored networks. An operator may list the address of a Node that joins later.
+/// If another node stayed the anchor of that address, packets to the new Node would go to the wrong node.
 pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
     let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
     for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
-        cluster.carriers.remove(&host);
+        cluster.previous_anchors.remove(&host);
     }
 }
 
-/// The anchored network, listed or anchored by an earlier plan, that overlaps `net`: no Node may claim a part of it.
+/// The anchored network (listed, or anchored by an earlier plan) that overlaps `net`. No Node may claim a part of it.
 pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
     let listed = cluster.anchored.iter().flatten().copied();
     let mut reserved = listed.chain(previously_anchored(cluster));
     reserved.find(|anchored| anchored.contains(&net) || net.contains(anchored))
 }
 
-/// The anchored networks of a member: those that its entry lists. Without a list, the allowedNetworks that an earlier plan
-/// anchored, and those that contain no prefix of a Node. A Node counts even without a Peer, because annotations that kg removes
-/// at a restart come back within seconds. `registry` = `None` if the member was not observed.
+/// Returns the anchored networks of a member. These are the networks that its entry lists. Without a list, they are the
+/// allowedNetworks that an earlier plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too,
+/// because kg removes its annotations for a few seconds when it restarts. `registry` = `None` if the member was not observed.
 pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -57,7 +57,7 @@ pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistr
         .collect()
 }
 
-/// The largest number of parts of a network.
+/// The largest number of parts into which a network is split.
 const MAX_ANCHORS: u16 = 64;
 
 /// Splits each anchored network into one part per requested anchor, rounded up to a power of two.
@@ -75,8 +75,8 @@ fn split(net: IpNet, anchors: u16) -> Vec<IpNet> {
     net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
 }
 
-/// Adds to the reports which nodes' Peers contain each anchored network. A network that no Peer contains is reported only if an
-/// earlier plan anchored it: while no node of a member is registered, all of its networks seem to belong to no Node.
+/// Adds the nodes whose Peers contain each anchored network to the reports. A network that no Peer contains is reported only if an
+/// earlier plan anchored it, because while no node of a member is registered, no Node seems to own any of its networks.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
@@ -100,37 +100,37 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
             continue;
         };
         let Some(source) = member(&cluster.identity).filter(|_| !planned.paused) else {
-            // The mesh is paused or the member was not observed: nothing changes.
-            report.anchored = cluster.carriers.clone();
+            // The mesh is paused or the member was not observed, so its status stays as it is.
+            report.anchored = cluster.previous_anchors.clone();
             continue;
         };
-        // In a member that was never observed, the Peers are unchanged.
+        // Targets that were never observed keep their Peers, so the previous anchors of these Peers stay in the status.
         let mut others = mesh.clusters.iter().filter(|other| other.name != cluster.name);
-        let unseen = others.any(|other| member(&other.identity).is_none());
+        let has_unobserved_target = others.any(|other| member(&other.identity).is_none());
         for (net, nodes) in &mut report.anchored {
             nodes.extend(carriers.remove(&(&*cluster.name, *net)).unwrap_or_default());
-            let before = cluster.carriers.get(net).into_iter().flatten();
-            let existing = before.filter(|node| unseen && source.nodes.contains_key(*node));
+            let before = cluster.previous_anchors.get(net).into_iter().flatten();
+            let existing = before.filter(|node| has_unobserved_target && source.nodes.contains_key(*node));
             nodes.extend(existing.cloned());
         }
-        let carried =
-            |net: &IpNet, nodes: &mut BTreeSet<String>| !nodes.is_empty() || cluster.carriers.contains_key(net);
-        report.anchored.retain(carried);
+        let is_reported =
+            |net: &IpNet, nodes: &mut BTreeSet<String>| !nodes.is_empty() || cluster.previous_anchors.contains_key(net);
+        report.anchored.retain(is_reported);
     }
 }
 
-/// Assigns each part to a node: to its current anchor while that is eligible, else to one of `anchors` nodes, which are chosen
-/// by rendezvous hash. `current` = the node whose Peer contains each prefix in this target at present.
+/// Assigns each part to a node: to its current anchor while that node is eligible, else to one of `anchors` nodes, which are chosen
+/// by rendezvous hash. `current` = for each prefix, the node whose existing Peer in this target contains it.
 pub(super) fn assign(
     parts: &[IpNet],
     anchors: u16,
     eligible: &BTreeSet<&str>,
     current: &BTreeMap<IpNet, String>,
 ) -> BTreeMap<IpNet, String> {
-    let stays = |part: &IpNet| current.get(part).filter(|node| eligible.contains(node.as_str()));
+    let current_anchor = |part: &IpNet| current.get(part).filter(|node| eligible.contains(node.as_str()));
     let mut assigned: BTreeMap<IpNet, String> = parts
         .iter()
-        .filter_map(|part| stays(part).map(|node| (*part, node.clone())))
+        .filter_map(|part| current_anchor(part).map(|node| (*part, node.clone())))
         .collect();
 
     // Current anchors come first, then the nodes with the highest weights.

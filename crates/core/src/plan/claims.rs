@@ -1,7 +1,7 @@
 //! Decides which allowedNetworks of each entry are accepted (design rule 10), so that the networks of different clusters are
 //! disjoint within a mesh and across all meshes.
 //!
-//! Networks that were accepted before win over new ones. So an edit of one ClusterMesh never takes addresses from another.
+//! Networks that an earlier plan accepted win over new ones. So an edit of one ClusterMesh never takes addresses from another.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,9 +13,9 @@ use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId, overlap};
 /// The accepted networks of each entry, and the conflicts to report.
 #[derive(Debug, Default)]
 pub(super) struct Accepted {
-    /// By mesh and entry name. A refused entry has an empty list, or the networks that it had before.
+    /// The networks by mesh and entry name. A refused entry has an empty list, or the networks that it had before.
     pub(super) networks: BTreeMap<(MeshId, String), Vec<IpNet>>,
-    /// By mesh.
+    /// The conflicts by mesh.
     pub(super) facts: BTreeMap<MeshId, BTreeSet<Fact>>,
 }
 
@@ -32,37 +32,37 @@ impl Entry<'_> {
 }
 
 struct Conflict<'a> {
-    holder: Entry<'a>,
-    held: IpNet,
-    query: IpNet,
+    owner: Entry<'a>,
+    owned: IpNet,
+    claimed: IpNet,
 }
 
 #[derive(Default)]
-struct Ledger<'a> {
-    granted: Vec<(Entry<'a>, IpNet)>,
+struct NetworkOwners<'a> {
+    owned: Vec<(Entry<'a>, IpNet)>,
     facts: BTreeMap<MeshId, BTreeSet<Fact>>,
 }
 
-impl<'a> Ledger<'a> {
-    /// The first claim of another cluster that one of `networks` overlaps.
-    fn conflict(&self, entry: Entry<'a>, networks: &[IpNet]) -> Option<Conflict<'a>> {
-        networks.iter().find_map(|&query| {
-            self.granted
+impl<'a> NetworkOwners<'a> {
+    /// The first network of another cluster that one of `networks` overlaps.
+    fn find_conflict(&self, entry: Entry<'a>, networks: &[IpNet]) -> Option<Conflict<'a>> {
+        networks.iter().find_map(|&claimed| {
+            self.owned
                 .iter()
-                .find(|(holder, held)| {
-                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlap(*held, query)
+                .find(|(owner, owned)| {
+                    !owner.cluster.identity.same_cluster(&entry.cluster.identity) && overlap(*owned, claimed)
                 })
-                .map(|&(holder, held)| Conflict { holder, held, query })
+                .map(|&(owner, owned)| Conflict { owner, owned, claimed })
         })
     }
 
     /// Reports the conflict on both entries.
-    fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, query }: &Conflict<'a>, left_with: &str) {
+    fn report(&mut self, loser: Entry<'a>, Conflict { owner, owned, claimed }: &Conflict<'a>, outcome: &str) {
         let describe = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
         let message = format!(
-            "{query} of cluster {:?} overlaps {held}, which {} holds; {left_with}. Change one of the two.",
+            "{claimed} of cluster {:?} overlaps {owned}, which {} holds; {outcome}. Change one of the two.",
             loser.cluster.name,
-            describe(holder)
+            describe(owner)
         );
         let fact = Fact::NetworksOverlap {
             cluster: loser.cluster.name.clone(),
@@ -71,20 +71,20 @@ impl<'a> Ledger<'a> {
         };
         self.facts.entry(loser.mesh.id.clone()).or_default().insert(fact);
         let message = format!(
-            "{held} of cluster {:?} is also claimed, as {query}, by {}; it stays here.",
-            holder.cluster.name,
+            "{owned} of cluster {:?} is also claimed, as {claimed}, by {}; it stays here.",
+            owner.cluster.name,
             describe(&loser)
         );
         let fact = Fact::NetworksOverlap {
-            cluster: holder.cluster.name.clone(),
+            cluster: owner.cluster.name.clone(),
             message,
             lost: false,
         };
-        self.facts.entry(holder.mesh.id.clone()).or_default().insert(fact);
+        self.facts.entry(owner.mesh.id.clone()).or_default().insert(fact);
     }
 
-    fn grant(&mut self, entry: Entry<'a>, networks: &[IpNet]) {
-        self.granted.extend(networks.iter().map(|&network| (entry, network)));
+    fn add(&mut self, entry: Entry<'a>, networks: &[IpNet]) {
+        self.owned.extend(networks.iter().map(|&network| (entry, network)));
     }
 }
 
@@ -107,10 +107,10 @@ fn sorted_entries<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
 /// Decides all claims. The result does not depend on the order of `meshes`.
 pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     let entries = sorted_entries(meshes);
-    let mut ledger = Ledger::default();
+    let mut owners = NetworkOwners::default();
 
-    // 1. Networks that were accepted before, even if the entry now lists others: if the new claim is refused, the mesh keeps
-    //    working with these. A forged status that contradicts itself is resolved by the same order.
+    // 1. Networks that an earlier plan accepted, even if the entry lists others: if the new claim is refused, the mesh keeps
+    //    working with these. Overlaps in a forged status are resolved in the same order.
     let mut previous: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let accepted = canonical(
@@ -120,47 +120,47 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
                 .get(&entry.cluster.name)
                 .map_or(&[][..], Vec::as_slice),
         );
-        if !accepted.is_empty() && ledger.conflict(entry, &accepted).is_none() {
-            ledger.grant(entry, &accepted);
+        if !accepted.is_empty() && owners.find_conflict(entry, &accepted).is_none() {
+            owners.add(entry, &accepted);
             previous.insert(entry.key(), accepted);
         }
     }
-    // 2. New claims; each entry is accepted or refused as a whole. A mesh without accepted networks that conflicts with an
-    //    older mesh is not started. Networks that an entry gives up become free in the next plan: within one plan a network
-    //    never has two owners.
+    // 2. New claims: each entry is accepted or refused as a whole. A mesh that has no accepted networks yet and conflicts with
+    //    another mesh gets none at all, so nothing is written for it. Networks that an entry gives up become free only in the
+    //    next plan, because within one plan a network never has two owners.
     let started: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut not_started: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let before = previous.remove(&entry.key()).unwrap_or_default();
-        let query = canonical(&entry.cluster.allowed);
-        if query != before
-            && let Some(conflict) = ledger.conflict(entry, &query)
+        let claimed = canonical(&entry.cluster.allowed);
+        if claimed != before
+            && let Some(conflict) = owners.find_conflict(entry, &claimed)
         {
-            let foreign = conflict.holder.mesh.id != entry.mesh.id;
-            let left_with = if !before.is_empty() {
-                "it runs on with the networks it had"
-            } else if foreign && !started.contains(&entry.mesh.id) {
+            let is_other_mesh = conflict.owner.mesh.id != entry.mesh.id;
+            let outcome = if !before.is_empty() {
+                "this cluster keeps the networks that it had"
+            } else if is_other_mesh && !started.contains(&entry.mesh.id) {
                 not_started.insert(entry.mesh.id.clone());
                 "the newer ClusterMesh writes nothing"
             } else {
-                "it is left out"
+                "this cluster is left out"
             };
-            ledger.refuse(entry, &conflict, left_with);
+            owners.report(entry, &conflict, outcome);
             networks.insert(entry.key(), before);
         } else {
-            ledger.grant(entry, &query);
-            networks.insert(entry.key(), query);
+            owners.add(entry, &claimed);
+            networks.insert(entry.key(), claimed);
         }
     }
-    for ((mesh, _), granted) in &mut networks {
+    for ((mesh, _), accepted) in &mut networks {
         if not_started.contains(mesh) {
-            granted.clear();
+            accepted.clear();
         }
     }
     Accepted {
         networks,
-        facts: ledger.facts,
+        facts: owners.facts,
     }
 }
 

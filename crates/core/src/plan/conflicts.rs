@@ -86,7 +86,7 @@ impl<'p> ExistingPeers<'p> {
     }
 }
 
-/// If two meshes plan a Peer with the same key for one target, keeps the one that exists already, else that of the older mesh.
+/// If two meshes plan a Peer with the same key for one target, keeps the Peer that exists already, else the Peer of the older mesh.
 /// If the removed Peer describes a Node of another cluster, that Node is reported as skipped.
 fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     // (does not exist yet, age of the mesh, mesh, target, name of the Peer): the smallest claim wins.
@@ -124,15 +124,15 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                 .targets
                 .get_mut(&target)
                 .and_then(|target_plan| target_plan.peers.remove(&name));
-            let Some(lost) = removed.filter(|_| !same_cluster) else {
+            let Some(skipped_peer) = removed.filter(|_| !same_cluster) else {
                 continue;
             };
             let message = format!(
                 "toward cluster {target:?}: key {key} belongs to Peer {winning_peer} of ClusterMesh {winner} there"
             );
-            let skipped = &mut planned.clusters.entry(lost.source).or_default().skipped;
+            let skipped = &mut planned.clusters.entry(skipped_peer.source).or_default().skipped;
             skipped.push(Skipped {
-                node: lost.node,
+                node: skipped_peer.node,
                 reason: Reason::PublicKeyDuplicate,
                 message,
                 target: Some(target),
@@ -143,7 +143,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 }
 
 /// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
-/// mesh. This happens if both meshes have the same source, because each chooses the anchors by itself.
+/// mesh. This happens if both meshes have the same source, because each mesh chooses its anchors independently.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     // (does not exist yet, age of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();

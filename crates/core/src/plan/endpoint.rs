@@ -14,10 +14,10 @@ use crate::{
     observe::{Claim, Endpoint, Families, Member, Node, PeerSpec},
 };
 
-/// Limits the endpoints that an agent has to try for one peer.
+/// The largest number of endpoints that an agent tries for one peer.
 const MAX_CANDIDATES: usize = 8;
 
-/// Why an address can never be an endpoint; `None` = it may be one.
+/// Why an address can never be an endpoint; `None` = it can be one.
 fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     let link_local = match address {
         IpAddr::V4(v4) => v4.is_link_local(),
@@ -105,7 +105,7 @@ fn node_families(node: &Node) -> Option<Families> {
 }
 
 /// Whether the Node has an address or endpoint. A cloud provider adds the addresses of a new Node only after some time.
-pub(super) fn is_located(node: &Node) -> bool {
+pub(super) fn has_any_address(node: &Node) -> bool {
     let named = explicit_annotations(node)
         .into_iter()
         .any(|(_, claim)| *claim != Claim::Absent);
@@ -120,7 +120,7 @@ fn explicit_annotations(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
     ]
 }
 
-/// Refuses a Node if its explicit endpoint annotation with the highest priority is malformed, or can be no endpoint in any
+/// Refuses a Node if its explicit endpoint annotation with the highest priority is malformed, or cannot be an endpoint in any
 /// target.
 pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
     for (name, claim) in explicit_annotations(node) {
@@ -181,8 +181,8 @@ pub(super) struct Candidates {
 /// The source and target for which endpoints are chosen.
 pub(super) struct EndpointContext<'a> {
     pub(super) source: &'a Cluster,
-    /// The target's networks. An endpoint inside them would let a source choose to which address of its own networks the target
-    /// sends WireGuard packets.
+    /// The target's networks. With an endpoint inside them, a source could direct the target's WireGuard packets at any address of
+    /// the target's own networks.
     pub(super) target_networks: &'a [IpNet],
     pub(super) target_families: NodeFamilies,
     /// The endpoints at which the target's nodes see each key.
@@ -216,26 +216,30 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Chooses the endpoints at which a sandbox's nodes send to a gateway, best first. An address inside the networks of the
+/// Chooses the endpoints of a gateway of `member` for a sandbox's nodes, best first. An address inside the networks of the
 /// gateway's cluster is usable only if it is a node address, or if the sandbox's nodes are in that network themselves
 /// (`endpointNetworks`).
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
-    of: &Member,
+    member: &Member,
     context: &EndpointContext<'_>,
 ) -> Vec<SocketAddr> {
     let inside = |nets: &[IpNet], ip: IpAddr| nets.iter().any(|net| net.contains(&ip));
-    let nodes = |ip: IpAddr| {
-        let mut nodes = of.nodes.values();
+    let is_node_address = |ip: IpAddr| {
+        let mut nodes = member.nodes.values();
         nodes.any(|node| node_addresses(node).any(|address| address == ip))
     };
-    let reached =
-        |ip: IpAddr| !inside(&context.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || nodes(ip);
+    let is_reachable = |ip: IpAddr| {
+        !inside(&context.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || is_node_address(ip)
+    };
     let mut kept: Vec<SocketAddr> = Vec::new();
     for endpoint in endpoints {
         let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());
-        if endpoint.port() != 0 && context.allows(endpoint.ip()) && reached(endpoint.ip()) && !kept.contains(&endpoint)
+        if endpoint.port() != 0
+            && context.allows(endpoint.ip())
+            && is_reachable(endpoint.ip())
+            && !kept.contains(&endpoint)
         {
             kept.push(endpoint);
         }
@@ -283,7 +287,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         .value()
         .map_or(context.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    // Nodes of the target may see the node at different addresses (each has its own NAT binding). All are candidates.
+    // Each node of the target may see this node at another address, because each has its own NAT binding. All are candidates.
     let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));

@@ -12,7 +12,7 @@ use super::{
     PlannedAccess, Reason, endpoint,
     nodes::host_route,
     peers::PeerPlanner,
-    services::{self, Reach},
+    services::{self, AccessPath},
     target::{MeshInputs, MeshMember},
 };
 use crate::{
@@ -26,7 +26,7 @@ use crate::{
 /// if a gateway publishes an address in it.
 const MAX_HOST_BITS: u8 = 8;
 
-/// Removes the networks of gateways from the accepted networks: small ones that contain the address of a gateway and of no Node.
+/// Removes gateway networks from the accepted networks: small networks that contain an address of a gateway and none of a Node.
 /// Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
 pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
@@ -52,11 +52,11 @@ pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     cluster.allowed.retain(|net| !is_gateway_network(net));
 }
 
-/// Largest number of bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes. With 253 bytes each, the
+/// The largest length of a node's name in a SandboxAccess, in bytes. A sandbox chooses the names of its Nodes. With 253 bytes each, the
 /// object for 5,000 Nodes would exceed etcd's limit of 1.5 MiB, and neither a revocation nor a quarantine could be written.
 const MAX_NODE_NAME: usize = 40;
 
-/// The name of a node in a SandboxAccess: its own, or a part of it with a hash.
+/// The name of a node in a SandboxAccess: the Node's name, or a part of that name with a hash.
 pub(super) fn short_name(node: &str) -> String {
     let is_allowed = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
     if node.len() <= MAX_NODE_NAME && node.chars().all(|c| is_allowed(&c)) {
@@ -77,11 +77,11 @@ pub(super) struct GatewayAccess<'a> {
     pub(super) existing: Option<&'a AccessSpec>,
     /// The addresses of the Ready gateways to which the sandbox has an endpoint.
     pub(super) ready: BTreeSet<IpAddr>,
-    /// Protocols of which every gateway port belongs to a grant of the sandbox.
+    /// Protocols whose gateway ports are all used by grants of the sandbox.
     pub(super) exhausted: BTreeSet<Protocol>,
-    /// Why it can use no gateway.
+    /// Why the sandbox can use no gateway.
     pub(super) unusable_because: Option<String>,
-    /// Grants that gateways do not serve, by protocol and gateway port: the reasons, each with the names of its gateways.
+    /// Grants that gateways refuse, by protocol and gateway port: each reason with the names of the gateways that report it.
     pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
@@ -214,8 +214,8 @@ impl<'a> MeshInputs<'a> {
         Ok((prefixes, endpoints))
     }
 
-    /// Plans the SandboxAccess of the sandbox `source` in the entry `name`. `None` = the member was not observed, or its CRD is not
-    /// installed.
+    /// Plans the SandboxAccess of the sandbox `source` in the member `name`. `None` = the member was not observed, or the
+    /// SandboxAccess CRD is not installed there.
     pub(super) fn plan_access(
         &self,
         name: &str,
@@ -304,9 +304,9 @@ impl<'a> MeshInputs<'a> {
             .collect()
     }
 
-    /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that an older mesh gives the same
-    /// sandbox uses the port of that mesh. A grant for which no port is free is left out; [`GatewayAccess::exhausted`] is the
-    /// reason that its status gives.
+    /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that the sandbox also has in an
+    /// older mesh uses the port of that mesh. A grant for which no port is free is left out; its status reports
+    /// this because of [`GatewayAccess::exhausted`].
     fn planned_grants(
         &self,
         name: &str,
@@ -320,14 +320,14 @@ impl<'a> MeshInputs<'a> {
         let no_gateways = GatewayAccess::default();
         for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
-                // The Services of this namespace are not known: existing grants for this Service are kept, and none is added.
+                // The Services of this namespace are not known: existing grants for this Service are kept, and no grant is added.
                 let ports = existing.into_iter().flat_map(|access| &access.grants);
                 let ports = ports.filter(|(_, port)| port.service == grant.service);
                 granted.extend(ports.map(|((protocol, _), port)| (*protocol, port.clone())));
                 continue;
             }
-            let reach = Reach::Gateways(&no_gateways);
-            if let Ok(found) = services::resolve(grant, &mesh_member.cluster, &target.cluster, member, &reach) {
+            let access_path = AccessPath::Gateways(&no_gateways);
+            if let Ok(found) = services::resolve(grant, &mesh_member.cluster, &target.cluster, member, &access_path) {
                 granted.extend(found.ports.into_iter().map(|port| {
                     let service = grant.service.clone();
                     (
@@ -346,7 +346,7 @@ impl<'a> MeshInputs<'a> {
         let known = || older().chain(existing).flat_map(|access| &access.grants);
         let mut grants = BTreeMap::new();
         for (protocol, port) in granted {
-            let kept = known().find(|((of, _), known)| *of == protocol && **known == port);
+            let kept = known().find(|((known_protocol, _), known)| *known_protocol == protocol && **known == port);
             let Some(key) = kept.map_or_else(|| choose_port(protocol, &port, &taken), |(key, _)| Some(*key)) else {
                 continue;
             };
@@ -357,8 +357,8 @@ impl<'a> MeshInputs<'a> {
     }
 }
 
-/// The first free port, starting at a hash of the granted Service port: a SandboxAccess that is created again gets the same ports.
-/// `None` = every port is taken.
+/// The first free gateway port, starting at a hash of the granted Service port, so that a SandboxAccess that is created again gets
+/// the same ports. `None` = every port is taken.
 fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> Option<(Protocol, u16)> {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
     let start = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();

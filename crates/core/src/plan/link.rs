@@ -19,10 +19,10 @@ pub enum Link {
     Grantor,
 }
 
-/// Why two members are not connected. The name is that of the entry which causes it.
+/// Why two members are not connected. The name in a variant is that of the entry that causes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotConnected {
-    /// Both entries are the same cluster.
+    /// Both entries identify the same cluster.
     SameCluster,
     /// This entry has the profile standard.
     Standard(String),
@@ -34,10 +34,10 @@ pub enum NotConnected {
     NoGrant(String),
 }
 
-/// How `source` is connected to `target`. Two sandboxes are never connected.
+/// Decides how `source` is connected to `target`. Two sandboxes are never connected.
 ///
 /// # Errors
-/// Why they are not connected.
+/// Why the two members are not connected.
 pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     if target.cluster.identity.same_cluster(&source.cluster.identity) {
         return Err(NotConnected::SameCluster);
@@ -71,7 +71,7 @@ pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> 
     }
 }
 
-/// How `source` is connected to `target`; `None` = it is not.
+/// How `source` is connected to `target`; `None` = they are not connected.
 pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
     connectivity(target, source).ok()
 }
@@ -98,7 +98,7 @@ pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<
 pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_>>, name: &str) -> String {
     let explain = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
         Profile::Sandbox if mesh_member.cluster.name == name => Some(format!(
-            "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
+            "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so its Services cannot be granted"
         )),
         Profile::Standard => Some(format!(
             "cluster {:?} has isolationProfile standard: it is not connected to any cluster",
@@ -112,7 +112,7 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 
-/// Whether policies for this source must be closed: it is quarantined, or it is not cluster-meshed (any more).
+/// Whether policies for this source must be closed: it is quarantined or not cluster-meshed.
 pub(super) const fn is_closed(mesh_member: &MeshMember<'_>) -> bool {
     !matches!(mesh_member.cluster.profile, Profile::ClusterMeshed) || mesh_member.cluster.quarantine
 }

@@ -12,9 +12,9 @@ use crate::observe::{Claim, Endpoint, Granularity, Member, Node, Server};
 #[derive(Debug, Default)]
 pub(super) struct Segments<'a> {
     /// Leader -> the other nodes whose prefixes its Peer contains.
-    pub(super) followers: BTreeMap<&'a str, Vec<&'a str>>,
+    pub(super) followers_by_leader: BTreeMap<&'a str, Vec<&'a str>>,
     /// Nodes that have no Peer of their own, because they follow a leader.
-    pub(super) led: BTreeSet<&'a str>,
+    pub(super) all_followers: BTreeSet<&'a str>,
 }
 
 /// Groups the nodes by location as kg does. `is_held` = the node publishes nothing at the moment and keeps its last Peer.
@@ -31,9 +31,9 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
     let mut locations: BTreeMap<&str, Vec<(&str, &Node)>> = BTreeMap::new();
     for (name, node) in &member.nodes {
         let is_grouped = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
-        // A node without a private address is a segment of its own, because other nodes reach it only through the tunnel.
-        // kg annotates the private address, and removes the annotation while it restarts. Then the Node's InternalIPs show
-        // whether it has one.
+        // A node without a private address is a segment by itself, because other nodes reach it only through the tunnel.
+        // kg annotates the private address, and removes the annotation while it restarts. Meanwhile the Node's InternalIPs show
+        // whether the node has one.
         let private = node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
         if is_grouped && private {
             locations.entry(&node.location).or_default().push((name, node));
@@ -42,30 +42,30 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
     let by_location = !published.is_empty();
     for nodes in locations.into_values() {
         // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
-        // has just lost the lead. The leader is a node that checks in, chosen by kg's own order. If there is none, it is a held
-        // node, on which kg restarts, and otherwise a silent node.
+        // has just lost the lead. The leader is a node that checks in, chosen by kg's own order. If there is none, the leader is
+        // a held node, on which kg is restarting; if there is none either, it is a silent node.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| by_location && claims(node));
-        let choice = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
-        let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(choice);
+        let kg_order = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
+        let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(kg_order);
         let held = || nodes.iter().find(|(name, node)| !claims(node) && is_held(name, node));
-        let silent = || claiming().min_by_key(choice);
+        let silent = || claiming().min_by_key(kg_order);
         let Some(&(leader, _)) = active.or_else(held).or_else(silent) else {
             continue;
         };
-        // If no granularity is published, a node that has a Peer of its own may be a segment of its own.
-        let follows = |name: &str, node: &Node| by_location || !(claims(node) || is_held(name, node));
+        // If no granularity is published, a node that has its own Peer may be a segment by itself.
+        let is_follower = |name: &str, node: &Node| by_location || !(claims(node) || is_held(name, node));
         let others = nodes
             .iter()
-            .filter(|(name, node)| *name != leader && follows(name, node));
+            .filter(|(name, node)| *name != leader && is_follower(name, node));
         let followers: Vec<&str> = others.map(|(name, _)| *name).collect();
-        found.led.extend(&followers);
-        found.followers.insert(leader, followers);
+        found.all_followers.extend(&followers);
+        found.followers_by_leader.insert(leader, followers);
     }
     found
 }
 
-/// Whether kg treats its endpoint as public: every address outside RFC 1918 and fd00::/16, including shared address space
+/// Whether kg treats the node's endpoint as public: every address outside RFC 1918 and fd00::/16, including shared address space
 /// (RFC 6598).
 fn is_public(node: &Node) -> bool {
     match &node.kilo_endpoint {

@@ -1,5 +1,5 @@
 //! Shows the members of a mesh as the planner uses them: their effective entries, how they are connected, and their nodes. A
-//! program that explains a plan reads these values, so that it repeats no rule.
+//! program that explains a plan reads these values instead of repeating the planner's rules.
 
 use std::collections::BTreeSet;
 
@@ -68,7 +68,7 @@ impl<'a> MeshMembers<'a> {
         self.mesh
     }
 
-    /// The member with this name of an entry.
+    /// The member with this entry name.
     #[must_use]
     pub fn get(&self, entry: &str) -> Option<MemberView<'_>> {
         Some(MemberView {
@@ -79,20 +79,19 @@ impl<'a> MeshMembers<'a> {
 }
 
 impl<'m> MemberView<'m> {
-    /// Its entry, with the profile and quarantine that apply, and with `allowed` reduced to the accepted networks without those of
-    /// its gateways.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without gateway networks.
     #[must_use]
     pub const fn cluster(&self) -> &'m Cluster {
         &self.member.cluster
     }
 
-    /// Its observation, if there is one.
+    /// The observation, if there is one.
     #[must_use]
     pub const fn observation(&self) -> Option<&'m Observation<Member>> {
         self.member.observed
     }
 
-    /// Its last observed state.
+    /// The last observed state.
     #[must_use]
     pub fn last_observed(&self) -> Option<&'m Member> {
         self.member.last_observed()
@@ -101,7 +100,7 @@ impl<'m> MemberView<'m> {
     /// How `source` is connected to this member.
     ///
     /// # Errors
-    /// Why they are not connected.
+    /// Why the two members are not connected.
     pub fn link_from(&self, source: &MemberView<'_>) -> Result<Link, NotConnected> {
         link::connectivity(self.member, source.member)
     }
@@ -120,7 +119,7 @@ impl<'m> MemberView<'m> {
     pub fn is_led_by(&self, node: &str, leader: &str) -> bool {
         let followers = self
             .registry
-            .and_then(|registry| registry.segments.followers.get(leader));
+            .and_then(|registry| registry.segments.followers_by_leader.get(leader));
         followers.is_some_and(|followers| followers.contains(&node))
     }
 }

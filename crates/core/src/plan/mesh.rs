@@ -71,7 +71,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         } = &prepared;
         for (name, mesh_member) in mesh_members {
             let registry = registries.get(name);
-            let linked = mesh_members
+            let is_linked = mesh_members
                 .values()
                 .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
             let report = ClusterReport {
@@ -89,11 +89,11 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 sandbox: mesh_member.cluster.profile == Profile::Sandbox,
                 // A node that needs no Peer is not reported as skipped.
                 skipped: registry
-                    .filter(|_| linked)
+                    .filter(|_| is_linked)
                     .map(|registry| registry.skipped.clone())
                     .unwrap_or_default(),
                 uncovered: registry.map(|registry| registry.uncovered.clone()).unwrap_or_default(),
-                linked,
+                linked: is_linked,
                 held: registry
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),
@@ -129,7 +129,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         planned
     }
 
-    /// Computes the inputs of the targets' plans; adds facts to `planned`.
+    /// Computes the inputs for the plans of all targets; adds facts to `planned`.
     pub(super) fn prepare(&self, planned: &mut MeshPlan) -> PreparedMesh<'a> {
         let mesh_members = self.prepare_members(planned);
         let registries = self.build_registries(&mesh_members);
@@ -152,7 +152,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             cluster.quarantine = self.quarantined_by(entry).is_some();
             let observed = self.seen.members.get(&entry.identity);
             let (state, reason) = observed.map_or(("Missing", Some("it was not observed yet")), |o| {
-                (o.word(), o.trouble())
+                (o.state_name(), o.not_fresh_reason())
             });
             if let Some(message) = reason {
                 let message = message.to_owned();
@@ -213,17 +213,17 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         strictest
     }
 
-    /// The mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
+    /// The oldest mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
     fn quarantined_by(&self, entry: &Cluster) -> Option<&'p MeshId> {
         let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
-        let mut asking = meshes.filter(|mesh| {
+        let mut quarantining = meshes.filter(|mesh| {
             let mut entries = mesh.clusters.iter();
             entries.any(|other| other.quarantine && other.identity.same_cluster(&entry.identity))
         });
-        asking.next().map(|mesh| &mesh.id)
+        quarantining.next().map(|mesh| &mesh.id)
     }
 
-    /// Reports what each quarantine does: where PeerPolicies are enforced the objects are kept, elsewhere the Peers are deleted.
+    /// Reports what each quarantine does: targets that enforce PeerPolicies keep the objects, in other targets the Peers are deleted.
     fn report_quarantines(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -288,14 +288,14 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     }
 
     fn is_ours(&self, peer: &ObservedPeer) -> bool {
-        self.is_own(&peer.owner)
+        self.has_our_labels(&peer.owner)
     }
 
-    fn is_own(&self, owner: &Owner) -> bool {
+    fn has_our_labels(&self, owner: &Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
 
-    /// The existing Peers of this mesh for one node, in all members that [`is_trusted`].
+    /// The existing Peers of this mesh for one node, in all members for which [`is_trusted`] is true.
     fn existing_peers(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -312,9 +312,9 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         named.filter(|peer| self.is_ours(peer)).collect()
     }
 
-    /// Gives each public key to one node of all members (rule 3). A member chooses the timestamps of its own Nodes, so they
-    /// decide nothing here. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node
-    /// that already has the key in an existing Peer or SandboxAccess, then the order of the entries.
+    /// Gives each public key to one node of all members (rule 3). The Nodes' timestamps are not compared, because each member
+    /// chooses them itself. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node that
+    /// already has the key in an existing Peer or SandboxAccess, then the order of the entries.
     ///
     /// An existing object of a sandbox wins only over other sandboxes. Otherwise a sandbox could keep a copied key whenever the
     /// real Node briefly publishes none.
@@ -341,7 +341,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 existing.entry(source).or_default().insert(spec.public_key, name);
             }
         }
-        for (_, access) in accesses.filter(|(_, access)| self.is_own(&access.owner)) {
+        for (_, access) in accesses.filter(|(_, access)| self.has_our_labels(&access.owner)) {
             if let (Some(source), Ok(spec)) = (&access.owner.source_cluster, &access.spec) {
                 let nodes = spec.nodes.iter().map(|(key, node)| (*key, &*node.name));
                 existing.entry(source).or_default().extend(nodes);
@@ -373,8 +373,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                         node.node,
                     );
                 }),
-                // Not observed since the controller started: its existing Peers claim its keys. Otherwise a member that copies
-                // one of these keys would get it.
+                // The member was not observed since the controller started, so its existing Peers claim its keys. Otherwise a
+                // member that copies one of these keys would get it.
                 None if mesh_member.can_connect => {
                     existing
                         .into_iter()
@@ -409,8 +409,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     }
 }
 
-/// Whether existing objects in this member are evidence about other members. Not in a sandbox: its administrator can write any
-/// Peer there.
+/// Whether existing objects in this member prove which keys and Peers other members have. Objects in a sandbox prove nothing,
+/// because its administrator can write any Peer there.
 fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }

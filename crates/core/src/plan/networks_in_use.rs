@@ -11,13 +11,13 @@ use crate::{
     observe::{Node, Server},
 };
 
-/// The accepted networks of all members, each with its member's name. Networks of different clusters are disjoint.
-struct Listed<'p> {
+/// The accepted networks of all members, with the names of the members. Networks of different clusters are disjoint.
+struct AcceptedNetworks<'p> {
     members: BTreeMap<IpNet, &'p str>,
     lengths: BTreeSet<u8>,
 }
 
-impl<'p> Listed<'p> {
+impl<'p> AcceptedNetworks<'p> {
     fn of(mesh_members: &'p BTreeMap<String, MeshMember<'_>>) -> Self {
         let networks = mesh_members.iter().flat_map(|(name, mesh_member)| {
             let accepted = mesh_member.accepted.iter();
@@ -29,7 +29,7 @@ impl<'p> Listed<'p> {
     }
 
     /// The accepted network that contains `net`, and its member.
-    fn around(&self, net: IpNet) -> Option<(IpNet, &'p str)> {
+    fn find_containing(&self, net: IpNet) -> Option<(IpNet, &'p str)> {
         let lengths = self.lengths.iter().filter(|length| **length <= net.prefix_len());
         lengths.into_iter().find_map(|length| {
             let outer = IpNet::new(net.addr(), *length).ok()?.trunc();
@@ -38,23 +38,23 @@ impl<'p> Listed<'p> {
     }
 
     /// The accepted networks inside `net`, and their members.
-    fn inside(&self, net: IpNet) -> impl Iterator<Item = (IpNet, &'p str)> {
+    fn find_inside(&self, net: IpNet) -> impl Iterator<Item = (IpNet, &'p str)> {
         let all = self.members.iter().map(|(network, name)| (*network, *name));
         all.filter(move |(network, _)| net.contains(network))
     }
 }
 
-/// One fact for each member and each network of another member in which its Nodes have addresses. Nodes of sandboxes are
+/// Returns one fact for each member and each network of another member in which its Nodes have addresses. Nodes of sandboxes are
 /// ignored, because their untrusted claims must not affect the status of other members.
 pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
-    let listed = Listed::of(mesh_members);
+    let accepted_networks = AcceptedNetworks::of(mesh_members);
     let mut facts = BTreeSet::new();
     for (name, mesh_member) in mesh_members
         .iter()
         .filter(|(_, mesh_member)| mesh_member.cluster.profile == Profile::ClusterMeshed)
     {
         let cluster = &mesh_member.cluster;
-        let foreign = |owner: &str, network: IpNet| {
+        let is_reported = |owner: &str, network: IpNet| {
             // This member's Nodes may have addresses in these networks of other members (KubeVirt workers).
             let hosted = cluster
                 .endpoint_networks
@@ -65,29 +65,29 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 .filter(|other| !other.cluster.identity.same_cluster(&cluster.identity));
             other.is_some() && !hosted
         };
-        // By network: (its member, number of Nodes with addresses in it, the first Node, that Node's address).
+        // By network: (its member, number of Nodes with addresses in the network, the first such Node, that Node's address).
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
-        let mut networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
-        for (node, view) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {
+        let mut inside_kg_networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
+        for (node_name, node) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {
             let mut hits: BTreeMap<IpNet, (&str, IpNet)> = BTreeMap::new();
-            for address in addresses(view) {
+            for address in addresses(node) {
                 hits.extend(
-                    listed
-                        .around(address)
+                    accepted_networks
+                        .find_containing(address)
                         .map(|(network, owner)| (network, (owner, address))),
                 );
             }
-            if let Some(kg_network) = kg_network(view) {
-                let inside = networks
+            if let Some(kg_network) = kg_network(node) {
+                let inside = inside_kg_networks
                     .entry(kg_network)
-                    .or_insert_with(|| listed.inside(kg_network).collect());
+                    .or_insert_with(|| accepted_networks.find_inside(kg_network).collect());
                 hits.extend(inside.iter().map(|(network, owner)| (*network, (*owner, kg_network))));
             }
             for (network, (owner, address)) in hits
                 .into_iter()
-                .filter(|(network, (owner, _))| foreign(owner, *network))
+                .filter(|(network, (owner, _))| is_reported(owner, *network))
             {
-                found.entry(network).or_insert((owner, 0, node, address)).1 += 1;
+                found.entry(network).or_insert((owner, 0, node_name, address)).1 += 1;
             }
         }
         for (network, (owner, nodes, first, address)) in found {
@@ -114,7 +114,7 @@ fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     addresses.map(|address| IpNet::from(*address)).chain(wireguard)
 }
 
-/// The WireGuard network of a node of kg: kg routes all of it into its own interface.
+/// The WireGuard network of a node that kg serves: kg routes the whole network into its own interface.
 fn kg_network(node: &Node) -> Option<IpNet> {
     let claim = node.wireguard_ip.value().filter(|_| node.server != Server::Agent)?;
     (claim.prefix_len() < claim.max_prefix_len()).then(|| claim.trunc())

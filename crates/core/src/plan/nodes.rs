@@ -34,10 +34,10 @@ pub(super) struct RegisteredNode<'a> {
     pub(super) wireguard: IpNet,
 }
 
-/// The outcome for each Node of a member: registered, skipped, held, or led by another one.
+/// The outcome for each Node of a member: registered, skipped, held, or a follower of another node.
 #[derive(Debug, Default)]
 pub(super) struct NodeRegistry<'a> {
-    /// Sorted by age.
+    /// The registered nodes, sorted by age.
     pub(super) registered: Vec<RegisteredNode<'a>>,
     pub(super) skipped: Vec<Skipped>,
     /// Nodes that publish nothing usable at the moment and keep their last Peers, with the reason.
@@ -74,8 +74,8 @@ pub(super) fn host_route(address: IpAddr) -> IpNet {
 }
 
 impl<'a> RegistryBuilder<'a, '_> {
-    /// Registers the Nodes in the order of (creationTimestamp, name), so that of two claims of one address the older Node's
-    /// wins, whatever the order of the list.
+    /// Registers the Nodes in the order of (creationTimestamp, name): if two Nodes claim one address, the older Node wins, in
+    /// whatever order the API server lists them.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
         let can_hold = |name: &str, node: &Node| self.can_hold(name, node);
         let mut registry = NodeRegistry {
@@ -88,14 +88,14 @@ impl<'a> RegistryBuilder<'a, '_> {
 
         let mut outcomes: Vec<(&'a str, &'a Node, Result<NodeClaims<'a>, Refusal>)> = Vec::new();
         for (position, (name, node)) in nodes.into_iter().enumerate() {
-            if registry.segments.led.contains(name) {
+            if registry.segments.all_followers.contains(name) {
                 continue;
             }
             let claims = if position >= self.cluster.max_nodes {
                 Err((
                     Reason::TooManyNodes,
                     format!(
-                        "more than {} Nodes; a mesh takes the oldest of one member and no more",
+                        "the cluster has more than {} Nodes; only its oldest Nodes are used",
                         self.cluster.max_nodes
                     ),
                 ))
@@ -137,11 +137,11 @@ impl<'a> RegistryBuilder<'a, '_> {
                 message,
             }));
         registry.skipped.sort();
-        let missing = registry
+        let uncovered = registry
             .uncovered
             .iter()
             .find(|pods| self.allows_family_of(pods.network));
-        registry.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
+        registry.facts.extend(uncovered.map(|first| Fact::PodCIDRNotCovered {
             cluster: self.cluster.name.clone(),
             message: self.uncovered_message(first),
         }));
@@ -188,7 +188,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// All prefixes that some Node claims or has, so that the networks of a Node that fails for a moment are not anchored.
+    /// All prefixes that some Node claims or has, so that the networks of a Node that is invalid for a moment are not anchored.
     ///
     /// This includes the addresses of every Node. If another node's Peer contained one of them, kg would route the outer packets
     /// for that Node into the tunnel. Addresses of exported pods are not included, because they lie in the shared network that
@@ -214,7 +214,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .allowed_ips
                     .iter()
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
-                // An address that the entry lists as a network of its own may be in the Peer as an anchored network.
+                // An address that the entry lists as a separate network may be in the Peer as an anchored network.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
                 owned.extend(endpoint::peer_endpoints(spec).map(host_route));
             }
@@ -238,14 +238,14 @@ impl<'a> RegistryBuilder<'a, '_> {
         node.held_for.is_none_or(|age| age < HOLD) && !(self.existing)(name).is_empty()
     }
 
-    /// Reads the claims of one Node, and of the nodes that follow it as their leader.
+    /// Reads the claims of one Node, including those of its followers if it is the leader of a location.
     fn read_claims(
         &self,
         name: &'a str,
         observed: &'a Node,
         registry: &mut NodeRegistry<'a>,
     ) -> Result<NodeClaims<'a>, Refusal> {
-        // No Node dials a sandbox's: its nodes dial the gateways.
+        // A sandbox's nodes send first to gateways, which use no configured endpoint of them, so their own endpoints do not matter.
         if self.cluster.profile != Profile::Sandbox {
             endpoint::check_explicit(observed)?;
         }
@@ -265,14 +265,20 @@ impl<'a> RegistryBuilder<'a, '_> {
         let mut uncovered = Vec::new();
         let mut pods = self.pod_cidrs(name, observed, &mut uncovered)?;
         let mut internal = self.internal_ips(observed);
-        for follower in registry.segments.followers.get(name).cloned().unwrap_or_default() {
-            let Some(led) = self.member.nodes.get(follower) else {
+        for follower in registry
+            .segments
+            .followers_by_leader
+            .get(name)
+            .cloned()
+            .unwrap_or_default()
+        {
+            let Some(follower_node) = self.member.nodes.get(follower) else {
                 continue;
             };
-            match self.pod_cidrs(follower, led, &mut uncovered) {
+            match self.pod_cidrs(follower, follower_node, &mut uncovered) {
                 Ok(cidrs) => {
                     pods.extend(cidrs);
-                    internal.extend(self.internal_ips(led));
+                    internal.extend(self.internal_ips(follower_node));
                 }
                 Err((reason, message)) => registry.skipped.push(Skipped {
                     node: follower.to_owned(),
@@ -364,8 +370,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// The podCIDRs of a Node that its member may claim. Others are left out and added to `uncovered`; the Node is refused only
-    /// if none is left.
+    /// The podCIDRs that the Node may claim. Others are left out and added to `uncovered`; the Node is refused only if none is
+    /// left.
     fn pod_cidrs(
         &self,
         name: &str,
@@ -428,7 +434,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         hosts.filter(|net| self.is_routable(*net)).collect()
     }
 
-    /// The first few kg nodes whose InternalIPs no Peer may contain (all of them would not fit into a condition). kg sends packets
+    /// The first few nodes of kg whose InternalIPs no Peer may contain; a condition has no room for all of them. kg sends packets
     /// of the host network from the InternalIP; wg-agent sends them from the WireGuard address.
     fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
@@ -436,7 +442,9 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
         let registered: BTreeSet<&str> = registry.registered.iter().map(|node| node.node).collect();
         let is_in_mesh = |name: &str| {
-            registered.contains(name) || registry.held.contains_key(name) || registry.segments.led.contains(name)
+            registered.contains(name)
+                || registry.held.contains_key(name)
+                || registry.segments.all_followers.contains(name)
         };
         let has_uncovered_ip = |node: &Node| {
             let mut hosts = node

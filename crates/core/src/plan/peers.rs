@@ -36,18 +36,18 @@ pub(super) struct PeerPlanner<'a, 'p> {
     /// Names of the existing Peers with each key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
     /// The taken keys, each with its owner as text for messages.
-    keys: BTreeMap<PublicKey, String>,
-    /// Keys of existing Peers that stay in other meshes, with the source cluster of each.
-    shared: BTreeMap<PublicKey, &'a ClusterIdentity>,
+    taken_keys: BTreeMap<PublicKey, String>,
+    /// Keys of existing Peers that other meshes keep, with the source cluster of each.
+    kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
     /// Names of existing Peers without a mesh label that this mesh adopts again, by key.
-    returned: BTreeMap<PublicKey, String>,
+    readopted: BTreeMap<PublicKey, String>,
     /// The taken prefixes, each with its owner as text for messages.
-    prefixes: BTreeMap<IpNet, String>,
+    taken_prefixes: BTreeMap<IpNet, String>,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
     /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
-    unserved: BTreeMap<String, BTreeSet<String>>,
+    omitted_internal_ips: BTreeMap<String, BTreeSet<String>>,
     runs_kg: bool,
 }
 
@@ -60,32 +60,32 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .flatten()
             .map(|(name, peer)| (&**name, peer))
             .collect();
-        let mut keys = BTreeMap::new();
-        let mut shared = BTreeMap::new();
-        let mut prefixes = BTreeMap::new();
-        let served = inputs.served(name, target);
+        let mut taken_keys = BTreeMap::new();
+        let mut kept_by_other_meshes = BTreeMap::new();
+        let mut taken_prefixes = BTreeMap::new();
+        let source_networks = inputs.source_networks(name, target);
         let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
         for (peer, observed) in &existing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
-            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (a
-            // person's laptop), or one of ours whose source was not observed, or whose mesh is paused or does not exist.
+            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (such as
+            // that of a laptop), or a managed Peer whose source was not observed, or whose mesh is paused or does not exist.
             // Otherwise a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
-                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unseen(name, target, observed),
+                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),
                 Ownership::Mesh(mesh) => inputs.kept_source(mesh, observed).is_some_and(|source| {
-                    shared.extend(source.map(|source| (spec.public_key, source)));
+                    kept_by_other_meshes.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
                 Ownership::Orphan => {
-                    let superseded = |net: &IpNet| served.iter().any(|served| overlap(*served, *net));
+                    let superseded = |net: &IpNet| source_networks.iter().any(|other| overlap(*other, *net));
                     !spec.allowed_ips.iter().any(superseded)
                 }
             };
             if kept {
-                keys.insert(spec.public_key, format!("Peer {peer}"));
-                prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
+                taken_keys.insert(spec.public_key, format!("Peer {peer}"));
+                taken_prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
         // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
@@ -99,7 +99,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let runs_kg = member.is_some_and(|member| runs_kg(member, is_held));
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = observed.public_key.value() {
-                keys.insert(*key, format!("Node {node}"));
+                taken_keys.insert(*key, format!("Node {node}"));
             }
         }
         Self {
@@ -108,19 +108,19 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             target,
             existing,
             by_key,
-            keys,
-            shared,
-            returned: BTreeMap::new(),
-            prefixes,
+            taken_keys,
+            kept_by_other_meshes,
+            readopted: BTreeMap::new(),
+            taken_prefixes,
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
-            unserved: BTreeMap::new(),
+            omitted_internal_ips: BTreeMap::new(),
             runs_kg,
         }
     }
 
-    /// Adopts an existing Peer that lost its mesh label, if its name, key and remaining labels show that it describes this node.
+    /// Adopts an existing Peer without mesh label, if its name, key and remaining labels show that it describes this node.
     /// Its key and prefixes become free for the planned Peer.
     fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
         let mesh = self.inputs.mesh;
@@ -135,10 +135,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         });
         let Some(name) = unlabelled else { return };
         let owner = format!("Peer {name}");
-        if self.keys.get(&node.key).is_some_and(|of| *of == owner) {
-            self.keys.remove(&node.key);
-            self.prefixes.retain(|_, of| *of != owner);
-            self.returned.insert(node.key, name);
+        if self.taken_keys.get(&node.key).is_some_and(|other| *other == owner) {
+            self.taken_keys.remove(&node.key);
+            self.taken_prefixes.retain(|_, other| *other != owner);
+            self.readopted.insert(node.key, name);
         }
     }
 
@@ -208,7 +208,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                     .copied()
                     .filter(|part| peer.spec.allowed_ips.remove(part))
                     .collect();
-                lost.iter().for_each(|part| drop(self.prefixes.remove(part)));
+                lost.iter().for_each(|part| drop(self.taken_prefixes.remove(part)));
             }
         }
         self.add_anchors(source, mesh_member, registry, &parts, &added);
@@ -258,13 +258,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         own_names: &BTreeSet<String>,
     ) -> Option<String> {
         self.readopt(source, node);
-        if let Some(owner) = self.keys.get(&node.key) {
+        if let Some(owner) = self.taken_keys.get(&node.key) {
             let mesh_member = self.inputs.mesh_members.get(source);
-            let shared = self.shared.get(&node.key);
-            if shared
-                .is_some_and(|of| mesh_member.is_some_and(|mesh_member| of.same_cluster(&mesh_member.cluster.identity)))
-            {
-                // It is the Peer of the same node, which another mesh keeps.
+            let kept_by_other = self.kept_by_other_meshes.get(&node.key);
+            if kept_by_other.is_some_and(|other| {
+                mesh_member.is_some_and(|mesh_member| other.same_cluster(&mesh_member.cluster.identity))
+            }) {
+                // The existing Peer describes the same node, and another mesh keeps it.
                 return None;
             }
             let message = format!("key {} belongs to {owner} there", node.key);
@@ -283,13 +283,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         for prefix in &prefixes {
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
-                self.unserved
+                self.omitted_internal_ips
                     .entry(source.to_owned())
                     .or_default()
                     .insert(node.node.to_owned());
                 continue;
             }
-            match self.prefixes.get(prefix) {
+            match self.taken_prefixes.get(prefix) {
                 None => {
                     allowed_ips.insert(*prefix);
                 }
@@ -326,24 +326,24 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         own_names: &BTreeSet<String>,
     ) {
         let key = gateway.public_key;
-        if let Some(owner) = self.keys.get(&key) {
+        if let Some(owner) = self.taken_keys.get(&key) {
             let message = format!("key {key} belongs to {owner} there");
             self.skip(source, name, Reason::PublicKeyDuplicate, &message);
             return;
         }
-        allowed_ips.retain(|net| !self.prefixes.contains_key(net));
+        allowed_ips.retain(|net| !self.taken_prefixes.contains_key(net));
         let spec = PeerSpec {
             public_key: key,
             allowed_ips,
             endpoint: endpoints.first().copied().map(Endpoint::Ip),
             candidates: if endpoints.len() > 1 { endpoints } else { Vec::new() },
-            // A gateway may be behind a hostPort or another NAT, and only the sandbox initiates handshakes.
+            // A gateway may be behind a hostPort or another NAT, and has no configured endpoint of the sandbox's node.
             persistent_keepalive: NAT_KEEPALIVE.get(),
         };
         self.add_named_peer(source, name, spec, own_names);
     }
 
-    /// Host routes that the node's existing Peer contains and no node claims now. They are kept while namespaces with exported
+    /// Host routes that the node's existing Peer contains and no node claims. They are kept while namespaces with exported
     /// pods are not listed, because they may belong to such pods.
     fn existing_host_routes(
         &self,
@@ -369,8 +369,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         ours.spec.as_ref().ok()
     }
 
-    /// Chooses the name of a Peer and adds it to the plan. If an existing Peer of ours has this key, its name is kept even if the
-    /// naming rule gives another one now: deleting one Peer and creating another makes kg lose the key for minutes.
+    /// Chooses the name of a Peer and adds the Peer to the plan. If a managed Peer already has this key, its name is kept even if the
+    /// naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
     fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.inputs.naming;
         let readable = naming.peer(self.inputs.mesh, source, node, false);
@@ -383,7 +383,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         });
         let kept = kept
             .map(|name| (*name).to_owned())
-            .or_else(|| self.returned.remove(&spec.public_key));
+            .or_else(|| self.readopted.remove(&spec.public_key));
         let free = |name: &String| {
             let existing = self.existing.get(&**name);
             let foreign = existing.is_some_and(|peer| !self.inputs.is_ours(&peer.owner));
@@ -396,8 +396,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let mut names = [readable, long.clone()].into_iter().chain(further);
             names.find(free).unwrap_or_default()
         });
-        self.keys.insert(spec.public_key, format!("Peer {name}"));
-        self.prefixes
+        self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
+        self.taken_prefixes
             .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
         self.peers.insert(
             name.clone(),
@@ -431,7 +431,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
                 node.persistent_keepalive > 0
-                    || endpoint::is_located(node)
+                    || endpoint::has_any_address(node)
                         && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
@@ -446,10 +446,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         outcome.plan.peers = self.peers;
         outcome.skipped = self.skipped;
         outcome.facts.extend(self.facts);
-        let unserved = self.unserved.into_iter();
+        let omitted_internal_ips = self.omitted_internal_ips.into_iter();
         outcome
             .facts
-            .extend(unserved.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
+            .extend(omitted_internal_ips.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
                 cluster,
                 target: self.name.to_owned(),
                 nodes,
@@ -463,8 +463,8 @@ fn exports_unlisted(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 
-/// Whether kg configures routes from this member's Peers on some node. A Node that has just joined and published nothing does not
-/// count if others have published. If none has, the answer is `true`, the safe assumption.
+/// Whether kg configures routes from this member's Peers on some node. A Node that has just joined and published nothing is ignored
+/// if other Nodes have published something. If none has, the answer is `true`, the safe assumption.
 fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     // kg removes a node's key annotation while it restarts, so held nodes count too.
     let has_kg = |(name, node): (&String, &Node)| {

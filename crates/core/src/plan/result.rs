@@ -13,7 +13,7 @@ use crate::{
     ownership::Claimant,
 };
 
-/// Why a Node has no Peer (rule 3). The name of the variant is shown in Events, conditions, metrics and `skipped`.
+/// The reason why a Node has no Peer (rule 3). The name of the variant is shown in Events, conditions, metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Reason {
@@ -38,7 +38,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// One Node that has no Peer, and why.
+/// A Node that has no Peer, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Skipped {
     /// `metadata.name`.
@@ -51,7 +51,7 @@ pub struct Skipped {
     pub target: Option<String>,
 }
 
-/// Something to report about a mesh. [`crate::status`] derives the conditions from these facts.
+/// A fact about a mesh, from which [`crate::status`] derives the conditions.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fact {
     /// The allowedNetworks of two entries overlap.
@@ -82,7 +82,7 @@ pub enum Fact {
     Quarantined {
         /// Entry of this mesh.
         cluster: String,
-        /// Names the mesh that requests it.
+        /// Names the mesh that quarantines the member.
         message: String,
     },
     /// The observation of a member is not fresh. Nothing is deleted because of missing data.
@@ -91,7 +91,7 @@ pub enum Fact {
         cluster: String,
         /// `Stale`, `Unreachable` or `Missing`.
         state: &'static str,
-        /// Why.
+        /// The reason.
         message: String,
     },
     /// The Peer CRD is not installed in a member.
@@ -104,7 +104,7 @@ pub enum Fact {
     InternalIPNotCovered {
         /// Entry of this mesh.
         cluster: String,
-        /// The first few nodes.
+        /// The first few such nodes.
         nodes: Vec<String>,
     },
     /// podCIDRs of registered nodes lie outside allowedNetworks, although allowedNetworks has networks of their IP family: most
@@ -119,7 +119,7 @@ pub enum Fact {
     NodesHeld {
         /// Entry of this mesh.
         cluster: String,
-        /// Each node with the reason for which it will be skipped when the hold ends.
+        /// Each node, with the reason for which it will be skipped after [`super::HOLD`].
         nodes: BTreeMap<String, Reason>,
     },
     /// The InternalIPs of these nodes are also their endpoints. Peers for a target that kg serves leave them out, because kg
@@ -129,14 +129,14 @@ pub enum Fact {
         cluster: String,
         /// Entry of this mesh whose nodes kg serves.
         target: String,
-        /// All of them.
+        /// All such nodes.
         nodes: BTreeSet<String>,
     },
     /// kg has stopped checking in for these nodes.
     KgSilent {
         /// Entry of this mesh.
         cluster: String,
-        /// All of them.
+        /// All such nodes.
         nodes: BTreeSet<String>,
     },
     /// Two nodes claim one prefix. The first owner keeps it, and the other node has a Peer without it.
@@ -160,13 +160,13 @@ pub enum Fact {
         /// What makes a node eligible, or why the network is left out.
         message: String,
     },
-    /// A grant that cannot be mirrored, or only in part.
+    /// A grant that cannot be mirrored, or can be mirrored only in part.
     EgressUnresolved {
         /// Entry of the importing member.
         cluster: String,
         /// Name of the mirrored Service.
         service: ObjectName,
-        /// Why, and the remedy.
+        /// The reason and the remedy.
         message: String,
     },
     /// A target has more Peers than [`super::MAX_PEERS_PER_TARGET`].
@@ -225,7 +225,7 @@ pub struct PlannedAccess {
     pub spec: AccessSpec,
 }
 
-/// A mirrored Service. It has no selector, so that the member's own kube-proxy or Cilium balances over our EndpointSlices.
+/// A mirrored Service. It has no selector, so that the member's own kube-proxy or Cilium uses the planned EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedService {
     /// The member that has the Service, by its entry's name.
@@ -262,7 +262,7 @@ pub struct PlannedSlice {
     pub endpoints: Vec<SliceEndpoint>,
 }
 
-/// The objects that one member should hold for one mesh.
+/// The desired objects of one mesh in one member.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TargetPlan {
     /// Peers by name.
@@ -273,13 +273,13 @@ pub struct TargetPlan {
     pub accesses: BTreeMap<String, PlannedAccess>,
     /// Mirrored Services.
     pub services: BTreeMap<ObjectName, PlannedService>,
-    /// The accepted networks of all sources that are connected to this target.
-    pub served: BTreeSet<IpNet>,
+    /// The accepted networks of the sources that are connected to this target.
+    pub source_networks: BTreeSet<IpNet>,
     /// Sources that are not [`crate::observe::Observation::Fresh`]: their objects in this target may be updated, but not
     /// deleted.
-    pub retained: BTreeSet<String>,
-    /// Mirrored Services whose original was not observed: existing objects with these names are neither updated nor deleted.
-    pub kept: BTreeSet<ObjectName>,
+    pub sources_not_fresh: BTreeSet<String>,
+    /// Mirrored Services whose original Service was not observed: existing objects with these names are neither updated nor deleted.
+    pub kept_services: BTreeSet<ObjectName>,
 }
 
 /// The status of one entry.
@@ -288,7 +288,7 @@ pub struct ClusterReport {
     /// The accepted allowedNetworks (rule 10).
     pub accepted: Vec<IpNet>,
     /// Its anchored networks, with the nodes whose Peers contain them in the other members. The caller stores them and passes
-    /// them to the next plan as [`crate::mesh::Cluster::carriers`].
+    /// them to the next plan as [`crate::mesh::Cluster::previous_anchors`].
     pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
     /// How many of its nodes have a Peer in the other members.
     pub registered: usize,
@@ -299,9 +299,9 @@ pub struct ClusterReport {
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
     /// network. Sorted by the age of the nodes.
     pub uncovered: Vec<Uncovered>,
-    /// Its profile is sandbox. If meshes differ, this is the most restrictive profile of all.
+    /// The profile that applies is sandbox.
     pub sandbox: bool,
-    /// Its nodes are connected to some other member. False for a sandbox without grants, for example.
+    /// The nodes are connected to some other member. False for a sandbox without grants, for example.
     pub linked: bool,
     /// Held nodes, which keep their last Peer, with the reason for which they would be skipped. The caller remembers since when
     /// each node is held, and passes the age to the next plan as [`crate::observe::Node::held_for`].
@@ -313,24 +313,24 @@ pub struct ClusterReport {
 pub struct EgressReport {
     /// The importing member, by its entry's name.
     pub cluster: String,
-    /// Name of the mirrored Service there.
+    /// Name of the mirrored Service in that member.
     pub service: ObjectName,
     /// The mirrored Service exists and has an endpoint that accepts connections.
     pub ready: bool,
     /// The number of its endpoints.
     pub endpoints: usize,
-    /// What is wrong, and the remedy; empty if nothing is.
+    /// The problem and the remedy; empty = no problem.
     pub message: String,
 }
 
 /// The plan of one mesh.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct MeshPlan {
-    /// Write nothing and delete nothing for it.
+    /// Nothing is written or deleted for the mesh.
     pub paused: bool,
     /// The ClusterMesh is being deleted, and with it everything it owns.
     pub deleting: bool,
-    /// By entry name.
+    /// The status of each entry, by entry name.
     pub clusters: BTreeMap<String, ClusterReport>,
     /// The desired objects of every member, by entry name.
     pub targets: BTreeMap<String, TargetPlan>,
@@ -345,7 +345,7 @@ pub struct MeshPlan {
 /// The plan of all meshes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// By mesh.
+    /// The plan of each mesh.
     pub meshes: BTreeMap<MeshId, MeshPlan>,
     /// All meshes, oldest first: the input of [`crate::ownership::of`].
     pub claimants: Vec<Claimant>,

@@ -24,19 +24,19 @@ pub(super) struct GrantOutcome {
     pub(super) report: EgressReport,
     /// `None` = no mirrored Service is planned for the grant.
     pub(super) service: Option<PlannedService>,
-    /// The state needed to resolve the grant was not observed: an existing mirrored Service is kept.
+    /// The state that decides the grant was not observed, so an existing mirrored Service is kept.
     pub(super) keep: bool,
 }
 
 /// How an importing member reaches the endpoints of a Service.
-pub(super) enum Reach<'a> {
+pub(super) enum AccessPath<'a> {
     /// Directly: it is not a sandbox.
     Direct,
     /// Through gateways: it is a sandbox.
     Gateways(&'a GatewayAccess<'a>),
 }
 
-/// The importing and the exporting member of a grant, and what is needed to resolve it.
+/// The importing and the exporting member of a grant, with the other inputs that decide it.
 pub(super) struct GrantResolver<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) importer: &'a Cluster,
@@ -47,8 +47,8 @@ pub(super) struct GrantResolver<'a> {
     /// The observed state of the member that has the Service.
     pub(super) exporter_state: Option<&'a Observation<Member>>,
     /// How the importer reaches the endpoints.
-    pub(super) reach: Reach<'a>,
-    /// Whether the existing Service with this name in the importer belongs to this mesh.
+    pub(super) access_path: AccessPath<'a>,
+    /// Returns whether the existing Service with this name in the importer belongs to this mesh.
     pub(super) is_ours: &'a dyn Fn(&ObjectName) -> bool,
     /// An earlier grant or an older mesh uses the local name.
     pub(super) is_taken: bool,
@@ -108,7 +108,7 @@ impl GrantResolver<'_> {
         let unlisted = |member: &Member, namespace: &String, cluster: &str| {
             let why = member.unlisted.services.get(namespace)?;
             Some(format!(
-                "the Services in namespace {namespace} of cluster {cluster:?} are not known, an existing mirrored Service is kept: {why}"
+                "the Services in namespace {namespace} of cluster {cluster:?} are not known; an existing mirrored Service is kept: {why}"
             ))
         };
         let importer_unlisted =
@@ -121,12 +121,12 @@ impl GrantResolver<'_> {
             && !(self.is_ours)(&grant.local)
         {
             let message = format!(
-                "a Service {} that is not ours exists in cluster {:?}; rename it or set `as` to another name",
+                "another Service {} already exists in cluster {:?}; rename it or set `as` to another name",
                 grant.local, self.importer.name
             );
             return outcome_of(None, false, message);
         }
-        match resolve(grant, self.importer, exporter, member, &self.reach) {
+        match resolve(grant, self.importer, exporter, member, &self.access_path) {
             Err(message) => outcome_of(None, false, message),
             Ok(Resolved { ports, groups, message }) => {
                 let slices = pack_slices(self.mesh, &grant.local, groups, naming);
@@ -144,23 +144,23 @@ impl GrantResolver<'_> {
     }
 }
 
-/// Endpoints, grouped by (is IPv6, backend ports): one group fits into one EndpointSlice if it is not too large.
-pub(super) type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
+/// Endpoints, grouped by (is IPv6, backend ports). All endpoints of one EndpointSlice have the same values.
+pub(super) type EndpointGroups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
 /// The ports and endpoints of a grant.
 pub(super) struct Resolved {
     /// The granted ports of the Service.
     pub(super) ports: Vec<ServicePort>,
-    /// Its endpoints.
-    pub(super) groups: Groups,
+    /// The endpoints of the mirrored Service.
+    pub(super) groups: EndpointGroups,
     /// Which endpoints are left out and why; empty = none.
     pub(super) message: String,
 }
 
 /// Resolves a grant against the observed state of the member that has the Service.
 ///
-/// Endpoints of an IP family in which the importer has no network are left out: it has no source address for them.
-/// A message reports this only if no endpoint remains. Usually the same pods have endpoints of the other family.
+/// Endpoints of an IP family in which the importer has no network are left out, because its nodes have no source address for them.
+/// A message reports this only if no endpoint remains, because the same pods usually have endpoints of the other family.
 ///
 /// # Errors
 /// Why the grant cannot be mirrored, and the remedy.
@@ -169,10 +169,10 @@ pub(super) fn resolve(
     importer: &Cluster,
     exporter: &Cluster,
     member: &Member,
-    reach: &Reach<'_>,
+    access_path: &AccessPath<'_>,
 ) -> Result<Resolved, String> {
-    let sandbox = !matches!(reach, Reach::Direct);
-    let service_text = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
+    let sandbox = !matches!(access_path, AccessPath::Direct);
+    let describe = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
         // The message is the same if the Service does not exist, so that it does not reveal which Services exist.
@@ -181,29 +181,29 @@ pub(super) fn resolve(
         return Err(format!(
             "{} may not be granted by a mesh in namespace {namespace}: the owner of the Service can allow it with the annotation \
              kilo-clustermesh.io/allowed-from: {namespace} on the Service",
-            service_text()
+            describe()
         ));
     }
-    let service = service.ok_or_else(|| format!("{} does not exist", service_text()))?;
+    let service = service.ok_or_else(|| format!("{} does not exist", describe()))?;
     if service.external_name {
         return Err(format!(
             "{} is of type ExternalName: it has no endpoints in that cluster",
-            service_text()
+            describe()
         ));
     }
     if service.managed.is_some() {
         return Err(format!(
-            "{} is itself a mirror; name the Service it mirrors",
-            service_text()
+            "{} is itself a mirror; name the Service that it mirrors",
+            describe()
         ));
     }
     if sandbox && service.selectorless {
         return Err(format!(
             "{} has no selector, so its EndpointSlices may list any address: it is not granted to a sandbox",
-            service_text()
+            describe()
         ));
     }
-    if !matches!(reach, Reach::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
+    if !matches!(access_path, AccessPath::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
         return Err(format!(
             "cluster {:?} is masqueraded: its pods have no addresses in the mesh",
             grant.cluster
@@ -225,7 +225,7 @@ pub(super) fn resolve(
             };
             format!(
                 "{} has no port {requested}/{}",
-                service_text(),
+                describe(),
                 requested_port.protocol.as_str()
             )
         })?;
@@ -237,12 +237,12 @@ pub(super) fn resolve(
         ports.clone_from(&service.ports);
     }
     if ports.is_empty() {
-        return Err(format!("{} has no ports", service_text()));
+        return Err(format!("{} has no ports", describe()));
     }
-    if let Reach::Gateways(gateway_access) = reach {
+    if let AccessPath::Gateways(gateway_access) = access_path {
         return resolve_with_gateways(grant, importer, ports, gateway_access);
     }
-    let mut groups = Groups::new();
+    let mut groups = EndpointGroups::new();
     let mut has_other_family = false;
     let mut outside = BTreeSet::new();
     for (_, slice) in member
@@ -283,7 +283,7 @@ pub(super) fn resolve(
     let no_family = (has_other_family && groups.is_empty()).then(|| {
         format!(
             "{} has no endpoint of an IP family that cluster {:?} has in its allowedNetworks",
-            service_text(),
+            describe(),
             importer.name
         )
     });
@@ -293,7 +293,7 @@ pub(super) fn resolve(
             format!(
                 "{} endpoint(s) of {} {why} and are left out ({}{})",
                 addresses.len(),
-                service_text(),
+                describe(),
                 few.join(", "),
                 if addresses.len() > few.len() { ", ..." } else { "" }
             )
@@ -310,7 +310,7 @@ pub(super) fn resolve(
     })
 }
 
-/// Resolves a grant of a sandbox: its endpoints are the Ready gateways, at the gateway ports of the grant.
+/// Resolves a grant of a sandbox: the endpoints are the Ready gateways, with the gateway ports of the grant.
 fn resolve_with_gateways(
     grant: &Grant,
     importer: &Cluster,
@@ -324,7 +324,7 @@ fn resolve_with_gateways(
         ));
     }
     let gateway_ports = gateway_access.gateway_ports(&grant.service, &ports);
-    let mut groups = Groups::new();
+    let mut groups = EndpointGroups::new();
     if !gateway_ports.is_empty() {
         for address in &gateway_access.ready {
             if importer
@@ -405,7 +405,7 @@ fn is_slice_of(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {
 fn pack_slices(
     mesh: &MeshId,
     service: &ObjectName,
-    groups: Groups,
+    groups: EndpointGroups,
     naming: &dyn Naming,
 ) -> BTreeMap<String, PlannedSlice> {
     let mut slices = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Settings of the controller that apply to all meshes, and the parser of their command-line flag.
+//! Defines the settings of the controller that apply to all meshes, and parses their command-line flag.
 
 use std::{collections::BTreeSet, str::FromStr};
 
@@ -6,19 +6,19 @@ use crate::mesh::Protocol;
 
 /// TCP ports that are closed to other members on node addresses: kube-apiserver, etcd client and peer, kubelet and its
 /// read-only port, scheduler, controller-manager, kube-proxy, wg-agent's metrics.
-pub const INFRASTRUCTURE: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
+pub const INFRASTRUCTURE_PORTS: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
 
 /// Settings that apply to all meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Ports that are closed to other members on every local address of a node: API server, kubelet, etcd and the like.
+    /// Ports that are closed to other members on the addresses of nodes: API server, kubelet, etcd and the like.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            infrastructure_ports: INFRASTRUCTURE.map(|port| (Protocol::Tcp, port)).into(),
+            infrastructure_ports: INFRASTRUCTURE_PORTS.map(|port| (Protocol::Tcp, port)).into(),
         }
     }
 }
@@ -27,11 +27,11 @@ impl Settings {
     /// How many infrastructure ports the PeerPolicy CRD allows.
     const MAX_PORTS: usize = 64;
 
-    /// The default settings with these ports closed in addition. The default ports cannot be opened.
+    /// The default settings, with these ports added to the infrastructure ports. The default ports always stay closed.
     ///
     /// # Errors
     /// There are more ports than a PeerPolicy can hold.
-    pub fn closing(ports: &[InfrastructurePort]) -> Result<Self, SettingsError> {
+    pub fn with_infrastructure_ports(ports: &[InfrastructurePort]) -> Result<Self, SettingsError> {
         let Self {
             mut infrastructure_ports,
         } = Self::default();
@@ -101,14 +101,14 @@ mod tests {
 
     #[test]
     fn malformed_infrastructure_port_is_refused_with_example() {
-        let taken = ["8132", "8132/TCP", "53/udp", "65535/SCTP"].map(str::parse::<InfrastructurePort>);
+        let parsed = ["8132", "8132/TCP", "53/udp", "65535/SCTP"].map(str::parse::<InfrastructurePort>);
         let want = [
             port(Protocol::Tcp, 8132),
             port(Protocol::Tcp, 8132),
             port(Protocol::Udp, 53),
             port(Protocol::Sctp, 65535),
         ];
-        assert_eq!(taken, want.map(Ok));
+        assert_eq!(parsed, want.map(Ok));
         for text in [
             "",
             "0",
@@ -133,8 +133,8 @@ mod tests {
     #[test]
     fn extra_ports_are_added_up_to_the_limit_of_the_crd() {
         let built_in = Settings::default().infrastructure_ports;
-        assert_eq!(Settings::closing(&[]), Ok(Settings::default()));
-        let closed = Settings::closing(&[
+        assert_eq!(Settings::with_infrastructure_ports(&[]), Ok(Settings::default()));
+        let settings = Settings::with_infrastructure_ports(&[
             port(Protocol::Tcp, 8132),
             port(Protocol::Tcp, 10250),
             port(Protocol::Udp, 53),
@@ -142,14 +142,16 @@ mod tests {
         let mut want = built_in.clone();
         want.extend([(Protocol::Tcp, 8132), (Protocol::Udp, 53)]);
         assert_eq!(
-            closed,
+            settings,
             Ok(Settings {
                 infrastructure_ports: want
             })
         );
 
         let room = u16::try_from(Settings::MAX_PORTS - built_in.len()).unwrap();
-        let more = |count: u16| Settings::closing(&(1..=count).map(|n| port(Protocol::Tcp, n)).collect::<Vec<_>>());
+        let more = |count: u16| {
+            Settings::with_infrastructure_ports(&(1..=count).map(|n| port(Protocol::Tcp, n)).collect::<Vec<_>>())
+        };
         assert!(more(room).is_ok());
         assert_eq!(more(room + 1), Err(SettingsError::TooManyPorts { all: 65, most: 64 }));
     }

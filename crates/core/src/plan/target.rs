@@ -15,7 +15,7 @@ use super::{
     link::{self, Link},
     nodes::NodeRegistry,
     peers,
-    services::{self, Reach},
+    services::{self, AccessPath},
 };
 use crate::{
     key::PublicKey,
@@ -24,21 +24,21 @@ use crate::{
     ownership::{self, Claimant, Ownership},
 };
 
-/// One member of a mesh, as the planner uses it. `cluster` is its entry, with the profile and quarantine that apply, and with
-/// `allowed` reduced to the accepted networks without those of its gateways.
+/// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without gateway networks.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
     pub(super) observed: Option<&'a Observation<Member>>,
-    /// It can be connected to others: it is cluster-meshed or a sandbox, and has accepted networks.
+    /// The member is cluster-meshed or a sandbox, and has accepted networks.
     pub(super) can_connect: bool,
-    /// The endpoints at which its nodes see each key, in the order of the nodes' names.
+    /// The endpoints at which the member's nodes see each key, in the order of the nodes' names.
     pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) families: NodeFamilies,
 }
 
-/// Groups the discovered endpoints of a member's nodes by key.
+/// Returns the endpoints at which a member's nodes see each key.
 pub(super) fn discovered(member: Option<&Member>) -> BTreeMap<PublicKey, Vec<SocketAddr>> {
     let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
     for node in member.into_iter().flat_map(|member| member.nodes.values()) {
@@ -54,19 +54,19 @@ impl<'a> MeshMember<'a> {
         self.observed.and_then(Observation::last)
     }
 
-    /// Its networks that the Peers of its anchors contain in the other members.
+    /// The anchored networks that the member's Peers contain in other members; none if it is masqueraded or not cluster-meshed.
     pub(super) fn anchored(&self, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
-        let is_carried =
+        let has_anchors =
             self.cluster.profile == Profile::ClusterMeshed && self.cluster.effective_addressing() == Addressing::Routed;
         registry
-            .filter(|_| is_carried)
+            .filter(|_| has_anchors)
             .map(|registry| anchor::anchored_networks(&self.cluster, Some(registry)))
             .unwrap_or_default()
     }
 
-    /// The member's own networks in the mesh. Routed: its accepted networks. Masqueraded: only the WireGuard networks of its
-    /// nodes. Sandbox: the accepted networks, whatever its Nodes publish. Otherwise a sandbox's Nodes could put thousands of
-    /// networks into a policy, and change the policy whenever a Node is added or deleted.
+    /// The member's own networks in the mesh. For a routed member or a sandbox these are the accepted networks, for another
+    /// masqueraded member only the WireGuard networks of its nodes. The networks of a sandbox must not depend on its Nodes,
+    /// because these could put thousands of networks into a policy, and change the policy whenever a Node is added or deleted.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -114,7 +114,7 @@ pub(super) struct UsedNames {
     pub(super) peers: BTreeSet<String>,
     pub(super) policies: BTreeSet<String>,
     pub(super) services: BTreeSet<ObjectName>,
-    /// With their specs, because all SandboxAccesses of a sandbox share one range of gateway ports.
+    /// SandboxAccesses with their specs, because all SandboxAccesses of a sandbox share one range of gateway ports.
     pub(super) accesses: BTreeMap<String, AccessSpec>,
 }
 
@@ -129,7 +129,7 @@ impl UsedNames {
     }
 }
 
-/// The identity without the key of the Secret: two entries of the same cluster have equal canonical identities.
+/// Removes the key of the Secret from an identity, so that all entries of the same cluster have equal identities.
 pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity {
     match identity {
         ClusterIdentity::Local => ClusterIdentity::Local,
@@ -158,21 +158,21 @@ pub(super) struct TargetOutcome {
 }
 
 impl<'a> MeshInputs<'a> {
-    /// Plans the entry `name`.
+    /// Plans the objects in the target `name`.
     pub(super) fn plan_target(&self, name: &str) -> TargetOutcome {
         let mut outcome = TargetOutcome::default();
         let Some(target) = self.mesh_members.get(name) else {
             return outcome;
         };
-        outcome.plan.served = self.served(name, target);
+        outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // Objects of a source that is no longer connected are deleted even if it is not observed. A sandbox's grants follow
+            // Objects of a source that is not connected are deleted even if the source is not observed. A sandbox's grants follow
             // the ClusterMesh, not the observed state of the sandbox.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
             {
-                outcome.plan.retained.insert(source.to_owned());
+                outcome.plan.sources_not_fresh.insert(source.to_owned());
             }
         }
         if target.can_connect {
@@ -201,15 +201,15 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// How `source` is connected to the entry `name`. `None` also if `source` is quarantined and nodes of `name` do not enforce
-    /// PeerPolicies: only deleting its Peers closes it there.
+    /// PeerPolicies: there, only deleting its Peers stops its traffic.
     fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!is_unenforced).then_some(link)
     }
 
-    /// Reports that an observed member lacks the Peer CRD, if it should get Peers. A member to which only sandboxes are
-    /// connected gets none.
+    /// Reports that an observed member lacks the Peer CRD, if Peers are planned in it. A member to which only sandboxes are
+    /// connected gets no Peers.
     fn missing_peer_crd(&self, name: &'a str, target: &'a MeshMember<'a>) -> Option<Fact> {
         let mut sources = self.sources(name, target);
         let gets_peers = sources.any(|(_, mesh_member)| {
@@ -236,9 +236,9 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// The networks of the sources that are connected to the entry `name`.
-    pub(super) fn served(&self, name: &str, target: &MeshMember<'_>) -> BTreeSet<IpNet> {
-        let linked = |(_, mesh_member): &(&str, &MeshMember<'_>)| self.link(name, target, mesh_member).is_some();
-        let sources = self.sources(name, target).filter(linked);
+    pub(super) fn source_networks(&self, name: &str, target: &MeshMember<'_>) -> BTreeSet<IpNet> {
+        let is_linked = |(_, mesh_member): &(&str, &MeshMember<'_>)| self.link(name, target, mesh_member).is_some();
+        let sources = self.sources(name, target).filter(is_linked);
         sources
             .flat_map(|(_, mesh_member)| mesh_member.accepted.iter().copied())
             .collect()
@@ -258,7 +258,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Whether the source of an existing Peer is connected, but was not observed since this controller started.
-    pub(super) fn is_source_unseen(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
+    pub(super) fn is_source_unobserved(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
         source
             .and_then(|source| self.mesh_members.get(source))
@@ -268,9 +268,9 @@ impl<'a> MeshInputs<'a> {
             })
     }
 
-    /// Whether an existing Peer of another mesh stays regardless of the plan of that mesh: the mesh is paused, or the Peer's source was not
-    /// observed since this controller started. `None` = it does not stay. `Some` contains the source's identity, if that mesh
-    /// still names the source.
+    /// Whether an existing Peer of another mesh is kept regardless of that mesh's plan: the mesh is paused, or the Peer's source was
+    /// not observed since this controller started. `None` = the Peer is not kept. `Some` contains the source's identity, if that
+    /// mesh has an entry for it.
     pub(super) fn kept_source(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
         let mesh = self.all.iter().find(|other| other.id == *mesh)?;
         let label = peer.owner.source_cluster.as_deref();
@@ -318,8 +318,8 @@ impl<'a> MeshInputs<'a> {
             if mesh_member.cluster.profile != Profile::Sandbox
                 && (mesh_member.last_observed().is_none() || has_held_nodes())
             {
-                // A node that is not observed at the moment may still exist. Removing its network from the policy would cut it
-                // off, and would remove the `unreachable` route of that network.
+                // A node that is not observed at the moment may still exist. Removing its network from the policy would disconnect the
+                // node, and would remove the `unreachable` route of that network.
                 let ours = existing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.is_ours(&policy.owner)
                 });
@@ -438,13 +438,13 @@ impl<'a> MeshInputs<'a> {
                     .filter(|_| exporter.is_ok())
                     .and_then(|mesh_member| mesh_member.observed),
                 exporter,
-                reach: gateway_access.as_ref().map_or(Reach::Direct, Reach::Gateways),
+                access_path: gateway_access.as_ref().map_or(AccessPath::Direct, AccessPath::Gateways),
                 is_ours: &is_ours,
                 is_taken: self.used_names(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };
             let grant_outcome = resolver.resolve(grant, self.naming);
             if grant_outcome.keep {
-                outcome.plan.kept.insert(grant.local.clone());
+                outcome.plan.kept_services.insert(grant.local.clone());
             }
             if let Some(service) = grant_outcome.service {
                 outcome.plan.services.insert(grant.local.clone(), service);
@@ -461,7 +461,7 @@ impl<'a> MeshInputs<'a> {
     }
 }
 
-/// Whether this is the entry of the hub.
+/// Whether this entry is the hub's own.
 pub(super) fn is_local(cluster: &Cluster) -> bool {
     cluster.identity == ClusterIdentity::Local
 }

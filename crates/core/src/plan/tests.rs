@@ -1,6 +1,6 @@
 //! Tests the planner by examples; `tests/properties` tests its rules with generated input.
 //!
-//! This file has the shared fixture: a mesh of two clusters, and helpers that plan it and write the plan.
+//! This file has the shared fixture: a mesh of two clusters, and helpers that plan the mesh and write the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,7 +83,7 @@ pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> 
         addressing: Addressing::Routed,
         allowed: nets(allowed),
         anchored: None,
-        carriers: BTreeMap::new(),
+        previous_anchors: BTreeMap::new(),
         anchors: 1,
         pod_network: PodNetwork::PerNode,
         exports: vec![],
@@ -259,7 +259,7 @@ fn write_plan(mesh: &Mesh, seen: &mut Observations) {
 fn store_anchors(mesh: &mut Mesh, seen: &Observations) {
     let (_, mesh_plan) = plan_mesh(mesh, seen);
     for cluster in &mut mesh.clusters {
-        cluster.carriers = mesh_plan.clusters[&cluster.name].anchored.clone();
+        cluster.previous_anchors = mesh_plan.clusters[&cluster.name].anchored.clone();
     }
 }
 

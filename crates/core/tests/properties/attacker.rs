@@ -1,4 +1,4 @@
-//! Property tests for a hostile administrator of a sandbox: its Nodes claim keys, addresses and prefixes of others, its API server
+//! Property tests for a hostile administrator of a sandbox: its Nodes claim keys, addresses and prefixes of other members, its API server
 //! claims the UID of another cluster, or it has ten thousand Nodes. Objects for other members do not change, and the sandbox's own
 //! objects stay within its entry.
 
@@ -18,8 +18,8 @@ use crate::sandbox::state_without;
 
 /// A Node of the attacker, built from the values of other members.
 #[derive(Debug, Clone)]
-struct Forged {
-    /// Which key of the list it copies.
+struct ForgedNode {
+    /// The index of the copied key in the list of keys.
     key: prop::sample::Index,
     wireguard: IpAddr,
     pods: Option<IpNet>,
@@ -28,7 +28,7 @@ struct Forged {
     endpoint: Option<IpAddr>,
 }
 
-fn forged() -> impl Strategy<Value = Forged> {
+fn forged_node() -> impl Strategy<Value = ForgedNode> {
     let address = |list: &'static [&'static str]| select(list).prop_map(|text| text.parse::<IpAddr>().unwrap());
     (
         any::<prop::sample::Index>(),
@@ -40,7 +40,7 @@ fn forged() -> impl Strategy<Value = Forged> {
         -10i64..3,
         option::of(address(&["10.1.9.7", "127.0.0.1", "192.0.2.66"])),
     )
-        .prop_map(|(key, wireguard, pods, internal, created, endpoint)| Forged {
+        .prop_map(|(key, wireguard, pods, internal, created, endpoint)| ForgedNode {
             key,
             wireguard,
             pods: pods.map(|net| net.parse().unwrap()),
@@ -50,7 +50,7 @@ fn forged() -> impl Strategy<Value = Forged> {
         })
 }
 
-impl Forged {
+impl ForgedNode {
     fn node(self, keys: &[PublicKey]) -> Node {
         let Self {
             key,
@@ -141,9 +141,9 @@ proptest! {
 
     // threat: sandbox-claims-identity
     #[test]
-    fn sandbox_cannot_take_anything_from_others(
+    fn sandbox_claims_do_not_change_other_members(
         scenario in healthy(),
-        nodes in collection::vec(forged(), 1..6),
+        nodes in collection::vec(forged_node(), 1..6),
         uid in select(&["uid-0", "uid-1", "uid-2"][..]),
     ) {
         let before = state_without_sandbox(&planned(&scenario));
@@ -219,9 +219,9 @@ fn ten_thousand_sandbox_nodes_do_not_affect_others() {
     assert_eq!(state_without_sandbox(&plan), before);
     let mesh = plan.meshes.values().next().unwrap();
     let mut accesses = mesh.targets["c0"].accesses.values();
-    let served = accesses.find(|access| access.source == "c2").unwrap().spec.nodes.len();
+    let used = accesses.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
-    let many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
-    // Only the oldest 5,000 Nodes are used. One of them is "a", which publishes nothing.
-    assert_eq!((served, many.count()), (4_999, 5_001));
+    let too_many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
+    // Only the oldest 5,000 Nodes are used. One of these is "a", which publishes nothing.
+    assert_eq!((used, too_many.count()), (4_999, 5_001));
 }

@@ -1,4 +1,4 @@
-//! Properties of whole plans: networks, keys, policies, endpoints, and what is left alone.
+//! Property tests for whole plans: networks, keys, policies, endpoints, and objects that must not change.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,7 +23,7 @@ proptest! {
 
     // threat: foreign-network
     #[test]
-    fn nothing_outside_allowed_networks_is_ever_planned(scenario in scenario()) {
+    fn planned_objects_stay_inside_allowed_networks(scenario in scenario()) {
         let plan = planned(&scenario);
         for mesh in &scenario.meshes {
             let planned = &plan.meshes[&mesh.id];
@@ -60,7 +60,7 @@ proptest! {
                 // Foreign Peers, Peers of a paused mesh, and Peers of an unobserved member keep their keys and prefixes.
                 let kept = match ownership_of(&plan, &peer.owner) {
                     Ownership::Foreign => true,
-                    // Unless the plan adopts it again.
+                    // Kept unless the plan adopts the Peer again.
                     Ownership::Unlabelled => {
                         let mut targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
                         !targets.any(|target| target.peers.contains_key(name))
@@ -71,11 +71,11 @@ proptest! {
                         let source = peer.owner.source_cluster.clone().unwrap_or_default();
                         let target = mesh.targets.get(&format!("c{n}"));
                         let unseen = mesh.identities.get(&source).is_some_and(|i| scenario.seen.members[i].last().is_none());
-                        unseen && target.is_some_and(|target| target.retained.contains(&source))
+                        unseen && target.is_some_and(|target| target.sources_not_fresh.contains(&source))
                     }
                     Ownership::Orphan => peer.spec.as_ref().is_ok_and(|spec| {
                         let served = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
-                        let served: BTreeSet<IpNet> = served.flat_map(|target| target.served.iter().copied()).collect();
+                        let served: BTreeSet<IpNet> = served.flat_map(|target| target.source_networks.iter().copied()).collect();
                         let overlap = |a: &IpNet, b: &IpNet| a.contains(b) || b.contains(a);
                         !spec.allowed_ips.iter().any(|net| served.iter().any(|served| overlap(served, net)))
                     }),
@@ -104,7 +104,7 @@ proptest! {
         for mesh in plan.meshes.values() {
             for (name, target) in &mesh.targets {
                 let (Some(report), Some(identity)) = (mesh.clusters.get(name), mesh.identities.get(name)) else {
-                    prop_assert!(target.policies.is_empty(), "{name} takes no part: {target:?}");
+                    prop_assert!(target.policies.is_empty(), "{name} is not in the plan: {target:?}");
                     continue;
                 };
                 let own = &report.accepted;
@@ -140,18 +140,18 @@ proptest! {
         }
         for (a, net_a) in &accepted_networks {
             for (b, net_b) in accepted_networks.iter().filter(|(b, _)| b != a) {
-                prop_assert!(!net_a.contains(net_b), "{net_a} of {a} holds {net_b} of {b}");
+                prop_assert!(!net_a.contains(net_b), "{net_a} of {a} contains {net_b} of {b}");
             }
         }
     }
 
     // threat: list-order
     #[test]
-    fn plan_does_not_depend_on_input_order(scenario in scenario(), shuffled in any::<prop::sample::Index>()) {
+    fn plan_does_not_depend_on_input_order(scenario in scenario(), rotation in any::<prop::sample::Index>()) {
         let plan = planned(&scenario);
         let mut other = scenario.clone();
-        let turn = shuffled.index(other.meshes.len());
-        other.meshes.rotate_left(turn);
+        let rotation = rotation.index(other.meshes.len());
+        other.meshes.rotate_left(rotation);
         for mesh in &mut other.meshes {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.reverse());
             mesh.accepted.values_mut().for_each(|list| list.reverse());
@@ -199,15 +199,17 @@ proptest! {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.retain(|net| net.prefix_len() > 0));
             mesh.accepted.values_mut().for_each(|list| list.retain(|net| net.prefix_len() > 0));
         }
-        // The status must contain the anchored networks. Without it, a claim of any Node prevents that a network is anchored.
+        // The status must contain the anchored networks. Without it, any Node's claim inside a network prevents the planner from
+        // anchoring that network.
         let scenario = after_writes(scenario);
         let mut worse = scenario.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
-        // The bad Node gets the addresses of an existing one, because the IP families of a target's nodes, and whether one is
-        // behind a NAT, legitimately affect the Peers of other nodes.
-        let mut unnamed = member.nodes.values().filter(|node| node.clustermesh_endpoint == Claim::Absent && node.force_endpoint == Claim::Absent);
-        let like = unnamed.next().cloned().unwrap_or_default();
-        (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (like.internal_ips, like.external_ips, like.kilo_endpoint);
+        // The bad Node gets the addresses of an existing Node, because the IP families of a target's nodes, and a node behind a
+        // NAT, legitimately affect the Peers of other nodes.
+        let has_explicit = |node: &Node| node.clustermesh_endpoint != Claim::Absent || node.force_endpoint != Claim::Absent;
+        let mut without_explicit = member.nodes.values().filter(|node| !has_explicit(node));
+        let model = without_explicit.next().cloned().unwrap_or_default();
+        (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (model.internal_ips, model.external_ips, model.kilo_endpoint);
         bad.clustermesh_endpoint = Claim::Absent;
         if how != 2 {
             bad.force_endpoint = Claim::Absent;
@@ -217,7 +219,7 @@ proptest! {
         let before = planned(&scenario);
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
         let is_agent = |node: &Node| node.server == Server::Agent;
-        // For each mesh: whether only agents serve; `None` = no node has a tunnel.
+        // For each mesh: whether wg-agent serves all nodes with a tunnel; `None` = no node has a tunnel.
         let agents: Vec<Option<bool>> = reports
             .map(|report| {
                 let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || report.held.contains_key(*name);
@@ -225,13 +227,13 @@ proptest! {
                 serving.peek().is_some().then(|| serving.all(|(_, node)| is_agent(node)))
             })
             .collect();
-        let one_answer = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
-        let agent = one_answer.unwrap_or_else(|| {
+        let same_in_all = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
+        let is_agent_only = same_in_all.unwrap_or_else(|| {
             // A node without a key has no tunnel.
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });
-        bad.server = if agent { Server::Agent } else { Server::Kilo };
+        bad.server = if is_agent_only { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
         // A paused mesh writes nothing, and its status does not change.
@@ -258,7 +260,7 @@ proptest! {
 
     // threat: empty-list
     #[test]
-    fn foreign_and_unobserved_objects_are_left_alone(scenario in scenario()) {
+    fn foreign_and_unobserved_objects_are_not_changed(scenario in scenario()) {
         let plan = planned(&scenario);
         for (identity_of, steps) in steps(&plan, &scenario) {
             let member = scenario.seen.members[&identity_of].fresh().unwrap();
@@ -283,11 +285,11 @@ proptest! {
                     let entry = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
                     let meshed = |name: &str| {
                         let cluster = entry.clusters.iter().find(|c| c.name == name).unwrap();
-                        let everywhere = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
-                        let tight = everywhere
+                        let all_entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
+                        let is_restricted = all_entries
                             .filter(|c| c.identity == cluster.identity)
                             .any(|c| c.profile != Profile::ClusterMeshed);
-                        !tight && !mesh.clusters[name].accepted.is_empty()
+                        !is_restricted && !mesh.clusters[name].accepted.is_empty()
                     };
                     let target = mesh.identities.iter().find(|(_, i)| **i == identity_of).unwrap().0.clone();
                     // In targets that do not enforce policies, the Peers of a quarantined member are deleted even if it is not
@@ -307,7 +309,7 @@ proptest! {
 
     // threat: forbidden-endpoint
     #[test]
-    fn planned_endpoint_is_usable_and_outside_the_target(scenario in scenario()) {
+    fn planned_endpoint_is_usable_and_outside_target_networks(scenario in scenario()) {
         let plan = planned(&scenario);
         for mesh in &scenario.meshes {
             let planned = &plan.meshes[&mesh.id];
@@ -349,7 +351,7 @@ fn can_be_endpoint(endpoint: SocketAddr) -> bool {
     endpoint.port() != 0 && !special && !ip.is_loopback() && !ip.is_multicast() && !ip.is_unspecified()
 }
 
-/// The cases that a scenario covers, of those that matter for the properties.
+/// The cases listed in `generated_scenarios_cover_the_required_cases` that this scenario covers.
 fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
     let mut cases = BTreeSet::new();
     for mesh in plan.meshes.values().filter(|mesh| !mesh.paused) {
@@ -379,10 +381,10 @@ fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
                 reports().any(|report| report.anchored.values().any(|nodes| !nodes.is_empty())),
             ),
             (
-                "a remembered anchor",
+                "a previous anchor",
                 entries
                     .into_iter()
-                    .any(|entry| !entry.carriers.is_empty() && entry.anchored.is_none()),
+                    .any(|entry| !entry.previous_anchors.is_empty() && entry.anchored.is_none()),
             ),
             (
                 "a quarantine",
@@ -423,7 +425,7 @@ fn generated_scenarios_cover_the_required_cases() {
         ("a skipped node next to a Peer", 80),
         ("a held node", 16),
         ("an anchor", 60),
-        ("a remembered anchor", 30),
+        ("a previous anchor", 30),
         ("a quarantine", 40),
         ("a shared address", 7),
         ("a mirrored Service", 10),
@@ -443,6 +445,6 @@ fn generated_scenarios_cover_the_required_cases() {
         .collect();
     assert!(
         missed.is_empty(),
-        "of {SCENARIOS} worlds {reached:?}: fewer than {missed:?}"
+        "cases in {SCENARIOS} scenarios: {reached:?}; expected at least: {missed:?}"
     );
 }

@@ -1,4 +1,4 @@
-//! Property tests for sandboxes: how far the observed state of a sandbox, which is hostile, can affect the plan.
+//! Property tests for sandboxes: the hostile observed state of a sandbox affects only its own part of the plan.
 
 use clustermesh_core::{
     key::PublicKey,
@@ -60,7 +60,7 @@ proptest! {
 
     // threat: sandbox-forged-networks
     #[test]
-    fn target_has_no_sandbox_peer_and_only_its_own_addresses(
+    fn target_has_no_sandbox_peer_and_only_accepted_addresses(
         scenario in prop_oneof![scenario(), sandboxed()],
     ) {
         let plan = planned(&scenario);
@@ -100,10 +100,10 @@ proptest! {
                     let member = scenario.seen.members[&mesh.identities[&peer.source]].last().unwrap();
                     // Several gateways may publish one key; the Peer belongs to one of them.
                     let mut gateways = member.gateways.values().filter(|gateway| gateway.public_key == peer.spec.public_key);
-                    let is_of_gateway = gateways.any(|gateway| {
+                    let matches_gateway = gateways.any(|gateway| {
                         peer.spec.allowed_ips.iter().all(|net| is_host(net) && gateway.addresses.contains(&net.addr()))
                     });
-                    prop_assert!(is_of_gateway, "{peer:?}");
+                    prop_assert!(matches_gateway, "{peer:?}");
                     prop_assert!(peer.spec.endpoint.is_some());
                 }
                 for policy in target.policies.values() {
@@ -121,15 +121,15 @@ proptest! {
     ) {
         let sandbox = identity(2);
         let mut scenario = scenario;
-        // The keys are made unique, because another test covers copied keys.
-        let own_keys = |member: &mut Member| {
+        // Each node gets its own key, because another test covers copied keys.
+        let set_own_keys = |member: &mut Member| {
             for (n, node) in member.nodes.values_mut().enumerate() {
                 if let Claim::Valid(key) = &mut node.public_key {
                     *key = PublicKey::new([100 + u8::try_from(n).unwrap(); 32]);
                 }
             }
         };
-        own_keys(&mut hostile);
+        set_own_keys(&mut hostile);
         let mut quiet = Member { peers: Some([].into()), policies: Some([].into()), ..Member::default() };
         quiet.nodes.insert("a".into(), Node::default());
         scenario.seen.members.insert(sandbox.clone(), Observation::Fresh(quiet));

@@ -1,4 +1,4 @@
-//! The program in the lab's test image: small servers and clients that report which client reached which server. It
+//! A program in the lab's test image: small servers and clients that report which client reached which server. It
 //! uses only the standard library and no code of the product.
 
 use std::collections::BTreeSet;
@@ -13,18 +13,18 @@ const USAGE: &str = "usage:
   lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
-  lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
-  lab-probe udp-watch ADDRESS          a datagram each 10 ms; prints for each echo when it came, in milliseconds since 1970
-  lab-probe udp-trips ADDRESS SECONDS  one datagram after the other, each awaits its echo; prints each round trip in microseconds
-  lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
-  lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
-  lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints for each echo when it came, in milliseconds since 1970
-  lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints when it began and when it was open, in milliseconds since 1970
-  lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
-  lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, a second each; prints those that answer
-  lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
-  lab-probe pause                      waits for ever
-ADDRESS is host:port; a server takes :port as any address.";
+  lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 1 s for each echo; exit status 1 if any is lost
+  lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
+  lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
+  lab-probe stream-serve ADDRESS       TCP: echoes lines
+  lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms; prints each round trip; status 1 if an echo takes over 2 s
+  lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints the time of each echo, in milliseconds since 1970
+  lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
+  lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
+  lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, 1 s timeout; prints those that answer
+  lab-probe scan-on FILE               repeats scan forever: prints each ADDRESS when it first opens, and each round
+  lab-probe pause                      waits forever
+ADDRESS is host:port; a server listens on all addresses for :port.";
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -48,8 +48,10 @@ fn main() {
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
         ["stream-watch", address] => stream_watch(address),
         ["connect-watch", address] => connect_watch(address),
-        ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
-        ["scan-on", file] => scan_on(file),
+        ["scan", file] => scan(file, |address| {
+            TcpStream::connect_timeout(address, SCAN_TIMEOUT).is_ok()
+        }),
+        ["scan-on", file] => scan_repeatedly(file),
         ["scan-udp", file] => scan(file, |address| echoes(address).is_ok()),
         ["pause"] => loop {
             std::thread::park();
@@ -62,7 +64,7 @@ fn main() {
     }
 }
 
-/// `:8080` means every address of both families.
+/// Replaces a missing host (`:8080`) by the wildcard address of both families.
 fn bind_address(address: &str) -> String {
     if address.starts_with(':') {
         format!("[::]{address}")
@@ -71,7 +73,7 @@ fn bind_address(address: &str) -> String {
     }
 }
 
-/// The IPv4 address of an IPv4 client at an IPv6 socket.
+/// Converts an IPv4-mapped IPv6 address to IPv4.
 fn unmap(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
@@ -127,7 +129,7 @@ fn get_all(urls: &[&str]) -> Outcome {
 }
 
 fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
-    let rest = url.strip_prefix("http://").ok_or("only http:// is known")?;
+    let rest = url.strip_prefix("http://").ok_or("only http:// is supported")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let has_port = authority
         .rsplit_once(':')
@@ -143,7 +145,7 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
     )?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").ok_or("the answer has no head")?;
+    let (head, body) = answer.split_once("\r\n\r\n").ok_or("the answer has no HTTP header")?;
     let status = head.split(' ').nth(1).unwrap_or("no status");
     if status == "200" {
         Ok(format!("{status} {body}"))
@@ -152,26 +154,26 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
     }
 }
 
-/// Many at a time, because most attempts wait for the timeout.
+/// Number of scanner threads. It is high, because most attempts wait for the timeout.
 const SCANNERS: usize = 512;
 /// The timeout of each attempt.
-const SCAN: Duration = Duration::from_secs(1);
+const SCAN_TIMEOUT: Duration = Duration::from_secs(1);
 
-fn scan(file: &str, open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
+fn scan(file: &str, is_open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
     for_each_parallel(&sockets(file)?, |address| {
-        if open(address) {
+        if is_open(address) {
             println!("{address}");
         }
     });
     Ok(())
 }
 
-fn scan_on(file: &str) -> Outcome {
+fn scan_repeatedly(file: &str) -> Outcome {
     let all = sockets(file)?;
     let opened = Mutex::new(BTreeSet::new());
     for round in 1_u64.. {
         for_each_parallel(&all, |address| {
-            if TcpStream::connect_timeout(address, SCAN).is_ok()
+            if TcpStream::connect_timeout(address, SCAN_TIMEOUT).is_ok()
                 && opened.lock().is_ok_and(|mut all| all.insert(*address))
             {
                 println!("open {address}");
@@ -203,13 +205,13 @@ fn for_each_parallel(all: &[SocketAddr], probe: impl Fn(&SocketAddr) + Sync) {
 fn echoes(address: &SocketAddr) -> std::io::Result<()> {
     let socket = UdpSocket::bind(bind_address(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(address)?;
-    socket.set_read_timeout(Some(SCAN))?;
+    socket.set_read_timeout(Some(SCAN_TIMEOUT))?;
     socket.send(b"scan")?;
     socket.recv(&mut [0; 512]).map(drop)
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
-    let mut last = format!("{address} has no address").into();
+    let mut last = format!("{address} resolves to no address").into();
     for target in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&target, TIMEOUT) {
             Ok(stream) => {
@@ -229,7 +231,7 @@ fn udp_echo(address: &str) -> Outcome {
     loop {
         let (length, from) = socket.recv_from(&mut buffer)?;
         let reply = [format!("{} ", unmap(from)).as_bytes(), &buffer[..length]].concat();
-        // An error of one client must not end the server.
+        // An error for one client must not stop the server.
         let _ = socket.send_to(&reply, from);
     }
 }
@@ -279,7 +281,7 @@ fn udp_watch(address: &str) -> Outcome {
     let sender = socket.try_clone()?;
     std::thread::spawn(move || {
         loop {
-            // A datagram that is refused now may pass later.
+            // The error of one datagram is ignored, because a later one may pass.
             let _ = sender.send(b"watch");
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -291,7 +293,7 @@ fn udp_watch(address: &str) -> Outcome {
     }
 }
 
-/// Measures round trips. One that takes longer than `TIMEOUT` is not printed.
+/// Measures round trips. A round trip that takes longer than `TIMEOUT` is not printed.
 fn udp_trips(address: &str, seconds: f64) -> Outcome {
     let target: SocketAddr = address.parse()?;
     let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
@@ -338,7 +340,7 @@ fn connect_watch(address: &str) -> Outcome {
     }
 }
 
-/// Waits for an echo as long as the connection exists.
+/// Waits for each echo as long as the connection exists.
 fn stream_watch(address: &str) -> Outcome {
     let mut stream = dial(address)?;
     stream.set_nodelay(true)?;
@@ -391,7 +393,7 @@ fn stream_get(address: &str, seconds: f64) -> Outcome {
         let sent = Instant::now();
         reader
             .read_line(&mut line)
-            .map_err(|error| format!("no answer to line {number}: {error}"))?;
+            .map_err(|error| format!("no echo of line {number}: {error}"))?;
         if line.trim() != number.to_string() {
             return Err(format!("line {number} came back as {line:?}").into());
         }

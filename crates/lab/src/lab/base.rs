@@ -7,7 +7,7 @@ use kube::api::{Api, ListParams};
 use super::{Cluster, Lab, TIMEOUT};
 use crate::{Error, ImageSpec, Result, run, wait_until};
 
-/// Applets of busybox that the test image has links for.
+/// Applets of busybox for which the test image has links.
 const APPLETS: &str = "sh ls cat ps ip ping nc wget httpd sleep echo env id hostname mkdir tail head grep sed awk date \
     nslookup ifconfig stat mount df true false od kill";
 
@@ -16,7 +16,7 @@ impl Lab {
     pub(super) fn write_base_images(&self) -> Result<()> {
         let directory = self.directory().join("images");
         std::fs::create_dir_all(&directory).map_err(Error::io("create the image directory"))?;
-        let probe = run::our_program("lab-probe")?;
+        let probe = run::workspace_program("lab-probe")?;
         let pause = ImageSpec::new("lab.local/pause:1")
             .program(&probe, "/pause")?
             .entrypoint(&["/pause", "pause"]);
@@ -52,7 +52,7 @@ impl Cluster<'_> {
     /// Waits until every powered-on node is Ready and has routes to the pods of all Ready nodes.
     ///
     /// # Errors
-    /// After three minutes, with what is missing.
+    /// After three minutes. The error names a node that is not Ready or lacks a route.
     pub async fn wait_for_nodes(&self) -> Result<()> {
         let api: Api<core::Node> = Api::all(self.client().await?);
         let what = format!("the nodes of {} to be Ready", self.plan().name);
@@ -70,13 +70,13 @@ impl Cluster<'_> {
             for node in self.nodes().into_iter().filter(super::Node::has_power) {
                 let object = nodes.iter().find(|object| object.name_any() == node.name());
                 let since = object.and_then(ready_at);
-                // After a power cut the Node still has the conditions that the last kubelet wrote.
+                // After a power cut, the Node still has its old conditions, so the heartbeat must be newer than the boot.
                 if node
                     .booted_at()
                     .is_none_or(|boot| since.is_none_or(|heartbeat| heartbeat < boot))
                 {
                     let log = self.lab.log(node.name());
-                    return Err(format!("{} is not Ready; see its logs {}", node.name(), log.display()));
+                    return Err(format!("{} is not Ready; see its log {}", node.name(), log.display()));
                 }
                 let routes = node.routes();
                 if let Some(missing) = ready.iter().find(|name| !routes.contains(name)) {
@@ -89,7 +89,7 @@ impl Cluster<'_> {
     }
 }
 
-/// The last heartbeat with which the kubelet reported Ready, in seconds since 1970. `None` = Ready is not True.
+/// The last heartbeat of the condition Ready, in seconds since 1970. `None` = Ready is not True.
 fn ready_at(node: &core::Node) -> Option<i64> {
     let conditions = node.status.as_ref()?.conditions.as_ref()?;
     let ready = conditions

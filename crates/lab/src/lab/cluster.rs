@@ -1,4 +1,4 @@
-//! One cluster: clients, kubectl, images, waiting, joining nodes.
+//! Accesses one cluster: clients, kubectl, images, joining nodes.
 
 use std::path::Path;
 use std::time::Duration;
@@ -22,40 +22,40 @@ impl<'a> Cluster<'a> {
         Self { lab, plan }
     }
 
-    /// Its address plan.
+    /// The cluster's address plan.
     pub fn plan(&self) -> &ClusterPlan {
         &self.plan
     }
 
-    /// The text of the administrator's kubeconfig for use on the host (all inline, through a port of 127.0.0.1).
+    /// The administrator's kubeconfig for use on the host, with inline credentials. The server is a port on 127.0.0.1.
     ///
     /// # Errors
-    /// When the lab does not run any more.
+    /// When the lab is not running.
     pub fn kubeconfig(&self) -> Result<String> {
         self.read("admin.kubeconfig")
     }
 
-    /// A kubeconfig of the same user for nodes, pods and the underlay namespace: its server is the API server's own
+    /// The administrator's kubeconfig for use on nodes, in pods and on the underlay. The server is the API server's own
     /// address.
     ///
     /// # Errors
-    /// When the lab does not run any more.
+    /// When the lab is not running.
     pub fn inside_kubeconfig(&self) -> Result<String> {
         self.read("inside.kubeconfig")
     }
 
-    /// The audit log: completed writes of the controller's account, also refused ones, in order. Each line has verb,
-    /// resource with its namespace, name, and status code.
+    /// The audit log: the completed writes of the controller's ServiceAccount in order, including refused ones. Each
+    /// line is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`.
     ///
     /// # Errors
-    /// When the lab does not run any more, or a line is no audit event.
+    /// When a line is not an audit event.
     pub fn audit(&self) -> Result<Vec<String>> {
         // The file does not exist before the first write.
         let text = self.read(AUDIT_LOG).unwrap_or_default();
         text.lines()
             .map(|line| {
                 let event: serde_json::Value =
-                    serde_json::from_str(line).map_err(|error| Error::Plan(format!("read {AUDIT_LOG}: {error}")))?;
+                    serde_json::from_str(line).map_err(|error| Error::Other(format!("read {AUDIT_LOG}: {error}")))?;
                 let text = |pointer: &str| {
                     event
                         .pointer(pointer)
@@ -79,51 +79,51 @@ impl<'a> Cluster<'a> {
         self.lab.directory().join(&self.plan.name)
     }
 
-    /// A client with administrator's rights, usable in this process.
+    /// A client with the administrator's rights.
     ///
     /// # Errors
-    /// When the lab is gone.
+    /// When the lab is not running.
     pub async fn client(&self) -> Result<kube::Client> {
         let doing = format!("make a client for {}", self.plan.name);
-        let config = Kubeconfig::from_yaml(&self.kubeconfig()?).map_err(|e| Error::Plan(format!("{doing}: {e}")))?;
+        let config = Kubeconfig::from_yaml(&self.kubeconfig()?).map_err(|e| Error::Other(format!("{doing}: {e}")))?;
         let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default())
             .await
-            .map_err(|error| Error::Plan(format!("{doing}: {error}")))?;
+            .map_err(|error| Error::Other(format!("{doing}: {error}")))?;
         kube::Client::try_from(config).map_err(Error::kube(doing))
     }
 
-    /// kubectl as administrator; a failure is an error with what it printed.
+    /// Runs kubectl as administrator.
     ///
     /// # Errors
-    /// See above.
+    /// When kubectl fails. The error quotes its output.
     pub async fn kubectl<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::run(&self.kubectl_argv(argv(words))?, None).await
     }
 
-    /// kubectl as administrator, whatever its exit status.
+    /// Runs kubectl as administrator. A failure of kubectl is no error.
     ///
     /// # Errors
-    /// Only when kubectl cannot be started.
+    /// When kubectl cannot be started.
     pub async fn try_kubectl<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::output(&self.kubectl_argv(argv(words))?, None).await
     }
 
-    /// `kubectl apply -f -`.
+    /// Runs `kubectl apply -f -`.
     ///
     /// # Errors
-    /// When the API server refuses a document.
+    /// When the API server refuses an object.
     pub async fn apply(&self, yaml: &str) -> Result<Output> {
         command::run(&self.kubectl_argv(argv(["apply", "-f", "-"]))?, Some(yaml.as_bytes())).await
     }
 
     /// Every object of every kind that the API server lists, with managed fields, as one text.
     ///
-    /// Left out are IPAddress objects, which the API server deletes with a delay after their Service, and the events of
-    /// its `ipallocator-repair-controller`, which remain for an hour.
+    /// Excluded are IPAddress objects, which the API server deletes with a delay after their Service, and the Events of
+    /// its `ipallocator-repair-controller`, which exist for an hour.
     ///
     /// # Errors
     /// When the API server refuses a kind.
-    pub async fn everything(&self) -> Result<String> {
+    pub async fn dump_objects(&self) -> Result<String> {
         let kinds = ["api-resources", "--verbs=list", "-o", "name"];
         let kinds = self.kubectl(kinds).await?.stdout;
         let is_excluded =
@@ -149,7 +149,7 @@ impl<'a> Cluster<'a> {
             kubectl,
             format!("--kubeconfig={}", directory.join("admin.kubeconfig").display()),
         ];
-        // The default cache is under the user's home.
+        // kubectl's default cache is in the user's home directory.
         all.push(format!("--cache-dir={}", directory.join("kubectl-cache").display()));
         all.extend(words);
         Ok(all)
@@ -158,7 +158,7 @@ impl<'a> Cluster<'a> {
     /// Waits until the API server's `/readyz` succeeds.
     ///
     /// # Errors
-    /// After three minutes, with its last answer.
+    /// After three minutes. The error quotes the last response.
     pub async fn wait_for_api(&self) -> Result<()> {
         let client = self.client().await?;
         let what = format!(
@@ -167,8 +167,8 @@ impl<'a> Cluster<'a> {
             self.api_log().display()
         );
         wait_until(what, TIMEOUT, async || {
-            let request = http_get("/readyz");
-            // A server that is just starting may accept a connection and then not answer.
+            let request = get_request("/readyz");
+            // A starting API server may accept a connection and not answer.
             match tokio::time::timeout(Duration::from_secs(5), client.request_text(request)).await {
                 Ok(answer) => answer.map(drop).map_err(|error| error.to_string()),
                 Err(_) => Err("no answer within 5 s".into()),
@@ -181,16 +181,16 @@ impl<'a> Cluster<'a> {
         self.lab.log(&format!("{}-apiserver", self.plan.name))
     }
 
-    /// Releases the nodes that wait for the API server.
+    /// Makes the nodes continue their boot: they wait for this file before they start kubelet.
     pub(super) fn release_nodes(&self) -> Result<()> {
         std::fs::write(self.directory().join("api-ready"), "").map_err(Error::io("write api-ready"))
     }
 
-    /// Waits for a Deployment, DaemonSet or StatefulSet (`deployment/web`) to be rolled out.
+    /// Waits until the rollout of a Deployment, DaemonSet or StatefulSet (`deployment/web`) is complete.
     ///
     /// # Errors
     /// After three minutes, with the output of kubectl.
-    pub async fn rollout(&self, namespace: &str, object: &str) -> Result<()> {
+    pub async fn wait_for_rollout(&self, namespace: &str, object: &str) -> Result<()> {
         let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         self.kubectl(["rollout", "status", "-n", namespace, object, &timeout])
             .await
@@ -213,27 +213,27 @@ impl<'a> Cluster<'a> {
     /// When it is not Ready within three minutes.
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let taken = self.nodes().len();
-        let n = u8::try_from(taken + 1).map_err(|_| Error::Plan(format!("{} has too many nodes", self.plan.name)))?;
+        let n = u8::try_from(taken + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;
         let plan = self.lab.plan_node(&self.plan, n).await?;
         self.lab.boot(&plan).await?;
         self.wait_for_nodes().await?;
         Ok(Node::new(self.lab, plan))
     }
 
-    /// Loads an image (a docker archive, see [`crate::ImageSpec`]) on all nodes, and on those that join later.
-    /// Pods use it with `imagePullPolicy: IfNotPresent` under the exact name it was packed with.
+    /// Loads an image (a docker archive, see [`crate::ImageSpec`]) on all nodes, and on nodes that join later. Pods
+    /// that use it need `imagePullPolicy: IfNotPresent`.
     ///
     /// # Errors
-    /// When a node cannot import it.
+    /// When a node cannot import the image.
     pub async fn load_image(&self, archive: &Path) -> Result<()> {
         let name = archive
             .file_name()
-            .ok_or_else(|| Error::Plan(format!("{} is no file", archive.display())))?;
+            .ok_or_else(|| Error::Other(format!("{} is not a file", archive.display())))?;
         let target = self.directory().join("images").join(name);
         if target != archive {
             std::fs::create_dir_all(self.directory().join("images"))
                 .map_err(Error::io("create the image directory"))?;
-            // Through another name: a node that boots now must not see half of it.
+            // The copy is renamed when it is complete, so that a booting node does not import a partial file.
             let partial = target.with_extension("partial");
             std::fs::copy(archive, &partial).map_err(Error::io(format!("copy {}", archive.display())))?;
             std::fs::rename(&partial, &target).map_err(Error::io(format!("rename to {}", target.display())))?;
@@ -247,8 +247,7 @@ impl<'a> Cluster<'a> {
     }
 }
 
-/// A GET that reads its whole answer as text.
-fn http_get(path: &str) -> http::Request<Vec<u8>> {
+fn get_request(path: &str) -> http::Request<Vec<u8>> {
     http::Request::get(path)
         .body(vec![])
         .expect("a constant path makes a valid request")

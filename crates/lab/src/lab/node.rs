@@ -1,4 +1,4 @@
-//! Handles of nodes and of the underlay's API servers: run programs, cut and restore power or links, send signals.
+//! Controls nodes and API servers: runs programs, cuts and restores power or links, sends signals.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ pub struct Node<'a> {
 }
 
 impl Lab {
-    /// The pid of a node's first process, as the host sees it; `None` for bare hosts and nodes without power.
-    pub(super) fn machine_pid(&self, name: &str) -> Option<i32> {
+    /// The pid of a node's first process in the host's pid namespace. `None` for bare hosts and nodes without power.
+    pub(super) fn node_pid(&self, name: &str) -> Option<i32> {
         let text = std::fs::read_to_string(self.node_directory(name).join("pid")).ok()?;
         text.trim()
             .parse()
@@ -33,7 +33,7 @@ impl Lab {
         self.directory().join("nodes").join(name)
     }
 
-    /// Connects a node to its network and boots it. Its files are made at the first boot.
+    /// Connects a node to its network and boots it. The first boot also writes its kubeconfig and settings.
     pub(super) async fn boot(&self, plan: &NodePlan) -> Result<()> {
         let directory = self.node_directory(&plan.name);
         std::fs::create_dir_all(&directory).map_err(Error::io(format!("create {}", directory.display())))?;
@@ -43,7 +43,7 @@ impl Lab {
             let text = control_plane::node_kubeconfig(&cluster.directory(), cluster.plan(), &plan.name)?;
             std::fs::write(&kubeconfig, text).map_err(Error::io("write the kubelet's kubeconfig"))?;
             let settings = node::Settings::new(self.directory(), cluster.plan(), plan, &self.tools)?;
-            let text = serde_json::to_vec_pretty(&settings).map_err(|error| Error::Plan(error.to_string()))?;
+            let text = serde_json::to_vec_pretty(&settings).map_err(|error| Error::Other(error.to_string()))?;
             std::fs::write(directory.join("settings.json"), text).map_err(Error::io("write a node's settings"))?;
         }
         let _ = std::fs::remove_file(directory.join("off"));
@@ -75,7 +75,7 @@ impl Lab {
             &directory.join("settings.json").display().to_string(),
         ]);
         let log = self.log(&plan.name);
-        self.run.ask(&Request::Start {
+        self.run.request(&Request::Start {
             name: plan.name.clone(),
             argv,
             env: super::go_environment(),
@@ -99,27 +99,27 @@ impl<'a> Node<'a> {
         self.lab
     }
 
-    /// Its name: that of the Node object and of the machine.
+    /// The name of the node, which is also its host name.
     pub fn name(&self) -> &str {
         &self.plan.name
     }
 
-    /// Its InternalIP: on the underlay, or in another cluster's pod range.
+    /// The node's InternalIP: on the underlay, or in another cluster's pod range.
     pub fn address(&self) -> std::net::Ipv4Addr {
         self.plan.address
     }
 
-    /// Its second InternalIP, in a dual-stack cluster.
+    /// The node's second InternalIP, in a dual-stack cluster.
     pub fn address_v6(&self) -> Option<std::net::Ipv6Addr> {
         self.plan.address_v6
     }
 
-    /// A path to its network namespace.
+    /// The path of the node's network namespace.
     pub fn netns(&self) -> PathBuf {
         self.lab.namespace(&self.plan.name)
     }
 
-    /// Its cluster.
+    /// The node's cluster.
     ///
     /// # Panics
     /// For a bare host.
@@ -127,42 +127,46 @@ impl<'a> Node<'a> {
         self.lab.cluster(&self.plan.cluster)
     }
 
-    /// Whether its machine has power. A bare host always has.
+    /// Whether the node runs. A bare host always runs.
     pub fn is_up(&self) -> bool {
-        self.plan.cluster.is_empty() || self.lab.machine_pid(&self.plan.name).is_some()
+        self.plan.cluster.is_empty() || self.lab.node_pid(&self.plan.name).is_some()
     }
 
-    /// Whether it has power: it runs, or is just starting.
+    /// Whether the node runs or is starting: its power was not cut.
     pub(super) fn has_power(&self) -> bool {
         !self.lab.node_directory(&self.plan.name).join("off").exists()
     }
 
-    /// Runs a program in all of the node's namespaces (for a bare host: in its network namespace); a failure is an
-    /// error.
+    /// Runs a program in all of the node's namespaces (for a bare host: in its network namespace).
     ///
     /// # Errors
-    /// With the end of the output.
+    /// When the program fails. The error quotes the last lines of its output.
     pub async fn exec<S: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::run(&self.inside(argv(words))?, None).await
     }
 
-    /// As [`Node::exec`], whatever the exit status.
+    /// Does the same as [`Node::exec`], but a failure of the program is no error.
     ///
     /// # Errors
-    /// Only when the program cannot be started or the node is down.
+    /// When the program cannot be started or the node is down.
     pub async fn try_exec<S: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::output(&self.inside(argv(words))?, None).await
     }
 
-    /// As [`Node::exec`], with something on standard input.
+    /// Does the same as [`Node::exec`], with `stdin` as standard input.
     ///
     /// # Errors
     /// As [`Node::exec`].
-    pub async fn feed<S: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = S>, stdin: &str) -> Result<Output> {
+    pub async fn exec_with_stdin<S: AsRef<OsStr>>(
+        &self,
+        words: impl IntoIterator<Item = S>,
+        stdin: &str,
+    ) -> Result<Output> {
         command::run(&self.inside(argv(words))?, Some(stdin.as_bytes())).await
     }
 
-    /// Starts a program in the background; `log` names its log file. It is killed when the handle is dropped.
+    /// Starts a program in the background. `log` is a part of the name of its log file. The program is killed when the
+    /// returned handle is dropped.
     ///
     /// # Errors
     /// When the node is down.
@@ -172,7 +176,7 @@ impl<'a> Node<'a> {
     }
 
     /// Runs a host program that the pod's image lacks (`ip`, `ping`, `curl`) in the network namespace of the pod with
-    /// this address, whatever its exit status.
+    /// this address. A failure of the program is no error.
     ///
     /// # Errors
     /// When the node is down.
@@ -184,7 +188,7 @@ impl<'a> Node<'a> {
         command::output(&self.inside(in_pod(pod, argv(words)))?, None).await
     }
 
-    /// As [`Node::spawn`], in the network namespace of the pod with this address.
+    /// Does the same as [`Node::spawn`], in the network namespace of the pod with this address.
     ///
     /// # Errors
     /// When the node is down.
@@ -202,11 +206,11 @@ impl<'a> Node<'a> {
         if self.plan.cluster.is_empty() {
             all.push(format!("--net={}", self.netns().display()));
         } else {
-            let pid = self.lab.machine_pid(&self.plan.name);
-            let pid = pid.ok_or_else(|| Error::Plan(format!("{} has no power", self.plan.name)))?;
+            let pid = self.lab.node_pid(&self.plan.name);
+            let pid = pid.ok_or_else(|| Error::Other(format!("{} has no power", self.plan.name)))?;
             let target = pid.to_string();
             all.extend(argv(["-t", &target, "-m", "-u", "-i", "-n", "-p", "-C"]));
-            // Without this, a program in another pid namespace outlives the nsenter that waits for it.
+            // Otherwise a program in another pid namespace outlives the nsenter that is its parent.
             all.extend(argv(["setpriv", "--pdeathsig", "KILL"]));
         }
         all.push("--".into());
@@ -221,49 +225,52 @@ impl<'a> Node<'a> {
             .map(drop)
     }
 
-    /// Cuts the power: every process, every mount and all kernel state (links, routes, tables) of the node is gone at
-    /// once. The API server gets no notice; the Node object remains.
+    /// Cuts the power: all processes, mounts and kernel state (links, routes, nftables) of the node disappear at
+    /// once. The Node object remains.
     ///
     /// # Errors
-    /// When it has no power.
+    /// When the node has no power.
     pub async fn power_cut(&self) -> Result<()> {
-        self.lab.run.ask(&Request::Kill {
+        self.lab.run.request(&Request::Kill {
             name: self.plan.name.clone(),
         })?;
         let directory = self.lab.node_directory(&self.plan.name);
-        std::fs::write(directory.join("off"), "").map_err(Error::io("note the power cut"))?;
+        std::fs::write(directory.join("off"), "").map_err(Error::io("record the power cut"))?;
         for file in ["pid", "routes"] {
             let _ = std::fs::remove_file(directory.join(file));
         }
         self.lab.disconnect(&self.plan).await
     }
 
-    /// Restores the power: same name, address and identity, an empty disk. Returns when the node is Ready again.
+    /// Restores the power. The node boots with the same name, address and credentials and an empty disk. Returns when
+    /// the node is Ready again.
     ///
     /// # Errors
-    /// When it has power, or is not Ready within three minutes.
+    /// When the node has power, or is not Ready within three minutes.
     pub async fn power_on(&self) -> Result<()> {
         self.lab.boot(&self.plan).await?;
         self.cluster().wait_for_nodes().await
     }
 
-    /// Drops every packet on its link while both ends stay up: a disabled bridge port, not a link that is down.
+    /// Drops every packet on the node's link by disabling its bridge port. Both ends of the link stay up.
     ///
     /// # Errors
-    /// When it has no power.
+    /// When the node has no power.
     pub async fn cut_link(&self) -> Result<()> {
-        self.port_state("0").await
+        // BR_STATE_DISABLED
+        self.set_port_state("0").await
     }
 
-    /// Lets packets pass on its link again.
+    /// Enables the bridge port of the node's link again.
     ///
     /// # Errors
-    /// When it has no power.
-    pub async fn mend_link(&self) -> Result<()> {
-        self.port_state("3").await
+    /// When the node has no power.
+    pub async fn restore_link(&self) -> Result<()> {
+        // BR_STATE_FORWARDING
+        self.set_port_state("3").await
     }
 
-    async fn port_state(&self, state: &str) -> Result<()> {
+    async fn set_port_state(&self, state: &str) -> Result<()> {
         let (namespace, port) = uplink_port(&self.plan);
         let namespace = format!("--net={}", self.lab.namespace(namespace).display());
         let words = [
@@ -272,33 +279,33 @@ impl<'a> Node<'a> {
         command::run(&argv(words), None).await.map(drop)
     }
 
-    /// The pids (as the host sees them) of the node's processes, pods' included, with this name
-    /// (`/proc/PID/comm`, cut at 15 letters).
+    /// The pids, in the host's pid namespace, of the processes with this name on the node and in its pods. The name is
+    /// compared with `/proc/PID/comm`, which has at most 15 bytes.
     ///
     /// # Errors
     /// When cgroups cannot be read.
     pub fn pids_of(&self, name: &str) -> Result<Vec<i32>> {
-        let cgroups = Cgroups::detect().map_err(|error| Error::Plan(format!("{error:#}")))?;
+        let cgroups = Cgroups::detect().map_err(|error| Error::Other(format!("{error:#}")))?;
         let name = &name[..name.len().min(15)];
-        let is_it =
+        let has_name =
             |pid: &i32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
         Ok(cgroups
             .of(self.lab.directory(), Some(&self.plan.name))
             .pids()
             .into_iter()
-            .filter(is_it)
+            .filter(has_name)
             .collect())
     }
 
-    /// Sends a signal (such as SIGSTOP, SIGCONT, SIGKILL) to all processes with that name. The node's service manager
-    /// restarts a killed service such as kubelet.
+    /// Sends a signal to all processes with this name (see [`Node::pids_of`]). The node's service manager restarts a
+    /// killed service such as kubelet.
     ///
     /// # Errors
-    /// When there is none.
+    /// When there is no such process.
     pub fn signal(&self, name: &str, signal: Signal) -> Result<()> {
         let pids = self.pids_of(name)?;
         if pids.is_empty() {
-            return Err(Error::Plan(format!("{} runs no process {name:?}", self.plan.name)));
+            return Err(Error::Other(format!("{} runs no process {name:?}", self.plan.name)));
         }
         for pid in pids {
             nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal)
@@ -307,14 +314,14 @@ impl<'a> Node<'a> {
         Ok(())
     }
 
-    /// When it last booted, in seconds since 1970. `None` = it has not yet.
+    /// The time of the last boot, in seconds since 1970. `None` = the node has not booted.
     pub(super) fn booted_at(&self) -> Option<i64> {
         let file = std::fs::metadata(self.lab.node_directory(&self.plan.name).join("pid")).ok()?;
         let since = file.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
         i64::try_from(since.as_secs()).ok()
     }
 
-    /// Names of the nodes for which it has pod routes, from the file that the CNI's daemon writes.
+    /// Names of the nodes to whose pods this node has routes, from the file that the lab's CNI daemon writes.
     pub(super) fn routes(&self) -> Vec<String> {
         let path = self.lab.node_directory(&self.plan.name).join("routes");
         std::fs::read_to_string(path)
@@ -326,10 +333,10 @@ impl<'a> Node<'a> {
 }
 
 impl Cluster<'_> {
-    /// Suspends the API server (SIGSTOP): connections stay open and get no answer.
+    /// Suspends the API server (SIGSTOP): connections stay open, and requests get no response.
     ///
     /// # Errors
-    /// When it is not running.
+    /// When the API server is not running.
     pub fn freeze_api(&self) -> Result<()> {
         self.signal_api(Signal::SIGSTOP)
     }
@@ -337,7 +344,7 @@ impl Cluster<'_> {
     /// Resumes the API server (SIGCONT).
     ///
     /// # Errors
-    /// When it is not running.
+    /// When the API server is not running.
     pub fn thaw_api(&self) -> Result<()> {
         self.signal_api(Signal::SIGCONT)
     }
@@ -349,25 +356,25 @@ impl Cluster<'_> {
     fn signal_api(&self, signal: Signal) -> Result<()> {
         self.lab
             .run
-            .ask(&Request::Signal {
+            .request(&Request::Signal {
                 name: self.api_name(),
                 signal: signal as i32,
             })
             .map(drop)
     }
 
-    /// Kills the API server. The underlay then refuses connections; the host's forwarded port closes them at once.
+    /// Kills the API server. Connections on the underlay are then refused, and the host's forwarded port closes them.
     ///
     /// # Errors
-    /// When it is not running.
+    /// When the API server is not running.
     pub fn kill_api(&self) -> Result<()> {
-        self.lab.run.ask(&Request::Kill { name: self.api_name() }).map(drop)
+        self.lab.run.request(&Request::Kill { name: self.api_name() }).map(drop)
     }
 
-    /// Starts a killed API server again with the data in etcd; returns when it answers.
+    /// Restarts a killed API server with the data in etcd. Returns when it answers.
     ///
     /// # Errors
-    /// When it runs already or does not answer within three minutes.
+    /// When the API server is already running or does not answer within three minutes.
     pub async fn start_api(&self) -> Result<()> {
         let commands = control_plane::Commands {
             tools: &self.lab.tools,
@@ -380,13 +387,13 @@ impl Cluster<'_> {
 }
 
 impl Lab {
-    /// A path to the underlay's network namespace (bridge `br0`, API servers), to open or for `nsenter --net=`.
+    /// The path of the underlay's network namespace (bridge `br0`, API servers), to open or for `nsenter --net=`.
     pub fn underlay_netns(&self) -> PathBuf {
         self.namespace(UNDERLAY)
     }
 }
 
-/// A shell command that finds the network namespace with this address and execs the program in it.
+/// A shell command that finds the pod's network namespace by the address and execs the program in it.
 fn in_pod(pod: std::net::IpAddr, words: Vec<String>) -> Vec<String> {
     let script = "ip=$1; shift; for x in /run/netns/*; do \
          nsenter --net=$x ip -o addr show | grep -q \"inet6\\? $ip/\" && exec nsenter --net=$x -- \"$@\"; \

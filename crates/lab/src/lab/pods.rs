@@ -1,5 +1,5 @@
-//! Connects workers that are pods of another cluster, as with KubeVirt, and creates the Service under which they reach
-//! their API server. They run the same programs as any other node.
+//! Connects workers (nodes) that are pods of another cluster, as with KubeVirt, and creates the Service by which they
+//! reach their API server. They run the same programs as any other node.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -13,8 +13,7 @@ use crate::plan::NodeName;
 use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until};
 
 impl Lab {
-    /// The plan of node number `n` of a cluster. For a worker in a pod it waits until the host node has a pod
-    /// range.
+    /// The plan of node number `n` of a cluster. For a worker in a pod, waits until the host node has a pod range.
     pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(cluster.node(n));
@@ -31,7 +30,7 @@ impl Lab {
         Ok(cluster.node_in_pods(n, &host_node, range))
     }
 
-    /// Creates the Service of the API server in the host cluster. Does nothing for other clusters.
+    /// If the cluster's workers are pods, creates the Service of its API server in the host cluster.
     pub(super) async fn publish_api_to_pods(&self, cluster: &ClusterPlan) -> Result<()> {
         let Workers::Pods { of, api, .. } = &cluster.workers else {
             return Ok(());
@@ -52,7 +51,7 @@ endpoints: [{{addresses: [{at}]}}]
 "
         );
         let host = self.cluster(of);
-        // The control plane creates this namespace some time after its API server answers.
+        // The control plane creates the namespace some time after its API server answers.
         wait_until(
             format!("the Service {name} in {of}"),
             Duration::from_secs(60),
@@ -62,7 +61,7 @@ endpoints: [{{addresses: [{at}]}}]
     }
 
     /// Creates the pod that represents the worker in the host cluster, like KubeVirt's virt-launcher, so that
-    /// NetworkPolicies can select it. No kubelet runs it, so its status is written here.
+    /// NetworkPolicies can select it. No kubelet runs this pod, so this function writes its status.
     pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
         let Uplink::Pods { of: host_node, .. } = &worker.uplink else {
             return Ok(());
@@ -151,7 +150,7 @@ spec:
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
         self.ip_batch(name, &inside).await?;
-        // `src`: the underlay's bridge has the addresses of all API servers, and this one has to send from its own.
+        // `src` is needed because the underlay's bridge has the addresses of all API servers.
         let back = format!("route replace {address} via {} src {api}\n", host_node.address);
         self.ip_batch(UNDERLAY, &back).await
     }
@@ -162,7 +161,7 @@ pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
     format!("tenant-{}", cluster.name)
 }
 
-/// The bridge port on the host node for a worker's link.
+/// The name of the bridge port on the host node for a worker's link.
 pub(super) fn port(address: Ipv4Addr) -> String {
     format!("vm{}", address.octets()[3])
 }

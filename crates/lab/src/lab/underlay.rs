@@ -1,5 +1,5 @@
-//! Creates the segment that joins the nodes: a bridge in a namespace that forwards no packets, and a veth pair for each
-//! node. `pods.rs` connects workers in pods.
+//! Creates the underlay, which connects the nodes: a bridge in a network namespace that forwards no packets, and a veth
+//! pair for each node. `pods.rs` connects workers in pods.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -11,9 +11,9 @@ use crate::{NodePlan, Output, Result, Uplink};
 
 impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
-        self.run.ask(&Request::AddNamespace { name: UNDERLAY.into() })?;
-        // The bridge has a fixed MAC address. Otherwise it has the lowest one of its ports, and when that node loses
-        // its power, all others send to a stale MAC address of the API servers for half a minute.
+        self.run.request(&Request::AddNamespace { name: UNDERLAY.into() })?;
+        // The MAC address is fixed. By default a bridge uses the lowest address of its ports, which a power cut changes;
+        // the nodes would then send to a stale MAC address of the API servers for half a minute.
         let mut batch =
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
@@ -30,10 +30,10 @@ impl Lab {
         Ok(())
     }
 
-    /// Creates a node's network namespace and connects it to the segment.
+    /// Creates a node's network namespace and connects it to its uplink.
     pub(super) async fn connect(&self, node: &NodePlan) -> Result<()> {
         let (name, address) = (&node.name, node.address);
-        self.run.ask(&Request::AddNamespace { name: name.clone() })?;
+        self.run.request(&Request::AddNamespace { name: name.clone() })?;
         if let Uplink::Pods { of, range } = &node.uplink {
             let api = self.cluster(&node.cluster).plan().api_address();
             return self.connect_in_pods(name, address, api, (of, *range)).await;
@@ -47,7 +47,7 @@ impl Lab {
             netns = netns.display()
         );
         self.ip_batch(UNDERLAY, &cable).await?;
-        // The default route leads nowhere, but without one a ClusterIP has no route before its DNAT.
+        // The gateway forwards nothing, but a packet to a ClusterIP needs a route before DNAT.
         let gateway = self.gateway(address);
         let mut inside = format!(
             "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
@@ -72,12 +72,12 @@ impl Lab {
         let (namespace, port) = uplink_port(node);
         self.ip_batch(namespace, &format!("link del {port}\n")).await?;
         let name = node.name.clone();
-        self.run.ask(&Request::DropNamespace { name })?;
+        self.run.request(&Request::DropNamespace { name })?;
         Ok(())
     }
 
-    /// Adds a bare network namespace to the segment: a node without Kubernetes, or an outsider. `name` is a DNS label
-    /// that no other node has. The address is in the lab's 172.30.0.0/16; its default gateway is .1 of its /24.
+    /// Adds a host (a bare network namespace without Kubernetes) to the underlay. `name` is a unique DNS label. The
+    /// address is in the lab's 172.30.0.0/16; the default gateway is .1 of its /24.
     ///
     /// # Errors
     /// When the name is already used.
@@ -95,10 +95,10 @@ impl Lab {
         Ok(self.node(name))
     }
 
-    /// Runs a host program in the underlay namespace (bridge `br0`, API servers); a failure is an error.
+    /// Runs a host program in the underlay's network namespace (bridge `br0`, API servers).
     ///
     /// # Errors
-    /// With the end of its output.
+    /// When the program fails. The error quotes the last lines of its output.
     pub async fn underlay_exec<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::run(&self.in_underlay(argv(words)), None).await
     }

@@ -1,5 +1,5 @@
-//! Builds the guest's initramfs: busybox, the kernel modules that are needed to boot, and the two scripts that start
-//! the command.
+//! Builds the guest's initramfs: busybox, the kernel modules that the boot needs, and the two scripts that start the
+//! command.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use super::find;
 use crate::{Error, Result};
 
-/// Mounts the host's root with a writable layer in memory, as the guest's root.
+/// The script that mounts the guest's root: the host's root with a writable layer in memory.
 pub(super) const INIT: &str = include_str!("init.sh");
-/// Runs as pid 1 on that root: starts the command and powers off.
+/// The script that runs as pid 1 on that root: it starts the command and powers off.
 pub(super) const STAGE2: &str = include_str!("stage2.sh");
 
 /// A cpio archive in the kernel's format (Documentation/driver-api/early-userspace/buffer-format.rst).

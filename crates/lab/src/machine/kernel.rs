@@ -1,8 +1,9 @@
 //! Provides the guest's kernel: unpacks one pinned Debian package into the cache, with the modules that network tests
 //! need.
 //!
-//! The pin is a version and its hash. Debian's archive keeps a version for months, its snapshot archive forever, so an
-//! old checkout still finds its kernel. To upgrade, change [`PACKAGE`] and [`SHA256`] together.
+//! The pin is a version and its hash. Debian's archive keeps a version for months, and its snapshot archive keeps it
+//! forever, so an old checkout still finds its kernel. To upgrade, change [`PACKAGE`], [`SHA256`], [`RELEASE`] and the date
+//! in [`ARCHIVES`].
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -23,7 +24,7 @@ const ARCHIVES: [&str; 2] = [
     "https://snapshot.debian.org/archive/debian-security/20261121T000000Z/pool/updates/main/l/linux-signed-6.12-amd64",
 ];
 
-/// Modules that the guest loads on demand; their dependencies are added. All others would need 400 MB.
+/// Modules that the guest loads on demand; their dependencies are added. All modules of the package need 400 MB.
 const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vrf macvlan ip_gre ip6_gre ipip sit \
     nlmon nf_tables nft_chain_nat nft_nat nft_masq nft_redir nft_ct nft_fib_inet nft_fib_ipv4 nft_fib_ipv6 \
     nft_reject_inet ipt_REJECT ip6t_REJECT nft_reject_ipv4 nft_reject_ipv6 nft_limit nft_log nft_numgen nft_hash \
@@ -34,7 +35,7 @@ const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vr
     iptable_filter iptable_mangle iptable_raw ip6table_filter ip6table_nat ip6table_mangle sch_netem sch_htb sch_tbf \
     sch_fq sch_fq_codel sch_ingress cls_u32 cls_bpf cls_matchall act_mirred act_police overlay 9p 9pnet_virtio \
     virtio_pci virtio_console virtio-rng af_packet tcp_bbr inet_diag tcp_diag udp_diag";
-/// Modules that the guest needs before it mounts the host's root, in order.
+/// Modules that the guest needs before it mounts the host's root, in load order.
 const BOOT: [&str; 6] = [
     "virtio_pci",
     "virtio_console",
@@ -49,16 +50,16 @@ const BOOT: [&str; 6] = [
 pub(super) struct Kernel {
     pub(super) vmlinux: PathBuf,
     pub(super) initramfs: PathBuf,
-    /// The root of a tree with `lib/modules/RELEASE`.
+    /// The directory that contains `lib/modules/RELEASE`.
     pub(super) modules: PathBuf,
 }
 
-/// Returns the kernel from the cache, and makes it first if needed.
+/// Returns the kernel in the cache, and downloads it first if it is not there.
 pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     if std::env::consts::ARCH != "x86_64" {
         return Err(Error::Missing {
             what: format!("a kernel package for {}", std::env::consts::ARCH),
-            remedy: "the virtual machine is made for x86_64 alone: run its tests on such a machine".into(),
+            remedy: "the virtual machine supports only x86_64: run its tests on such a machine".into(),
         });
     }
     let programs = [
@@ -75,7 +76,7 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     let missing: Vec<_> = programs.into_iter().filter(|program| find(program).is_none()).collect();
     if !missing.is_empty() {
         return Err(Error::Missing {
-            what: format!("what the virtual machine needs ({})", missing.join(", ")),
+            what: format!("a program that the virtual machine needs ({})", missing.join(", ")),
             remedy: "on Debian and Ubuntu `cargo xtask prereq` installs qemu-system-x86, kmod, xz-utils, zstd, busybox-static and \
                      curl; dpkg-deb is in the package dpkg of any distribution"
                 .into(),
@@ -96,14 +97,14 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     let file = std::fs::File::create(&lock).map_err(Error::io(format!("open {}", lock.display())))?;
     let _lock = Flock::lock(file, FlockArg::LockExclusive)
         .map_err(|(_, errno)| Error::errno(format!("lock {}", lock.display()))(errno))?;
-    // Another process may have made it while this one waited for the lock.
+    // Another process may have created the directory while this one waited for the lock.
     if !directory.exists() {
         make(&home, &directory, progress)?;
     }
     Ok(kernel)
 }
 
-/// Twelve hex digits of a hash over everything that the directory is made from.
+/// Twelve hex digits of a hash over all inputs of the directory.
 fn key() -> String {
     let mut hash = Sha256::new();
     for part in [SHA256, MODULES, &BOOT.join(" "), image::INIT, image::STAGE2] {
@@ -164,7 +165,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     }
     std::fs::write(result.join("initramfs"), image::initramfs(&boot)?).map_err(io("write into"))?;
     std::fs::rename(&result, directory).map_err(Error::io(format!("rename to {}", directory.display())))?;
-    // Intermediate files, and directories of older recipes, which no code reads any more.
+    // Remove intermediate files, and directories and packages of other versions.
     let _ = std::fs::remove_dir_all(&unfinished);
     for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -207,14 +208,14 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     Err(Error::Missing {
         what: format!("the kernel package {PACKAGE} ({})", failures.join("; ")),
         remedy: format!(
-            "put the file there by hand as {}, or move the pin in crates/lab/src/machine/kernel.rs to a version that Debian has",
+            "download the file to {} by hand, or change the pin in crates/lab/src/machine/kernel.rs to a version that Debian has",
             package.display()
         ),
     })
 }
 
 /// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1 and 0x248).
-/// QEMU boots it directly; the guest would need seconds to decompress it.
+/// QEMU boots it directly, because the guest would need seconds to decompress it.
 fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     let image = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;
     let word = |at: usize| {
@@ -227,18 +228,18 @@ fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
         let (offset, length) = (word(0x248)?, word(0x24c)?);
         image.get(setup + offset..setup + offset + length)
     };
-    let payload = payload().ok_or_else(|| Error::Plan(format!("{} is no bzImage", vmlinuz.display())))?;
+    let payload = payload().ok_or_else(|| Error::Other(format!("{} is not a bzImage", vmlinuz.display())))?;
     let kernel = unpack(payload)?;
     if !kernel.starts_with(b"\x7fELF") {
-        return Err(Error::Plan(format!(
-            "{} does not hold an ELF kernel",
+        return Err(Error::Other(format!(
+            "{} does not contain an ELF kernel",
             vmlinuz.display()
         )));
     }
     Ok(kernel)
 }
 
-/// Decompresses the first xz or zstd stream. After it, a bzImage has the uncompressed size, which is ignored.
+/// Decompresses the first xz or zstd stream. In a bzImage, the uncompressed size follows it and is ignored.
 fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let mut file = tempfile::tempfile().map_err(Error::io("make a temporary file"))?;
     std::io::Write::write_all(&mut file, packed)

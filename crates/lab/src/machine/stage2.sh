@@ -1,5 +1,5 @@
 #!/bin/bash
-# Process 1 of the guest on its root; paths are those of the host.
+# Runs as pid 1 on the guest's root, on which all paths are those of the host.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 m=/run/machine b=/run/machine/busybox
 mkdir -p /dev/pts /dev/shm /dev/mqueue /dev/net /run/netns /run/lock
@@ -13,7 +13,7 @@ mount -t bpf bpf /sys/fs/bpf
 release=$(</proc/sys/kernel/osrelease)
 mkdir -p "/lib/modules/$release"
 mount --bind "$(<$m/run/modules)/lib/modules/$release" "/lib/modules/$release"
-# Loaded one by one from inside the first transactions of nft they would cost seconds.
+# nft would load these modules on demand one by one, which costs seconds.
 modprobe -a nf_tables nft_ct nft_chain_nat nft_masq nft_nat nft_fib_inet nft_reject_inet nft_limit nft_log nf_conntrack_netlink wireguard veth tun
 echo vm >/proc/sys/kernel/hostname
 ip link set lo up
@@ -21,7 +21,7 @@ for port in /sys/class/virtio-ports/*; do
   read -r name <"$port/name"
   case $name in out) out=/dev/${port##*/} ;; err) err=/dev/${port##*/} ;; esac
 done
-# Pipes and not the ports themselves, which can be opened once only: a command that opens /dev/stderr would fail.
+# The command writes to pipes, because a port can be opened only once: opening /dev/stderr would fail.
 mkfifo $m/out $m/err
 cat <$m/out >"$out" & copies=$!
 cat <$m/err >"$err" & copies="$copies $!"

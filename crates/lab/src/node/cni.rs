@@ -1,5 +1,5 @@
-//! Does the work of a CNI's daemon: routes to the other nodes' pod ranges (as host-gw), and masquerading of pod traffic
-//! that leaves the cluster's pod range.
+//! Does the work of a CNI daemon: adds routes to the other nodes' pod ranges (as flannel's host-gw), and masquerades pod
+//! traffic that leaves the cluster's pod range.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -16,11 +16,11 @@ use kube::runtime::{WatchStreamExt, watcher};
 
 use super::Settings;
 
-/// Node name -> for each family its pod range and its address.
+/// Node name -> pod range and node address, for each family.
 type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // The user of kube-proxy: the only one on a node that may read every Node.
+    // On a node, only the user of kube-proxy may read every Node.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("proxy.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let nodes: Api<Node> = Api::all(kube::Client::try_from(config)?);
@@ -67,7 +67,7 @@ fn update(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(same)?))
         })
         .collect();
-    // Either all families or none: a caller that waits for a node's routes then waits for all of them.
+    // All families or none: code that waits for the routes to a node then waits for both families.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),
@@ -88,8 +88,8 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
             }
         }
     }
-    // A route may already be deleted; `-force` continues with the others.
-    feed(&["ip", "-force", "-batch", "-"], &batch)?;
+    // A route may already be deleted. With `-force`, `ip` then continues with the next line.
+    run_with_stdin(&["ip", "-force", "-batch", "-"], &batch)?;
     if let Some(ranges) = now.get(&settings.name)
         && before.get(&settings.name) != now.get(&settings.name)
     {
@@ -102,7 +102,7 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
     std::fs::write(&file, names).with_context(|| format!("write {}", file.display()))
 }
 
-/// Masquerades pods of this node to destinations outside the cluster's pod range.
+/// Masquerades packets from pods of this node to destinations outside the cluster's pod range.
 fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     let (family, all) = match (range, settings.v6) {
         (IpNet::V4(_), _) => ("ip", IpNet::V4(settings.pod_cidr)),
@@ -114,11 +114,11 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
          type nat hook postrouting priority 100; policy accept;\n  \
          {family} saddr {range} {family} daddr != {all} counter masquerade\n }}\n}}\n"
     );
-    feed(&["nft", "-f", "-"], &table)
+    run_with_stdin(&["nft", "-f", "-"], &table)
 }
 
-/// Runs a program with this text as its standard input.
-pub(super) fn feed(argv: &[&str], text: &str) -> Result<()> {
+/// Runs a program with this text as its standard input, unless the text is empty.
+pub(super) fn run_with_stdin(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Writes the configuration of containerd, kubelet and kube-proxy, as text.
+//! Renders the configuration files of containerd, kubelet and kube-proxy.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use super::Settings;
 use crate::ClusterPlan;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
-/// Not the default directory, where containerd would use a network that podman may have configured.
+/// Not the default directory: there containerd would use a network that podman may have configured.
 pub(super) const CNI: &str = "/run/cni-net.d";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 
-/// A template in which containerd inserts the node's pod range as soon as the Node has one.
+/// A template of the CNI configuration. containerd inserts the node's pod ranges when the Node has them.
 pub(super) fn cni_template() -> &'static str {
     r#"{"cniVersion": "1.0.0", "name": "lab", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false,
@@ -36,7 +36,7 @@ disabled_plugins = [{unused}'io.containerd.nri.v1.nri', 'io.containerd.tracing.p
   sandbox = 'lab.local/pause:1'
 [plugins.'io.containerd.cri.v1.runtime']
   disable_apparmor = true
-  # root of a container lacks CAP_SYS_RESOURCE: oom_score_adj cannot be lowered
+  # a process without CAP_SYS_RESOURCE cannot lower oom_score_adj
   restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.cni]
   bin_dirs = ['/opt/cni/bin']
@@ -62,7 +62,7 @@ cgroupDriver: cgroupfs
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 failSwapOn: false
 oomScoreAdj: 0
-# the node's disk is memory, and the host's fill level is not its own
+# the node's disk is in memory, so the host's disk usage must not evict pods
 evictionHard: {{memory.available: \"0%\", nodefs.available: \"0%\", nodefs.inodesFree: \"0%\", imagefs.available: \"0%\"}}
 imageGCHighThresholdPercent: 100
 enforceNodeAllocatable: [pods]
@@ -87,14 +87,14 @@ mode: {}
 clusterCIDR: \"{}\"
 hostnameOverride: {}
 clientConnection: {{kubeconfig: {}}}
-# these sysctls are the host's
+# 0 = do not change these sysctls, which are the host's
 conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
 oomScoreAdj: 0
 healthzBindAddress: \"\"
 metricsBindAddress: \"\"
 ",
         settings.proxy.as_str(),
-        ClusterPlan::both(settings.pod_cidr, settings.v6.map(|(_, pods)| pods)),
+        ClusterPlan::comma_separated(settings.pod_cidr, settings.v6.map(|(_, pods)| pods)),
         settings.name,
         settings.cluster_directory().join("proxy.kubeconfig").display()
     )

@@ -19,7 +19,7 @@ use super::{Settings, cni};
 use table::ClusterObjects;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // The administrator's user, because it must read every pod and policy.
+    // The administrator's user, because reading every Pod and NetworkPolicy needs its rights.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("inside.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let client = Client::try_from(config)?;
@@ -33,7 +33,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
             event = pods.next() => event?,
             event = namespaces.next() => event?,
         }
-        // A table from incomplete lists would open or close connections wrongly.
+        // A table from incomplete lists would accept or drop the wrong packets.
         let (Some(policies), Some(pods), Some(namespaces)) = (&policies.known, &pods.known, &namespaces.known) else {
             continue;
         };
@@ -46,7 +46,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
             },
         );
         if table != applied {
-            cni::feed(&["nft", "-f", "-"], &table)?;
+            cni::run_with_stdin(&["nft", "-f", "-"], &table)?;
             applied = table;
         }
     }
@@ -57,7 +57,7 @@ pub(super) type Objects<K> = BTreeMap<(String, String), K>;
 
 struct Watched<K> {
     events: BoxStream<'static, watcher::Result<watcher::Event<K>>>,
-    /// The objects, as soon as the first list is complete.
+    /// All objects. `None` until the first list is complete.
     known: Option<Objects<K>>,
     listed: Objects<K>,
 }
@@ -75,7 +75,7 @@ where
         }
     }
 
-    /// Waits for one event and processes it. Cancel-safe.
+    /// Waits for one event and processes it. Cancellation loses no event.
     async fn next(&mut self) -> Result<()> {
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
         // After an error the watch continues, with a backoff.

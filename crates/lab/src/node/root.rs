@@ -1,5 +1,5 @@
-//! Gives a node its own root: an overlay over the host's root that keeps every write in memory, with its own /proc,
-//! /sys and cgroups, and the sysctls that Kubernetes requires.
+//! Creates the root file system of a node: an overlay over the host's root that keeps all writes in memory, with its own
+//! /proc, /sys and cgroups. Sets the sysctls that Kubernetes requires.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const NONE: Option<&str> = None;
 
 pub(super) fn enter(settings: &Settings) -> Result<()> {
     let cgroups = Cgroups::detect()?;
-    // Other processes do not see this mount: the mount namespace is private.
+    // The mount namespace is private, so processes outside do not see this mount.
     let base = settings.directory().join("root");
     fs::create_dir_all(&base)?;
     filesystem("tmpfs", &base, "mode=755,size=6g")?;
@@ -35,7 +35,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
         filesystem("tmpfs", &target, if name == "tmp" { "mode=1777" } else { "mode=755" })?;
     }
     fs::create_dir(root.join("run/netns"))?;
-    // The overlay shows only the root file system. Directories on other file systems are bind-mounted at the same path.
+    // The overlay contains only the root file system. Directories on other file systems are bind-mounted at the same path.
     for outside in settings.programs.iter().chain([&settings.run]) {
         let inside = under(&root, outside);
         fs::create_dir_all(&inside)?;
@@ -45,13 +45,13 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
     fs::create_dir_all(&old)?;
     pivot_root(&root, &old).context("pivot_root")?;
     chdir("/")?;
-    umount2("/.old", MntFlags::MNT_DETACH).context("let go of the host's root")?;
+    umount2("/.old", MntFlags::MNT_DETACH).context("unmount the host's root")?;
     let _ = fs::remove_dir("/.old");
     // kubelet and containerd need mounts to propagate into pods.
     mount(NONE, "/", NONE, MsFlags::MS_SHARED | MsFlags::MS_REC, NONE).context("share /")?;
     if cgroups == Cgroups::V2 {
-        // In version 2 a cgroup with enabled controllers for its children contains no processes itself: move into a
-        // child, then enable the controllers.
+        // In version 2, a cgroup that enables controllers for its children must not contain processes. So this process
+        // moves into a child before it enables the controllers.
         let top = Path::new("/sys/fs/cgroup");
         fs::create_dir(top.join("init"))?;
         fs::write(top.join("init/cgroup.procs"), "0")?;
@@ -80,7 +80,8 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// kubelet writes these global sysctls and exits if it may not. Bind-mounted files with the right values satisfy it.
+/// kubelet sets these global sysctls if they have other values, and exits if that fails. So files with the expected
+/// values are bind-mounted over them.
 const GLOBAL: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),
@@ -105,7 +106,7 @@ fn sysctls(dual: bool) -> Result<()> {
         fs::write(Path::new("/proc/sys/net/ipv4").join(name), value).with_context(|| format!("set {name}"))?;
     }
     if dual {
-        fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").context("let IPv6 be forwarded")?;
+        fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").context("enable IPv6 forwarding")?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Runs a node's services, as a service manager does: starts them in order, restarts those that exit, reaps all
+//! Runs a node's services as a service manager: starts them in order, restarts them when they exit, and reaps all
 //! children.
 
 use std::collections::BTreeMap;
@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::wait::{WaitStatus, wait};
 
-use super::{Engine, Settings, config};
+use super::{PolicyEngine, Settings, config};
 
-/// A service's command line. Its log file has the same name.
+/// The name and command line of a service. The name is also a part of the log file's name.
 struct Service {
     name: &'static str,
     argv: Vec<String>,
@@ -51,11 +51,11 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
     running.insert(manager.start(&containerd)?, containerd);
     manager.wait_for_containerd()?;
     manager.import_images()?;
-    wait_for(
+    wait_for_file(
         &settings.cluster_directory().join("api-ready"),
         Duration::from_secs(300),
     )?;
-    for service in manager.kubernetes(settings_path)? {
+    for service in manager.kubernetes_services(settings_path)? {
         running.insert(manager.start(&service)?, service);
     }
     loop {
@@ -63,8 +63,8 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
             continue;
         };
         if let Some(service) = running.remove(&pid.as_raw()) {
-            eprintln!("{} ended; starting it again", service.name);
-            // A service that exits at once must not keep a core busy.
+            eprintln!("{} exited; restarting it", service.name);
+            // The delay limits the CPU usage of a service that exits at once.
             std::thread::sleep(Duration::from_millis(500));
             running.insert(manager.start(&service)?, service);
         }
@@ -100,7 +100,7 @@ impl Manager<'_> {
     }
 
     /// The services that need the API server.
-    fn kubernetes(&self, settings_path: &Path) -> Result<Vec<Service>> {
+    fn kubernetes_services(&self, settings_path: &Path) -> Result<Vec<Service>> {
         let kubeconfig = self.settings.directory().join("kubelet.kubeconfig");
         let kubelet = vec![
             self.program("kubelet")?,
@@ -114,7 +114,7 @@ impl Manager<'_> {
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
-        // The link, because the directory of this program is not mounted in the node.
+        // Starts this program by the link, because the program's directory is not mounted in the node.
         let cni = vec![
             "/proc/self/exe".into(),
             "cni".into(),
@@ -133,12 +133,12 @@ impl Manager<'_> {
         ];
         let policies = match &self.settings.policies {
             None => return Ok(services),
-            Some(Engine::Own) => vec![
+            Some(PolicyEngine::Own) => vec![
                 "/proc/self/exe".into(),
                 "policies".into(),
                 settings_path.display().to_string(),
             ],
-            Some(Engine::KubeRouter { program, services }) => vec![
+            Some(PolicyEngine::KubeRouter { program, services }) => vec![
                 program.display().to_string(),
                 "--run-firewall=true".into(),
                 "--run-router=false".into(),
@@ -231,10 +231,10 @@ impl Manager<'_> {
     }
 }
 
-fn wait_for(file: &Path, patience: Duration) -> Result<()> {
+fn wait_for_file(file: &Path, timeout: Duration) -> Result<()> {
     let start = Instant::now();
     while !file.exists() {
-        anyhow::ensure!(start.elapsed() < patience, "{} did not appear", file.display());
+        anyhow::ensure!(start.elapsed() < timeout, "{} did not appear", file.display());
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())

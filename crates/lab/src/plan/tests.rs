@@ -56,7 +56,7 @@ fn dual_stack_plan_adds_ipv6_range_to_each_ipv4_range() {
 }
 
 #[test]
-fn clusters_may_share_pod_and_service_ranges_only() {
+fn clusters_with_equal_pod_and_service_ranges_are_valid() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("a", 1), ("b", 1)]).dual_stack();
     let equal = plan.clone().with_ranges_of("b", "a");
     let [a, b, before] = [&equal.clusters[1], &equal.clusters[2], &plan.clusters[2]];
@@ -68,13 +68,13 @@ fn clusters_may_share_pod_and_service_ranges_only() {
     assert_eq!(
         (b.wireguard_cidr, b.node(1)),
         (before.wireguard_cidr, before.node(1)),
-        "nodes have different addresses"
+        "the other ranges are unchanged"
     );
     equal.validate().unwrap();
 }
 
 #[test]
-fn worker_in_pod_has_pod_address_and_cluster_ip_of_api() {
+fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
     let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
     let of = "mgmt".into();
@@ -106,7 +106,7 @@ fn workers_in_pods_of_missing_node_are_refused() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
     assert_eq!(
         plan.validate().unwrap_err().to_string(),
-        "kv: its workers want to be pods of mgmt-2: no whole cluster has such a node on the underlay"
+        "kv: its nodes cannot be pods of mgmt-2: no whole cluster has such a node on the underlay"
     );
 }
 

@@ -18,7 +18,7 @@ pub fn gateway_ranges(plan: &ClusterPlan) -> Vec<String> {
 
 impl Product<'_> {
     /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Sandboxes of meshes
-    /// that are made later enter through them.
+    /// that are created later enter the hub through them.
     ///
     /// # Errors
     /// When the hub refuses a manifest, or a gateway does not become ready.
@@ -35,10 +35,10 @@ impl Product<'_> {
             hub.kubectl(words).await?;
         }
         self.gateways = true;
-        hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
+        hub.wait_for_rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
     }
 
-    /// The commands of docs/operations/sandboxes.md that [`Product::install_gateways`] runs.
+    /// The commands of [`Product::install_gateways`] as in docs/operations/sandboxes.md, to show them to users.
     #[must_use]
     pub fn gateway_commands(&self, namespaces: &[&str]) -> Vec<String> {
         let hub = self.hub();
@@ -52,8 +52,7 @@ impl Product<'_> {
     }
 }
 
-/// Arguments for kubectl: they create the ConfigMap of the gateways, and their right to read in each of these
-/// namespaces.
+/// Arguments of the kubectl commands that create the gateways' ConfigMap and a RoleBinding in each namespace.
 fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
     let mut endpoints = vec![plan.pod_cidr.to_string()];
     endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));

@@ -1,4 +1,5 @@
-//! Reads from the objects of hub and sandbox which sockets the sandbox may reach through the hub's gateways.
+//! Lists the sockets that a sandbox may reach through the hub's gateways. Reads them from objects in the hub and in the
+//! sandbox.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,22 +11,22 @@ use serde_json::Value;
 use super::{GATEWAYS, MESH, Product};
 use crate::{Cluster, Error, Result};
 
-/// A gateway, as in its SandboxGateway.
+/// A gateway, as its SandboxGateway and its Peer in the sandbox describe it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gateway {
     /// Name of the SandboxGateway and of the gateway's pod.
     pub name: String,
-    /// Name of its Peer in the sandbox.
+    /// Name of the gateway's Peer in the sandbox.
     pub peer: String,
-    /// The endpoint of that Peer, which the sandbox dials.
+    /// The WireGuard endpoint in that Peer.
     pub endpoint: SocketAddr,
-    /// Its pod's address.
+    /// The gateway pod's address.
     pub pod: IpAddr,
-    /// Its address in the tunnel.
+    /// The gateway's WireGuard address.
     pub wireguard: IpAddr,
 }
 
-/// A sandbox's grants: the same gateway ports at each gateway.
+/// The grants of a sandbox. Every gateway has the same gateway ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
     /// The gateways, sorted by name.
@@ -40,16 +41,16 @@ impl Granted {
     /// Granted TCP sockets at all gateways.
     #[must_use]
     pub fn tcp(&self) -> BTreeSet<SocketAddr> {
-        self.at(&self.tcp)
+        self.sockets(&self.tcp)
     }
 
     /// Granted UDP sockets at all gateways.
     #[must_use]
     pub fn udp(&self) -> BTreeSet<SocketAddr> {
-        self.at(&self.udp)
+        self.sockets(&self.udp)
     }
 
-    fn at(&self, ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
+    fn sockets(&self, ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
         let sockets = |gateway: &Gateway| {
             let ip = gateway.wireguard;
             ports.iter().map(move |port| SocketAddr::new(ip, *port))
@@ -66,7 +67,7 @@ impl Granted {
         }
     }
 
-    /// Adds every gateway's tunnel address, with each port in `all` and each granted port.
+    /// Adds every gateway's WireGuard address, with each port in `all` and each granted port.
     pub fn add_to(&self, all: &mut BTreeMap<SocketAddr, String>) {
         let mut ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
         ports.extend(self.tcp.union(&self.udp));
@@ -93,7 +94,7 @@ impl Product<'_> {
         for object in list(&objects["items"]) {
             let peer = list(&peers["items"]).find(|peer| peer["spec"]["publicKey"] == object["status"]["publicKey"]);
             let gateway = peer.and_then(|peer| gateway(object, peer));
-            gateways.push(gateway.ok_or_else(|| Error::Plan(format!("no gateway of {sandbox} yet: {object}")))?);
+            gateways.push(gateway.ok_or_else(|| Error::Other(format!("{sandbox} has no Peer of {object}")))?);
         }
         gateways.sort();
         let ports = |protocol: &str| {
@@ -128,5 +129,5 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 
 async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Result<Value> {
     let printed = cluster.kubectl([words, &["-o", "json"]].concat()).await?.stdout;
-    serde_json::from_str(&printed).map_err(|error| Error::Plan(format!("{error}: {printed}")))
+    serde_json::from_str(&printed).map_err(|error| Error::Other(format!("{error}: {printed}")))
 }

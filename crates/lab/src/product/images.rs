@@ -1,5 +1,5 @@
-//! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base consists of Debian
-//! packages, because the lab reaches no registry. They are rebuilt only when an input has changed.
+//! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base image consists of
+//! Debian packages, because the lab uses no registry. They are rebuilt only when an input has changed.
 
 use std::{
     fs,
@@ -14,12 +14,12 @@ use sha2::{Digest, Sha256};
 use crate::{Error, Result, lab_home, run};
 
 const PROGRAMS: [&str; 2] = ["wg-agent", "clustermesh-controller"];
-/// Packages of the base: programs that the Containerfiles run, libraries of our programs (all depend on libc6), nft.
+/// Packages of the base image: programs that the Containerfiles run, libraries of our programs (all depend on libc6), nft.
 const PACKAGES: &str = "dash,coreutils,grep,libgcc-s1,nftables";
-/// Environment variable with another base, for machines that run neither Debian nor Ubuntu.
+/// Environment variable that replaces the base image, for machines that run neither Debian nor Ubuntu.
 const BASE: &str = "CLUSTERMESH_IMAGE_BASE";
 
-/// Docker archives of both images. While this value exists, no other process rebuilds them.
+/// Docker archives of both images. This value holds a lock, so that no other process rebuilds them.
 #[derive(Debug)]
 pub struct ProductImages {
     /// The image of wg-agent.
@@ -30,12 +30,12 @@ pub struct ProductImages {
 }
 
 impl ProductImages {
-    /// Builds the images from the programs in the lab's own directory, if an input has changed.
+    /// Builds the images from the programs of the workspace, if an input has changed.
     ///
     /// # Errors
     /// When a program is missing, or `cargo xtask images` fails.
     pub fn ensure(progress: &dyn Fn(&str)) -> Result<Self> {
-        let [agent, controller] = PROGRAMS.map(run::our_program);
+        let [agent, controller] = PROGRAMS.map(run::workspace_program);
         let programs = [agent?, controller?];
         let base = base(progress)?;
         let directory = programs[0].with_file_name("images");
@@ -45,27 +45,27 @@ impl ProductImages {
             controller: directory.join("clustermesh-controller.tar"),
             _lock: lock(&directory.join("lock"))?,
         };
-        let (key, made_from) = (key(&programs, &base)?, directory.join("key"));
-        if fs::read_to_string(&made_from).is_ok_and(|made| made == key) {
+        let (key, key_file) = (key(&programs, &base)?, directory.join("key"));
+        if fs::read_to_string(&key_file).is_ok_and(|made| made == key) {
             return Ok(images);
         }
         progress("building the images");
-        let _ = fs::remove_file(&made_from);
+        let _ = fs::remove_file(&key_file);
         let stripped = Scratch::new(directory.join("programs"))?;
         for program in &programs {
-            // Debug symbols make these programs large.
+            // Without debug symbols the images are much smaller.
             let to = stripped.path(&program.file_name().unwrap_or_default().to_string_lossy());
-            run_through(Command::new("strip").arg("-o").arg(to).arg(program))?;
+            run_command(Command::new("strip").arg("-o").arg(to).arg(program))?;
         }
         build(&stripped.0, &base, &directory)?;
-        fs::write(&made_from, key).map_err(Error::io(format!("write {}", made_from.display())))?;
+        fs::write(&key_file, key).map_err(Error::io(format!("write {}", key_file.display())))?;
         Ok(images)
     }
 
-    /// Runs `cargo xtask images` with the programs of this directory; it writes both archives into `output`.
+    /// Runs `cargo xtask images` with the programs in a directory, and writes both archives into `output`.
     ///
     /// # Errors
-    /// When the command fails; its output is quoted.
+    /// When the command fails. The error quotes its output.
     pub fn build(programs: &Path, output: &Path, progress: &dyn Fn(&str)) -> Result<()> {
         build(programs, &base(progress)?, output)
     }
@@ -74,14 +74,14 @@ impl ProductImages {
 fn base(progress: &dyn Fn(&str)) -> Result<String> {
     match std::env::var(BASE) {
         Ok(base) => Ok(base),
-        Err(_) => Ok(format!("docker-archive:{}", debian(progress)?.display())),
+        Err(_) => Ok(format!("docker-archive:{}", debian_base(progress)?.display())),
     }
 }
 
 /// A key that changes with every input of the images.
 fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
     let mut key = format!("{base}\n");
-    for program in programs.iter().chain([&run::our_program("xtask")?]) {
+    for program in programs.iter().chain([&run::workspace_program("xtask")?]) {
         let metadata = fs::metadata(program).map_err(Error::io(format!("read {}", program.display())))?;
         let (size, seconds, rest) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
         key += &format!("{} {size} {seconds}.{rest}\n", program.display());
@@ -94,20 +94,20 @@ fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
 
 fn build(programs: &Path, base: &str, output: &Path) -> Result<()> {
     let scratch = Scratch::new(output.join("unfinished"))?;
-    scratch.store()?;
-    let mut images = Command::new(run::our_program("xtask")?);
-    // A backtrace would push the builder's own message out of the last lines.
+    scratch.write_settings()?;
+    let mut images = Command::new(run::workspace_program("xtask")?);
+    // Errors quote only the last lines of the output, which a backtrace would fill.
     images.env("RUST_BACKTRACE", "0");
     images
         .args(["images", "--builder=buildah"])
         .arg(format!("--base={base}"));
     images.arg("--programs").arg(programs).arg("--output").arg(output);
-    run_through(scratch.environment(&mut images))
+    run_command(scratch.environment(&mut images))
 }
 
-/// A docker archive with a minimal system of the machine's own release. Its libc is then never older than the
-/// machine's, with which our programs are linked.
-fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
+/// Creates the base image as a docker archive, from packages of the machine's own release. So its libc is not older than
+/// the machine's libc, with which our programs are linked.
+fn debian_base(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     let release = release(&fs::read_to_string("/etc/os-release").unwrap_or_default())?;
     let home = lab_home()?;
     create(&home)?;
@@ -118,9 +118,9 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     if archive.exists() {
         return Ok(archive);
     }
-    progress("making the base of the images from Debian's packages, once");
+    progress("building the base image from Debian's packages, once");
     let scratch = Scratch::new(home.join("image-base.unfinished"))?;
-    scratch.store()?;
+    scratch.write_settings()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
     // The packages are unpacked, not configured, because only the product's programs run in the image.
@@ -129,7 +129,7 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
         .arg(format!("--include={PACKAGES}"))
         .arg(&release)
         .arg(&system);
-    run_through(scratch.environment(&mut bootstrap))?;
+    run_command(scratch.environment(&mut bootstrap))?;
     let context = scratch.path("context");
     create(&context)?;
     fs::write(context.join("Containerfile"), "FROM scratch\nADD system.tar /\n")
@@ -138,12 +138,12 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     let mut buildah = Command::new("buildah");
     let name = format!("docker-archive:{}:lab.local/base:1", unfinished.display());
     buildah.args(["build", "--quiet", "--tag", &name]).arg(&context);
-    run_through(scratch.environment(&mut buildah))?;
+    run_command(scratch.environment(&mut buildah))?;
     fs::rename(&unfinished, &archive).map_err(Error::io(format!("rename to {}", archive.display())))?;
     Ok(archive)
 }
 
-/// The suite (such as `bookworm`) in which Debian's or Ubuntu's archive contains the machine's release.
+/// The suite of Debian's or Ubuntu's archive (such as `bookworm`) for the machine's release.
 fn release(os_release: &str) -> Result<String> {
     let value = |key: &str| {
         let line = os_release.lines().find_map(|line| line.strip_prefix(key));
@@ -151,7 +151,7 @@ fn release(os_release: &str) -> Result<String> {
     };
     let known = matches!(value("ID=").as_deref(), Some("debian" | "ubuntu"));
     value("VERSION_CODENAME=").filter(|_| known).ok_or_else(|| Error::Missing {
-        what: "a release of Debian or Ubuntu to take the libraries of the images from".into(),
+        what: "a release of Debian or Ubuntu, from which the images get their libraries,".into(),
         remedy: format!(
             "on another system set {BASE} to an image with sh, coreutils, grep and nft, whose libc is not older than this machine's"
         ),
@@ -176,8 +176,8 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Makes buildah store its images, settings and temporary files here, and leave the user's own unchanged.
-    fn store(&self) -> Result<()> {
+    /// Writes settings with which buildah keeps its images and temporary files in this directory, not in the user's.
+    fn write_settings(&self) -> Result<()> {
         let text = format!(
             "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
             self.path("store").display(),
@@ -194,7 +194,7 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// Isolation `chroot` needs no runtime, no user namespaces and no cgroups.
+    /// Sets the environment for buildah. The isolation `chroot` needs no runtime, user namespace or cgroup.
     fn environment<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command
             .env("CONTAINERS_CONF", self.path("containers.conf"))
@@ -214,8 +214,8 @@ fn lock(path: &Path) -> Result<Flock<fs::File>> {
         .map_err(|(_, errno)| Error::errno(format!("lock {}", path.display()))(errno))
 }
 
-/// Runs the command to its end; an error quotes the last lines of its output.
-fn run_through(command: &mut Command) -> Result<()> {
+/// Runs a command. An error quotes the last lines of its output.
+fn run_command(command: &mut Command) -> Result<()> {
     let what = format!("{command:?}");
     let output = command.output().map_err(Error::io(format!("start {what}")))?;
     if output.status.success() {

@@ -4,27 +4,27 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 use nix::sched::{CloneFlags, setns};
 
-/// Starts to forward and returns the port. Runs until the process ends.
+/// Starts to forward and returns the port. Forwards until the process exits.
 pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<u16> {
-    // A socket belongs to the network namespace of the thread that creates it: listen on this thread, connect on
-    // another one.
+    // A socket belongs to the network namespace of the thread that creates it: this thread listens, another thread
+    // connects.
     let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
-    let (ready, entered) = std::sync::mpsc::channel();
+    let (report_start, started) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let runtime = setns(&namespace, CloneFlags::CLONE_NEWNET)
             .map_err(anyhow::Error::from)
             .and_then(|()| Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?));
         match runtime {
             Ok(runtime) => {
-                let _ = ready.send(Ok(()));
+                let _ = report_start.send(Ok(()));
                 runtime.block_on(splice_all(listener, to));
             }
-            Err(error) => drop(ready.send(Err(error))),
+            Err(error) => drop(report_start.send(Err(error))),
         }
     });
-    entered.recv()??;
+    started.recv()??;
     Ok(port)
 }
 
@@ -39,7 +39,7 @@ async fn splice_all(listener: std::net::TcpListener, to: SocketAddr) {
         };
         tokio::spawn(async move {
             if let Ok(mut far) = tokio::net::TcpStream::connect(to).await {
-                // After a reset on either side both sockets close, which is all that a forwarder can do.
+                // An error, such as a reset of one connection, closes both; nothing else can be done.
                 let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
             }
         });

@@ -1,4 +1,4 @@
-//! Requests of an owner to its supervisor: one JSON line each way over `control.sock` in the run directory.
+//! Defines the requests to a supervisor and its responses, each one line of JSON over `control.sock` in the run directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Create a network namespace; `ns/<name>` in the run directory leads to it.
+    /// Create a network namespace, with a link to it at `ns/<name>` in the run directory.
     AddNamespace { name: String },
-    /// Release a network namespace. The kernel removes it when its last process has ended.
+    /// Close a network namespace. The kernel removes it when its last process has exited.
     DropNamespace { name: String },
     /// Start a program. Its output is appended to `log`.
     Start {
@@ -19,17 +19,17 @@ pub(crate) enum Request {
         env: BTreeMap<String, String>,
         log: PathBuf,
     },
-    /// Kill what `Start` started, and wait until its processes and cgroup are gone.
+    /// Kill a program that `Start` started, wait until all its processes have exited, and remove its cgroup.
     Kill { name: String },
-    /// Send it a signal, by number.
+    /// Send a signal, by number, to a program that `Start` started.
     Signal { name: String, signal: i32 },
-    /// Listen on a port of the host's 127.0.0.1 and splice every connection to `to`, opened inside `namespace`.
+    /// Listen on a port of the host's 127.0.0.1 and forward every connection to `to` inside `namespace`.
     Forward { namespace: String, to: SocketAddr },
     /// List the names of all running programs.
     Running,
-    /// Go on when the owner ends.
+    /// Continue when the owner exits.
     Keep,
-    /// Take everything down. There is no answer: the connection closes at the end.
+    /// Take everything down. There is no response: the connection closes when the supervisor exits.
     Down,
 }
 

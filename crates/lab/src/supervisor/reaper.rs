@@ -45,7 +45,7 @@ impl Reaper {
 
     /// Starts a child. The kernel may reuse a pid, so an earlier exit of the same pid is forgotten.
     pub(super) fn spawn(&self, command: &mut Command) -> std::io::Result<Pid> {
-        // Held over both steps. Otherwise the exit of the new child could be recorded in between and then forgotten.
+        // The lock is held over both steps. Otherwise the exit of the new child could be recorded before `remove`.
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         let id = command.spawn()?.id();
         let pid = Pid::from_raw(i32::try_from(id).map_err(std::io::Error::other)?);
@@ -55,12 +55,12 @@ impl Reaper {
     }
 
     /// Whether this child has exited.
-    pub(super) fn ended(&self, pid: Pid) -> bool {
+    pub(super) fn has_exited(&self, pid: Pid) -> bool {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner).contains(&pid)
     }
 
     /// Whether there was no child at the last check.
-    pub(super) fn childless(&self) -> bool {
+    pub(super) fn is_childless(&self) -> bool {
         self.childless.load(Ordering::SeqCst)
     }
 }

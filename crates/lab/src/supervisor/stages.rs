@@ -1,5 +1,4 @@
-//! Entry points of the `clustermesh-lab` program: the stages that the lab runs internally, and `list` and `down` for
-//! people.
+//! Entry points of the `clustermesh-lab` program: commands for users, and hidden commands that the lab runs itself.
 
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -9,7 +8,7 @@ use clap::Parser;
 
 use crate::cgroup::Cgroups;
 
-/// Runs clusters on one machine. `list` and `down` are for people; the lab runs the other commands itself.
+/// Runs clusters on one machine.
 #[derive(Debug, Parser)]
 #[command(name = "clustermesh-lab")]
 enum Stage {
@@ -17,7 +16,7 @@ enum Stage {
     List,
     /// Build the lab's programs and put them into its cache.
     Build,
-    /// Take every kept lab down and remove what dead ones left.
+    /// Take every kept lab down and remove the files of dead labs.
     Down,
     /// Run as the parent of all processes of one lab (pid 1 of its own pid namespace).
     #[command(hide = true)]
@@ -25,12 +24,12 @@ enum Stage {
         /// The lab's run directory.
         run: PathBuf,
     },
-    /// Join the machine's cgroups, then exec `argv`.
+    /// Join the node's cgroups, then exec `argv`.
     #[command(hide = true)]
     Machine {
         /// The lab's run directory.
         run: PathBuf,
-        /// The machine's name.
+        /// The node's name.
         name: String,
         /// The command line to exec.
         #[arg(last = true)]
@@ -42,7 +41,7 @@ enum Stage {
         /// The file with the node's settings, as JSON.
         settings: PathBuf,
     },
-    /// Route between the nodes of one cluster and masquerade what leaves it, as a CNI's daemon does.
+    /// Route between the nodes of one cluster and masquerade packets that leave it, as a CNI daemon does.
     #[command(hide = true)]
     Cni {
         /// The file with the node's settings, as JSON.
@@ -59,11 +58,11 @@ enum Stage {
 /// Runs the program.
 ///
 /// # Errors
-/// Whatever error the stage ends with.
+/// When the command fails.
 pub fn main() -> anyhow::Result<()> {
     match Stage::parse() {
         Stage::List => {
-            for run in crate::standing() {
+            for run in crate::running_labs() {
                 println!(
                     "{} {}",
                     run.display(),

@@ -68,14 +68,14 @@ fn go_build(
     let start = Instant::now();
     progress(&format!("building {what}"));
     let mut child = command.spawn().map_err(Error::io("start `go build`"))?;
-    let mut next_word = Duration::from_secs(30);
+    let mut next_report = Duration::from_secs(30);
     let status = loop {
         if let Some(status) = child.try_wait().map_err(Error::io("wait for `go build`"))? {
             break status;
         }
-        if start.elapsed() >= next_word {
+        if start.elapsed() >= next_report {
             progress(&format!("building {what}: {} s so far", start.elapsed().as_secs()));
-            next_word += Duration::from_secs(30);
+            next_report += Duration::from_secs(30);
         }
         std::thread::sleep(Duration::from_millis(50));
     };
@@ -101,8 +101,8 @@ struct Unpacked {
     libraries: PathBuf,
 }
 
-/// Provides the libseccomp.a with which runc is linked. `None` = the system has it; otherwise Debian's packages are
-/// unpacked into the cache.
+/// Provides libseccomp.a, with which runc is linked. If the system does not have it, unpacks Debian's packages into the
+/// cache. `None` = the system has it.
 fn unpacked_libseccomp(home: &Path, progress: &dyn Fn(&str)) -> Result<Option<Unpacked>> {
     let system = Command::new("pkg-config")
         .args(["--variable=libdir", "libseccomp"])
@@ -139,7 +139,7 @@ fn unpacked_libseccomp(home: &Path, progress: &dyn Fn(&str)) -> Result<Option<Un
     std::fs::rename(&temporary, &root).map_err(Error::io(format!("rename to {}", root.display())))?;
     find_unpacked(&root)
         .map(Some)
-        .ok_or_else(|| missing("the package does not hold it"))
+        .ok_or_else(|| missing("the package does not contain it"))
 }
 
 fn find_unpacked(root: &Path) -> Option<Unpacked> {

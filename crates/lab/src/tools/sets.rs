@@ -8,7 +8,7 @@ const CONTAINERD: &str = "github.com/containerd/containerd/v2";
 /// A group of programs that are built and cached together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum ArtefactSet {
-    /// etcd, kube-apiserver, kubectl: for tests on real API servers.
+    /// etcd, kube-apiserver, kubectl.
     ControlPlane,
     /// kube-controller-manager, kube-scheduler, kubelet, kube-proxy.
     Nodes,
@@ -16,19 +16,19 @@ pub enum ArtefactSet {
     Runtime,
     /// CoreDNS.
     Dns,
-    /// A current wireguard-go, to compare and interoperate with.
+    /// wireguard-go, for benchmarks and interoperability tests.
     WireguardGo,
 }
 
 /// One `go build`.
 pub(super) struct GoBuild {
-    /// File in the set's directory.
+    /// The path of the program in the set's directory.
     pub(super) output: &'static str,
     pub(super) package: String,
     pub(super) tags: &'static str,
-    /// `-X` definitions, without the `-X`.
+    /// The value of the linker flag `-X`. Empty = none.
     pub(super) define: String,
-    /// Whether it needs a C compiler and is linked statically with libseccomp.
+    /// Whether the build needs a C compiler, and links statically with libseccomp.
     pub(super) cgo_static: bool,
 }
 
@@ -125,12 +125,12 @@ impl ArtefactSet {
         }
     }
 
-    /// The names of the files in the set's directory.
+    /// The paths of the programs in the set's directory.
     pub(super) fn outputs(self) -> impl Iterator<Item = &'static str> {
         self.builds().into_iter().map(|build| build.output)
     }
 
-    /// Part of the cache key: every flag that changes the result.
+    /// All packages and flags of the set, as a part of the cache key.
     pub(super) fn recipe(self) -> String {
         let line = |b: GoBuild| format!("{} {} {} {} {}\n", b.output, b.package, b.tags, b.define, b.cgo_static);
         self.builds().into_iter().map(line).collect()

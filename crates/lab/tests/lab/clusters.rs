@@ -1,33 +1,33 @@
-//! Tests the lab with whole clusters: they run pods, recover from power cuts, and leave nothing behind.
+//! Tests the lab with whole clusters: they run pods, recover from power cuts, and are removed completely.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_kept, standing, wait_until};
+use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_kept, running_labs, wait_until};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, ListParams};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Environment variable: the file into which the process of [`owner_with_a_lab`] writes its lab's directory.
+/// Environment variable with the file into which the process of [`start_owner`] writes its lab's directory.
 const OWNER_FILE: &str = "LAB_TEST_OWNER_FILE";
 
 /// A pod of the test's Deployment.
-struct Web {
+struct WebPod {
     name: String,
     node: String,
     ip: IpAddr,
 }
 
-async fn webs(cluster: &Cluster<'_>) -> Vec<Web> {
+async fn web_pods(cluster: &Cluster<'_>) -> Vec<WebPod> {
     let pods: Api<Pod> = Api::namespaced(cluster.client().await.unwrap(), "default");
     let pods = pods.list(&ListParams::default().labels("app=web")).await.unwrap();
     let web = |pod: Pod| {
         let status = pod.status?;
         (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
-        Some(Web {
+        Some(WebPod {
             name: pod.metadata.name?,
             node: pod.spec?.node_name?,
             ip: status.pod_ip?.parse().ok()?,
@@ -48,33 +48,36 @@ async fn two_clusters_run_pods_and_do_not_reach_each_other() {
     for name in ["mgmt", "tenant-a"] {
         let cluster = lab.cluster(name);
         cluster.apply(include_str!("clusters.yaml")).await.unwrap();
-        cluster.rollout("default", "daemonset/agent").await.unwrap();
-        cluster.rollout("default", "deployment/web").await.unwrap();
-        serves(&cluster).await;
+        cluster.wait_for_rollout("default", "daemonset/agent").await.unwrap();
+        cluster.wait_for_rollout("default", "deployment/web").await.unwrap();
+        check_workloads(&cluster).await;
     }
     println!("rolled out and checked after {:.1} s", start.elapsed().as_secs_f64());
 
-    // The flat underlay connects all nodes, but no pod of one cluster reaches a pod of the other.
-    let (ours, theirs) = (webs(&lab.cluster("mgmt")).await, webs(&lab.cluster("tenant-a")).await);
+    // The underlay connects the nodes of both clusters, but a pod of one cluster does not reach a pod of the other.
+    let (ours, theirs) = (
+        web_pods(&lab.cluster("mgmt")).await,
+        web_pods(&lab.cluster("tenant-a")).await,
+    );
     let url = format!("http://{}:8080", theirs[0].ip);
     let from = &ours[0];
-    let crossed = lab
+    let answer = lab
         .node(&from.node)
         .pod_exec(from.ip, ["curl", "-sS", "-m", "2", &url])
         .await
         .unwrap();
-    assert!(!crossed.status.success(), "reached {url}: {}", crossed.stdout);
+    assert!(!answer.status.success(), "reached {url}: {}", answer.stdout);
 
-    captures_and_masquerades(&lab, &ours[0]).await;
-    nodes_go_and_come(&lab).await;
+    check_capture_and_masquerading(&lab, &ours[0]).await;
+    check_node_changes(&lab).await;
     let directory = lab.directory().to_owned();
     drop(lab);
-    assert_eq!(left_behind(&directory), Vec::<String>::new());
+    assert_eq!(leftovers(&directory), Vec::<String>::new());
 }
 
-/// Checks what an agent needs: logs, exec, pod to pod, Service, DNS, API access, seccomp, TUN.
-async fn serves(cluster: &Cluster<'_>) {
-    let webs = webs(cluster).await;
+/// Checks logs, exec, connections between pods, Services, DNS, access to the API, seccomp, and an agent's TUN device.
+async fn check_workloads(cluster: &Cluster<'_>) {
+    let webs = web_pods(cluster).await;
     let nodes: Vec<_> = cluster.nodes().iter().map(|node| node.name().to_owned()).collect();
     assert_eq!(
         webs.iter().map(|web| web.node.clone()).collect::<Vec<_>>(),
@@ -99,7 +102,7 @@ async fn serves(cluster: &Cluster<'_>) {
         ];
         argv.extend(webs.iter().map(|to| format!("http://{}:8080", to.ip)));
         argv.push("http://web.default.svc.cluster.local".into());
-        // Each node's kube-proxy learns of the Service's endpoints in its own time, and refuses connections until then.
+        // kube-proxy on a node rejects connections to a Service until it knows the Service's endpoints.
         let answers = async || {
             let output = cluster.kubectl(&argv).await.map_err(|error| error.to_string())?;
             Ok(output.stdout)
@@ -138,7 +141,7 @@ async fn serves(cluster: &Cluster<'_>) {
             .into_iter()
             .find(|node| node.name() == from.node)
             .unwrap();
-        node.feed(["tee", "/tmp/ca.crt"], &ca).await.unwrap();
+        node.exec_with_stdin(["tee", "/tmp/ca.crt"], &ca).await.unwrap();
         let api = format!("https://{}/api", cluster.plan().api_service_ip());
         let bearer = format!("Authorization: Bearer {token}");
         let curl = ["curl", "-sS", "-m", "5", "--cacert", "/tmp/ca.crt", "-H", &bearer, &api];
@@ -171,8 +174,8 @@ async fn serves(cluster: &Cluster<'_>) {
     );
 }
 
-/// Checks that a pod's connection to a host outside the cluster is masqueraded to its node's address, as most CNIs do.
-async fn captures_and_masquerades(lab: &Lab, web: &Web) {
+/// Checks that a pod's connection to a host outside the cluster is masqueraded with the address of the pod's node.
+async fn check_capture_and_masquerading(lab: &Lab, web: &WebPod) {
     let node = lab.node(&web.node);
     let outside = lab.add_host("outside", "172.30.9.9".parse().unwrap()).await.unwrap();
     let probe = lab
@@ -181,7 +184,10 @@ async fn captures_and_masquerades(lab: &Lab, web: &Web) {
         .map(|_| env!("CARGO_BIN_EXE_lab-probe"))
         .unwrap();
     let mut server = outside.spawn("serve", [probe, "serve", ":8080"]).unwrap();
-    server.says("serving on", Duration::from_secs(10)).await.unwrap();
+    server
+        .wait_for_log("serving on", Duration::from_secs(10))
+        .await
+        .unwrap();
     let capture = lab.capture("outside", "tcp port 8080").await.unwrap();
     let answer = node
         .pod_exec(web.ip, ["curl", "-sS", "-m", "5", "http://172.30.9.9:8080"])
@@ -206,8 +212,8 @@ async fn captures_and_masquerades(lab: &Lab, web: &Web) {
     );
 }
 
-/// Checks a power cut and a restart, a node that joins, and an image that is loaded later.
-async fn nodes_go_and_come(lab: &Lab) {
+/// Checks a power cut, a node that joins, an image that is loaded into the running cluster, and a killed kubelet.
+async fn check_node_changes(lab: &Lab) {
     let tenant = lab.cluster("tenant-a");
     let cut = lab.node("tenant-a-2");
     cut.exec(["ip", "link", "add", "mark0", "type", "bridge"])
@@ -219,7 +225,7 @@ async fn nodes_go_and_come(lab: &Lab) {
     let start = Instant::now();
     cut.power_on().await.unwrap();
     println!(
-        "Ready again {:.1} s after power came back",
+        "Ready again {:.1} s after the power was restored",
         start.elapsed().as_secs_f64()
     );
     assert!(
@@ -255,7 +261,7 @@ async fn nodes_go_and_come(lab: &Lab) {
         .kubectl(["wait", "pod/late", "--for=condition=Ready", "--timeout=60s"])
         .await
         .unwrap();
-    // A node that existed before reaches the new node's pod, so it got a route to it.
+    // An older node has a route to the new node's pod.
     let ip = tenant
         .kubectl(["get", "pod", "late", "-o", "jsonpath={.status.podIP}"])
         .await
@@ -273,7 +279,7 @@ async fn nodes_go_and_come(lab: &Lab) {
         answer.stdout
     );
 
-    // A service that dies is started again, with another pid.
+    // A killed service is restarted with another pid.
     let before = joined.pids_of("kubelet").unwrap();
     joined.signal("kubelet", Signal::SIGKILL).unwrap();
     wait_until("a new kubelet", Duration::from_secs(20), async || {
@@ -287,19 +293,19 @@ async fn nodes_go_and_come(lab: &Lab) {
 }
 
 #[tokio::test]
-async fn a_killed_owner_leaves_nothing_behind() {
+async fn killed_owner_leaves_nothing_behind() {
     if let Some(file) = std::env::var_os(OWNER_FILE) {
         let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
         std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();
         return std::future::pending().await;
     }
-    let (mut owner, directory) = owner_with_a_lab().await;
+    let (mut owner, directory) = start_owner().await;
     kill(Pid::from_raw(i32::try_from(owner.id()).unwrap()), Signal::SIGKILL).unwrap();
     owner.wait().unwrap();
     wait_until(
-        "the lab of a killed owner to go",
+        "the lab of the killed owner to disappear",
         Duration::from_secs(30),
-        async || match left_behind(&directory) {
+        async || match leftovers(&directory) {
             left if left.is_empty() => Ok(()),
             left => Err(left.join(", ")),
         },
@@ -309,8 +315,8 @@ async fn a_killed_owner_leaves_nothing_behind() {
 }
 
 #[tokio::test]
-async fn killed_supervisor_ends_its_processes_and_next_lab_cleans_up() {
-    let (mut owner, directory) = owner_with_a_lab().await;
+async fn killed_supervisor_kills_processes_and_next_lab_cleans_up() {
+    let (mut owner, directory) = start_owner().await;
     let pid: i32 = std::fs::read_to_string(directory.join("supervisor.pid"))
         .unwrap()
         .trim()
@@ -318,13 +324,13 @@ async fn killed_supervisor_ends_its_processes_and_next_lab_cleans_up() {
         .unwrap();
     kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
     let processes = |directory: &Path| {
-        let left = left_behind(directory);
+        let left = leftovers(directory);
         left.into_iter()
             .filter(|what| !what.starts_with('/'))
             .collect::<Vec<_>>()
     };
     wait_until(
-        "its processes to go",
+        "the lab's processes to exit",
         Duration::from_secs(30),
         async || match processes(&directory) {
             left if left.is_empty() => Ok(()),
@@ -335,13 +341,13 @@ async fn killed_supervisor_ends_its_processes_and_next_lab_cleans_up() {
     .unwrap();
     owner.kill().unwrap();
     owner.wait().unwrap();
-    // The start of any lab removes what dead labs left.
+    // The start of any lab removes the files of dead labs.
     drop(Lab::start(LabPlan::default()).await.unwrap());
-    assert_eq!(left_behind(&directory), Vec::<String>::new());
+    assert_eq!(leftovers(&directory), Vec::<String>::new());
 }
 
 #[tokio::test]
-async fn kept_lab_outlives_its_handle_until_it_is_taken_down() {
+async fn kept_lab_continues_until_it_is_taken_down() {
     let mut lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     lab.keep().unwrap();
     let directory = lab.directory().to_owned();
@@ -357,30 +363,30 @@ async fn kept_lab_outlives_its_handle_until_it_is_taken_down() {
         "ok"
     );
     let owned = Lab::start(LabPlan::default()).await.unwrap();
-    // Another kept lab, such as a developer's, must survive `down_kept`.
+    // `down_kept` must not take down another kept lab, such as a developer's.
     let mut other = Lab::start(LabPlan::default()).await.unwrap();
     other.keep().unwrap();
     let others = other.directory().to_owned();
     drop(other);
     assert_eq!(down_kept([directory.clone(), owned.directory().to_owned()]).unwrap(), 1);
-    assert_eq!(left_behind(&directory), Vec::<String>::new());
+    assert_eq!(leftovers(&directory), Vec::<String>::new());
     assert!(
-        standing().contains(&owned.directory().to_owned()),
+        running_labs().contains(&owned.directory().to_owned()),
         "a lab with a living owner was taken down"
     );
-    assert!(again.down().is_ok(), "taking down a lab that is gone is no error");
-    assert!(!standing().contains(&directory));
-    assert!(standing().contains(&others), "another kept lab was taken down");
+    assert!(again.down().is_ok(), "taking down a missing lab failed");
+    assert!(!running_labs().contains(&directory));
+    assert!(running_labs().contains(&others), "another kept lab was taken down");
     assert!(Lab::attach(&others).unwrap().down().is_ok());
 }
 
-/// Starts this test program again as the owner of a lab with one node, and returns the process and the lab's directory.
-/// It runs only `a_killed_owner_leaves_nothing_behind`, which starts the lab and waits if [`OWNER_FILE`] is set.
-async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
+/// Starts this test program as the owner of a lab with one node, and returns the process and the lab's directory. The
+/// process runs only `killed_owner_leaves_nothing_behind`, which starts the lab and waits if [`OWNER_FILE`] is set.
+async fn start_owner() -> (std::process::Child, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("lab");
     let owner = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "clusters::a_killed_owner_leaves_nothing_behind"])
+        .args(["--exact", "clusters::killed_owner_leaves_nothing_behind"])
         .env(OWNER_FILE, &file)
         .stdout(Stdio::null())
         .spawn()
@@ -398,8 +404,8 @@ async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
     (owner, lab)
 }
 
-/// Everything of a lab that is still there: paths, and processes as "pid name".
-fn left_behind(directory: &Path) -> Vec<String> {
+/// The paths and processes ("pid command line") of a lab that still exist.
+fn leftovers(directory: &Path) -> Vec<String> {
     let name = directory.file_name().unwrap().to_str().unwrap().to_owned();
     let mut left = vec![];
     if directory.exists() {

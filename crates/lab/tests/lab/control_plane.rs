@@ -1,20 +1,20 @@
-//! The lab's lower floor: API servers alone, on real etcd.
+//! Tests labs without nodes: real API servers with etcd, and bare hosts on the underlay.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use clustermesh_lab::{Lab, LabPlan, lab_home, standing};
+use clustermesh_lab::{Lab, LabPlan, lab_home, running_labs};
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::api::{Api, ListParams, PostParams};
 
 #[tokio::test]
-async fn two_api_servers_answer_as_two_clusters_and_leave_nothing_behind() {
+async fn two_api_servers_are_separate_and_leave_nothing_behind() {
     let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
         .await
         .unwrap();
     let directory = lab.directory().to_owned();
     let pid = std::fs::read_to_string(directory.join("supervisor.pid")).unwrap();
-    assert!(standing().contains(&directory));
+    assert!(running_labs().contains(&directory));
 
     let mut authorities = BTreeSet::new();
     for name in ["mgmt", "tenant-a"] {
@@ -36,28 +36,31 @@ async fn two_api_servers_answer_as_two_clusters_and_leave_nothing_behind() {
         let kubectl = cluster.kubectl(["get", "configmap", name, "-o", "name"]).await.unwrap();
         assert_eq!(kubectl.stdout, format!("configmap/{name}\n"));
     }
-    assert_eq!(authorities.len(), 2, "each cluster has an authority of its own");
+    assert_eq!(authorities.len(), 2, "each cluster has its own certificate authority");
     let client = lab.cluster("mgmt").client().await.unwrap();
     let maps: Api<ConfigMap> = Api::namespaced(client, "default");
     let names: Vec<_> = maps.list(&ListParams::default()).await.unwrap().items;
     assert!(
         names.iter().all(|map| map.metadata.name.as_deref() != Some("tenant-a")),
-        "one etcd, two prefixes"
+        "one cluster contains an object of the other"
     );
 
     drop(lab);
-    assert!(!directory.exists(), "the run directory is gone");
-    assert!(!Path::new("/proc").join(pid.trim()).exists(), "the supervisor is gone");
+    assert!(!directory.exists(), "the run directory still exists");
+    assert!(
+        !Path::new("/proc").join(pid.trim()).exists(),
+        "the supervisor still runs"
+    );
 }
 
 #[tokio::test]
-async fn an_api_server_that_was_killed_comes_back_with_its_objects_at_the_same_address() {
+async fn killed_api_server_restarts_with_same_objects_and_address() {
     let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     let cluster = lab.cluster("mgmt");
     let before = cluster.kubeconfig().unwrap();
     cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
     cluster.kill_api().unwrap();
-    // Not with kubectl: it tries again for 50 s when the forwarded port closes on it.
+    // kubectl would retry for 50 s when the forwarded port closes the connection.
     assert!(cluster.client().await.unwrap().apiserver_version().await.is_err());
     cluster.start_api().await.unwrap();
     assert_eq!(
@@ -85,17 +88,17 @@ async fn an_api_server_that_was_killed_comes_back_with_its_objects_at_the_same_a
 }
 
 #[tokio::test]
-async fn a_test_that_panics_keeps_the_logs_and_no_lab() {
+async fn panicking_test_keeps_logs_but_no_lab() {
     let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     let directory = lab.directory().to_owned();
-    let hint = lab.join_hint();
+    let hint = lab.access_hint();
     assert!(
         hint.contains(&format!("--kubeconfig {}/mgmt/admin.kubeconfig", directory.display())),
         "{hint}"
     );
     let test = std::thread::spawn(move || {
         let _lab = lab;
-        panic!("on purpose: this shows what a failed test leaves");
+        panic!("deliberate panic, as in a failed test");
     });
     assert!(test.join().is_err());
     assert!(!directory.exists());
@@ -105,7 +108,7 @@ async fn a_test_that_panics_keeps_the_logs_and_no_lab() {
 }
 
 #[tokio::test]
-async fn a_host_on_the_underlay_reaches_the_api_server_and_another_host_but_nothing_is_forwarded() {
+async fn underlay_connects_hosts_but_forwards_nothing() {
     let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     let one = lab.add_host("one", "172.30.1.101".parse().unwrap()).await.unwrap();
     lab.add_host("two", "172.30.1.102".parse().unwrap()).await.unwrap();
@@ -122,10 +125,10 @@ async fn a_host_on_the_underlay_reaches_the_api_server_and_another_host_but_noth
             .status
             .success()
     );
-    one.mend_link().await.unwrap();
+    one.restore_link().await.unwrap();
     one.exec(["ping", "-c", "1", "-W", "2", "172.30.1.102"]).await.unwrap();
 
-    // 10.99.0.0/16 is given to "two"; "one" sends it to its default gateway, which must drop it.
+    // The underlay has a route to 10.99.0.1 on "two", but must not forward the packets that "one" sends to its gateway.
     lab.node("two")
         .exec(["ip", "addr", "add", "10.99.0.1/32", "dev", "lo"])
         .await

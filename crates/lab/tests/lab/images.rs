@@ -1,5 +1,5 @@
-//! The product's images, as `cargo xtask images` builds them: their content, and the command's message when a program cannot run
-//! in one. Every test on whole clusters runs these images, so this file does not run them.
+//! Tests the content of the images that `cargo xtask images` builds, and the error for a program that cannot run in an image.
+//! Tests on whole clusters run the images.
 
 use std::{
     collections::BTreeSet,
@@ -12,7 +12,7 @@ use std::{
 use clustermesh_lab::ProductImages;
 use serde_json::{Value, json};
 
-/// What a docker archive holds.
+/// The content of a docker archive.
 struct Image {
     names: Value,
     config: Value,
@@ -57,7 +57,7 @@ impl Image {
         }
     }
 
-    /// The files but for shared libraries in the directories where the loader looks for them.
+    /// All files except shared libraries in the dynamic loader's directories.
     fn programs(&self) -> Vec<&str> {
         let is_library = |path: &str| {
             let (directory, name) = path.rsplit_once('/').unwrap_or_default();
@@ -73,7 +73,7 @@ impl Image {
 }
 
 #[test]
-fn images_hold_programs_and_libraries_alone() {
+fn images_contain_only_programs_and_libraries() {
     let built = ProductImages::ensure(&|line| println!("{line}")).unwrap();
     let agent = Image::read(&built.agent);
     assert_eq!(agent.names, json!([named_by("deploy/agent.yaml")]));
@@ -95,7 +95,7 @@ fn images_hold_programs_and_libraries_alone() {
                 .chain(["clustermesh-controller".into()])
                 .collect()
         ),
-        "both take the same libc: {:?} and {:?}",
+        "the images have different libraries: {:?} and {:?}",
         controller.files,
         agent.files
     );
@@ -112,9 +112,9 @@ fn named_by(manifest: &str) -> String {
 }
 
 #[test]
-fn program_of_a_newer_libc_is_refused_with_a_remedy() {
+fn program_with_newer_libc_is_refused_with_remedy() {
     let scratch = tempfile::tempdir().unwrap();
-    // The loader compares names, so a version that no libc has acts like a future libc's.
+    // The loader compares version names, so a name that no libc has acts like one of a newer libc.
     let mut program = fs::read("/bin/true").unwrap();
     let version = program
         .windows(9)

@@ -15,14 +15,15 @@ fn message(message_type: u16, flags: u16, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn only(datagram: &[u8]) -> Result<(), Error> {
+/// Reads the result in the datagram's only message.
+fn result_of_only_message(datagram: &[u8]) -> Result<(), Error> {
     let mut messages = split(datagram);
     let (header, payload) = messages.next().unwrap().unwrap();
     assert!(messages.next().is_none());
-    result(&header, payload)
+    read_result(&header, payload)
 }
 
-/// The attribute with the kernel's reason.
+/// Encodes the attribute with the kernel's reason.
 fn reason(text: &str) -> Vec<u8> {
     let mut bytes = u16::try_from(4 + text.len() + 1).unwrap().to_ne_bytes().to_vec();
     bytes.extend(NLMSGERR_ATTR_MSG.to_ne_bytes());
@@ -32,7 +33,7 @@ fn reason(text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn datagram_is_split_at_any_length() {
+fn datagram_truncated_anywhere_is_split() {
     let datagram = [message(20, 0, b"hello"), message(21, 0, b"")].concat();
     let all: Vec<_> = split(&datagram).map(Result::unwrap).collect();
     let seen: Vec<_> = all
@@ -59,7 +60,7 @@ fn datagram_is_split_at_any_length() {
 fn acknowledgement_has_code_and_reason() {
     let code = (-22_i32).to_ne_bytes();
     let request = message(24, 0, b"a request");
-    only(&message(NLMSG_ERROR, 0, &[0; 4])).unwrap();
+    result_of_only_message(&message(NLMSG_ERROR, 0, &[0; 4])).unwrap();
     for (kind, flags, payload) in [
         (
             NLMSG_ERROR,
@@ -73,13 +74,13 @@ fn acknowledgement_has_code_and_reason() {
         ),
         (NLMSG_DONE, NLM_F_ACK_TLVS, [&code[..], &reason("no")].concat()),
     ] {
-        let error = only(&message(kind, flags, &payload)).unwrap_err();
+        let error = result_of_only_message(&message(kind, flags, &payload)).unwrap_err();
         assert_eq!(error.to_string(), "Invalid argument (os error 22): no");
         for cut in 4..payload.len() {
-            only(&message(kind, flags, &payload[..cut])).unwrap_err();
+            result_of_only_message(&message(kind, flags, &payload[..cut])).unwrap_err();
         }
     }
-    let error = only(&message(NLMSG_ERROR, 0, &[&code[..], &request].concat())).unwrap_err();
+    let error = result_of_only_message(&message(NLMSG_ERROR, 0, &[&code[..], &request].concat())).unwrap_err();
     assert_eq!(
         (error.errno(), error.to_string()),
         (Some(Errno::INVAL), "Invalid argument (os error 22)".into())

@@ -29,23 +29,23 @@ pub(crate) struct GatewayFlags {
     /// Gateway: name of a sandbox to serve. May be repeated; without it all sandboxes are served.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) serves: Vec<String>,
-    /// Gateway: how long grants stay open while the API server does not answer, or after this process ends: 15m, 90s;
-    /// 10s at least.
+    /// Gateway: how long grants stay open while the API server does not answer, or after this process exits, such as 15m
+    /// or 90s; at least 10s.
     #[arg(long, default_value = "15m", value_parser = parse_grant_timeout, global = true)]
     pub(super) grant_timeout: Duration,
-    /// Gateway: new connections a second that each sandbox may open, in bursts of twice as many; 0 = no limit. So no
-    /// sandbox can fill the conntrack table that all share.
+    /// Gateway: new connections a second that each sandbox may open, in bursts of twice as many; 0 = no limit. The limit
+    /// keeps a sandbox from filling the conntrack table that all sandboxes share.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
     pub(super) sandbox_new_flows: u32,
     /// Gateway: connections that each sandbox may have at once; 0 = no limit. The conntrack table
     /// (net.netfilter.nf_conntrack_max) must be large enough for all sandboxes.
     #[arg(long, default_value_t = 16_000, global = true)]
     pub(super) sandbox_connections: u32,
-    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has about 42,000
-    /// source ports.
+    /// Gateway: connections of one grant to one endpoint; 0 = no limit. A pod has about 42,000 source ports for its
+    /// connections to one endpoint.
     #[arg(long, default_value_t = 4000, global = true)]
     pub(super) endpoint_connections: u32,
-    /// Gateway: how long the process keeps running after a signal, so that sandboxes learn that it stops: 5s.
+    /// Gateway: how long the process keeps running after a signal, so that sandboxes learn that it stops, such as 5s.
     #[arg(long, default_value = "5s", value_parser = parse_duration, global = true)]
     pub(super) drain: Duration,
     /// Gateway: name of this pod, and of its SandboxGateway; it ends in an ordinal.
@@ -65,12 +65,12 @@ pub(crate) struct GatewayFlags {
     pub(super) node_ips: Vec<IpAddr>,
 }
 
-/// Which SandboxGateway this is.
+/// Namespace and name of this pod's SandboxGateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GatewayName {
     /// Its namespace.
     pub namespace: String,
-    /// Its name, which is the pod's.
+    /// Its name, which is the name of the pod.
     pub name: String,
 }
 
@@ -83,13 +83,13 @@ impl fmt::Display for GatewayName {
 /// The checked configuration of gateway mode.
 #[derive(Debug, Clone)]
 pub struct GatewayConfig {
-    /// Which SandboxGateway this is.
+    /// The SandboxGateway of this pod.
     pub gateway: GatewayName,
     /// UID of the pod.
     pub pod_uid: String,
     /// Addresses of the pod.
     pub pod_ips: Vec<IpAddr>,
-    /// Addresses of the node that runs it.
+    /// Addresses of the node that runs the pod.
     pub node_ips: Vec<IpAddr>,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
@@ -128,33 +128,33 @@ pub struct GatewayConfig {
 /// A combination of gateway flags that is not supported. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GatewayArgsError {
-    /// No name.
+    /// The pod's name or namespace is missing.
     #[error(
         "--pod-name and --pod-namespace are not set: set POD_NAME and POD_NAMESPACE from the Pod's metadata (deploy/gateway.yaml)"
     )]
     NoName,
-    /// A name without an ordinal.
+    /// The pod's name has no ordinal.
     #[error(
-        "--pod-name: {0:?} ends in no number: a gateway is a pod of a StatefulSet, whose ordinal gives it its address"
+        "--pod-name: {0:?} does not end in a number: a gateway is a pod of a StatefulSet, whose ordinal gives it its address"
     )]
     NoOrdinal(String),
-    /// No addresses.
+    /// The pod's addresses are missing.
     #[error("--pod-ips is not set: set POD_IPS from the Pod's status.podIPs (deploy/gateway.yaml)")]
     NoPodIps,
-    /// No range.
+    /// The range of the gateways' WireGuard addresses is missing.
     #[error(
         "--gateway-cidr is not set: set it to the range of the gateways' WireGuard addresses, for example \
          --gateway-cidr=100.66.255.0/28; it has to lie inside this member's allowedNetworks in the ClusterMesh and outside \
          --wireguard-cidr of its nodes"
     )]
     NoRange,
-    /// Two of one family.
+    /// Two ranges have the same address family.
     #[error("--gateway-cidr is given more than once for one address family: keep one")]
     TwoRanges,
-    /// Too small.
+    /// The range is too small for the pod's ordinal.
     #[error("--gateway-cidr: {0} has no address for ordinal {1}: take a larger range")]
     RangeFull(IpNet, u32),
-    /// No pod network.
+    /// The pod networks are missing.
     #[error(
         "--endpoint-network is not set: name the pod networks of this cluster, for example --endpoint-network=10.244.0.0/16; \
          endpoints outside are not served"
@@ -185,7 +185,7 @@ impl GatewayFlags {
             .collect()
     }
 
-    /// The number behind the last hyphen.
+    /// The number after the last hyphen of a pod name.
     pub(super) fn ordinal(name: &str) -> Result<u32, GatewayArgsError> {
         let ordinal = name.rsplit_once('-').and_then(|(_, number)| number.parse().ok());
         ordinal.ok_or_else(|| GatewayArgsError::NoOrdinal(name.to_owned()))

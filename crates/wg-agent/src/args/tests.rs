@@ -3,7 +3,7 @@ use super::*;
 fn config(line: &str) -> Result<Config, ArgsError> {
     let words = ["wg-agent"].into_iter().chain(line.split_whitespace());
     Cli::try_parse_from(words)
-        .expect("flags that clap takes")
+        .expect("flags that clap accepts")
         .flags
         .into_config()
 }
@@ -26,7 +26,7 @@ fn missing_flags_are_refused_by_name() {
 fn policy_mode_needs_a_node_name_and_ignores_full_mode_flags() {
     let policy = |line: &str| {
         let words = ["wg-agent"].into_iter().chain(line.split_whitespace());
-        let flags = Cli::try_parse_from(words).expect("flags that clap takes").flags;
+        let flags = Cli::try_parse_from(words).expect("flags that clap accepts").flags;
         assert_eq!(flags.mode(), ModeFlag::Policy);
         flags.into_policy_config().map(|config| config.node_name)
     };
@@ -46,7 +46,7 @@ fn range_without_usable_addresses_is_refused() {
     assert_eq!(
         error.to_string(),
         "--wireguard-cidr: 100.66.0.0/31 has no room for nodes: its first and last address are not used; \
-         take a larger range, as a /16"
+         take a larger range, such as a /16"
     );
 }
 
@@ -58,7 +58,7 @@ fn cache_file_defaults_to_the_keys_directory() {
     assert_eq!(at("--key-file /etc/wg/key --cache-file /run/c"), Path::new("/run/c"));
 }
 
-/// The values of a key of the unit, in order.
+/// The values of a key of the systemd unit, in order.
 fn unit(key: &str) -> Vec<&'static str> {
     let unit = include_str!("../../../../deploy/systemd/wg-agent.service");
     let lines = unit.lines().filter_map(|line| line.split_once('='));
@@ -66,7 +66,7 @@ fn unit(key: &str) -> Vec<&'static str> {
 }
 
 #[test]
-fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
+fn systemd_unit_has_valid_flags_and_the_daemonset_privileges() {
     let example = include_str!("../../../../deploy/systemd/wg-agent.env");
     let lines = || example.lines().filter_map(|line| line.split_once('='));
     let variables: Vec<_> = lines().filter(|(key, _)| !key.starts_with('#')).collect();
@@ -74,18 +74,18 @@ fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
         variables.iter().map(|(key, _)| *key).collect::<Vec<_>>(),
         ["NODE_NAME", "KUBECONFIG", "WIREGUARD_CIDR", "OPTIONS"]
     );
-    let (_, further) = example.split_once("for example: OPTIONS=").unwrap();
-    let further = further.lines().next().unwrap();
+    let (_, options) = example.split_once("for example: OPTIONS=").unwrap();
+    let options = options.lines().next().unwrap();
     let [start] = unit("ExecStart")[..] else {
         panic!("one ExecStart")
     };
-    let start = start.replace("$OPTIONS", further);
+    let start = start.replace("$OPTIONS", options);
     let start = variables
         .iter()
         .fold(start, |line, (key, value)| line.replace(&format!("${{{key}}}"), value));
     let cli = Cli::try_parse_from(start.split_whitespace()).expect("flags that exist");
     assert!(cli.command.is_none());
-    let config = cli.flags.into_config().expect("a whole configuration");
+    let config = cli.flags.into_config().expect("a complete configuration");
     assert_eq!((config.node_name.as_str(), config.mtu), ("node-1", Mtu::Fixed(1380)));
     assert_eq!(
         config.kubeconfig.as_deref(),
@@ -99,14 +99,18 @@ fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
     let [before] = unit("ExecStartPre")[..] else {
         panic!("one ExecStartPre")
     };
-    let before = before.strip_prefix('+').expect("with full rights");
+    let before = before.strip_prefix('+').expect("full privileges");
     let cli = Cli::try_parse_from(before.split_whitespace()).expect("a command that exists");
     assert!(matches!(
         cli.command,
         Some(Command::Prepare(PrepareArgs { conntrack_min: 262_144 }))
     ));
 
-    assert_eq!(unit("ExecStopPost"), [""; 0], "the node stays closed");
+    assert_eq!(
+        unit("ExecStopPost"),
+        [""; 0],
+        "a stopped agent leaves its firewall table"
+    );
     for (key, value) in [
         ("CapabilityBoundingSet", "CAP_NET_ADMIN"),
         ("AmbientCapabilities", ""),
@@ -133,7 +137,7 @@ fn cache_max_age_defaults_to_a_day() {
     let negative = parse_duration("-1s").unwrap_err();
     assert_eq!(
         negative,
-        "it must not be negative; write hours, minutes or seconds, as 24h, 90m or 30s"
+        "it must not be negative; write hours, minutes or seconds, such as 24h, 90m or 30s"
     );
 }
 
@@ -150,7 +154,7 @@ fn bypass_networks_lose_their_host_bits() {
 }
 
 #[test]
-fn mtu_is_auto_or_at_least_the_minimum_of_ipv6() {
+fn mtu_is_auto_or_at_least_the_ipv6_minimum() {
     assert_eq!("auto".parse(), Ok(Mtu::Auto));
     assert_eq!("1280".parse(), Ok(Mtu::Fixed(1280)));
     for text in ["1279", "65536", "-1", "", "Auto"] {
@@ -162,7 +166,7 @@ fn gateway(line: &str) -> Result<GatewayConfig, ArgsError> {
     let words = ["wg-agent", "--mode=gateway"]
         .into_iter()
         .chain(line.split_whitespace());
-    let cli = Cli::try_parse_from(words).expect("flags that clap takes");
+    let cli = Cli::try_parse_from(words).expect("flags that clap accepts");
     cli.flags.into_gateway_config()
 }
 
@@ -203,7 +207,7 @@ fn missing_gateway_flags_are_named_with_a_remedy() {
     }
     let wrong = |from: &str, to: &str| gateway(&GATEWAY.replace(from, to)).unwrap_err().to_string();
     let cases = [
-        ("g-1", "gateway", "\"gateway\" ends in no number"),
+        ("g-1", "gateway", "\"gateway\" does not end in a number"),
         ("g-1", "g-14", "100.66.255.0/28 has no address for ordinal 14"),
         ("fd66::/64", "100.67.0.0/28", "more than once for one address family"),
     ];

@@ -9,7 +9,7 @@ use crate::device::Backend;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendFlag {
-    /// The kernel's WireGuard where there is one, else userspace.
+    /// The kernel's WireGuard if available, else userspace.
     Auto,
     /// The kernel's WireGuard.
     Kernel,
@@ -27,21 +27,21 @@ impl From<BackendFlag> for Backend {
     }
 }
 
-/// Who owns the tunnel.
+/// Which program owns the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ModeFlag {
     /// This agent owns the tunnel.
     Full,
     /// kg owns the tunnel.
     Policy,
-    /// This process is a pod through which sandboxes enter.
+    /// This process is a gateway: a pod through which sandboxes enter the cluster.
     Gateway,
 }
 
 /// MTU of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mtu {
-    /// From the path MTU to each peer.
+    /// Derived from the path MTU to each peer.
     Auto,
     /// Fixed, in bytes.
     Fixed(u16),
@@ -64,18 +64,20 @@ impl FromStr for Mtu {
     }
 }
 
-/// A duration, such as `24h`, `1h30m`, `90s`.
+/// Parses a duration such as `24h`, `1h30m` or `90s`.
 pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
+    let wrong = |why: String| format!("{why}; write hours, minutes or seconds, such as 24h, 90m or 30s");
     let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
     Duration::try_from(span).map_err(|_| wrong("it must not be negative".to_owned()))
 }
 
-/// A duration of at least 10 s, in whole seconds as nftables timeouts are.
+/// Parses a duration of at least 10 s and rounds it down to whole seconds, the unit of nftables timeouts.
 pub(super) fn parse_grant_timeout(text: &str) -> Result<Duration, String> {
-    const LEAST: u64 = 10;
+    const MINIMUM_SECONDS: u64 = 10;
     match parse_duration(text)? {
-        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves no time to renew it")),
+        time if time.as_secs() < MINIMUM_SECONDS => Err(format!(
+            "a timeout of less than {MINIMUM_SECONDS}s leaves no time to renew the grants"
+        )),
         time => Ok(Duration::from_secs(time.as_secs())),
     }
 }

@@ -1,4 +1,4 @@
-//! Reads the cache file at the start of the process and replaces it as a whole later. `format` defines its content.
+//! Reads the cache file when the process starts, and replaces it atomically later. `format` defines its content.
 
 use std::{
     ffi::OsString,
@@ -13,7 +13,7 @@ use super::{
     format::{self, Unusable, Values},
 };
 
-/// A larger file was not written by the agent: 5,000 peers make 2 MB.
+/// A larger file was not written by the agent: the cache of 5,000 peers has 2 MB.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The result of [`load`].
@@ -25,8 +25,8 @@ pub struct LoadedCache {
     pub confirmed: UnixTime,
     /// Live endpoints of the peers.
     pub live: LiveEndpoints,
-    /// Why the file is not used, and what was done with it.
-    pub trouble: Option<String>,
+    /// Why the file is not used, and whether it was renamed.
+    pub problem: Option<String>,
 }
 
 /// Why the cache could not be read or written.
@@ -63,14 +63,14 @@ pub fn load(cache_file: &CacheFile, now: UnixTime) -> LoadedCache {
                     saved: Some(saved),
                     confirmed,
                     live,
-                    trouble: None,
+                    problem: None,
                 };
             }
             Err(unusable) => unusable,
         },
         Err(ReadError::Io(error)) => {
             return LoadedCache {
-                trouble: Some(format!("{}; it is not used", failed("read", path)(error))),
+                problem: Some(format!("{}; it is not used", failed("read", path)(error))),
                 ..LoadedCache::default()
             };
         }
@@ -82,7 +82,7 @@ pub fn load(cache_file: &CacheFile, now: UnixTime) -> LoadedCache {
         Err(error) => format!("cannot be set aside ({error})"),
     };
     LoadedCache {
-        trouble: Some(format!("the cache {} is not used: {unusable}; {done}", path.display())),
+        problem: Some(format!("the cache {} is not used: {unusable}; {done}", path.display())),
         ..LoadedCache::default()
     }
 }
@@ -92,7 +92,7 @@ enum ReadError {
     Unusable(Unusable),
 }
 
-/// The text of a file that only root can have written; `None` = there is no file.
+/// Reads a file that only this user can read and write; `None` = there is no file.
 fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
     let exposed = |why: String| ReadError::Unusable(Unusable::Exposed(why));
     // Do not follow a symlink, and do not block on a FIFO.
@@ -100,13 +100,15 @@ fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(exposed("it is a link".to_owned())),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            return Err(exposed("it is a symbolic link".to_owned()));
+        }
         Err(error) => return Err(ReadError::Io(error)),
     };
     let meta = file.metadata().map_err(ReadError::Io)?;
     let (mode, owner) = (meta.permissions().mode() & 0o7777, meta.uid());
     if !meta.is_file() {
-        return Err(exposed("it is no regular file".to_owned()));
+        return Err(exposed("it is not a regular file".to_owned()));
     }
     if owner != rustix::process::geteuid().as_raw() || mode & 0o077 != 0 {
         return Err(exposed(format!("mode {mode:04o}, user {owner}")));
@@ -117,9 +119,9 @@ fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
             Err(ReadError::Unusable(Unusable::Damaged("it is too large".to_owned())))
         }
         Ok(_) => Ok(Some(text)),
-        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            Err(ReadError::Unusable(Unusable::Damaged("it is no text".to_owned())))
-        }
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(ReadError::Unusable(Unusable::Damaged(
+            "it is not UTF-8 text".to_owned(),
+        ))),
         Err(error) => Err(ReadError::Io(error)),
     }
 }
@@ -137,7 +139,7 @@ pub(super) fn write(cache_file: &CacheFile, content: &CacheContent) -> Result<()
 }
 
 fn replace(new: &Path, path: &Path, text: &[u8]) -> Result<(), CacheError> {
-    // Left by a process that was killed while it wrote. No other agent runs on this node, so no one uses it.
+    // A process that was killed while it wrote leaves this file. No other agent runs on this node, so it is unused.
     match fs::remove_file(new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("replace", new)(error)),
         _ => {}
@@ -157,21 +159,19 @@ fn replace(new: &Path, path: &Path, text: &[u8]) -> Result<(), CacheError> {
     }
 }
 
-/// Removes the file and those next to it, for `cleanup`.
-///
-/// # Errors
-/// The files that could not be removed; a missing file is no error.
+/// Removes the cache file and the files `.new` and `.damaged` derived from it. Returns an error for each file that
+/// could not be removed; a missing file is no error.
 pub fn remove(path: &Path) -> Vec<CacheError> {
     let all = [
         path.to_owned(),
         with_suffix(path, ".new"),
         with_suffix(path, ".damaged"),
     ];
-    let gone = all.iter().filter_map(|path| match fs::remove_file(path) {
+    let failures = all.iter().filter_map(|path| match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Some(failed("remove", path)(error)),
         _ => None,
     });
-    gone.collect()
+    failures.collect()
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

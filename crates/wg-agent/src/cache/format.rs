@@ -1,7 +1,7 @@
 //! Defines the format of the cache: a header line in JSON, and a line with the values as serde writes them.
 //!
-//! A type in [`SavedObjects`] is part of the format, so a change of any of them is a new [`VERSION`]. The golden file next to
-//! this one fails a test until then.
+//! The types in [`SavedObjects`] are part of the format, so a change of one of them needs a new [`VERSION`]. A test compares
+//! the written cache with the golden file of the version, and fails until the version is raised.
 
 use std::borrow::Cow;
 
@@ -15,7 +15,7 @@ const FORMAT: &str = "clustermesh wg-agent cache";
 /// The format version; a file of another version is not read.
 pub(super) const VERSION: u32 = 5;
 
-/// Why a file is not used. Retrying helps with none of these.
+/// Why a file is not used. All reasons are permanent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unusable {
     /// Truncated, changed, or not written by an agent.
@@ -27,13 +27,13 @@ pub(super) enum Unusable {
     /// Written for another node.
     #[error("it was written for node {0:?}")]
     OtherNode(String),
-    /// Not confirmed by the API server for too long.
+    /// The last confirmation by the API server is too long ago.
     #[error(
         "the API server confirmed it last at {0}, which is longer ago than --cache-max-age ({1:#}): Peers that were deleted since \
          would come back"
     )]
     Old(UnixTime, jiff::SignedDuration),
-    /// Others could read or write the file.
+    /// Other users could read or write the file.
     #[error("others could read or change it ({0})")]
     Exposed(String),
 }
@@ -48,7 +48,7 @@ struct Head {
     sha256: String,
 }
 
-/// Written from borrowed values, read into owned ones.
+/// The second line. It is written from borrowed values and read into owned ones.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Body<'a> {
@@ -57,14 +57,14 @@ struct Body<'a> {
     confirmed: UnixTime,
 }
 
-/// The values of a file.
+/// The values in a cache file.
 pub(super) struct Values {
     pub(super) saved: SavedObjects,
     pub(super) live: LiveEndpoints,
     pub(super) confirmed: UnixTime,
 }
 
-/// Encodes the file.
+/// Encodes the content for this node.
 pub(super) fn write(node: &str, content: &CacheContent) -> Result<String, serde_json::Error> {
     let CacheContent { saved, confirmed, live } = content;
     let body = serde_json::to_string(&Body {
@@ -81,13 +81,13 @@ pub(super) fn write(node: &str, content: &CacheContent) -> Result<String, serde_
     Ok(format!("{head}\n{body}\n"))
 }
 
-/// Decodes a file of this node.
+/// Decodes a file that was written for this node.
 pub(super) fn read(node: &str, text: &str) -> Result<Values, Unusable> {
     let damaged = |why: &dyn std::fmt::Display| Unusable::Damaged(why.to_string());
     let (head, body) = text.split_once('\n').ok_or_else(|| damaged(&"it is cut off"))?;
     let head: Head = serde_json::from_str(head).map_err(|e| damaged(&e))?;
     if head.format != FORMAT {
-        return Err(damaged(&"it is no cache of wg-agent"));
+        return Err(damaged(&"it is not a cache of wg-agent"));
     }
     if head.version != VERSION {
         return Err(Unusable::Version(head.version));

@@ -1,6 +1,6 @@
-//! Keeps the objects that were last applied to this node in a file that only root can access, so that an agent that
-//! starts while its API server is away can use them. It also keeps the live endpoint of each peer, so that peers
-//! without a known endpoint can be reached after a restart.
+//! Saves the last applied objects in a file that only root can access, so that an agent can use them if it starts while
+//! the API server does not answer. The file also contains the live endpoint of each peer, so that peers without a
+//! configured endpoint can be reached after a restart.
 //!
 //! `format` defines the file's format, `file` reads and writes it, `source::store` decides when its content is used.
 
@@ -30,12 +30,12 @@ mod format;
 
 pub use file::{LoadedCache, load, remove};
 
-/// Between two writes while objects change: a new mesh arrives in many small changes.
+/// The time between two writes while objects change: the objects of a new mesh arrive in many small changes.
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two writes while only endpoints change: some peers roam all the time.
+/// The time between two writes while only endpoints change: some peers roam all the time.
 const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The objects that the cache contains: all that a pass works from.
+/// The objects in the cache: the complete input of a pass.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SavedObjects {
@@ -43,7 +43,7 @@ pub struct SavedObjects {
     pub peers: BTreeMap<String, ParsedPeer>,
     /// PeerPolicies.
     pub policies: BTreeMap<String, ParsedPolicy>,
-    /// Nodes, without values that are only true for the moment: the annotations of this one, and kg's last-seen time.
+    /// Nodes, without values that soon change: the annotations of this node, and the time at which kg checked in last.
     pub nodes: BTreeMap<String, ParsedNode>,
     /// The API server's endpoints, by EndpointSlice.
     pub api_servers: BTreeMap<String, std::collections::BTreeSet<SocketAddr>>,
@@ -52,10 +52,10 @@ pub struct SavedObjects {
 }
 
 impl SavedObjects {
-    /// The objects of a snapshot in which every kind was listed.
+    /// Copies the objects of a snapshot in which every kind was listed.
     #[must_use]
     pub fn of(snapshot: &ClusterSnapshot) -> Self {
-        let keep = |(name, node): (&str, &ParsedNode)| {
+        let save_node = |(name, node): (&str, &ParsedNode)| {
             let mut node = node.clone();
             if let Some(own) = &mut node.own {
                 own.kg_seen = None;
@@ -69,7 +69,7 @@ impl SavedObjects {
                 .map(|(name, peer)| (name.to_owned(), peer.clone()))
                 .collect(),
             policies: owned(snapshot.policies.objects()),
-            nodes: snapshot.nodes.objects().map(keep).collect(),
+            nodes: snapshot.nodes.objects().map(save_node).collect(),
             api_servers: owned(snapshot.api_servers.objects()),
             addresses: snapshot.addresses.clone(),
         }
@@ -80,23 +80,23 @@ fn owned<'a, V: Clone + 'a>(all: impl Iterator<Item = (&'a str, &'a V)>) -> BTre
     all.map(|(name, value)| (name.to_owned(), value.clone())).collect()
 }
 
-/// The endpoint from which each peer of this node last sent.
+/// For each peer, the endpoint from which it last sent.
 pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
 /// The content of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheContent {
-    /// `None` = this process has not applied anything yet: the file stays as it is.
+    /// `None` = this process has not applied anything yet, so the file must not be overwritten.
     pub saved: Option<Arc<SavedObjects>>,
-    /// When the API server last confirmed `saved`. It is is_due forward in steps ([`CacheFile::max_lag`]), not with
-    /// every pass.
+    /// When the API server last confirmed `saved`. It advances in steps ([`CacheFile::max_lag`]), not with every pass,
+    /// so that not every pass writes the file.
     pub confirmed: UnixTime,
     /// Live endpoints.
     pub live: LiveEndpoints,
 }
 
 impl CacheContent {
-    /// Notes that the API server confirms `saved` at the time `now`. Returns whether the file must be written.
+    /// Records that the API server confirmed `saved` at the time `now`. Returns whether the file must be written.
     pub fn confirm(&mut self, saved: SavedObjects, now: UnixTime, max_lag: Duration) -> bool {
         let changed = self.saved.as_deref() != Some(&saved);
         let is_due = now.since(self.confirmed) >= max_lag || now < self.confirmed;
@@ -110,12 +110,12 @@ impl CacheContent {
     }
 }
 
-/// A time in whole seconds since 1970 (UTC): the file outlives the process and its monotonic clock.
+/// A time in whole seconds since 1970 (UTC). A monotonic time would have no meaning in another process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub struct UnixTime(u64);
 
 impl UnixTime {
-    /// The time of a clock.
+    /// Converts the time and rounds it down.
     #[must_use]
     pub fn of(time: SystemTime) -> Self {
         Self(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
@@ -137,19 +137,19 @@ impl Display for UnixTime {
     }
 }
 
-/// The file, and what it must match to be used.
+/// The path of the cache file, and the conditions under which it is used.
 #[derive(Debug, Clone)]
 pub struct CacheFile {
     /// `--cache-file`.
     pub path: PathBuf,
-    /// Name of this node's Node: a file copied from another node's disk is not used.
+    /// Name of this node's Node object. A file that another node wrote is not used.
     pub node: String,
     /// `--cache-max-age`: a file that the API server confirmed longer ago is not used.
     pub max_age: Duration,
 }
 
 impl CacheFile {
-    /// How old the confirmation time in the file may become before it is written again: little compared to the maximum
+    /// How much the confirmation time in the file may lag before the file is written again: a small part of the maximum
     /// age.
     #[must_use]
     pub fn max_lag(&self) -> Duration {
@@ -157,35 +157,36 @@ impl CacheFile {
     }
 }
 
-/// How long until `content` must be written, if `written` was written `since` ago; `None` = no write is needed.
-fn write_delay(content: &CacheContent, written: &CacheContent, since: Option<Duration>) -> Option<Duration> {
+/// How long until `content` must be written; `None` = no write is needed. `written` is the content that was written last,
+/// and `age` is the time since the last write, `None` before the first one.
+fn write_delay(content: &CacheContent, written: &CacheContent, age: Option<Duration>) -> Option<Duration> {
     if content.saved.is_none() || content == written {
         return None;
     }
-    let every = if content.saved == written.saved {
+    let interval = if content.saved == written.saved {
         ENDPOINT_WRITE_INTERVAL
     } else {
         WRITE_INTERVAL
     };
-    Some(since.map_or(Duration::ZERO, |since| every.saturating_sub(since)))
+    Some(age.map_or(Duration::ZERO, |age| interval.saturating_sub(age)))
 }
 
-/// Writes the content when it changes; ends, after a last write, when the senders are gone.
+/// Writes the content when it changes. When the senders are dropped, writes the last content and returns.
 ///
-/// If the new file cannot be written, the old one is deleted: it may contain a Peer or an allowed network that was
-/// revoked since, and no cache is better than that. The write is tried again.
+/// If the new file cannot be written, the old file is deleted: a start from it could restore a Peer or an allowed
+/// network that was revoked since. The write is tried again.
 pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, metrics: Metrics) {
     let mut written = CacheContent::default();
-    let mut at: Option<Instant> = None;
+    let mut last_write: Option<Instant> = None;
     let mut last_error = String::new();
     loop {
         let ended = content.has_changed().is_err();
         let now = content.borrow_and_update().clone();
-        let Some(wait) = write_delay(&now, &written, at.map(|at| at.elapsed())) else {
+        let Some(wait) = write_delay(&now, &written, last_write.map(|at| at.elapsed())) else {
             if ended {
                 return;
             }
-            // An error means that the senders are gone, which the next iteration sees.
+            // An error means that the senders are dropped, which the next iteration detects.
             let _ = content.changed().await;
             continue;
         };
@@ -206,7 +207,7 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
             }
             Err(error) => {
                 metrics.count_error("cache");
-                // The file is gone, so the next content must be written in any case.
+                // The file is deleted, so the next content must be written even if it does not change.
                 written = CacheContent::default();
                 for error in remove(&file.path) {
                     tracing::warn!("{error}: its content is outdated");
@@ -214,7 +215,7 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
                 wait_longer = true;
                 if last_error != error {
                     tracing::warn!(
-                        "{error}; without a cache an agent that starts while its API server is away waits for it"
+                        "{error}; without a cache, an agent that starts while its API server does not answer waits for it"
                     );
                     last_error = error;
                 }
@@ -223,7 +224,7 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
         if ended {
             return;
         }
-        at = Some(Instant::now());
+        last_write = Some(Instant::now());
         if wait_longer {
             tokio::select! {
                 () = tokio::time::sleep(ENDPOINT_WRITE_INTERVAL) => {}

@@ -100,7 +100,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn written_cache_is_loaded_without_momentary_values() {
+fn written_cache_is_loaded_without_short_lived_values() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
@@ -112,7 +112,7 @@ fn written_cache_is_loaded_without_momentary_values() {
             saved: Some(saved.clone()),
             confirmed: NOW,
             live: content().live,
-            trouble: None
+            problem: None
         }
     );
     assert_eq!(saved.peers.keys().collect::<Vec<_>>(), ["address", "name"]);
@@ -128,7 +128,7 @@ fn written_cache_is_loaded_without_momentary_values() {
     assert_eq!(names(directory.path()), ["cache"]);
 }
 
-/// The format must not change without its version, because an agent cannot read what the version before wrote.
+/// A change of the format needs a new version number, by which an agent recognizes a file that it cannot read.
 #[test]
 fn golden_file_of_this_version_is_written_and_read() {
     let directory = tempfile::tempdir().unwrap();
@@ -150,13 +150,13 @@ fn golden_file_of_this_version_is_written_and_read() {
         saved: Some(SavedObjects::of(&snapshot())),
         confirmed: NOW,
         live: content().live,
-        trouble: None,
+        problem: None,
     };
     assert_eq!(load(&file, NOW), want);
 }
 
 #[test]
-fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
+fn missing_cache_is_no_problem_but_unreadable_one_is() {
     let directory = tempfile::tempdir().unwrap();
     assert_eq!(load(&file(directory.path()), NOW), LoadedCache::default());
     let file = CacheFile {
@@ -165,13 +165,13 @@ fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
         max_age: Duration::from_secs(100),
     };
     fs::write(directory.path().join("x"), "a file where a directory should be").unwrap();
-    let trouble = load(&file, NOW).trouble.unwrap();
-    assert!(trouble.starts_with("cannot read the cache"), "{trouble}");
+    let problem = load(&file, NOW).problem.unwrap();
+    assert!(problem.starts_with("cannot read the cache"), "{problem}");
 }
 
 // threat: forged-cache
 #[test]
-fn unusable_cache_is_set_aside_and_the_last_one_kept() {
+fn unusable_cache_is_renamed() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     let whole = format::write("n", &content()).unwrap();
@@ -189,20 +189,20 @@ fn unusable_cache_is_set_aside_and_the_last_one_kept() {
             &whole.replacen("10.5.0.0/24", "10.5.0.0/23", 1),
             "its checksum does not match",
         ),
-        ("not ours", "{}\n{}\n", "it is damaged (missing field"),
+        ("without header fields", "{}\n{}\n", "it is damaged (missing field"),
         (
-            "another program's",
+            "written by another program",
             "{\"format\": \"x\", \"version\": 1}\n",
-            "it is no cache of wg-agent",
+            "it is not a cache of wg-agent",
         ),
         (
-            "another version's",
+            "written by another version",
             &format!("{{\"format\":\"clustermesh wg-agent cache\",\"version\":{other_version},\"new\":1}}\n?\n"),
             &format!(
                 "another version of wg-agent wrote it: it has format version {other_version}, and this agent reads version {VERSION}"
             ),
         ),
-        ("another node's", &other, "it was written for node \"m\""),
+        ("written for another node", &other, "it was written for node \"m\""),
         (
             "with more fields",
             &with_unknown_field(&whole),
@@ -213,10 +213,10 @@ fn unusable_cache_is_set_aside_and_the_last_one_kept() {
         fs::write(&file.path, text).unwrap();
         fs::set_permissions(&file.path, fs::Permissions::from_mode(0o600)).unwrap();
         let found = load(&file, NOW);
-        let trouble = found.trouble.clone().unwrap_or_default();
+        let problem = found.problem.clone().unwrap_or_default();
         assert!(
-            trouble.contains(why) && trouble.contains("set aside as"),
-            "{what}: {trouble}"
+            problem.contains(why) && problem.contains("set aside as"),
+            "{what}: {problem}"
         );
         assert_eq!((found.saved, found.live), (None, LiveEndpoints::new()), "{what}");
         assert_eq!(names(directory.path()), ["cache.damaged"], "{what}");
@@ -244,15 +244,15 @@ fn with_unknown_field(whole: &str) -> String {
 
 // threat: forged-cache
 #[test]
-fn cache_that_others_could_have_written_is_not_used() {
+fn cache_that_other_users_can_access_is_not_used() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
     fs::set_permissions(&file.path, fs::Permissions::from_mode(0o640)).unwrap();
-    let trouble = load(&file, NOW).trouble.unwrap();
+    let problem = load(&file, NOW).problem.unwrap();
     assert!(
-        trouble.contains("others could read or change it (mode 0640"),
-        "{trouble}"
+        problem.contains("others could read or change it (mode 0640"),
+        "{problem}"
     );
 
     fs::rename(
@@ -261,8 +261,8 @@ fn cache_that_others_could_have_written_is_not_used() {
     )
     .unwrap();
     symlink(directory.path().join("elsewhere"), &file.path).unwrap();
-    let trouble = load(&file, NOW).trouble.unwrap();
-    assert!(trouble.contains("it is a link"), "{trouble}");
+    let problem = load(&file, NOW).problem.unwrap();
+    assert!(problem.contains("it is a symbolic link"), "{problem}");
 }
 
 #[test]
@@ -271,7 +271,7 @@ fn failed_cache_write_leaves_the_old_file() {
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
     let before = fs::read(&file.path).unwrap();
-    // Blocks the new file.
+    // A directory with this name blocks the new file.
     fs::create_dir(directory.path().join("cache.new")).unwrap();
     let error = file::write(&file, &CacheContent::default()).unwrap_err().to_string();
     assert!(error.starts_with("cannot replace the cache"), "{error}");
@@ -279,7 +279,7 @@ fn failed_cache_write_leaves_the_old_file() {
 }
 
 #[tokio::test]
-async fn irreplaceable_cache_is_deleted_and_written_again_later() {
+async fn cache_after_failed_write_is_deleted_and_written_again() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
@@ -291,19 +291,19 @@ async fn irreplaceable_cache_is_deleted_and_written_again_later() {
     };
     let (sender, receiver) = watch::channel(revoked);
     let writer = tokio::spawn(run(file.clone(), receiver, Metrics::default()));
-    let until = async |there: bool| {
+    let wait_until_exists = async |exists: bool| {
         let wait = async {
-            while file.path.exists() != there {
+            while file.path.exists() != exists {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         tokio::time::timeout(Duration::from_secs(30), wait).await.unwrap();
     };
-    until(false).await;
+    wait_until_exists(false).await;
     fs::remove_dir(&obstacle).unwrap();
-    // No object changes any more.
+    // The content does not change.
     sender.send_modify(|_| {});
-    until(true).await;
+    wait_until_exists(true).await;
     assert_eq!(load(&file, NOW).saved, Some(SavedObjects::default()));
     drop(sender);
     writer.await.unwrap();
@@ -321,7 +321,7 @@ fn cleanup_removes_all_cache_files() {
 }
 
 #[test]
-fn cache_is_written_every_second_and_every_ten_for_endpoints() {
+fn changed_objects_are_written_sooner_than_changed_endpoints() {
     let roamed = CacheContent {
         live: LiveEndpoints::new(),
         ..content()
@@ -330,7 +330,7 @@ fn cache_is_written_every_second_and_every_ten_for_endpoints() {
         saved: Some(Arc::default()),
         ..content()
     };
-    let unread = CacheContent {
+    let without_objects = CacheContent {
         saved: None,
         ..content()
     };
@@ -339,9 +339,9 @@ fn cache_is_written_every_second_and_every_ten_for_endpoints() {
     assert_eq!(write_delay(&content(), &CacheContent::default(), None), seconds(0));
     assert_eq!(write_delay(&content(), &content(), None), None);
     assert_eq!(
-        write_delay(&unread, &CacheContent::default(), None),
+        write_delay(&without_objects, &CacheContent::default(), None),
         None,
-        "the file of the last run says more"
+        "the file of the last run is kept"
     );
     assert_eq!(write_delay(&other, &content(), soon), Some(Duration::from_millis(600)));
     assert_eq!(write_delay(&other, &content(), Some(later)), seconds(0));
@@ -350,11 +350,11 @@ fn cache_is_written_every_second_and_every_ten_for_endpoints() {
 }
 
 #[tokio::test]
-async fn pending_content_is_written_at_the_end() {
+async fn pending_content_is_written_before_the_writer_returns() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     let (sender, receiver) = watch::channel(content());
-    sender.send_modify(|kept| kept.live = LiveEndpoints::new());
+    sender.send_modify(|content| content.live = LiveEndpoints::new());
     drop(sender);
     run(file.clone(), receiver, Metrics::default()).await;
     let found = load(&file, NOW);
@@ -365,13 +365,13 @@ async fn pending_content_is_written_at_the_end() {
 }
 
 #[test]
-fn cache_unconfirmed_for_too_long_is_set_aside() {
+fn cache_unconfirmed_for_too_long_is_renamed() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
-    // With a clock that was set back, the file is not old.
+    // After the clock was set back, the file is not old.
     for now in [NOW.0 + 100, NOW.0, 0] {
-        assert_eq!(load(&file, UnixTime(now)).trouble, None, "{now}");
+        assert_eq!(load(&file, UnixTime(now)).problem, None, "{now}");
     }
     let found = load(&file, UnixTime(NOW.0 + 101));
     let aside = directory.path().join("cache.damaged");
@@ -384,7 +384,7 @@ fn cache_unconfirmed_for_too_long_is_set_aside() {
     assert_eq!(
         found,
         LoadedCache {
-            trouble: Some(want),
+            problem: Some(want),
             ..LoadedCache::default()
         }
     );
@@ -396,8 +396,8 @@ fn confirmation_time_is_written_in_steps() {
     let step = Duration::from_secs(60);
     let at = |seconds| UnixTime(NOW.0 + seconds);
     let saved = || SavedObjects::of(&snapshot());
-    let mut kept = content();
-    let mut confirm = |saved: SavedObjects, now| (kept.confirm(saved, now, step), kept.confirmed);
+    let mut cached = content();
+    let mut confirm = |saved: SavedObjects, now| (cached.confirm(saved, now, step), cached.confirmed);
     assert_eq!(confirm(saved(), at(59)), (false, at(0)));
     assert_eq!(confirm(saved(), at(60)), (true, at(60)));
     assert_eq!(confirm(SavedObjects::default(), at(61)), (true, at(61)));

@@ -1,4 +1,4 @@
-//! A device in memory, for unit tests and dry runs.
+//! Implements [`Device`] in memory, for unit tests.
 
 use std::{
     collections::BTreeSet,
@@ -110,7 +110,7 @@ impl Device for Memory {
         })
     }
 
-    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+    fn repair(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
         self.state().altered.retain(|part| !altered.contains(part));
         Ok(())
     }

@@ -1,5 +1,5 @@
 //! Defines the trait [`Device`] of the node's WireGuard device, and opens one of its implementations.
-//! `clustermesh_agent_core::device` decides which peers it has. Other modules write addresses, routes and the firewall.
+//! `clustermesh_agent_core::device` decides which peers the device has.
 
 pub mod kernel;
 mod memory;
@@ -20,55 +20,56 @@ use x25519_dalek::StaticSecret;
 
 pub use memory::Memory;
 
-/// The alias (`IFLA_IFALIAS`) of an interface that is ours; `ip link show` prints it. The name alone proves nothing.
+/// The alias (`IFLA_IFALIAS`) of the agent's interface; `ip link show` prints it. Another program's interface can have the
+/// same name, but not this alias.
 pub const ALIAS: &str = "clustermesh wg-agent";
 
 /// An open WireGuard device: interface up, port bound.
 ///
-/// Calls return at once and may be made from async code. They must be made from a thread in the network namespace in
-/// which the device was opened.
+/// Methods do not block and may be called from async code. The calling thread must be in the network namespace in which
+/// the device was opened.
 ///
 /// Dropping a device keeps its interface for the next process, which takes it over. Until then a kernel device keeps
 /// working, and the interface of a userspace device keeps its addresses and routes but drops all packets.
 /// [`Device::close`] removes everything.
 pub trait Device: Send {
-    /// Which implementation this is: `kernel`, `userspace`, `memory`. For logs, metrics and the node's annotation.
+    /// The name of the implementation (`kernel`, `userspace` or `memory`) for logs, metrics and the node's annotation.
     fn backend(&self) -> &'static str;
 
     /// The interface's name.
     fn interface(&self) -> &str;
 
-    /// Changes what differs from the current configuration. A new private key or port costs every peer a handshake;
-    /// firewall mark and MTU cost nothing.
+    /// Changes the values that differ from the current configuration. A new private key or port costs every peer a
+    /// handshake; a new firewall mark or MTU does not.
     ///
     /// # Errors
-    /// The port is taken, or the kernel refuses. The old configuration stays.
+    /// The port is in use, or the kernel refuses. The old configuration stays.
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError>;
 
-    /// Applies the changes in order; traffic sees all of them at once. Only the named peers are touched, and only a
-    /// new preshared key or a removal ends a session. A handshake with a new peer that has an endpoint starts at once.
+    /// Applies the changes in order. Peers without a change are not touched, and only a new preshared key or a removal
+    /// ends a session. A handshake with a new peer that has an endpoint starts at once.
     ///
     /// # Errors
-    /// The kernel refuses; some changes may be applied then, and [`Device::observe`] tells which.
+    /// The kernel refuses. Some changes may be applied; [`Device::observe`] shows which.
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError>;
 
-    /// The peers, their counters, and external changes of the configuration.
+    /// Reads the peers, their counters, and external changes of the configuration.
     ///
     /// # Errors
-    /// The kernel does not answer; [`DeviceError::Gone`] or [`DeviceError::Died`]: drop this device and open it again.
+    /// The kernel does not answer. After [`DeviceError::Gone`] or [`DeviceError::Died`], drop this device and open it again.
     fn observe(&self) -> Result<Observed, DeviceError>;
 
-    /// Restores what [`Device::observe`] found altered.
+    /// Restores the parts of the configuration that [`Device::observe`] reported as altered.
     ///
     /// # Errors
-    /// The port was taken meanwhile, or the kernel refuses. The parts before the failed one, in the order of [`Altered`],
+    /// Another program uses the port, or the kernel refuses. The parts before the failed one, in the order of [`Altered`],
     /// are restored.
-    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError>;
+    fn repair(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError>;
 
     /// Removes the interface and all other state of the device.
     ///
     /// # Errors
-    /// What could not be removed; the rest is removed.
+    /// Something could not be removed.
     fn close(self: Box<Self>) -> Result<(), DeviceError>;
 }
 
@@ -77,11 +78,11 @@ pub trait Device: Send {
 pub struct Configuration {
     /// The node's x25519 key; zeroized when dropped.
     pub private_key: StaticSecret,
-    /// UDP, both families; 0 = any free port.
+    /// UDP port for both address families; 0 = any free port.
     pub listen_port: u16,
-    /// Set on every outer packet (`SO_MARK`), so that routing and firewall recognize them; 0 = none.
+    /// The mark (`SO_MARK`) by which routing and firewall recognize outer packets; 0 = none.
     pub fwmark: u32,
-    /// MTU of the interface: bytes of inner packet.
+    /// MTU of the interface: the largest inner packet, in bytes.
     pub mtu: u16,
 }
 
@@ -103,7 +104,7 @@ impl fmt::Debug for Configuration {
 /// The result of [`Device::observe`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Observed {
-    /// By public key.
+    /// The peers, by public key.
     pub peers: ObservedPeers,
     /// The port in use.
     pub listen_port: u16,
@@ -113,8 +114,8 @@ pub struct Observed {
     pub altered: BTreeSet<Altered>,
 }
 
-/// A part of a device's configuration that another program can change. The order is that of the repair: the private key
-/// comes last, because setting it starts handshakes, which need the rest.
+/// A part of a device's configuration that another program can change, in the order of the repair: the private key is
+/// last, because setting it starts handshakes, which need the other parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Altered {
     /// `ip link set mtu`.
@@ -143,10 +144,10 @@ impl Altered {
     }
 }
 
-/// Which implementation to use (`--backend`).
+/// The choice of the implementation (`--backend`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// The kernel's WireGuard if available, else userspace; [`Device::backend`] tells which was chosen.
+    /// The kernel's WireGuard if available, else userspace. [`Device::backend`] is the one in use.
     Auto,
     /// The kernel's WireGuard.
     Kernel,
@@ -162,7 +163,7 @@ impl FromStr for Backend {
             "auto" => Ok(Self::Auto),
             "kernel" => Ok(Self::Kernel),
             "userspace" => Ok(Self::Userspace),
-            other => Err(format!("{other:?} is no backend: write auto, kernel or userspace")),
+            other => Err(format!("{other:?} is not a backend: write auto, kernel or userspace")),
         }
     }
 }
@@ -171,12 +172,12 @@ impl FromStr for Backend {
 pub struct Opened {
     /// The device.
     pub device: Box<dyn Device>,
-    /// Why it has this backend, for log and status.
+    /// Why this backend is used, for log and status.
     pub reason: &'static str,
 }
 
-/// Opens the device. A kernel device keeps the peers that an earlier process left; a userspace device starts with none.
-/// An interface that the other backend left is removed first. `options` are for the userspace backend.
+/// Opens the device. A kernel device of an earlier process keeps its peers; a userspace device starts with none. An
+/// interface of the other backend is removed. `options` are for the userspace backend.
 ///
 /// # Errors
 /// See [`DeviceError`]; nothing new is left behind.
@@ -190,17 +191,17 @@ pub fn open(
         return Err(DeviceError::Name(interface.to_owned()));
     }
     let reason = match backend {
-        Backend::Kernel => "--backend=kernel asks for it",
-        Backend::Userspace => "--backend=userspace asks for it",
+        Backend::Kernel => "set by --backend=kernel",
+        Backend::Userspace => "set by --backend=userspace",
         Backend::Auto => "--backend=auto: this node's kernel has WireGuard",
     };
     let reason = match backend {
         Backend::Userspace => reason,
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
-                // If the control socket of the userspace device were left, `wg show` would ask that device, which is gone.
+                // If the control socket of a killed userspace device exists, `wg show` uses it and not the kernel.
                 if let Err(error) = userspace::remove_leftovers(interface) {
-                    tracing::warn!(%error, "cannot remove what the userspace backend left");
+                    tracing::warn!(%error, "cannot remove the control socket of the userspace backend");
                 }
                 return Ok(Opened {
                     device: Box::new(device),
@@ -229,25 +230,25 @@ pub enum DeviceError {
          use --backend=auto or userspace"
     )]
     NoKernelWireguard,
-    /// The kernel would truncate the name.
+    /// The name is not a valid interface name.
     #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash or colon")]
     Name(String),
-    /// The interface is not this agent's, or an earlier agent process still runs.
+    /// An interface of another program has this name, or an earlier agent process still runs.
     #[error(
         "interface {0} exists already: another agent or kg (Kilo) runs on this node, or another program created it; see `ip -d link show {0}`. Stop it, or choose another --interface"
     )]
     Exists(String),
-    /// The interface was deleted externally.
-    #[error("interface {0} was deleted by someone else: open the device again")]
+    /// Another program deleted or renamed the interface.
+    #[error("interface {0} was deleted or renamed by another program: open the device again")]
     Gone(String),
-    /// A thread of a userspace device ended by a panic.
+    /// A thread of a userspace device panicked.
     #[error(
-        "thread {thread} of {interface} died, so packets stand still: a bug, the log has its panic; open the device again"
+        "thread {thread} of {interface} panicked, so no packets are forwarded: a bug, see the panic in the log; open the device again"
     )]
     Died {
         /// The interface.
         interface: String,
-        /// Which thread.
+        /// The name of the thread.
         thread: String,
     },
     /// The TUN device could not be created.
@@ -255,7 +256,7 @@ pub enum DeviceError {
         "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice, and a container runtime that admits it: runc 1.2.0 to 1.2.3 and crun do not) and CAP_NET_ADMIN"
     )]
     Tun {
-        /// The interface asked for.
+        /// The interface to create.
         interface: String,
         /// The error.
         source: io::Error,
@@ -265,15 +266,15 @@ pub enum DeviceError {
         "cannot listen on UDP port {port}: {source}. Another WireGuard on this node may have it (`ss -ulpn`); choose another --port, or give the agent CAP_NET_ADMIN"
     )]
     Listen {
-        /// The port asked for.
+        /// The port to bind.
         port: u16,
         /// The error.
         source: io::Error,
     },
-    /// The file of the control socket could not be removed.
+    /// The control socket could not be removed.
     #[error("cannot remove the control socket {path}: {source}")]
     ControlSocket {
-        /// The file.
+        /// The path of the socket.
         path: PathBuf,
         /// The error.
         source: io::Error,
@@ -281,7 +282,7 @@ pub enum DeviceError {
     /// Any other kernel error.
     #[error("cannot {action}: {source}")]
     Kernel {
-        /// What was tried, such as "set the MTU of kilo0 to 1380".
+        /// The failed action, such as "set the MTU of kilo0".
         action: String,
         /// The error.
         source: io::Error,

@@ -20,10 +20,10 @@ impl Userspace {
     /// The result of [`Device::backend`].
     pub const BACKEND: &str = "userspace";
 
-    /// Creates the interface, or takes over the one that an earlier agent process left, brings it up and binds the port.
+    /// Creates the interface, or takes over the interface of an earlier agent process, brings it up and binds the port.
     ///
     /// # Errors
-    /// The interface is not the agent's, the port is taken, or the kernel refuses; nothing new is left behind.
+    /// Another program owns the interface, the port is in use, or the kernel refuses. Nothing new is left behind.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         Self::open_with(interface, configuration, Options::default())
     }
@@ -33,7 +33,7 @@ impl Userspace {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_with(interface: &str, configuration: &Configuration, options: Options) -> Result<Self, DeviceError> {
-        let device = wg_userspace::Device::open(own(interface), to_configuration(configuration), options)?;
+        let device = wg_userspace::Device::open(agent_interface(interface), to_configuration(configuration), options)?;
         Ok(Self(device))
     }
 }
@@ -76,7 +76,7 @@ impl Device for Userspace {
     }
 
     /// Other programs can change only MTU and link state, so `altered` contains nothing else.
-    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+    fn repair(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
         if altered.is_empty() {
             return Ok(());
         }
@@ -88,7 +88,7 @@ impl Device for Userspace {
     }
 }
 
-/// Removes the control socket that a killed process left.
+/// Removes the control socket of a killed process.
 ///
 /// # Errors
 /// The file cannot be removed.
@@ -96,16 +96,16 @@ pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     Ok(wg_userspace::remove_control_socket(interface)?)
 }
 
-/// Removes the interface of that name if it is an agent's and no process has it open; `false` = it is not an agent's, and stays.
+/// Removes the interface of that name if it has the agent's alias; `false` = it does not have the alias, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.
 pub fn remove_interface(interface: &str) -> Result<bool, DeviceError> {
-    Ok(wg_userspace::remove_interface(own(interface))?)
+    Ok(wg_userspace::remove_interface(agent_interface(interface))?)
 }
 
-/// The agent's interface of this name.
-const fn own(name: &str) -> Interface<'_> {
+/// Name and alias of the agent's interface.
+const fn agent_interface(name: &str) -> Interface<'_> {
     Interface { name, alias: ALIAS }
 }
 
@@ -206,7 +206,7 @@ impl From<Error> for DeviceError {
     fn from(error: Error) -> Self {
         match error {
             Error::Name(name) => Self::Name(name),
-            // Only if `ALIAS` were invalid.
+            // Does not happen, because `ALIAS` is valid.
             Error::Alias(_) => Self::Kernel {
                 action: format!("mark the interface as {ALIAS:?}"),
                 source: std::io::ErrorKind::InvalidInput.into(),
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_preshared_key_is_not_an_unchanged_one() {
+    fn removed_preshared_key_differs_from_unchanged_one() {
         let update = |preshared_key| {
             to_update(&PeerUpdate {
                 preshared_key,

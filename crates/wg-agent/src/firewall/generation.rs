@@ -1,5 +1,5 @@
-//! Reads the generation of nftables: the kernel's count of transactions in all tables. Reading it takes one message,
-//! while a listing takes a process, so it tells cheaply whether anything was written since a listing. Elements that
+//! Reads the generation of nftables: the kernel's count of transactions in all tables. It shows whether anything was
+//! written since a listing. Reading it needs one netlink message, while a listing needs an `nft` process. Elements that
 //! time out do not change it.
 
 use std::{fs, io, os::unix::fs::MetadataExt};
@@ -29,7 +29,7 @@ impl Generation {
     }
 }
 
-/// The current generation in the namespace of the calling thread.
+/// Reads the generation in the network namespace of the calling thread.
 ///
 /// # Errors
 /// The kernel does not answer.
@@ -41,8 +41,8 @@ pub(crate) fn current() -> io::Result<Generation> {
     Ok(Generation { namespace, number })
 }
 
-/// Whether our table exists in the namespace of the calling thread. `nft` would read every chain of every table for
-/// this.
+/// Whether the agent's table exists in the network namespace of the calling thread. `nft` would read every chain of every
+/// table for this.
 ///
 /// # Errors
 /// The kernel does not answer.

@@ -7,7 +7,7 @@ use super::{Backend, Error, Listing};
 pub struct Memory {
     /// The scripts since the table was last replaced; empty = there is no table.
     pub scripts: Vec<String>,
-    /// Scripts that contain one of these fail.
+    /// A script that contains one of these texts fails.
     pub refuse: Vec<String>,
 }
 

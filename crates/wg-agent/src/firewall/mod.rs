@@ -1,5 +1,5 @@
-//! Applies the table that [`clustermesh_agent_core::firewall`] desires: the trait [`Backend`] with an `nft` and an
-//! in-memory implementation, and [`FirewallManager`], which writes only what changed.
+//! Applies the desired table of [`clustermesh_agent_core::firewall`]. [`FirewallManager`] writes only the differences. The
+//! trait [`Backend`] has an implementation with `nft` and one in memory.
 
 use std::{future::Future, io, path::PathBuf};
 
@@ -17,20 +17,20 @@ pub use nft::Nft;
 pub use table_record::TableRecord;
 pub use watch::Watch;
 
-/// A place where the agent's table is stored.
+/// Access to the agent's table.
 pub trait Backend: Send {
-    /// Lists our table; `None` = there is none. Other tables are ignored.
+    /// Lists the agent's table; `None` = it does not exist.
     fn observe(&mut self) -> impl Future<Output = Result<Option<Listing>, Error>> + Send;
 
-    /// Runs one transaction: all of it is applied or, on an error, nothing.
+    /// Runs one transaction. On an error, nothing of it is applied.
     fn run(&mut self, script: &str) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// Deletes our table; a missing one is no error.
+    /// Deletes the agent's table; a missing table is no error.
     fn destroy(&mut self) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
-/// A table as `nft -j` lists it, without counters and handles: two listings are equal if nothing was written in
-/// between. nft prints masks and flags in its own form, so a listing can only be compared with another listing.
+/// A table as `nft -j` lists it, without counters and handles. Two listings are equal if nothing was written in between.
+/// nft prints masks and flags in its own form, so a listing can only be compared with another listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing(serde_json::Value);
 
@@ -48,21 +48,21 @@ pub enum Error {
     /// The program could not be started.
     #[error("cannot start {}: {source}; the nft program of nftables 1.0 or newer must be in the image or on the node", .program.display())]
     Start {
-        /// What was to be started.
+        /// The program.
         program: PathBuf,
-        /// Why not.
+        /// The error.
         source: io::Error,
     },
     /// nft did not exit in time.
-    #[error("nft did not end within {0} s; is another program holding the kernel's nftables lock?")]
+    #[error("nft did not exit within {0} s; does another program hold the kernel's nftables lock?")]
     Timeout(u64),
     /// nft was killed by a signal.
-    #[error("nft was ended by signal {}{}", .0, killed(*.0))]
+    #[error("nft was killed by signal {}{}", .0, sigkill_hint(*.0))]
     Killed(i32),
     /// nft reported an error.
     #[error("nft refused {what}: {stderr}{}", hint(stderr))]
     Refused {
-        /// What was to be done.
+        /// The refused operation.
         what: &'static str,
         /// The first lines of stderr.
         stderr: String,
@@ -72,8 +72,8 @@ pub enum Error {
     Answer(String),
 }
 
-/// The kernel sends SIGKILL to a process of a container that exceeds its memory limit.
-const fn killed(signal: i32) -> &'static str {
+/// A hint for SIGKILL, which the kernel sends to a process of a container that exceeds its memory limit.
+const fn sigkill_hint(signal: i32) -> &'static str {
     if signal == libc::SIGKILL {
         "; out of memory? Raise the memory limit of this container (resources.limits.memory)"
     } else {
@@ -91,8 +91,8 @@ fn hint(stderr: &str) -> &'static str {
     }
 }
 
-/// Applies the desired table. Remembers what it wrote last and how that was listed, so that it detects external changes
-/// and writes only what changed.
+/// Applies the desired table. Stores the table that it wrote last and its listing, so that it detects external changes and
+/// writes only the differences.
 #[derive(Debug)]
 pub struct FirewallManager<B> {
     backend: B,
@@ -101,7 +101,7 @@ pub struct FirewallManager<B> {
 }
 
 impl<B: Backend> FirewallManager<B> {
-    /// A manager that has written nothing yet: its first pass replaces the whole table in one transaction.
+    /// A manager that has written nothing yet. Its first pass replaces the whole table in one transaction.
     pub const fn new(backend: B) -> Self {
         Self {
             backend,
@@ -110,8 +110,7 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Uses `record` to recognize the table that an earlier process wrote: if it is the desired one, nothing is
-    /// written.
+    /// Uses `record` to recognize a table that an earlier process wrote. If it is the desired table, nothing is written.
     #[must_use]
     pub fn with_record(self, record: TableRecord) -> Self {
         Self {
@@ -120,29 +119,29 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Whether the table in the kernel is as this manager wrote it last.
+    /// Whether the table in the kernel is the one that this manager wrote last.
     ///
     /// # Errors
     /// The table cannot be listed.
     pub async fn matches_kernel(&mut self) -> Result<bool, Error> {
         let listing = self.backend.observe().await?;
-        Ok(self.was_written_as(listing.as_ref()))
+        Ok(self.is_last_listing(listing.as_ref()))
     }
 
-    /// Whether this manager wrote the table, or recognized it as an earlier process's, at its last pass.
+    /// Whether this manager wrote the table, or recognized a table that an earlier process wrote, at its last pass.
     #[must_use]
     pub const fn has_written(&self) -> bool {
         self.written.is_some()
     }
 
-    fn was_written_as(&self, listing: Option<&Listing>) -> bool {
+    fn is_last_listing(&self, listing: Option<&Listing>) -> bool {
         listing == self.written.as_ref().map(|(_, written)| written)
     }
 
-    /// If the kernel's table is not the one written last, forgets that one. If the record says that an earlier process
-    /// wrote the kernel's table as `desired`, remembers it as written.
+    /// If the kernel's table is not the one written last, sets `written` to `None`, or to `desired` if the record shows that
+    /// an earlier process wrote the kernel's table as `desired`.
     fn recognize(&mut self, desired: &Firewall, listing: Option<&Listing>) {
-        if !self.was_written_as(listing) {
+        if !self.is_last_listing(listing) {
             let is_known = |listing: &&Listing| {
                 self.record
                     .as_ref()
@@ -154,12 +153,12 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Makes the kernel's table equal to `desired`. Writes nothing if it is equal, only set elements if nothing else
-    /// differs, and the whole table otherwise or after an external change. Returns what was written.
+    /// Makes the kernel's table equal to `desired`. Writes only set elements if nothing else differs, and the whole table
+    /// otherwise or after an external change. Returns what was written; `None` = the table was already equal.
     ///
     /// # Errors
-    /// The table cannot be listed or written. The kernel then has the old table or a part of the update, and the next
-    /// pass continues from there.
+    /// The table cannot be listed or written. The kernel then has the old table or a part of the update. The next pass
+    /// tries again.
     pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
         let listing = self.backend.observe().await?;
         self.recognize(desired, listing.as_ref());
@@ -167,7 +166,7 @@ impl<B: Backend> FirewallManager<B> {
             return Ok(None);
         };
         if let Err(error) = self.run_scripts(&step).await {
-            // An external program may have changed an element since the listing. Writing the whole table always works.
+            // Another program may have changed an element since the listing. Replacing the whole table works even then.
             let Some(whole) = update(None, desired).filter(|_| matches!(step, Update::Elements { .. })) else {
                 return Err(error);
             };

@@ -1,5 +1,5 @@
-//! The kernel's table, accessed through the program `nft`: a script on its standard input, JSON from its output. Its
-//! arguments and environment never contain data from an object.
+//! Implements [`Backend`] with the program `nft`: it reads a script from standard input and prints a table as JSON. Its
+//! arguments and environment never contain data from a Kubernetes object.
 
 use std::{ffi::OsString, os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
 
@@ -12,19 +12,19 @@ use super::{
     generation::{self, Generation},
 };
 
-/// Far more than any transaction took: 1,000 prefixes take 12 ms.
+/// Far more than a transaction takes: one with 1,000 prefixes takes 12 ms.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The nftables of the network namespace in which its methods are called.
+/// The nftables of the network namespace of the thread that calls its methods.
 #[derive(Debug, Clone)]
 pub struct Nft {
     program: PathBuf,
-    /// The last listing, and the generation at which it was made.
+    /// The last listing, and its generation.
     listed: Option<(Generation, Option<Listing>)>,
 }
 
 impl Default for Nft {
-    /// `nft` from PATH.
+    /// Uses `nft` from PATH.
     fn default() -> Self {
         Self::new("nft")
     }
@@ -39,7 +39,7 @@ impl Nft {
         }
     }
 
-    /// Runs nft; returns its output, or its standard error if it fails.
+    /// Runs nft. Returns its standard output, or the first lines of its standard error if it fails.
     async fn call(&self, arguments: &[&str], script: Option<&str>) -> Result<Result<Vec<u8>, String>, Error> {
         let start = |source| Error::Start {
             program: self.program.clone(),
@@ -61,7 +61,7 @@ impl Nft {
         let stdin = child.stdin.take();
         let feed = async move {
             if let (Some(mut stdin), Some(script)) = (stdin, script) {
-                // nft stops reading at the first mistake; its own error message is better than ours.
+                // nft may exit before it has read the whole script. Its own error message is better than EPIPE.
                 let _ = stdin.write_all(script.as_bytes()).await;
             }
         };
@@ -88,11 +88,11 @@ impl Nft {
     async fn list(&self) -> Result<Option<Listing>, Error> {
         match self.call(&["-j", "list", "table", "inet", NFT_TABLE], None).await? {
             Ok(text) => parse(&text).map(Some),
-            // nft reports a missing table as ENOENT's text only. A missing kernel module reads the same; then the
-            // following write reports it.
+            // nft reports a missing table only by the text of ENOENT. The text is the same if a kernel module is missing;
+            // then the following write fails and reports it.
             Err(stderr) if stderr.contains("No such file or directory") => Ok(None),
             Err(stderr) => Err(Error::Refused {
-                what: "to list our table",
+                what: "to list the agent's table",
                 stderr,
             }),
         }
@@ -141,7 +141,8 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     Ok(Listing(Value::Array(objects)))
 }
 
-/// Removes what changes without a write: handles, counters, the remaining time of elements, and the order of elements.
+/// Removes the values that change without a write: handles, counters and the remaining time of elements. Sorts elements,
+/// because their order can change, too.
 fn strip(value: &mut Value) {
     match value {
         Value::Object(map) => {

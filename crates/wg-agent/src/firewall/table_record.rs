@@ -1,8 +1,8 @@
-//! Records in a file next to the cache which table was written: a digest of the desired table and of its listing. So
-//! the next process recognizes an unchanged table and does not write it again.
+//! Records a digest of the desired table and its listing in a file next to the cache. With it, the next process
+//! recognizes an unchanged table and does not write it again.
 //!
-//! Replacing a whole table drops packets that traverse it at that moment: a packet under the old rules looks into sets
-//! that are already empty.
+//! Replacing a whole table drops packets that traverse it at that moment, because the old rules look up sets that are
+//! already empty.
 
 use std::{
     ffi::OsString,
@@ -15,12 +15,12 @@ use sha2::{Digest, Sha256};
 
 use super::Listing;
 
-/// The record file. A lost, damaged or outdated one costs one write of the whole table.
+/// The record file. If it is missing, damaged or outdated, the whole table is written once.
 #[derive(Debug)]
 pub struct TableRecord(PathBuf);
 
 impl TableRecord {
-    /// The record next to the cache: `FILE.table`.
+    /// The record for this cache file: its path with the suffix `.table`.
     #[must_use]
     pub fn next_to_cache(cache: &Path) -> Self {
         let mut name = OsString::from(cache);
@@ -28,7 +28,7 @@ impl TableRecord {
         Self(name.into())
     }
 
-    /// Whether `listing` is the listing of `firewall` as last written, so that nothing was written since.
+    /// Whether the record is for `firewall` and `listing`: the table was written as `firewall` and not changed since.
     pub(super) fn matches(&self, firewall: &Firewall, listing: &Listing) -> bool {
         fs::read_to_string(&self.0).is_ok_and(|text| text == digest(firewall, listing))
     }
@@ -44,10 +44,10 @@ impl TableRecord {
         }
     }
 
-    /// Removes the file; a missing one is no error.
+    /// Removes the file; a missing file is no error.
     ///
     /// # Errors
-    /// An error of the file system.
+    /// The file cannot be removed.
     pub fn remove(&self) -> io::Result<()> {
         match fs::remove_file(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -1,4 +1,4 @@
-use clustermesh_agent_core::firewall::{Frame, Plan, Scope, desired, render};
+use clustermesh_agent_core::firewall::{Plan, RuleParameters, Scope, desired, render};
 use clustermesh_core::observe::PolicySpec;
 
 use super::*;
@@ -11,7 +11,7 @@ fn table(mesh: &str) -> Firewall {
         ..PolicySpec::default()
     }];
     desired(&Plan {
-        frame: Frame {
+        parameters: RuleParameters {
             scope: Scope::Tunnel,
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
@@ -114,6 +114,7 @@ async fn next_process_does_not_write_an_unchanged_table() {
     let mut first = FirewallManager::new(Memory::default()).with_record(record());
     first.converge(&wanted).await.unwrap();
     let kernel = first.backend().clone();
+    // Starts a process and runs two passes. Returns whether each pass wrote the table.
     let start = async |kernel: &Memory, wanted: &Firewall| {
         let mut manager = FirewallManager::new(kernel.clone()).with_record(record());
         let first = manager.converge(wanted).await.unwrap();
@@ -130,7 +131,7 @@ async fn next_process_does_not_write_an_unchanged_table() {
         (true, false),
         "after a reboot"
     );
-    assert_eq!(start(&kernel, &wanted).await, (false, false), "and unchanged");
+    assert_eq!(start(&kernel, &wanted).await, (false, false), "unchanged");
     assert_eq!(
         start(&kernel, &table("10.3.0.0/16")).await,
         (true, false),
@@ -139,7 +140,7 @@ async fn next_process_does_not_write_an_unchanged_table() {
     assert_eq!(
         start(&kernel, &wanted).await,
         (true, false),
-        "written by the process before, with other policies"
+        "the last process wrote other policies"
     );
     record().remove().unwrap();
     // Removing a missing record is no error.
@@ -157,6 +158,6 @@ async fn killed_nft_is_reported_as_out_of_memory() {
     let error = Nft::new(program).run("").await.unwrap_err().to_string();
     assert_eq!(
         error,
-        "nft was ended by signal 9; out of memory? Raise the memory limit of this container (resources.limits.memory)"
+        "nft was killed by signal 9; out of memory? Raise the memory limit of this container (resources.limits.memory)"
     );
 }

@@ -1,9 +1,9 @@
-//! Reports that nftables changed, in any table. A [`super::Listing`] of our table then shows what changed.
+//! Notifies of changes of nftables, in any table. A [`super::Listing`] then shows whether the agent's table changed.
 
 use clustermesh_netlink::{Error, Events, Protocol, Subscription};
 
-/// Notifications of the nftables in the network namespace of the thread that called [`Watch::open`]. All tables count:
-/// a flush of the whole ruleset deletes ours, too.
+/// Notifications of nftables changes in the network namespace of the thread that called [`Watch::open`]. All tables count,
+/// because a flush of the whole ruleset deletes the agent's table, too.
 pub struct Watch(Events);
 
 /// NFNLGRP_NFTABLES (linux/netfilter/nfnetlink.h).
@@ -22,11 +22,11 @@ impl Watch {
         Events::open(Protocol::Netfilter, subscription).map(Self)
     }
 
-    /// Waits for the next change and consumes the notifications that have arrived by then, since one transaction sends
-    /// many. The agent's own writes are among them. Lost notifications count as a change. Safe to cancel.
+    /// Waits for the next change and consumes all notifications that have arrived, because one transaction sends many.
+    /// The agent's own writes are also reported. Lost notifications count as a change. Safe to cancel.
     ///
     /// # Errors
-    /// The socket failed for good.
+    /// The socket failed; open a new one.
     pub async fn changed(&mut self) -> Result<(), Error> {
         self.0.next().await.map(drop)
     }

@@ -1,5 +1,5 @@
-//! Binds the admin endpoint of a gateway to all interfaces except the tunnel's, so that its port is closed to sandboxes
-//! even while the pod has no firewall table.
+//! Binds the admin endpoint of a gateway to all interfaces except the WireGuard device, so that its port is closed to
+//! sandboxes even while the pod has no firewall table.
 
 use std::io;
 
@@ -9,6 +9,8 @@ use clustermesh_daemon::Admin;
 use super::forwarding;
 use crate::args::GatewayConfig;
 
+/// Binds the endpoint to the interfaces that exist now.
+///
 /// # Errors
 /// The address cannot be bound.
 pub(super) fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
@@ -19,8 +21,8 @@ pub(super) fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
         Err(error) if is_refused(&error) => {
             tracing::warn!(
                 error = format!("{error:#}"),
-                "the admin endpoint listens on the tunnel, too (Linux before 5.7): while another program has deleted the firewall \
-                 table, sandboxes reach it"
+                "the admin endpoint listens on the WireGuard device, too (Linux before 5.7): if another program deletes the firewall \
+                 table, sandboxes can reach the endpoint"
             );
             Admin::bind(config.listen)
         }
@@ -28,6 +30,7 @@ pub(super) fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
     }
 }
 
+/// Linux before 5.7 refuses `SO_BINDTODEVICE` without NET_RAW.
 fn is_refused(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<io::Error>();
     error.is_some_and(|error| error.kind() == io::ErrorKind::PermissionDenied)

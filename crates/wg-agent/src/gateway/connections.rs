@@ -1,5 +1,5 @@
-//! Finds and deletes conntrack entries whose grant or endpoint is gone, in this network namespace. The firewall drops
-//! their packets anyway. But while a UDP client keeps sending, its entry would keep the dead endpoint.
+//! Deletes conntrack entries whose grant or endpoint was removed, in this network namespace. The firewall drops their
+//! packets anyway, but while a UDP client keeps sending, its entry would keep the removed endpoint.
 
 use std::{
     collections::BTreeSet,
@@ -13,44 +13,46 @@ use netlink_packet_netfilter::{
     conntrack::{ConntrackAttribute, ConntrackMessage, IPTuple, ProtoTuple, Tuple},
 };
 
-/// The size of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read.
+/// The limit of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read.
 pub(super) fn capacity() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").ok()?;
     text.trim().parse().ok()
 }
 
-/// Deletes every entry with a grant's mark that is not in `standing`; returns how many.
+/// Deletes every entry that has the mark of a grant and is not in `allowed`. Returns the number of deleted entries.
 ///
 /// # Errors
 /// The kernel refuses, or its answer cannot be parsed.
-pub(super) fn delete_stale(standing: &BTreeSet<(GrantId, SocketAddr)>) -> Result<usize, Error> {
+pub(super) fn delete_stale(allowed: &BTreeSet<(GrantId, SocketAddr)>) -> Result<usize, Error> {
     let socket = Socket::open(Protocol::Netfilter)?;
-    let mut ended = 0;
+    let mut deleted = 0;
     for family in [NetfilterProtoFamily::IPv4, NetfilterProtoFamily::IPv6] {
         let message = |message| NetfilterMessage::new(NetfilterHeader::new(family, 0, 0), message);
         let request = message(ConntrackMessage::Get(Vec::new()));
         let stale = socket.dump(&request, |answer: NetfilterMessage| {
             let connection = connection(answer)?;
-            let is_standing = standing.contains(&(connection.grant, connection.endpoint));
-            (!is_standing).then_some(connection.original)
+            let is_allowed = allowed.contains(&(connection.grant, connection.endpoint));
+            (!is_allowed).then_some(connection.original)
         })?;
         for original in stale {
             let original = vec![ConntrackAttribute::CtaTupleOrig(original)];
             match socket.change(&message(ConntrackMessage::Delete(original))) {
-                Ok(()) => ended += 1,
-                // It ended meanwhile.
+                Ok(()) => deleted += 1,
+                // The entry expired meanwhile.
                 Err(error) if error.errno() == Some(Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
         }
     }
-    Ok(ended)
+    Ok(deleted)
 }
 
 /// A conntrack entry that belongs to a grant.
 struct Connection {
     grant: GrantId,
+    /// The source of the reply tuple.
     endpoint: SocketAddr,
+    /// The original tuple.
     original: Vec<Tuple>,
 }
 
@@ -74,7 +76,6 @@ fn connection(message: NetfilterMessage) -> Option<Connection> {
     })
 }
 
-/// The source of the reply tuple.
 fn source(tuple: &[Tuple]) -> Option<SocketAddr> {
     let (mut ip, mut port): (Option<IpAddr>, Option<u16>) = (None, None);
     for part in tuple {

@@ -1,5 +1,5 @@
-//! Enables packet forwarding in this pod. NET_ADMIN suffices to enable IPv4 for each interface. IPv6 can only be
-//! enabled in `/proc/sys`, which is read-only here, so the init container does that.
+//! Enables IP forwarding in this pod. NET_ADMIN suffices to enable it for IPv4 on each interface. For IPv6 it can only be
+//! enabled in `/proc/sys`, which is read-only in this container, so the init container does that.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use ipnet::IpNet;
 
 use crate::{route::sysctl, status::Trouble};
 
-/// Enables what it can and reports what is missing.
+/// Enables forwarding on each interface, and reports settings that are wrong and cannot be written.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
@@ -46,7 +46,7 @@ fn setting(name: Name) -> Sysctl {
         value: 1,
         accept: [1].into(),
         write: true,
-        why: "without it nothing passes this gateway; its init container (wg-agent prepare --mode=gateway) sets it",
+        why: "without it this gateway forwards no packets; its init container (wg-agent prepare --mode=gateway) sets it",
     }
 }
 

@@ -1,6 +1,6 @@
-//! Runs `--mode=gateway`: the pod through which sandboxes enter this cluster. Its network namespace contains a
-//! WireGuard device for the nodes of sandboxes, and a firewall table that forwards granted connections to the endpoints
-//! of Services. `clustermesh_agent_core::gateway` derives both from the objects; this module has the loop, `pass` one pass of it.
+//! Runs `--mode=gateway`: the pod through which sandboxes enter this cluster. Its network namespace contains a WireGuard
+//! device with the nodes of sandboxes as peers, and a firewall table that forwards granted connections to the endpoints of
+//! Services. `clustermesh_agent_core::gateway` derives both from the objects. This module runs the loop; `pass` is one pass.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::{
     firewall::{self, generation},
     identity, lock, preflight,
     route::Netlink,
-    run::lines,
+    run::bullet_list,
     runtime::RuntimeBuilder,
 };
 
@@ -34,7 +34,7 @@ use saved_endpoints::SavedEndpoints;
 use snapshot::Store;
 use table_manager::TableManager;
 
-/// Between two passes without any event: a safety net.
+/// The time between two passes without any event, in case an event was lost.
 const RESYNC: Duration = Duration::from_secs(30);
 /// How often the device's peers are polled.
 const POLL_PEERS: Duration = Duration::from_secs(1);
@@ -44,17 +44,18 @@ const RETRY: Duration = Duration::from_secs(2);
 const SETTLE: Duration = Duration::from_millis(30);
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
-/// The grants are renewed so often within their timeout: an API server that is slow or away for a moment closes none.
+/// How often the grants are renewed within their timeout, so that they stay open if the API server does not answer for a
+/// moment.
 const RENEWALS: u32 = 4;
 
-/// Runs until a signal, and for `--drain` beyond it.
+/// Runs until a signal arrives, and then for the duration of `--drain`.
 pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     let lock = lock::take()?;
     let missing = preflight::check(config.backend);
     anyhow::ensure!(
         missing.is_empty(),
         "this pod is not ready for wg-agent --mode=gateway:\n{}",
-        lines(&missing)
+        bullet_list(&missing)
     );
     let is_new = !config.key_file.exists();
     let key = identity::key::load_or_create(&config.key_file)?;
@@ -95,14 +96,14 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         .write_closed_table()
         .await
         .map_err(|trouble| anyhow::anyhow!(trouble.message))?;
-    let (store, keep) = Store::new(metrics.clone(), config.grant_timeout);
+    let (store, granted_namespaces) = Store::new(metrics.clone(), config.grant_timeout);
     let client = runtime.connection.client.clone();
     snapshot::start_watches(
         &mut runtime.tasks,
         &client,
         &config.gateway,
         &store,
-        keep,
+        granted_namespaces,
         &runtime.stop,
     );
     let (contact, last_contact) = watch::channel(None);
@@ -125,7 +126,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     )
     .await;
     runtime.shut_down().await;
-    tracing::info!("wg-agent ends; with the kernel backend its grants stay open until their timeout");
+    tracing::info!("wg-agent exits; with the kernel backend its grants stay open until their timeout");
     Ok(())
 }
 
@@ -173,7 +174,7 @@ async fn run_loop(
         heartbeat.beat();
         let settle = loop {
             tokio::select! {
-                // The next step of a large table waits only for a renewal that is due.
+                // The first branch that is ready is taken. A renewal that is due precedes the next step of a large table.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
                 Ok(()) = last_contact.changed() => {
@@ -190,9 +191,10 @@ async fn run_loop(
                 _ = poll.tick() => gateway.poll_peers(),
                 () = tables.changed() => {
                     if !gateway.table_manager.is_current() {
-                        tracing::warn!("another program wrote to nftables of this pod: the table is written again");
+                        tracing::warn!("another program changed nftables of this pod: the table is written again");
                         gateway.report.metrics.count_repairs("firewall", 1);
-                        // If the generation cannot be read, the agent's own transactions look like external ones.
+                        // If the generation cannot be read, the agent's own transactions look like external changes. The
+                        // pause keeps them from causing an endless loop.
                         break if generation::current().is_ok() { Duration::ZERO } else { RETRY };
                     }
                 }

@@ -1,12 +1,12 @@
-//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. The value of a part that does not
-//! parse is an error message.
+//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. A part that cannot be parsed becomes
+//! an error message.
 
 use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_agent_core::gateway::{Access, Endpoint, Granted, Node};
+use clustermesh_agent_core::gateway::{Access, Endpoint, GrantSpec, Node};
 use clustermesh_api::{
     names::{LABEL_HUB, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY},
     sandbox::{AppliedAccess, SandboxAccess, SandboxGateway},
@@ -23,13 +23,14 @@ use kube::{ResourceExt, api::DynamicObject};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ParsedAccess {
     pub(super) access: Access,
-    pub(super) state: AppliedAccess,
+    /// The entry in `status.applied` of the gateway when this object is applied.
+    pub(super) applied: AppliedAccess,
     /// Why the object cannot be parsed.
     pub(super) problem: Option<String>,
 }
 
 impl ParsedAccess {
-    /// An object of a newer CRD version may contain unknown values: then it grants nothing.
+    /// Parses the object. One that cannot be parsed, for example with values of a newer CRD version, grants nothing.
     pub(super) fn new(object: DynamicObject) -> Self {
         let mut seen = Self {
             access: Access {
@@ -37,7 +38,7 @@ impl ParsedAccess {
                 created: object.creation_timestamp().map_or(i64::MAX, |time| time.0.as_second()),
                 ..Access::default()
             },
-            state: AppliedAccess {
+            applied: AppliedAccess {
                 name: object.name_any(),
                 uid: object.uid().unwrap_or_default(),
                 generation: object.metadata.generation.unwrap_or_default(),
@@ -67,7 +68,7 @@ fn read(object: SandboxAccess, access: &mut Access) {
         addresses: node.wireguard_ips.iter().map(|text| address(text)).collect(),
     });
     access.nodes = nodes.collect();
-    let grants = spec.grants.into_iter().map(|grant| Granted {
+    let grants = spec.grants.into_iter().map(|grant| GrantSpec {
         service: ObjectName {
             namespace: grant.service.namespace,
             name: grant.service.name,
@@ -94,7 +95,7 @@ fn address(text: &str) -> Result<IpAddr, String> {
     text.parse::<IpAddr>().map(|ip| ip.to_canonical()).map_err(wrong)
 }
 
-/// The spec of this gateway's SandboxGateway.
+/// The spec of this pod's SandboxGateway.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct ParsedGateway {
     pub(super) endpoints: Vec<SocketAddr>,
@@ -121,7 +122,7 @@ impl ParsedGateway {
 pub(super) struct ParsedService {
     pub(super) has_selector: bool,
     pub(super) is_external_name: bool,
-    /// It mirrors a Service of another member.
+    /// The controller wrote it, so it mirrors a Service of another member.
     pub(super) is_mirror: bool,
     /// `sessionAffinity: ClientIP`.
     pub(super) is_sticky: bool,
@@ -170,13 +171,13 @@ pub(super) struct ParsedSlice {
 }
 
 impl ParsedSlice {
-    /// Only the first address of an endpoint counts, as for kube-proxy. A slice that the mesh wrote has no endpoints
-    /// here.
+    /// Parses a slice. Only the first address of an endpoint counts, as for kube-proxy. The endpoints of a slice that the
+    /// controller wrote are ignored, because they are in other members.
     pub(super) fn new(object: EndpointSlice) -> Self {
         let labels = object.metadata.labels.clone().unwrap_or_default();
-        let ours = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
+        let is_mirror = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
         let mut endpoints = BTreeSet::new();
-        if !ours(LABEL_MANAGED_BY) && !ours(LABEL_SLICE_MANAGED_BY) {
+        if !is_mirror(LABEL_MANAGED_BY) && !is_mirror(LABEL_SLICE_MANAGED_BY) {
             let ports = object.ports.iter().flatten().filter_map(|port| {
                 let number = u16::try_from(port.port?).ok().filter(|number| *number > 0)?;
                 Some((
@@ -227,7 +228,7 @@ mod tests {
                 .unwrap()
                 .starts_with("is not what the SandboxAccess CRD describes")
         );
-        assert_eq!((seen.access.networks, seen.state.generation), (Vec::new(), 3));
+        assert_eq!((seen.access.networks, seen.applied.generation), (Vec::new(), 3));
         let odd = json!({"sandbox": "s", "networks": ["100.80.0.1/20", "x"], "nodes": [{"publicKey": "k", "wireguardIPs": ["y"]}]});
         let access = ParsedAccess::new(object(odd).unwrap()).access;
         assert_eq!(
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_those_that_kube_proxy_would_take() {
+    fn endpoints_are_those_that_kube_proxy_uses() {
         let slice = |labels, conditions| {
             let object = json!({
                 "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
@@ -250,7 +251,7 @@ mod tests {
             ParsedSlice::new(serde_json::from_value(object).unwrap())
         };
         let plain = json!({LABEL_SERVICE_NAME: "db"});
-        let of = |seen: ParsedSlice| {
+        let endpoints_of = |seen: ParsedSlice| {
             seen.endpoints
                 .into_iter()
                 .map(|e| (e.address.to_string(), e.ready, e.serving))
@@ -258,18 +259,18 @@ mod tests {
         };
         let seen = slice(plain.clone(), json!({}));
         assert_eq!(seen.service, "db");
-        assert_eq!(of(seen), [("10.1.0.5".to_owned(), true, true)]);
-        let ending = slice(
+        assert_eq!(endpoints_of(seen), [("10.1.0.5".to_owned(), true, true)]);
+        let terminating = slice(
             plain.clone(),
             json!({"ready": false, "serving": true, "terminating": true}),
         );
-        assert_eq!(of(ending), [("10.1.0.5".to_owned(), false, true)]);
-        let gone = slice(plain, json!({"ready": false}));
-        assert_eq!(of(gone), [("10.1.0.5".to_owned(), false, false)]);
-        let ours = slice(
+        assert_eq!(endpoints_of(terminating), [("10.1.0.5".to_owned(), false, true)]);
+        let unready = slice(plain, json!({"ready": false}));
+        assert_eq!(endpoints_of(unready), [("10.1.0.5".to_owned(), false, false)]);
+        let mirrored = slice(
             json!({LABEL_SERVICE_NAME: "db", LABEL_MANAGED_BY: MANAGED_BY}),
             json!({}),
         );
-        assert_eq!(of(ours), []);
+        assert_eq!(endpoints_of(mirrored), []);
     }
 }

@@ -1,4 +1,5 @@
-//! One pass of a gateway: table, device, routes and peers become what the objects describe, and the status says so.
+//! Runs one pass of a gateway: applies the objects to firewall table, device, routes and peers, and reports the result in
+//! the status of the SandboxGateway.
 
 use std::{
     collections::BTreeSet,
@@ -35,7 +36,7 @@ use crate::{
     status::{PassReporter, Trouble},
 };
 
-/// Keeps the network namespace of one gateway pod as the objects describe.
+/// Configures the network namespace of one gateway pod.
 pub(super) struct Gateway {
     pub(super) config: GatewayConfig,
     pub(super) key: NodeKey,
@@ -52,7 +53,7 @@ pub(super) struct Gateway {
 pub(super) struct Tunnel {
     pub(super) routing: Netlink,
     pub(super) device: Option<Box<dyn Device>>,
-    /// The device has all desired peers.
+    /// Whether the device has all desired peers.
     pub(super) has_all_peers: bool,
     pub(super) saved_endpoints: SavedEndpoints,
 }
@@ -62,7 +63,7 @@ pub(super) struct Tunnel {
 pub(super) enum PassResult {
     /// Everything is applied.
     Done,
-    /// A large table is written in several steps, and the next one is due. It starts from the latest snapshot.
+    /// A large table is written in several steps, and the next step is due. It uses the latest snapshot.
     Unfinished,
     /// Something failed.
     Failed,
@@ -85,9 +86,9 @@ struct PodNetwork {
 }
 
 impl Gateway {
-    /// If the pod has no table, writes one without grants before the first connection. From its first moment the
-    /// table uses conntrack, which would take replies of an older connection for new requests, and the table would drop
-    /// them.
+    /// If the pod has no table, writes one without grants before this process opens its first connection. The table enables
+    /// conntrack, which does not track connections that were opened before. Their replies would look like new requests,
+    /// and the table would drop them.
     pub(super) async fn write_closed_table(&mut self) -> Result<(), Trouble> {
         if self.table_manager.table_exists() {
             return Ok(());
@@ -112,24 +113,24 @@ impl Gateway {
         }
     }
 
-    /// Applies table, device, routes and peers, and reports them. False = the table needs a further step; until then
-    /// the status does not report the grants as applied.
+    /// Applies table, device, routes and peers, and reports them. False = the table needs another step; until the last
+    /// step the status is not published.
     async fn steps(&mut self, snapshot: &GatewaySnapshot, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
         let pod_network = self.pod_network().await?;
         let inputs = self.inputs(snapshot, &pod_network);
         let compiled = compile(&inputs);
-        // A new pod gets a closed table before it has a device. A restarted container finds the table and peers of the
-        // previous container. They stay until all granted objects are listed and the API server has answered.
-        // Otherwise the new table would lack the endpoints of a namespace that is still being listed, and end their
-        // connections; or it would be closed (see `can_open`), and interrupt all of them.
-        let is_known = snapshot.is_listed()
+        // A new pod gets a closed table before it has a device. In a restarted container the table and peers of the
+        // previous container exist. They stay until all granted objects are listed and the API server has answered.
+        // Otherwise the new table would lack the endpoints of a namespace that is not listed yet, and interrupt their
+        // connections; or it would be closed (see `can_open`), and interrupt all connections.
+        let may_apply = snapshot.is_listed()
             && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.can_open());
-        if (is_known || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
+        if (may_apply || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
             return Ok(false);
         }
         self.ensure_device(self.config.mtu.unwrap_or(pod_network.mtu))?;
         troubles.extend(forwarding::ensure(&self.config.interface, &compiled.routes).await);
-        if is_known {
+        if may_apply {
             self.ensure_routes(&compiled).await?;
             self.ensure_peers(&compiled.peers)?;
             self.gate.begin(node_keys(&inputs, &compiled), Instant::now());
@@ -137,25 +138,25 @@ impl Gateway {
             troubles.push(Trouble::new("objects", snapshot.pending_message()));
         }
         troubles.extend(snapshot.errors().map(|error| Trouble::harmless("objects", error)));
-        troubles.extend(self.gate.trouble());
-        troubles.extend(self.conntrack_trouble(compiled.served.len()));
+        troubles.extend(self.gate.warning());
+        troubles.extend(self.conntrack_warning(compiled.served.len()));
         self.report(&compiled);
-        // The status of a restarted container stays until it is known what is applied.
-        if is_known {
+        // Until then, the status that the previous container published is still correct.
+        if may_apply {
             self.publish(snapshot, &compiled, &pod_network, troubles);
         }
         Ok(true)
     }
 
     /// A warning if all sandboxes together can fill the conntrack table, although each stays within its limit.
-    fn conntrack_trouble(&self, sandboxes: usize) -> Option<Trouble> {
+    fn conntrack_warning(&self, sandboxes: usize) -> Option<Trouble> {
         let (limit, capacity) = (self.config.sandbox_connections, connections::capacity()?);
         let all = u64::from(limit).saturating_mul(sandboxes as u64);
         (all > capacity).then(|| {
             Trouble::harmless(
                 "connections",
                 format!(
-                    "{sandboxes} sandboxes may have {limit} connections each, and the conntrack table of this pod has room for {capacity} \
+                    "{sandboxes} sandboxes may have {limit} connections each, and the conntrack table of this pod has {capacity} entries \
                      (net.netfilter.nf_conntrack_max): lower --sandbox-connections, or let another set of gateways serve some of them \
                      (--serves)"
                 ),
@@ -163,12 +164,12 @@ impl Gateway {
         })
     }
 
-    /// Renews the timeout of the table. `answered` = when the API server answered. False = it could not be written.
+    /// Renews the timeout of the table. `answered` = when the API server answered. False = the renewal could not be written.
     pub(super) async fn renew(&mut self, answered: Instant) -> bool {
         match self.table_manager.renew(answered + self.config.grant_timeout).await {
             Ok(()) => true,
             Err(error) => {
-                tracing::warn!(%error, "the table could not be renewed; it is written again");
+                tracing::warn!(%error, "the timeout of the firewall table could not be renewed; the table is written again");
                 self.report.metrics.count_error("firewall");
                 false
             }
@@ -180,7 +181,7 @@ impl Gateway {
         let underlay = underlay::read(&own, &self.config.interface).await;
         let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
         Ok(PodNetwork {
-            // Leaves room for the outer headers of either family.
+            // Leaves room for the outer headers over IPv6, which are the larger ones.
             mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
             addresses: underlay.addresses.into_keys().chain(own).collect(),
         })
@@ -208,8 +209,8 @@ impl Gateway {
         }
     }
 
-    /// Writes one step of the table; true = it was the last. If it cannot be written, all peers are removed, so that
-    /// the old table serves no sandbox.
+    /// Writes one step of the table; true = it was the last step. If it cannot be written, all peers are removed, because
+    /// the old table may contain revoked grants.
     async fn write_table(&mut self, compiled: &Compiled) -> Result<bool, Trouble> {
         match self.table_manager.converge(&compiled.table).await {
             Ok(Progress { changes, finished }) => {
@@ -217,7 +218,7 @@ impl Gateway {
                     self.report.metrics.count_changes("firewall", changes);
                     tracing::info!(
                         sandboxes = compiled.served.len(),
-                        grants = compiled.table.open(),
+                        grants = compiled.table.count_open_grants(),
                         finished,
                         "firewall table written"
                     );
@@ -225,8 +226,8 @@ impl Gateway {
                 if finished || self.table_manager.is_current() {
                     return Ok(finished);
                 }
-                let message = "the table is written in several steps, and another program changed nftables of this pod between two of \
-                               them, or that cannot be determined; it is written again from the start";
+                let message = "the table is written in several steps, and another program changed nftables of this pod between two \
+                               steps, or that cannot be determined; the whole table is written again";
                 Err(Trouble::new("firewall", message))
             }
             Err(error) => {
@@ -238,7 +239,7 @@ impl Gateway {
                 }
                 Err(Trouble::new(
                     "firewall",
-                    format!("{error}; until it is written, no sandbox has a peer here"),
+                    format!("{error}; until the table is written, no sandbox has a peer here"),
                 ))
             }
         }
@@ -255,7 +256,7 @@ impl Gateway {
         if let Some(device) = &mut self.tunnel.device {
             match device.observe() {
                 Ok(observed) => {
-                    device.mend(&observed.altered).map_err(trouble)?;
+                    device.repair(&observed.altered).map_err(trouble)?;
                     return device.configure(&configuration).map_err(trouble);
                 }
                 Err(error) => {
@@ -314,12 +315,12 @@ impl Gateway {
         Ok(())
     }
 
-    /// Polls the peers: notes which have connected, and saves their endpoints for the next start.
+    /// Polls the peers: records which peers have connected, and saves their endpoints for the next start.
     pub(super) fn poll_peers(&mut self) {
         let Some(device) = self.tunnel.device.as_mut().filter(|_| self.tunnel.has_all_peers) else {
             return;
         };
-        // A pass reports errors of the device.
+        // The next pass reports an error.
         if let Ok(observed) = device.observe() {
             self.tunnel.saved_endpoints.save(&observed.peers);
             self.gate.observe(&observed.peers, Instant::now());
@@ -334,7 +335,7 @@ impl Gateway {
         self.report.dump.set("firewall", json!(self.table_manager.text()));
     }
 
-    /// Publishes what is applied in the status of the SandboxGateway.
+    /// Publishes the applied objects in the status of the SandboxGateway.
     fn publish(
         &self,
         snapshot: &GatewaySnapshot,
@@ -345,7 +346,7 @@ impl Gateway {
         let endpoints = match snapshot.own() {
             Ok(own) => self.endpoints(&own, pod_network),
             Err(why) => {
-                // There is no object for the status.
+                // Without the object there is no status to write.
                 troubles.push(Trouble::new("object", why));
                 return;
             }
@@ -364,8 +365,8 @@ impl Gateway {
         });
     }
 
-    /// The endpoints at which sandboxes reach this pod, best first: the pod's addresses, those in its object, its
-    /// node's.
+    /// The endpoints at which sandboxes reach this pod, in order of preference: the pod's addresses, the endpoints in its
+    /// SandboxGateway, the addresses of its node with the NodePort.
     fn endpoints(&self, own: &ParsedGateway, pod_network: &PodNetwork) -> Vec<SocketAddr> {
         let pod = pod_network
             .addresses
@@ -380,7 +381,7 @@ impl Gateway {
     }
 }
 
-/// For each served SandboxAccess: the public keys of its nodes that the device should have as peers.
+/// For each served SandboxAccess, the public keys of those of its nodes that are desired peers.
 fn node_keys(inputs: &Inputs, compiled: &Compiled) -> readiness_gate::NodeKeys {
     let served = inputs
         .accesses

@@ -1,4 +1,4 @@
-//! Publishes this gateway: writes the status of the SandboxGateway of its name when it changes.
+//! Builds the status of this pod's SandboxGateway, and writes it when it changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,13 +30,14 @@ const RETRY: Duration = Duration::from_secs(3);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Limits of `status.refused`: entries, and characters of a message.
+/// The limit of entries in `status.refused`.
 const MAX_REFUSED: usize = 20;
+/// The limit of characters in the message of such an entry.
 const MAX_MESSAGE: usize = 1000;
 /// The CRD's limit of `status.applied`.
 const MAX_APPLIED: usize = 1024;
 
-/// The parts of the status that do not follow from objects.
+/// The parts of the status that do not depend on objects.
 pub(super) struct Identity<'a> {
     pub(super) config: &'a GatewayConfig,
     pub(super) public_key: PublicKey,
@@ -44,7 +45,7 @@ pub(super) struct Identity<'a> {
 }
 
 impl Identity<'_> {
-    /// The status of a gateway that applies `compiled`. `accesses` = all SandboxAccesses from which it was compiled.
+    /// Builds the status of a gateway that applies `compiled`. `accesses` = all SandboxAccesses from which it was compiled.
     pub(super) fn status(
         &self,
         accesses: impl Iterator<Item = AppliedAccess>,
@@ -53,7 +54,7 @@ impl Identity<'_> {
         troubles: &[Trouble],
     ) -> SandboxGatewayStatus {
         let applied = accesses.filter(|access| compiled.served.contains(&access.name));
-        let first = in_turns(&compiled.refused).into_iter().take(MAX_REFUSED);
+        let first = round_robin(&compiled.refused).into_iter().take(MAX_REFUSED);
         let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.clone()).collect();
         if let Some(first) = compiled.refused.first() {
             let count = compiled.refused.len();
@@ -68,7 +69,7 @@ impl Identity<'_> {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             backend: self.backend.to_owned(),
             sandboxes: u32::try_from(compiled.served.len()).unwrap_or(u32::MAX),
-            grants: u32::try_from(compiled.table.open()).unwrap_or(u32::MAX),
+            grants: u32::try_from(compiled.table.count_open_grants()).unwrap_or(u32::MAX),
             applied: applied.take(MAX_APPLIED).collect(),
             refused: first.map(refused_access).collect(),
             message: messages.join("; ").chars().take(4 * MAX_MESSAGE).collect(),
@@ -76,18 +77,18 @@ impl Identity<'_> {
     }
 }
 
-/// Orders the list: grants first, since the controller reports those; among them, and then among the rest, one of each
-/// SandboxAccess, a second of each, and so on. So neither claims of a sandbox's nodes nor many wrong grants of one
-/// sandbox push out those of others.
-fn in_turns(refused: &BTreeSet<Refused>) -> Vec<&Refused> {
+/// Orders the list: grants first, because the controller reports them; within the grants, and within the rest, the first
+/// entry of each SandboxAccess, then the second of each, and so on. So, in the limited list, neither wrong values from the
+/// nodes of a sandbox nor many wrong grants of one sandbox displace the grants of other sandboxes.
+fn round_robin(refused: &BTreeSet<Refused>) -> Vec<&Refused> {
     let mut seen: BTreeMap<(bool, &str), usize> = BTreeMap::new();
-    let turn = |refused: &Refused| refused.grant.is_none();
+    let group = |refused: &Refused| refused.grant.is_none();
     let mut out: Vec<_> = refused
         .iter()
         .map(|one| {
-            let before = seen.entry((turn(one), &one.access)).or_default();
-            *before += 1;
-            ((turn(one), *before), one)
+            let count = seen.entry((group(one), &one.access)).or_default();
+            *count += 1;
+            ((group(one), *count), one)
         })
         .collect();
     out.sort();
@@ -131,7 +132,7 @@ pub(super) async fn run(
                 Err(error) => {
                     metrics.count_error("publish");
                     if last_error != error {
-                        tracing::warn!("cannot publish what this gateway is: {error}");
+                        tracing::warn!("cannot write the status of this gateway: {error}");
                         last_error = error;
                     }
                     RETRY
@@ -150,7 +151,7 @@ pub(super) async fn run(
     }
 }
 
-/// The patch is a merge patch, so empty lists and texts must be set to null.
+/// Writes the status with a merge patch, in which empty lists and texts must be null so that old values are removed.
 async fn write(
     objects: &Api<SandboxGateway>,
     gateway: &GatewayName,
@@ -190,7 +191,7 @@ mod tests {
 
     // threat: refusals-hidden
     #[test]
-    fn refused_parts_of_every_sandbox_are_shown_in_turns() {
+    fn refused_parts_of_every_sandbox_are_shown() {
         let refused = |access: &str, field: u16, grant: bool| Refused {
             access: access.to_owned(),
             field: format!("spec.x[{field}]"),
@@ -202,7 +203,7 @@ mod tests {
         let all: BTreeSet<Refused> = many
             .chain([refused("a", 7, false), refused("b", 0, true), refused("c", 0, false)])
             .collect();
-        let shown: Vec<(&str, &str)> = in_turns(&all)
+        let shown: Vec<(&str, &str)> = round_robin(&all)
             .into_iter()
             .map(|one| (&*one.access, &*one.field))
             .collect();

@@ -1,6 +1,6 @@
-//! Keeps a new gateway unready until sandboxes have connected to it, so that a rollout or a node drain stops the other
-//! gateways only when this one serves. A sandbox connects as soon as its own API server has the Peer with this
-//! gateway's key.
+//! Keeps a new gateway unready until sandboxes have connected to it, so that a rollout or a node drain stops the next
+//! gateway only when this one works. A sandbox connects as soon as the API server of its cluster has the Peer with the
+//! key of this gateway.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,13 +13,14 @@ use clustermesh_daemon::{Pending, Readiness};
 
 use crate::status::Trouble;
 
-/// A sandbox that has not connected by then no longer counts: its API server or its nodes may be down.
+/// How long the gateway waits for sandboxes to connect. Some may not connect at all, because their API server or nodes are
+/// down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The keys of each sandbox's nodes, by the name of its SandboxAccess.
+/// The public keys of the nodes of each sandbox, by the name of its SandboxAccess.
 pub(super) type NodeKeys = BTreeMap<String, BTreeSet<PublicKey>>;
 
-/// Unready until one node of each sandbox has completed a handshake.
+/// Keeps the gateway unready until one node of each sandbox has completed a handshake.
 #[derive(Debug)]
 pub(super) struct ReadinessGate {
     readiness: Readiness,
@@ -28,21 +29,22 @@ pub(super) struct ReadinessGate {
 
 #[derive(Debug)]
 enum GateState {
-    /// It is not known yet which sandboxes count.
+    /// The sandboxes are not known yet.
     New,
-    /// These sandboxes have not connected.
+    /// Unready: these sandboxes have not connected.
     Waiting {
         until: Instant,
         sandboxes: NodeKeys,
         /// The line in `/readyz`.
         _line: Pending,
     },
-    /// Ready. Of these sandboxes no node has connected.
+    /// Ready. No node of these sandboxes has connected.
     Open { missing: NodeKeys },
 }
 
 impl ReadinessGate {
-    /// `is_new` = no earlier process had this gateway's key. Otherwise sandboxes know it already, and the gate is open.
+    /// `is_new` = this process created the gateway's key. An existing key is already known to the sandboxes, so the gate
+    /// is open.
     pub(super) const fn new(readiness: Readiness, is_new: bool) -> Self {
         let state = if is_new {
             GateState::New
@@ -54,7 +56,7 @@ impl ReadinessGate {
         Self { readiness, state }
     }
 
-    /// Starts to wait for the sandboxes that have peers on the device. Later ones do not count.
+    /// Starts to wait for the sandboxes that have peers on the device. Sandboxes that are added later are not waited for.
     pub(super) fn begin(&mut self, mut sandboxes: NodeKeys, now: Instant) {
         if !matches!(self.state, GateState::New) {
             return;
@@ -63,23 +65,23 @@ impl ReadinessGate {
         self.wait(now + CONNECT_TIMEOUT, sandboxes);
     }
 
-    /// Takes note of completed handshakes.
+    /// Records completed handshakes.
     pub(super) fn observe(&mut self, peers: &ObservedPeers, now: Instant) {
         let connected = |peer: &&ObservedPeer| peer.stats.handshake_age.is_some();
-        // Those that still have peers, none of which has connected.
-        let left = |sandboxes: &NodeKeys| {
-            let mut left = sandboxes.clone();
-            left.retain(|_, keys| {
+        // The sandboxes that have peers, none of which has connected.
+        let unconnected = |sandboxes: &NodeKeys| {
+            let mut unconnected = sandboxes.clone();
+            unconnected.retain(|_, keys| {
                 let mut nodes = keys.iter().filter_map(|key| peers.get(key)).peekable();
                 nodes.peek().is_some() && !nodes.any(|peer| connected(&peer))
             });
-            left
+            unconnected
         };
         match &self.state {
             GateState::New => {}
-            GateState::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, left(sandboxes)),
+            GateState::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, unconnected(sandboxes)),
             GateState::Waiting { sandboxes, .. } | GateState::Open { missing: sandboxes } => {
-                let missing = left(sandboxes);
+                let missing = unconnected(sandboxes);
                 self.state = GateState::Open { missing };
             }
         }
@@ -101,9 +103,9 @@ impl ReadinessGate {
         };
     }
 
-    /// A warning about sandboxes that have not connected in time. They do not keep the gateway unready: otherwise a
-    /// sandbox could block every rollout.
-    pub(super) fn trouble(&self) -> Option<Trouble> {
+    /// A warning about sandboxes that have not connected in time. They do not keep the gateway unready, because otherwise
+    /// a sandbox could block every rollout.
+    pub(super) fn warning(&self) -> Option<Trouble> {
         let GateState::Open { missing } = &self.state else {
             return None;
         };
@@ -145,7 +147,7 @@ mod tests {
         .into()
     }
 
-    /// All three peers, of which `keys` have completed a handshake.
+    /// All three peers. Those with `keys` have completed a handshake.
     fn connected(keys: &[PublicKey]) -> ObservedPeers {
         let peer = |key: PublicKey| {
             let handshake_age = keys.contains(&key).then_some(Duration::ZERO);
@@ -174,28 +176,28 @@ mod tests {
         gate.observe(&connected(&KEYS[1..]), now);
         assert!(readiness.is_ready());
         gate.begin(sandboxes(), now);
-        assert!(readiness.is_ready(), "sandboxes that come later");
+        assert!(readiness.is_ready(), "sandboxes that are added later");
     }
 
     #[test]
-    fn sandbox_that_does_not_connect_in_time_stops_counting() {
+    fn gateway_is_ready_after_the_connect_timeout() {
         let (readiness, now) = (Readiness::new(), Instant::now());
         let mut gate = ReadinessGate::new(readiness.clone(), true);
         gate.begin(sandboxes(), now);
         gate.observe(&connected(&[]), now + CONNECT_TIMEOUT - Duration::from_millis(1));
         assert!(!readiness.is_ready());
-        assert_eq!(gate.trouble(), None);
+        assert_eq!(gate.warning(), None);
         gate.observe(&connected(&[]), now + CONNECT_TIMEOUT);
         assert!(readiness.is_ready());
         assert!(
-            gate.trouble()
+            gate.warning()
                 .unwrap()
                 .message
                 .starts_with("no node of m--a, m--b has connected")
         );
         gate.observe(&connected(&KEYS[1..2]), now + CONNECT_TIMEOUT);
         assert!(
-            gate.trouble()
+            gate.warning()
                 .unwrap()
                 .message
                 .starts_with("no node of m--b has connected")
@@ -203,11 +205,11 @@ mod tests {
         let mut without_b = connected(&[]);
         without_b.remove(&KEYS[2]);
         gate.observe(&without_b, now + CONNECT_TIMEOUT);
-        assert_eq!(gate.trouble(), None, "a sandbox that is gone");
+        assert_eq!(gate.warning(), None, "a removed sandbox");
     }
 
     #[test]
-    fn gateway_whose_key_sandboxes_have_is_ready_at_once() {
+    fn gateway_with_an_existing_key_is_ready_at_once() {
         let (readiness, now) = (Readiness::new(), Instant::now());
         let mut gate = ReadinessGate::new(readiness.clone(), false);
         gate.begin(sandboxes(), now);

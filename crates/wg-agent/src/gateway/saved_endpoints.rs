@@ -1,6 +1,6 @@
-//! Saves each peer's live endpoint in a file next to the key. A restarted container starts its handshakes there,
-//! because no object tells a gateway the endpoints of sandboxes, and a sandbox's node would use its dead session for
-//! another 15 s.
+//! Saves each peer's live endpoint in a file next to the key. A restarted container initiates handshakes to these
+//! endpoints, because no object contains the endpoints of sandboxes, and a node of a sandbox would use its dead session
+//! for another 15 s.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +22,7 @@ pub(super) struct SavedEndpoints {
 }
 
 impl SavedEndpoints {
-    /// Reads the file next to the key. A line that does not parse is ignored; that peer then connects by itself.
+    /// Reads the file next to the key. A line that cannot be parsed is ignored; its peer then initiates the handshake.
     pub(super) fn load(key_file: &Path) -> Self {
         let file = key_file.with_file_name("endpoints");
         let text = fs::read_to_string(&file).or_else(|error| match error.kind() {
@@ -41,7 +41,7 @@ impl SavedEndpoints {
         Self { file, endpoints }
     }
 
-    /// Sets the saved endpoint of each added peer that has none.
+    /// Sets the saved endpoint for each added peer that has no endpoint.
     pub(super) fn set_endpoints(&self, changes: &mut [PeerChange]) {
         for change in changes {
             if let PeerChange::Add(key, spec) = change {
@@ -50,7 +50,8 @@ impl SavedEndpoints {
         }
     }
 
-    /// Saves the endpoints if they changed. By now the device has all peers.
+    /// Saves the endpoints if they changed. Must be called when the device has all peers, because the others are removed
+    /// from the file.
     pub(super) fn save(&mut self, observed: &ObservedPeers) {
         let endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));
         let endpoints: BTreeMap<PublicKey, SocketAddr> = observed.iter().filter_map(endpoint).collect();
@@ -95,7 +96,7 @@ mod tests {
         let observed = [(known, peer(Some("[2001:db8::7]:4000"))), (silent, peer(None))].into();
         SavedEndpoints::load(&key_file).save(&observed);
 
-        let dialled = || {
+        let endpoints = || {
             let mut changes = [known, silent].map(|key| PeerChange::Add(key, PeerSpec::default()));
             SavedEndpoints::load(&key_file).set_endpoints(&mut changes);
             changes.map(|change| match change {
@@ -103,12 +104,12 @@ mod tests {
                 _ => None,
             })
         };
-        assert_eq!(dialled(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
+        assert_eq!(endpoints(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
         let file = directory.path().join("endpoints");
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, format!("nonsense\n{silent} nowhere\n{text}")).unwrap();
-        assert_eq!(dialled(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
+        assert_eq!(endpoints(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
         fs::write(&file, [0xff]).unwrap();
-        assert_eq!(dialled(), [None, None]);
+        assert_eq!(endpoints(), [None, None]);
     }
 }

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_agent_core::gateway::{Access, Facts, Service};
+use clustermesh_agent_core::gateway::{Access, ObservedService, Service};
 use clustermesh_api::sandbox::AppliedAccess;
 use clustermesh_core::mesh::ObjectName;
 use tokio::sync::{Notify, watch};
@@ -25,9 +25,9 @@ pub(super) struct GatewaySnapshot {
     accesses: WatchedKind<ParsedAccess>,
     own: WatchedKind<ParsedGateway>,
     namespaces: BTreeMap<String, Namespace>,
-    /// Since when the API server has answered every request of [`probe_api_server`].
+    /// Since when the API server has answered every request of [`probe_api_server`]; `None` = it did not answer the last.
     answers_since: Option<Instant>,
-    /// Errors of watches, by kind.
+    /// Errors of watches, by [`watches::SnapshotSink::kind`].
     errors: BTreeMap<String, String>,
 }
 
@@ -36,9 +36,9 @@ pub(super) struct GatewaySnapshot {
 struct Namespace {
     services: WatchedKind<ParsedService>,
     slices: WatchedKind<ParsedSlice>,
-    /// Since when the watches fail, and how.
+    /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
-    /// The failure once it lasts long enough: then nothing of the namespace is served.
+    /// The failure if it lasts so long that no Service of the namespace is served.
     closed: Option<Failure>,
 }
 
@@ -66,7 +66,7 @@ impl GatewaySnapshot {
         matches!(self.accesses, WatchedKind::Listed(_))
     }
 
-    /// Whether each namespace with a granted Service is listed, too, or fails.
+    /// Whether the SandboxAccesses are listed, and each namespace with a granted Service is listed or fails.
     pub(super) fn is_complete(&self) -> bool {
         let answered = |name: &String| {
             let suffix = format!(" of namespace {name}");
@@ -77,7 +77,7 @@ impl GatewaySnapshot {
         self.is_listed() && self.granted_namespaces().iter().all(answered)
     }
 
-    /// What the gateway waits for, as a message.
+    /// A message that names the objects for which the gateway waits.
     pub(super) fn pending_message(&self) -> String {
         match self.accesses {
             WatchedKind::Listed(_) => "granted Services have not been read yet: nothing is changed until the API server answers".to_owned(),
@@ -102,14 +102,14 @@ impl GatewaySnapshot {
     }
 
     pub(super) fn applied_accesses(&self) -> impl Iterator<Item = AppliedAccess> {
-        self.accesses.objects().map(|(_, seen)| seen.state.clone())
+        self.accesses.objects().map(|(_, seen)| seen.applied.clone())
     }
 
-    /// The spec of this gateway's SandboxGateway; else why it is not known.
+    /// The spec of this pod's SandboxGateway, or why it is not known.
     pub(super) fn own(&self) -> Result<ParsedGateway, String> {
         match &self.own {
             WatchedKind::Listed(objects) => objects.values().next().cloned().ok_or_else(|| {
-                "there is no SandboxGateway of this pod's name: make one, as deploy/gateway.yaml does".to_owned()
+                "there is no SandboxGateway with this pod's name: make one, as deploy/gateway.yaml does".to_owned()
             }),
             WatchedKind::CrdMissing => {
                 Err("this cluster has no CRD sandboxgateways.kilo.squat.ai: install crds/ here".to_owned())
@@ -118,7 +118,7 @@ impl GatewaySnapshot {
         }
     }
 
-    /// Every granted Service, as far as it is known. `home` is the namespace of the gateways.
+    /// Every granted Service. `home` is the namespace of the gateways.
     pub(super) fn services(&self, home: &str) -> BTreeMap<ObjectName, Service> {
         let granted = self.accesses.objects().flat_map(|(_, seen)| &seen.access.grants);
         let names: BTreeSet<&ObjectName> = granted.map(|grant| &grant.service).collect();
@@ -135,15 +135,15 @@ impl GatewaySnapshot {
             };
             if namespace.closed == Some(Failure::Failed) {
                 return Service::Unknown(format!(
-                    "Services and EndpointSlices of namespace {} could not be watched for as long as --grant-timeout says, so what was \
-                     read of it no longer counts; this gateway's /readyz has the error",
+                    "Services and EndpointSlices of namespace {} could not be watched for longer than --grant-timeout, so its Services \
+                     are not served; this gateway's /readyz has the error",
                     name.namespace
                 ));
             }
             if namespace.closed == Some(Failure::Refused) {
                 return Service::Unknown(format!(
-                    "gateways may not read Services and EndpointSlices of namespace {0}, so nothing of it is served; its owner can allow that \
-                     with: kubectl create rolebinding clustermesh-gateway --namespace {0} --clusterrole=clustermesh-gateway-reads \
+                    "gateways may not read Services and EndpointSlices of namespace {0}, so its Services are not served; its owner can \
+                     allow it with: kubectl create rolebinding clustermesh-gateway --namespace {0} --clusterrole=clustermesh-gateway-reads \
                      --serviceaccount={home}:clustermesh-gateway",
                     name.namespace
                 ));
@@ -156,7 +156,7 @@ impl GatewaySnapshot {
                 return Service::Absent;
             };
             let slices = endpoints.get(&(&*name.namespace, &*name.name));
-            Service::Seen(Facts {
+            Service::Observed(ObservedService {
                 selector: seen.has_selector,
                 external_name: seen.is_external_name,
                 mirror: seen.is_mirror,
@@ -174,7 +174,7 @@ impl GatewaySnapshot {
 
     fn granted_namespaces(&self) -> BTreeSet<String> {
         let granted = self.accesses.objects().flat_map(|(_, seen)| &seen.access.grants);
-        // The name becomes part of a request's path.
+        // An invalid name must not become part of a request path.
         let names = granted
             .map(|grant| &grant.service.namespace)
             .filter(|name| is_dns_label(name));
@@ -187,14 +187,14 @@ fn is_dns_label(text: &str) -> bool {
     !text.is_empty() && text.len() <= 63 && text.chars().all(plain) && !text.starts_with('-') && !text.ends_with('-')
 }
 
-/// The shared snapshot. Cheap to clone; all clones share it.
+/// The shared snapshot. Clones share it.
 #[derive(Clone)]
 pub(super) struct Store {
     snapshot: Arc<Mutex<GatewaySnapshot>>,
     notify: Arc<Notify>,
     wanted: watch::Sender<BTreeSet<String>>,
     metrics: Metrics,
-    /// How long a namespace whose watches fail is still served.
+    /// How long the Services of a namespace are served after its watches started to fail.
     timeout: Duration,
 }
 
@@ -223,7 +223,7 @@ impl Store {
         self.notify.notified().await;
     }
 
-    /// Notes whether the API server answers requests.
+    /// Records whether the API server answers requests.
     fn set_answering(&self, is_answering: bool) {
         let since = &mut self.lock().answers_since;
         *since = is_answering.then(|| since.unwrap_or_else(Instant::now));

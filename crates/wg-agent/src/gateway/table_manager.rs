@@ -1,23 +1,23 @@
-//! Applies the gateway's table. Writes the smallest update to the table written last, or the whole table after an
-//! external change, and then deletes conntrack entries that no longer belong to a grant. [`Table::step`] limits the
-//! size of a transaction, because `nft` runs within the memory of this container.
+//! Applies the gateway's firewall table. Writes the difference to the table written last, or the whole table after an
+//! external change, and then deletes conntrack entries that do not belong to a grant. [`Table::step`] limits the size of
+//! a transaction, because `nft` runs within the memory limit of this container.
 
 use std::{collections::BTreeSet, time::Instant};
 
-use clustermesh_agent_core::gateway::{GrantId, Table, alive, update};
+use clustermesh_agent_core::gateway::{GrantId, Table, render_renewal, update};
 
 use super::connections;
 use crate::firewall::{Backend, Error, Generation, Nft, generation};
 
-/// What was written last, and how to continue.
+/// Writes the table and stores the last written one.
 #[derive(Debug, Default)]
 pub(super) struct TableManager {
     nft: Nft,
     written: Option<Written>,
-    /// Until when the table may be open, which means that it passes packets of the tunnel. `None` = the API server has
-    /// not answered yet.
+    /// Until when the table may be open: an open table forwards packets of the tunnel. `None` = the API server has not
+    /// answered yet.
     open_until: Option<Instant>,
-    /// There may be conntrack entries whose grant or endpoint is gone.
+    /// There may be conntrack entries whose grant or endpoint was removed.
     has_stale_connections: bool,
 }
 
@@ -25,24 +25,25 @@ pub(super) struct TableManager {
 #[derive(Debug)]
 struct Written {
     table: Table,
-    /// The generation after it; `None` = another program wrote to nftables, so the next write replaces the table.
+    /// The generation after the transaction; `None` = another program changed nftables, so the next write replaces the
+    /// table.
     generation: Option<Generation>,
-    /// The table is being replaced in several steps and has not all grants yet, so it is closed.
+    /// The table is being replaced in several steps and does not have all grants yet, so it is closed.
     is_partial: bool,
 }
 
 /// The result of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Progress {
-    /// Lines of the scripts that were run.
+    /// The number of lines of the script that was run.
     pub(super) changes: usize,
-    /// The table is as desired. If not, the next step is due at once.
+    /// Whether the table is the desired one. If not, the next step is due at once.
     pub(super) finished: bool,
 }
 
 impl TableManager {
-    /// Whether the table exists, written by this process or an earlier one. Listing it would take `nft` 208 MB for
-    /// 10,000 grants.
+    /// Whether the table exists, written by this process or an earlier one. The check does not list the table, because
+    /// `nft` would need 208 MB for 10,000 grants.
     pub(super) fn table_exists(&self) -> bool {
         self.written.is_some() || generation::has_table().unwrap_or(false)
     }
@@ -52,12 +53,12 @@ impl TableManager {
         self.written.is_some()
     }
 
-    /// Whether a replaced table may be opened: the API server has answered.
+    /// Whether a new table may be opened, because the API server has answered.
     pub(super) const fn can_open(&self) -> bool {
         self.open_until.is_some()
     }
 
-    /// Whether no other program has written to nftables since the last write. True before the first write.
+    /// Whether no other program has changed nftables since the last write. True before the first write.
     pub(super) fn is_current(&self) -> bool {
         let now = generation::current().ok();
         self.written
@@ -65,16 +66,16 @@ impl TableManager {
             .is_none_or(|last| last.generation.is_some() && last.generation == now)
     }
 
-    /// Takes one step toward the table `desired`.
+    /// Writes the next step toward the table `desired`.
     ///
     /// # Errors
     /// The step cannot be written; the kernel then has the old table.
     pub(super) async fn converge(&mut self, desired: &Table) -> Result<Progress, Error> {
         let mut before = generation::current().ok();
-        let is_ours = |last: &Written| {
-            last.generation.is_some() && last.generation == before && last.table.frame == desired.frame
+        let can_update = |last: &Written| {
+            last.generation.is_some() && last.generation == before && last.table.parameters == desired.parameters
         };
-        let old = self.written.take().filter(is_ours);
+        let old = self.written.take().filter(can_update);
         let mut whole = old.as_ref().is_none_or(|old| old.is_partial);
         let old = old.map(|old| old.table);
         let mut next = Table::step(old.as_ref(), desired);
@@ -84,7 +85,7 @@ impl TableManager {
         }
         self.has_stale_connections |= old
             .as_ref()
-            .is_none_or(|old| !old.standing().is_subset(&next.standing()));
+            .is_none_or(|old| !old.allowed_endpoints().is_subset(&next.allowed_endpoints()));
         if script.is_empty() {
             let finished = next == *desired;
             self.written = Some(Written {
@@ -94,8 +95,8 @@ impl TableManager {
             });
         } else {
             if let Err(error) = self.nft.run(&script).await {
-                // An external program may have changed a part. Replacing the whole table always works. If the failed
-                // step was part of a replacement, the caller pauses before the next attempt.
+                // Another program may have changed the table. Replacing the whole table works even then. If the failed
+                // step was part of a replacement, the error makes the caller pause before the next attempt.
                 if whole {
                     return Err(error);
                 }
@@ -122,8 +123,8 @@ impl TableManager {
         })
     }
 
-    /// Records a written table. `before` = the generation before the transaction. If another program wrote as well, it
-    /// may have deleted the table.
+    /// Records a written table. `before` = the generation before the transaction. If another program changed nftables
+    /// meanwhile, it may have deleted the table, so no generation is recorded.
     fn record_write(&mut self, table: Table, before: Option<Generation>, is_partial: bool) {
         let at = before.map(Generation::next);
         let is_only_write = at.is_some() && at == generation::current().ok();
@@ -139,29 +140,32 @@ impl TableManager {
         if !self.has_stale_connections {
             return;
         }
-        let standing: BTreeSet<(GrantId, _)> = table.standing();
-        match tokio::task::spawn_blocking(move || connections::delete_stale(&standing)).await {
-            Ok(Ok(ended)) => {
+        let allowed: BTreeSet<(GrantId, _)> = table.allowed_endpoints();
+        match tokio::task::spawn_blocking(move || connections::delete_stale(&allowed)).await {
+            Ok(Ok(count)) => {
                 self.has_stale_connections = false;
-                if ended > 0 {
-                    tracing::info!(ended, "deleted conntrack entries whose grant or endpoint is gone");
+                if count > 0 {
+                    tracing::info!(count, "deleted conntrack entries whose grant or endpoint was removed");
                 }
             }
             // The table drops their packets anyway; the next pass tries again.
-            Ok(Err(error)) => tracing::warn!(%error, "cannot delete conntrack entries whose grant or endpoint is gone"),
-            Err(error) => tracing::error!(%error, "the thread that deletes conntrack entries died"),
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "cannot delete conntrack entries whose grant or endpoint was removed")
+            }
+            Err(error) => tracing::error!(%error, "the thread that deletes conntrack entries panicked"),
         }
     }
 
-    /// The script that opens a table until [`Self::open_until`]. It is empty if that time has passed.
+    /// The script that opens a table until [`Self::open_until`]. It is empty if the API server has not answered or that
+    /// time has passed.
     fn opening_script(&self, table: &Table) -> String {
         let left = self
             .open_until
             .and_then(|until| until.checked_duration_since(Instant::now()));
-        left.map_or_else(String::new, |left| alive(&table.frame, left))
+        left.map_or_else(String::new, |left| render_renewal(&table.parameters, left))
     }
 
-    /// Renews the timeout of the table. A table that is being replaced is opened by its last step.
+    /// Renews the timeout of the table. A table that is being replaced is opened by its last step instead.
     ///
     /// # Errors
     /// The renewal cannot be written; the next [`Self::converge`] replaces the table.
@@ -175,7 +179,7 @@ impl TableManager {
         Ok(())
     }
 
-    /// The table for `/debug/state`.
+    /// The lines of the table's script, for `/debug/state`.
     pub(super) fn text(&self) -> Vec<String> {
         let script = self.written.as_ref().and_then(|last| update(None, &last.table));
         script

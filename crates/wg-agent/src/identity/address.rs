@@ -1,7 +1,7 @@
 //! Chooses this node's WireGuard address from the claims of all Nodes of its cluster.
 //!
-//! Nodes choose without a coordinator. A published claim is kept, across restarts and when other Nodes join. If two
-//! nodes choose the same address at the same time, each sees the other's claim, and the later one by
+//! Nodes choose without a coordinator. A node keeps its published address across restarts and when other nodes join. If
+//! two nodes choose the same address at the same time, both see the other's claim, and the later one by
 //! (creationTimestamp, name) chooses another address.
 
 use std::{
@@ -12,20 +12,20 @@ use std::{
 use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
-/// Attempts to find a free address by hash before the range is searched in order.
+/// The number of addresses that are tried by hash before the range is searched in order.
 const ATTEMPTS: u32 = 256;
 
-/// The range from which a cluster's nodes take their addresses; it has at least two usable ones.
+/// The range from which a cluster's nodes take their addresses. It has at least two usable addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range(IpNet);
 
 /// Why a range cannot be used, or has no free address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RangeError {
-    /// /31, /32, /127, /128.
-    #[error("{0} has no room for nodes: its first and last address are not used; take a larger range, as a /16")]
+    /// The range has no usable address: it is a /31, /32, /127 or /128.
+    #[error("{0} has no room for nodes: its first and last address are not used; take a larger range, such as a /16")]
     TooSmall(IpNet),
-    /// Every address is claimed.
+    /// Every usable address is claimed.
     #[error(
         "every address of {0} is claimed by a Node of this cluster ({1} of them): give the nodes a larger \
          --wireguard-cidr, or remove `kilo.squat.ai/wireguard-ip` from Nodes that are gone for good"
@@ -36,7 +36,7 @@ pub enum RangeError {
 /// The published address of one Node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Claim {
-    /// `metadata.creationTimestamp`, Unix seconds. It precedes the name, so that claims sort by age.
+    /// `metadata.creationTimestamp`, Unix seconds. This field precedes the name, so that claims sort by age.
     pub created: i64,
     /// The Node's name.
     pub node: String,
@@ -44,19 +44,19 @@ pub struct Claim {
     pub address: IpAddr,
 }
 
-/// This node.
+/// The claim of this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnClaim<'a> {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
     /// The Node's name.
     pub node: &'a str,
-    /// The address that it has published, if any.
+    /// The address that this node has published, if any.
     pub published: Option<IpAddr>,
 }
 
 impl Range {
-    /// A range; host bits are dropped.
+    /// Makes a range; host bits are dropped.
     pub fn new(net: IpNet) -> Result<Self, RangeError> {
         let net = net.trunc();
         if net.max_prefix_len() - net.prefix_len() < 2 {
@@ -78,10 +78,10 @@ impl Range {
         IpNet::new_assert(address, self.0.prefix_len())
     }
 
-    /// Whether the address is in the range and neither its first nor its last: those are the network and broadcast
-    /// addresses, or IPv6's subnet-router anycast address (RFC 4291 §2.6.1) and the reserved top (RFC 2526).
+    /// Whether the address is in the range and neither its first nor its last address. Those are the network and broadcast
+    /// addresses, or for IPv6 the subnet-router anycast address (RFC 4291 §2.6.1) and a reserved anycast address (RFC 2526).
     #[must_use]
-    pub fn usable(self, address: IpAddr) -> bool {
+    pub fn is_usable(self, address: IpAddr) -> bool {
         self.0.contains(&address) && address != self.0.network() && address != self.0.broadcast()
     }
 
@@ -91,7 +91,7 @@ impl Range {
         1u64.checked_shl(bits).unwrap_or(u64::MAX).saturating_sub(2)
     }
 
-    /// The usable address number `n`, from 0.
+    /// The usable address with the number `n`, counted from 0.
     fn nth(self, n: u64) -> IpAddr {
         match self.0.network() {
             IpAddr::V4(base) => IpAddr::V4(Ipv4Addr::from_bits(base.to_bits() + n as u32 + 1)),
@@ -100,18 +100,16 @@ impl Range {
     }
 }
 
-/// Chooses the address that this node must use now.
-///
-/// `others` are the claims of all Nodes; one with this node's own name is ignored.
+/// Chooses the address of this node. `others` are the claims of all Nodes; a claim with this node's own name is ignored.
 pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAddr, RangeError> {
     let others = || {
         others
             .iter()
-            .filter(|claim| claim.node != me.node && range.usable(claim.address))
+            .filter(|claim| claim.node != me.node && range.is_usable(claim.address))
     };
-    if let Some(mine) = me.published.filter(|address| range.usable(*address)) {
-        let first = |claim: &Claim| (claim.created, claim.node.as_str()) < (me.created, me.node);
-        if !others().any(|claim| claim.address == mine && first(claim)) {
+    if let Some(mine) = me.published.filter(|address| range.is_usable(*address)) {
+        let is_earlier = |claim: &Claim| (claim.created, claim.node.as_str()) < (me.created, me.node);
+        if !others().any(|claim| claim.address == mine && is_earlier(claim)) {
             return Ok(mine);
         }
     }
@@ -122,11 +120,11 @@ pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAdd
     }
     let by_hash = (0..ATTEMPTS).map(|attempt| hash(me.node, attempt) % size);
     let start = hash(me.node, 0) % size;
-    let walk = (0..size)
+    let in_order = (0..size)
         .map(|step| (u128::from(start) + u128::from(step)) % u128::from(size))
         .map(|n| n as u64);
     by_hash
-        .chain(walk)
+        .chain(in_order)
         .map(|n| range.nth(n))
         .find(|address| !taken.contains(address))
         .ok_or(RangeError::Full(range.net(), taken.len()))
@@ -159,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn claim_without_a_rival_is_kept() {
+    fn claim_without_an_earlier_rival_is_kept() {
         let me = OwnClaim {
             created: 5,
             node: "b",
@@ -264,9 +262,9 @@ mod tests {
             let me = OwnClaim { created, node: &node, published: published.map(at) };
             match choose(range, &me, &others) {
                 Ok(address) => {
-                    prop_assert!(range.usable(address));
+                    prop_assert!(range.is_usable(address));
                     let rivals = others.iter().filter(|c| c.node != node && c.address == address);
-                    // A remaining rival is one that must give way.
+                    // Only a later rival, which must choose another address, may have the same one.
                     for rival in rivals {
                         prop_assert!(me.published == Some(address));
                         prop_assert!((rival.created, rival.node.as_str()) > (created, node.as_str()));

@@ -1,9 +1,9 @@
-//! Detects handshake initiations for a public key that the device does not have yet: during a key rotation, they show
-//! that a peer knows the new key. `rotation` decides what follows.
+//! Detects handshake initiations for a public key that the device does not have yet. During a key rotation they show that
+//! a peer knows the new key; then `rotation` switches to it.
 //!
-//! The device cannot report them: the kernel drops such a packet silently. So an nftables rule copies every initiation
-//! to the agent (`log group`, nfnetlink_log). That needs NET_ADMIN and changes no packet. The table exists while a key
-//! is rotated.
+//! The device cannot report such an initiation, because the kernel drops it silently. So an nftables rule copies every
+//! initiation to the agent (`log group`, nfnetlink_log). This needs NET_ADMIN and changes no packet. The nftables table
+//! exists only during a rotation.
 
 use std::sync::{
     Arc,
@@ -24,14 +24,14 @@ use crate::{
     source::store::Store,
 };
 
-/// A table of its own, because the firewall's table is replaced as a whole.
+/// A separate table, because the firewall's table is replaced as a whole.
 const TABLE: &str = "clustermesh-rotate";
-/// Length of an initiation (WireGuard paper §5.4.2).
+/// Length of a handshake initiation in bytes (WireGuard paper §5.4.2).
 const INITIATION: usize = 148;
 /// The nfnetlink_log group: any number that no other program uses.
 const GROUP: u16 = 5182;
 
-/// Listens until it is dropped.
+/// Listens for initiations until it is dropped.
 #[derive(Debug)]
 pub(crate) struct InitiationListener {
     initiation_seen: Arc<AtomicBool>,
@@ -41,18 +41,19 @@ pub(crate) struct InitiationListener {
 /// Why the listener could not be started.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ListenError {
-    /// The rule.
+    /// The nftables rule could not be written.
     #[error(
         "cannot write the nftables rule that copies handshakes to the agent (is the kernel module nfnetlink_log available?): {0}"
     )]
     Rule(#[from] Error),
-    /// The socket.
+    /// The netlink socket failed.
     #[error("cannot listen to nfnetlink_log's group {GROUP}: {0}")]
     Socket(#[from] NetlinkError),
 }
 
 impl InitiationListener {
-    /// Listens on the device's UDP `port` for initiations for `key`; wakes the store's waiter at the first.
+    /// Listens for initiations for `key` to the UDP `port` of the device. At the first one, wakes the task that waits for
+    /// changes of `store`, which runs the next pass.
     pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, ListenError> {
         let socket = Socket::open(Protocol::Netfilter)?;
         for message in subscription() {
@@ -63,15 +64,15 @@ impl InitiationListener {
         let initiation_seen = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&initiation_seen);
         let task = tokio::spawn(async move {
-            let gate = gate(&key);
+            let verifier = mac1_verifier(&key);
             loop {
                 match copies.next().await {
-                    Ok(events) if packets(&events).any(|packet| is_for_key(&packet, &gate)) => {
+                    Ok(events) if packets(&events).any(|packet| is_for_key(&packet, &verifier)) => {
                         flag.store(true, Ordering::Release);
                         store.wake();
                         return;
                     }
-                    // Copies may be lost in a flood; a peer repeats its initiation.
+                    // Copies can get lost during a flood, but a peer repeats its initiation.
                     Ok(_) => {}
                     Err(error) => {
                         tracing::warn!(%error, "cannot detect handshakes for this node's new key any more");
@@ -105,17 +106,18 @@ pub(crate) async fn remove() -> Result<(), Error> {
         .await
 }
 
-/// The rule precedes all others, including a firewall that drops these packets.
+/// The script that writes the table. The priority of its chain precedes other base chains, including
+/// those of a firewall that drops initiations.
 fn script(port: u16) -> String {
     let length = INITIATION + 8;
     format!(
-        "table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n  chain called {{\n    type filter hook \
+        "table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n  chain initiations {{\n    type filter hook \
          prerouting priority -450; policy accept;\n    udp dport {port} udp length {length} @th,64,8 1 log group {GROUP} \
          snaplen 256\n  }}\n}}\n"
     )
 }
 
-/// Requests that bind the socket to the group, copy whole packets, and deliver each at once.
+/// The requests that bind the socket to the group, and configure that whole packets are copied and delivered at once.
 fn subscription() -> [NetfilterMessage; 3] {
     let header = NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, GROUP);
     [
@@ -126,7 +128,7 @@ fn subscription() -> [NetfilterMessage; 3] {
     .map(|attribute| NetfilterMessage::new(header.clone(), ULogMessage::Config(vec![attribute])))
 }
 
-/// The copied packets, from the IP header on.
+/// The copied packets, starting with the IP header.
 fn packets(events: &[Event]) -> impl Iterator<Item = Vec<u8>> {
     let messages = events.iter().filter_map(|event| match event {
         Event::Message(message) => message.parse::<NetfilterMessage>().ok(),
@@ -142,15 +144,20 @@ fn packets(events: &[Event]) -> impl Iterator<Item = Vec<u8>> {
     })
 }
 
-/// Checks mac1 for the key; it never rate limits.
-fn gate(key: &PublicKey) -> RateLimiter {
+/// A verifier of mac1 for the key, without a rate limit.
+fn mac1_verifier(key: &PublicKey) -> RateLimiter {
     RateLimiter::new(&(*key.as_bytes()).into(), u64::MAX)
 }
 
 /// Whether an IP packet ends with a handshake initiation for the key.
-fn is_for_key(packet: &[u8], gate: &RateLimiter) -> bool {
+fn is_for_key(packet: &[u8], verifier: &RateLimiter) -> bool {
     let message = packet.last_chunk::<INITIATION>();
-    message.is_some_and(|message| matches!(gate.verify_packet(None, message, &mut []), Ok(Packet::HandshakeInit(_))))
+    message.is_some_and(|message| {
+        matches!(
+            verifier.verify_packet(None, message, &mut []),
+            Ok(Packet::HandshakeInit(_))
+        )
+    })
 }
 
 #[cfg(test)]
@@ -167,7 +174,7 @@ mod tests {
         (secret, PublicKey::new(public))
     }
 
-    /// An IPv4 packet with an initiation for a key, made by boringtun.
+    /// An IPv4 packet with an initiation that boringtun makes for a key.
     fn initiation(to: &PublicKey) -> Vec<u8> {
         let mut tunnel = Tunn::new(key(1).0, (*to.as_bytes()).into(), None, None, 0, None);
         let mut scratch = [0; 256];
@@ -181,13 +188,13 @@ mod tests {
     fn initiation_matches_only_the_key_it_is_for() {
         let (ours, other) = (key(2).1, key(3).1);
         let packet = initiation(&ours);
-        assert!(is_for_key(&packet, &gate(&ours)));
-        assert!(!is_for_key(&packet, &gate(&other)));
-        assert!(!is_for_key(&packet[1..147], &gate(&ours)));
-        assert!(!is_for_key(&[], &gate(&ours)));
+        assert!(is_for_key(&packet, &mac1_verifier(&ours)));
+        assert!(!is_for_key(&packet, &mac1_verifier(&other)));
+        assert!(!is_for_key(&packet[1..147], &mac1_verifier(&ours)));
+        assert!(!is_for_key(&[], &mac1_verifier(&ours)));
         let mut changed = packet.clone();
         changed[28 + 60] ^= 1;
-        assert!(!is_for_key(&changed, &gate(&ours)));
+        assert!(!is_for_key(&changed, &mac1_verifier(&ours)));
     }
 
     #[test]

@@ -39,13 +39,13 @@ impl std::fmt::Debug for NodeKey {
     }
 }
 
-/// Why there is no usable key. Never contains a byte of one.
+/// Why there is no usable key. Never contains a byte of a private key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
-    /// The file can be read or written by others.
+    /// Users other than the owner can read or write the file.
     #[error(
-        "{path} has mode {mode:04o}: others may know this key. If you trust it all the same: chmod 600 {path}; else \
-         remove it, and a new one is made"
+        "{path} has mode {mode:04o}: other users may know this key. To keep the key: chmod 600 {path}; to replace it: remove \
+         the file, and wg-agent creates a new key"
     )]
     FileMode {
         /// The key file.
@@ -53,8 +53,8 @@ pub enum KeyFileError {
         /// Its permission bits.
         mode: u32,
     },
-    /// Others may replace the file.
-    #[error("{path} has mode {mode:04o}: others may replace the key in it. Run: chmod 700 {path}")]
+    /// Users other than the owner can replace the file.
+    #[error("{path} has mode {mode:04o}: other users may replace the key in it. Run: chmod 700 {path}")]
     DirectoryMode {
         /// The directory.
         path: PathBuf,
@@ -68,43 +68,44 @@ pub enum KeyFileError {
         path: PathBuf,
         /// Its owner.
         owner: u32,
-        /// Our effective user.
+        /// The effective user of this process.
         me: u32,
     },
-    /// Not a key.
+    /// The file does not contain a private key.
     #[error(
-        "{0} does not hold a WireGuard private key (44 characters of base64): restore it, or remove it and a new one is made"
+        "{0} does not contain a WireGuard private key (44 characters of base64): restore it, or remove it and wg-agent creates \
+         a new one"
     )]
     Malformed(PathBuf),
-    /// Not a file.
+    /// The path is not a regular file.
     #[error("{0} is not a regular file: remove it, or name another with --key-file")]
     NotAFile(PathBuf),
-    /// The path has no directory.
-    #[error("--key-file {0}: name a file in a directory of its own, as /var/lib/kilo/key")]
+    /// The path does not name a file in a directory.
+    #[error("--key-file {0}: name a file in a directory of its own, such as /var/lib/kilo/key")]
     NoDirectory(PathBuf),
-    /// A next key exists already.
+    /// A next key already exists.
     #[error(
-        "{0} exists: a new key is already waiting to be used; see wg-agent's log and /readyz. To cancel, remove the file"
+        "{0} exists: a rotation to this key is under way; see wg-agent's log and /readyz. To cancel, remove the file"
     )]
-    Waiting(PathBuf),
+    NextKeyExists(PathBuf),
     /// There is no key to rotate.
-    #[error("{0} does not exist: this node has no key yet, and wg-agent makes one when it first starts")]
+    #[error("{0} does not exist: this node has no key yet; wg-agent creates one when it first starts")]
     NoKey(PathBuf),
     /// A system call failed.
-    #[error("{what} {path}: {error}")]
+    #[error("cannot {operation} {path}: {error}")]
     Io {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
+        /// A verb, such as `open`.
+        operation: &'static str,
+        /// File or directory.
         path: PathBuf,
-        /// The answer.
+        /// The error of the system call.
         error: io::Error,
     },
 }
 
-fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> KeyFileError {
+fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> KeyFileError {
     move |error| KeyFileError::Io {
-        what,
+        operation,
         path: path.to_owned(),
         error,
     }
@@ -116,16 +117,16 @@ pub fn load_or_create(path: &Path) -> Result<NodeKey, KeyFileError> {
         Some(directory) if !directory.as_os_str().is_empty() && path.file_name().is_some() => directory,
         _ => return Err(KeyFileError::NoDirectory(path.to_owned())),
     };
-    prepare(directory)?;
+    restrict(directory)?;
     match read(path)? {
         Some(key) => Ok(key),
         None => create(path, directory),
     }
 }
 
-/// The file of the next key, which will replace the one in `path`.
+/// The path of the next key's file. A rotation replaces the key in `path` by the next key.
 #[must_use]
-pub fn next(path: &Path) -> PathBuf {
+pub fn next_path(path: &Path) -> PathBuf {
     let mut name = std::ffi::OsString::from(path);
     name.push(".next");
     name.into()
@@ -137,9 +138,9 @@ pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
         .parent()
         .ok_or_else(|| KeyFileError::NoDirectory(path.to_owned()))?;
     let old = read(path)?.ok_or_else(|| KeyFileError::NoKey(path.to_owned()))?;
-    let next = next(path);
+    let next = next_path(path);
     if load_next(path)?.is_some() {
-        return Err(KeyFileError::Waiting(next));
+        return Err(KeyFileError::NextKeyExists(next));
     }
     let new = create(&next, directory)?;
     debug_assert_ne!(new.public(), old.public());
@@ -148,28 +149,28 @@ pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
 
 /// Reads the next key.
 pub fn load_next(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
-    read(&next(path))
+    read(&next_path(path))
 }
 
-/// Replaces the key in `path` by the next key. After a crash there is the old or the new one.
+/// Replaces the key in `path` by the next key. The rename is atomic: after a crash `path` has the old or the new key.
 pub fn promote(path: &Path) -> Result<(), KeyFileError> {
-    fs::rename(next(path), path).map_err(io("replace", path))?;
+    fs::rename(next_path(path), path).map_err(io_error("replace", path))?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     File::open(directory)
         .and_then(|d| d.sync_all())
-        .map_err(io("sync", directory))
+        .map_err(io_error("sync", directory))
 }
 
 /// Creates the directory, or restricts an existing one to its owner. A directory that others can only read is changed
 /// to 0700, because container runtimes create host paths with 0755 and not every node has a shell. A directory that
 /// others can write is an error.
-fn prepare(directory: &Path) -> Result<(), KeyFileError> {
+fn restrict(directory: &Path) -> Result<(), KeyFileError> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(directory)
-        .map_err(io("make the directory", directory))?;
-    let meta = fs::metadata(directory).map_err(io("look at", directory))?;
+        .map_err(io_error("create", directory))?;
+    let meta = fs::metadata(directory).map_err(io_error("inspect", directory))?;
     check_owner(directory, &meta)?;
     let mode = meta.permissions().mode() & 0o7777;
     if mode & 0o022 != 0 {
@@ -179,8 +180,8 @@ fn prepare(directory: &Path) -> Result<(), KeyFileError> {
         });
     }
     if mode & 0o077 != 0 {
-        fs::set_permissions(directory, fs::Permissions::from_mode(0o700)).map_err(io("chmod 700", directory))?;
-        tracing::info!(directory = %directory.display(), was = format!("{mode:04o}"), "closed the key's directory to others (0700)");
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o700)).map_err(io_error("chmod 700", directory))?;
+        tracing::info!(directory = %directory.display(), was = format!("{mode:04o}"), "restricted the key's directory to its owner (0700)");
     }
     Ok(())
 }
@@ -205,9 +206,9 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(KeyFileError::NotAFile(path.to_owned())),
-        Err(error) => return Err(io("open", path)(error)),
+        Err(error) => return Err(io_error("open", path)(error)),
     };
-    let meta = file.metadata().map_err(io("look at", path))?;
+    let meta = file.metadata().map_err(io_error("inspect", path))?;
     if !meta.is_file() {
         return Err(KeyFileError::NotAFile(path.to_owned()));
     }
@@ -224,7 +225,7 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
     let mut text = Zeroizing::new([0u8; 46]);
     let mut length = 0;
     while length < text.len() {
-        match file.read(&mut text[length..]).map_err(io("read", path))? {
+        match file.read(&mut text[length..]).map_err(io_error("read", path))? {
             0 => break,
             n => length += n,
         }
@@ -243,8 +244,8 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
     Ok(Some(NodeKey(StaticSecret::from(*secret))))
 }
 
-/// Writes a temporary file and links it to its name only if that is still free. So a crash leaves no partial key, and
-/// of two processes that start at once, both use the same key.
+/// Writes a temporary file and hard-links it to `path`, which fails if `path` exists. So a crash leaves no partial key in
+/// `path`, and two processes that start at the same time use the same key.
 fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
     let mut secret = Zeroizing::new([0u8; 32]);
     let mut suffix = [0u8; 8];
@@ -254,8 +255,8 @@ fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
                 .read_exact(&mut *secret)
                 .and_then(|()| random.read_exact(&mut suffix))
         })
-        .map_err(io("read random bytes from", Path::new("/dev/urandom")))?;
-    // As wg(8) genkey writes them (RFC 7748 §5).
+        .map_err(io_error("read random bytes from", Path::new("/dev/urandom")))?;
+    // Clamps the key as `wg genkey` does (RFC 7748 §5).
     secret[0] &= 248;
     secret[31] = secret[31] & 127 | 64;
     let mut text = Zeroizing::new([0u8; 44]);
@@ -271,26 +272,26 @@ fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
         .create_new(true)
         .mode(0o600)
         .open(&temporary)
-        .map_err(io("create", &temporary))?;
+        .map_err(io_error("create", &temporary))?;
     let linked = file
         .write_all(&*text)
         .and_then(|()| file.sync_all())
-        .map_err(io("write", &temporary))
+        .map_err(io_error("write", &temporary))
         .and_then(|()| match fs::hard_link(&temporary, path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-            Err(error) => Err(io("link", path)(error)),
+            Err(error) => Err(io_error("link", path)(error)),
         });
     let _ = fs::remove_file(&temporary);
     File::open(directory)
         .and_then(|d| d.sync_all())
-        .map_err(io("sync", directory))?;
+        .map_err(io_error("sync", directory))?;
     if linked? {
         let key = NodeKey(StaticSecret::from(*secret));
         tracing::info!(file = %path.display(), public = %key.public(), "made this node's key");
         return Ok(key);
     }
-    read(path)?.ok_or_else(|| io("read", path)(io::ErrorKind::NotFound.into()))
+    read(path)?.ok_or_else(|| io_error("read", path)(io::ErrorKind::NotFound.into()))
 }
 
 #[cfg(test)]
@@ -300,13 +301,13 @@ mod tests {
     const TEXT: &str = "yAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
     const PUBLIC: &str = "HIgo9xNzJMWLKASShiTqIybxZ0U3wGLiUeJ1PKf8ykw=";
 
-    fn place() -> (tempfile::TempDir, PathBuf) {
+    fn key_path() -> (tempfile::TempDir, PathBuf) {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("kilo/key");
         (root, path)
     }
 
-    fn put(path: &Path, text: &str, mode: u32) {
+    fn write_key(path: &Path, text: &str, mode: u32) {
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -322,7 +323,7 @@ mod tests {
 
     #[test]
     fn first_start_creates_a_key_and_the_second_reads_it() {
-        let (_root, path) = place();
+        let (_root, path) = key_path();
         let first = load_or_create(&path).unwrap();
         assert_eq!(load_or_create(&path).unwrap().public(), first.public());
         assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
@@ -330,15 +331,15 @@ mod tests {
         assert_eq!(
             fs::read_dir(path.parent().unwrap()).unwrap().count(),
             1,
-            "nothing but the key is left"
+            "the directory contains only the key"
         );
     }
 
     #[test]
-    fn key_of_kilo_is_used_unchanged() {
+    fn kilo_key_file_is_used_unchanged() {
         for text in [TEXT.to_owned(), format!("{TEXT}\n")] {
-            let (_root, path) = place();
-            put(&path, &text, 0o600);
+            let (_root, path) = key_path();
+            write_key(&path, &text, 0o600);
             assert_eq!(load_or_create(&path).unwrap().public().to_string(), PUBLIC);
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
@@ -347,8 +348,8 @@ mod tests {
     // threat: key-file
     #[test]
     fn key_readable_by_others_is_refused_with_a_remedy() {
-        let (_root, path) = place();
-        put(&path, TEXT, 0o640);
+        let (_root, path) = key_path();
+        write_key(&path, TEXT, 0o640);
         let error = load_or_create(&path).unwrap_err().to_string();
         assert!(
             error.contains("has mode 0640") && error.contains(&format!("chmod 600 {}", path.display())),
@@ -358,9 +359,9 @@ mod tests {
     }
 
     #[test]
-    fn listable_key_directory_is_closed_and_writable_one_refused() {
-        let (_root, path) = place();
-        put(&path, TEXT, 0o600);
+    fn readable_key_directory_is_restricted_writable_one_refused() {
+        let (_root, path) = key_path();
+        write_key(&path, TEXT, 0o600);
         let directory = path.parent().unwrap();
         fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).unwrap();
         load_or_create(&path).unwrap();
@@ -383,8 +384,8 @@ mod tests {
             &STANDARD.encode([0; 32]),
             &STANDARD.encode([7; 31]),
         ] {
-            let (_root, path) = place();
-            put(&path, text, 0o600);
+            let (_root, path) = key_path();
+            write_key(&path, text, 0o600);
             assert!(
                 matches!(load_or_create(&path), Err(KeyFileError::Malformed(_))),
                 "{text:?}"
@@ -396,8 +397,8 @@ mod tests {
     // threat: key-file
     #[test]
     fn key_file_symlink_is_not_followed() {
-        let (root, path) = place();
-        put(&root.path().join("other/key"), TEXT, 0o600);
+        let (root, path) = key_path();
+        write_key(&root.path().join("other/key"), TEXT, 0o600);
         DirBuilder::new().mode(0o700).create(path.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(root.path().join("other/key"), &path).unwrap();
         assert!(matches!(load_or_create(&path), Err(KeyFileError::NotAFile(_))));
@@ -406,8 +407,8 @@ mod tests {
     // threat: key-file
     #[test]
     fn debug_output_of_a_key_shows_only_the_public_half() {
-        let (_root, path) = place();
-        put(&path, TEXT, 0o600);
+        let (_root, path) = key_path();
+        write_key(&path, TEXT, 0o600);
         assert_eq!(
             format!("{:?}", load_or_create(&path).unwrap()),
             format!("NodeKey(public {PUBLIC})")
@@ -415,33 +416,33 @@ mod tests {
     }
 
     #[test]
-    fn next_key_waits_until_it_is_promoted() {
-        let (_root, path) = place();
+    fn next_key_is_unused_until_it_is_promoted() {
+        let (_root, path) = key_path();
         assert!(matches!(create_next(&path), Err(KeyFileError::NoKey(_))));
-        put(&path, TEXT, 0o600);
+        write_key(&path, TEXT, 0o600);
         assert_eq!(load_next(&path).unwrap().map(|key| key.public()), None);
         let new = create_next(&path).unwrap().public();
         assert_eq!(load_next(&path).unwrap().map(|key| key.public()), Some(new));
         assert_eq!(load_or_create(&path).unwrap().public().to_string(), PUBLIC);
-        assert!(matches!(create_next(&path), Err(KeyFileError::Waiting(_))));
+        assert!(matches!(create_next(&path), Err(KeyFileError::NextKeyExists(_))));
         promote(&path).unwrap();
         assert_eq!(load_or_create(&path).unwrap().public(), new);
-        assert_eq!((mode(&path), next(&path).exists()), (0o600, false));
+        assert_eq!((mode(&path), next_path(&path).exists()), (0o600, false));
     }
 
     #[test]
-    fn partial_key_file_of_a_crash_is_never_read() {
-        let (_root, path) = place();
-        // What `create` leaves when it is killed between writing and linking.
-        put(&path.with_file_name(".key.0011223344556677"), &TEXT[..20], 0o600);
+    fn partial_key_file_after_a_crash_is_never_read() {
+        let (_root, path) = key_path();
+        // The file that `create` leaves behind if it is killed between writing and linking.
+        write_key(&path.with_file_name(".key.0011223344556677"), &TEXT[..20], 0o600);
         let key = load_or_create(&path).unwrap();
         assert_ne!(key.public().to_string(), PUBLIC);
         assert_eq!(load_or_create(&path).unwrap().public(), key.public());
     }
 
     #[test]
-    fn processes_that_start_at_once_use_one_key() {
-        let (_root, path) = place();
+    fn simultaneous_first_starts_use_one_key() {
+        let (_root, path) = key_path();
         let keys: std::collections::BTreeSet<PublicKey> = std::thread::scope(|scope| {
             let starts: Vec<_> = (0..8)
                 .map(|_| scope.spawn(|| load_or_create(&path).unwrap().public()))

@@ -3,16 +3,17 @@
 //! A device has one private key, and its peers learn a new public key at different times, each from its own API server.
 //! So the new key is published first, while the device keeps the old one, with which all sessions continue. A peer that
 //! learns the new key drops its session and sends an initiation for the new key. At the first such initiation the
-//! device switches, and starts a handshake with every peer. Traffic with a peer is interrupted from its own change to
-//! the next handshake; while no peer learns the new key, because the controller is down, nothing is interrupted.
+//! device switches, and starts a handshake with every peer. Traffic with a peer is interrupted from the time when
+//! that peer changes the key until the next handshake. As long as no peer learns the new key, for example because the
+//! controller is down, nothing is interrupted.
 //!
 //! ```text
 //! rotate-key     published       first initiation for the new key      every peer knows the new key
 //!     |--------------|------------------------|--------------------------------|
 //!     device: old key, all sessions continue  | new key: a handshake with each peer that knows it
 //! ```
-//! A node behind NAT receives no initiations. It switches when its peers have not answered a rekey that was due, which
-//! takes two to three minutes.
+//! A node behind NAT receives no initiations. It switches when no peer has answered a due rekey, which takes two to three
+//! minutes.
 
 use std::{fmt, path::Path, time::Duration};
 
@@ -24,17 +25,17 @@ use super::{
 };
 use crate::{source::store::Store, status::Trouble};
 
-/// Added to the time that a rekey may take.
+/// How long a due rekey may stay unanswered by all peers before the device switches.
 const NO_REPLY_MARGIN: Duration = Duration::from_secs(12);
 
-/// What the decision to switch is based on.
+/// The facts that decide whether the device switches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Evidence {
-    /// An initiation for the new key arrived; `None` = this node cannot detect them.
+    /// Whether an initiation for the new key arrived; `None` = this node cannot detect them.
     pub(crate) initiation_seen: Option<bool>,
-    /// The new key was seen on the Node.
+    /// Whether the Node has the new key in its annotation.
     pub(crate) is_published: bool,
-    /// For how long no peer has answered a rekey; `None` = some peer has, or none was due.
+    /// For how long no peer has answered a rekey; `None` = a peer has answered, or no rekey was due.
     pub(crate) unanswered_for: Option<Duration>,
 }
 
@@ -50,8 +51,8 @@ impl fmt::Display for Trigger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Initiation => "a peer initiated a handshake with it",
-            Self::NoReply => "no peer answers to the old one any more",
-            Self::CannotListen => "it is published, and this node cannot detect handshakes for it",
+            Self::NoReply => "no peer answers handshakes with the old key",
+            Self::CannotListen => "it is published, and this node cannot detect handshakes with it",
         })
     }
 }
@@ -89,8 +90,8 @@ impl Rotation {
     }
 }
 
-/// Begins, continues or ends a rotation of `key`, whose file is `path`. Returns a message while it is under way.
-pub(crate) async fn step(
+/// Begins, continues or ends a rotation of `key`, whose file is `path`. Returns a message while the rotation is under way.
+pub(crate) async fn advance(
     rotation: &mut Option<Rotation>,
     key: &mut NodeKey,
     path: &Path,
@@ -117,21 +118,21 @@ pub(crate) async fn step(
         let listener = match InitiationListener::open(port, next.public(), store.clone()).await {
             Ok(listener) => Some(listener),
             Err(error) => {
-                tracing::warn!(%error, "cannot detect handshakes for the new key: it is used as soon as it is published");
+                tracing::warn!(%error, "cannot detect handshakes with the new key: it is used as soon as it is published");
                 None
             }
         };
         tracing::info!(old = %key.public(), new = %next.public(), "a new key is published; the old one is used until a peer initiates a handshake with the new one");
         *rotation = Some(Rotation { next, listener });
     }
-    let under_way = rotation.as_ref()?;
-    let Some(why) = find_trigger(&evidence(under_way)) else {
+    let current = rotation.as_ref()?;
+    let Some(trigger) = find_trigger(&evidence(current)) else {
         return Some(Trouble::harmless(
             "key",
             format!(
-                "the new key {} is published and waits for the first peer that learns of it; to cancel, remove {}",
-                under_way.public(),
-                key::next(path).display()
+                "the new key {} is published; it is used when the first peer initiates a handshake with it; to cancel, remove {}",
+                current.public(),
+                key::next_path(path).display()
             ),
         ));
     };
@@ -139,7 +140,7 @@ pub(crate) async fn step(
         return trouble(error);
     }
     if let Some(done) = rotation.take() {
-        tracing::info!(old = %key.public(), new = %done.public(), "this node has a new key: {why}");
+        tracing::info!(old = %key.public(), new = %done.public(), "this node has a new key: {trigger}");
         *key = done.next;
     }
     remove_listener_rule().await;
@@ -159,23 +160,23 @@ mod tests {
     #[test]
     fn new_key_is_used_after_an_initiation_or_an_unanswered_rekey() {
         let seconds = |n| Some(Duration::from_secs(n));
-        let decided = |initiation_seen, is_published, unanswered_for| {
+        let trigger = |initiation_seen, is_published, unanswered_for| {
             find_trigger(&Evidence {
                 initiation_seen,
                 is_published,
                 unanswered_for,
             })
         };
-        assert_eq!(decided(Some(false), true, None), None);
-        assert_eq!(decided(Some(false), true, seconds(11)), None);
+        assert_eq!(trigger(Some(false), true, None), None);
+        assert_eq!(trigger(Some(false), true, seconds(11)), None);
         assert_eq!(
-            decided(Some(false), false, seconds(60)),
+            trigger(Some(false), false, seconds(60)),
             None,
             "no peer can know the new key"
         );
-        assert_eq!(decided(Some(false), true, seconds(13)), Some(Trigger::NoReply));
-        assert_eq!(decided(Some(true), false, None), Some(Trigger::Initiation));
-        assert_eq!(decided(None, false, seconds(60)), None);
-        assert_eq!(decided(None, true, None), Some(Trigger::CannotListen));
+        assert_eq!(trigger(Some(false), true, seconds(13)), Some(Trigger::NoReply));
+        assert_eq!(trigger(Some(true), false, None), Some(Trigger::Initiation));
+        assert_eq!(trigger(None, false, seconds(60)), None);
+        assert_eq!(trigger(None, true, None), Some(Trigger::CannotListen));
     }
 }

@@ -1,5 +1,5 @@
 //! Metrics of each peer (`--metrics-per-peer`), rendered from the last poll at each scrape, so that a removed peer
-//! disappears at once. A peer's counters restart with its device, as counters may.
+//! disappears at once. A peer's counters restart at 0 with the device, which Prometheus treats as a counter reset.
 
 use std::{
     fmt,
@@ -14,8 +14,8 @@ use prometheus_client::{
 
 use super::PeerSample;
 
-/// The maximum number of peers, by name: each has four series.
-const SHOWN: usize = 1000;
+/// The maximum number of peers with metrics, in the order of their names. Each peer has four time series.
+const MAX_PEERS: usize = 1000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Peer {
@@ -37,9 +37,9 @@ pub(super) struct Peers(Arc<Mutex<(Vec<PeerSample>, usize)>>);
 impl Peers {
     pub(super) fn set(&self, mut peers: Vec<PeerSample>) {
         peers.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
-        let more = peers.len().saturating_sub(SHOWN);
-        peers.truncate(SHOWN);
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (peers, more);
+        let not_shown = peers.len().saturating_sub(MAX_PEERS);
+        peers.truncate(MAX_PEERS);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (peers, not_shown);
     }
 }
 
@@ -58,7 +58,7 @@ fn family<'p, L: EncodeLabelSet, M: EncodeMetric>(
 
 impl Collector for Peers {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let (peers, more) = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (peers, not_shown) = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let labels = |peer: &PeerSample| Peer {
             cluster: peer.cluster.clone(),
             peer: peer.name.clone(),
@@ -90,9 +90,9 @@ impl Collector for Peers {
         let sent = peers.iter().map(|peer| (labels(peer), ConstCounter::new(peer.tx)));
         let about = ("peer_sent_bytes", "Bytes sent to the peer", MetricType::Counter);
         family(&mut encoder, about, sent)?;
-        let more = ConstGauge::new(i64::try_from(more).unwrap_or(i64::MAX));
-        let help = "Peers beyond the 1000 that are shown each";
+        let not_shown = ConstGauge::new(i64::try_from(not_shown).unwrap_or(i64::MAX));
+        let help = "Peers beyond the first 1000, which have no metrics of their own";
         let descriptor = encoder.encode_descriptor("peers_not_shown", help, None, MetricType::Gauge)?;
-        more.encode(descriptor)
+        not_shown.encode(descriptor)
     }
 }

@@ -1,18 +1,18 @@
-//! Renders kernel modules and settings as text to paste, for the systems on which people run the agent.
+//! Renders kernel modules and settings as commands or configuration to paste, for the supported operating systems.
 
 use std::fmt::Write;
 
 /// Kernel modules to load at boot, and kernel settings with their values.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Host {
+pub struct HostSetup {
     /// Such as `tun`.
     pub modules: Vec<&'static str>,
     /// Such as `net.ipv4.ip_forward`, 1.
     pub sysctls: Vec<(String, u8)>,
 }
 
-impl Host {
-    /// Nothing to set.
+impl HostSetup {
+    /// Whether there is nothing to set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.modules.is_empty() && self.sysctls.is_empty()
@@ -41,7 +41,7 @@ impl Host {
         out
     }
 
-    /// Talos: a patch of the machine configuration, for `talosctl patch mc`.
+    /// A patch of the Talos machine configuration, for `talosctl patch mc`.
     #[must_use]
     pub fn talos(&self) -> String {
         let mut out = String::from("machine:\n");
@@ -60,7 +60,7 @@ impl Host {
         out
     }
 
-    /// Flatcar: Butane, which becomes the machine's Ignition configuration.
+    /// A Butane configuration for Flatcar, from which the machine's Ignition configuration is generated.
     #[must_use]
     pub fn flatcar(&self) -> String {
         let mut out = String::from("variant: flatcar\nversion: 1.0.0\nstorage:\n  files:\n");
@@ -76,14 +76,14 @@ impl Host {
         out
     }
 
-    /// All of these, each with a heading; empty if there is nothing to set.
+    /// The texts for all three systems, each with a heading; empty if there is nothing to set.
     #[must_use]
-    pub fn everywhere(&self) -> String {
+    pub fn for_all_systems(&self) -> String {
         if self.is_empty() {
             return String::new();
         }
         format!(
-            "Debian and its like, as root:\n\n{}\nTalos, machine configuration:\n\n{}\nFlatcar, Butane:\n\n{}",
+            "Debian and similar systems, as root:\n\n{}\nTalos, machine configuration:\n\n{}\nFlatcar, Butane:\n\n{}",
             self.debian(),
             self.talos(),
             self.flatcar()
@@ -111,8 +111,8 @@ mod tests {
 
     #[test]
     fn only_missing_parts_are_rendered() {
-        assert_eq!(Host::default().everywhere(), "");
-        let tun = Host {
+        assert_eq!(HostSetup::default().for_all_systems(), "");
+        let tun = HostSetup {
             modules: vec!["tun"],
             sysctls: Vec::new(),
         };
@@ -122,7 +122,7 @@ mod tests {
         );
         assert_eq!(tun.talos(), "machine:\n  kernel:\n    modules:\n    - name: tun\n");
         assert!(!tun.flatcar().contains("sysctl"));
-        let forward = Host {
+        let forward = HostSetup {
             modules: Vec::new(),
             sysctls: vec![("net.ipv4.ip_forward".to_owned(), 1)],
         };
@@ -137,10 +137,9 @@ mod tests {
         );
     }
 
-    /// The settings that `wg-agent prepare` writes, and all kernel modules.
     #[test]
-    fn install_page_shows_what_preflight_says() {
-        let whole = Host {
+    fn install_page_shows_the_output_of_preflight() {
+        let all = HostSetup {
             modules: vec!["tun", "wireguard"],
             sysctls: crate::prepare::settings(true)
                 .iter()
@@ -149,13 +148,13 @@ mod tests {
         };
         let page = include_str!("../../../../docs/operations/install.md");
         for (system, text) in [
-            ("Debian", whole.debian()),
-            ("Talos", whole.talos()),
-            ("Flatcar", whole.flatcar()),
+            ("Debian", all.debian()),
+            ("Talos", all.talos()),
+            ("Flatcar", all.flatcar()),
         ] {
             assert!(
                 page.contains(&text),
-                "{system}: docs/operations/install.md should have\n{text}"
+                "{system}: docs/operations/install.md does not contain\n{text}"
             );
         }
     }

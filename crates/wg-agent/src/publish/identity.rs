@@ -29,24 +29,24 @@ pub const KEYS: [&str; 7] = [
     NODE_AGENT,
 ];
 
-/// The values from which the annotations are made.
+/// The values from which the annotations are computed.
 #[derive(Debug, Clone)]
 pub struct NodeFacts<'a> {
-    /// The node's key.
+    /// The node's public key.
     pub public_key: PublicKey,
-    /// Its WireGuard address, with the range's prefix length.
+    /// Its WireGuard address, with the prefix length of `--wireguard-cidr`.
     pub wireguard_ip: IpNet,
     /// The device's UDP port.
     pub port: u16,
-    /// This node's object.
+    /// This node's Node.
     pub node: &'a ParsedNode,
     /// Addresses of the underlay's interface with their prefix lengths.
     pub underlay: &'a BTreeMap<IpAddr, u8>,
-    /// The agent's own annotation.
+    /// The value of the annotation [`NODE_AGENT`].
     pub agent: Agent,
 }
 
-/// The desired annotations, and the observed ones.
+/// Computes the desired annotations, and adds the observed ones.
 #[must_use]
 pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
     let NodeFacts {
@@ -70,7 +70,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
         agent,
     };
     let mut identity: Annotations = identity.annotations();
-    // As in kg, an endpoint that a person set is published, a host name unresolved.
+    // As in kg, an endpoint that a person set takes precedence; a host name is published unresolved.
     match own.force_endpoint {
         Some(Endpoint::Ip(at)) => drop(identity.insert(KILO_ENDPOINT, Some(at.to_string()))),
         Some(Endpoint::Dns(name, port)) => drop(identity.insert(KILO_ENDPOINT, Some(format!("{name}:{port}")))),
@@ -84,7 +84,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
     }
 }
 
-/// Removes all annotations of the agent.
+/// All annotations of the agent with the value `None`, which removes them.
 #[must_use]
 pub fn removal() -> Annotations {
     KEYS.iter().map(|key| (*key, None)).collect()

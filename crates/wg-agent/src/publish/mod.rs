@@ -1,4 +1,4 @@
-//! Publishes this node: writes annotations of its own Node when they differ from the current ones.
+//! Publishes this node: writes its Node's annotations when they differ from the current ones.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,7 @@ pub mod identity;
 /// Annotations by key; `None` = absent, or to be removed.
 pub type Annotations = BTreeMap<&'static str, Option<String>>;
 
-/// The desired annotations of the Node, and the observed ones.
+/// The desired and the observed annotations of the Node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DesiredAnnotations {
     /// The node's identity: written at once.
@@ -39,21 +39,21 @@ const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Which values were written when.
+/// The values that were written last, and when.
 #[derive(Debug, Clone, Default)]
 struct WriteHistory {
     last: BTreeMap<&'static str, (Option<String>, Instant)>,
-    status: Option<Instant>,
+    status_written: Option<Instant>,
 }
 
 impl WriteHistory {
     /// The annotations to write now, and when to check again.
     fn due(&self, wanted: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
         let mut due = Annotations::new();
-        let mut again: Option<Duration> = None;
-        let mut later = |wait: Duration| again = Some(again.map_or(wait, |a| a.min(wait)));
+        let mut next_check: Option<Duration> = None;
+        let mut check_after = |wait: Duration| next_check = Some(next_check.map_or(wait, |next| next.min(wait)));
         let status_wait = self
-            .status
+            .status_written
             .map_or(Duration::ZERO, |at| STATUS_EVERY.saturating_sub(now - at));
         let all = wanted
             .identity
@@ -73,17 +73,17 @@ impl WriteHistory {
             if wait.is_zero() {
                 due.insert(*key, value.clone());
             } else {
-                later(wait);
+                check_after(wait);
             }
         }
-        (due, again)
+        (due, next_check)
     }
 
     fn record(&mut self, due: &Annotations, status: &Annotations, now: Instant) {
         for (key, value) in due {
             self.last.insert(*key, (value.clone(), now));
             if status.contains_key(key) {
-                self.status = Some(now);
+                self.status_written = Some(now);
             }
         }
     }
@@ -98,20 +98,20 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut written = WriteHistory::default();
-    let pauses = || {
-        let pauses = ExponentialBuilder::default()
+    let new_backoff = || {
+        let backoff = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(500))
             .with_jitter();
-        pauses
+        backoff
             .with_max_delay(Duration::from_secs(10))
             .without_max_times()
             .build()
     };
-    let mut pause = pauses();
+    let mut backoff = new_backoff();
     let mut last_error = String::new();
     loop {
         let desired = wanted.borrow_and_update().clone();
-        let (due, mut again) = written.due(&desired, Instant::now());
+        let (due, mut next_check) = written.due(&desired, Instant::now());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
                 Ok(()) => {
@@ -120,7 +120,7 @@ pub async fn run(
                     if due.keys().any(|key| desired.identity.contains_key(key)) {
                         tracing::info!(annotations = describe(&due), "published on this Node");
                     }
-                    pause = pauses();
+                    backoff = new_backoff();
                     last_error.clear();
                     continue;
                 }
@@ -130,13 +130,13 @@ pub async fn run(
                         tracing::warn!(%error, "cannot publish this node's identity; trying again");
                         last_error = error;
                     }
-                    again = pause.next();
+                    next_check = backoff.next();
                 }
             }
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(again.unwrap_or(Duration::from_secs(3600))) => {}
+            () = tokio::time::sleep(next_check.unwrap_or(Duration::from_secs(3600))) => {}
             changed = wanted.changed() => if changed.is_err() { return },
         }
     }

@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Makes the firewall table as compiled.
+    /// Writes the compiled firewall table if the kernel's table differs.
     pub(super) async fn apply_firewall(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
         let done = self.deps.kernel.firewall.converge(&compiled.firewall).await;
         let written = done.map_err(|error| Trouble::new("firewall", error))?.is_some();
@@ -24,7 +24,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Makes each route change that it can; returns those that failed as troubles.
+    /// Applies all route changes. Returns one trouble for each failed change.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;
         let pass = match self.device.open {

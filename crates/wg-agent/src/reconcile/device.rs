@@ -18,10 +18,10 @@ use clustermesh_core::key::PublicKey;
 #[derive(Default)]
 pub(super) struct TunnelDevice {
     pub(super) open: Option<OpenDevice>,
-    /// Another program owns the interface of this name, or the port is taken.
+    /// Another program owns the interface of this name or uses the listen port.
     pub(super) is_occupied: bool,
-    /// After an event about our routing or the device: it may no longer exist.
-    pub(super) is_in_doubt: bool,
+    /// An event about the agent's routing or the device arrived, so the device may have been deleted.
+    pub(super) needs_check: bool,
 }
 
 /// A device that is open, and its configuration.
@@ -29,18 +29,18 @@ pub(super) struct OpenDevice {
     pub(super) device: Box<dyn Device>,
     pub(super) mtu: u16,
     pub(super) key: PublicKey,
-    /// Why it has this backend.
+    /// Why this backend was chosen.
     pub(super) backend_reason: &'static str,
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Whether the firewall table is as it was written last. An unreadable table counts as changed.
+    /// Whether the kernel's firewall table is as the agent wrote it. An unreadable table counts as changed.
     pub(crate) async fn firewall_matches_kernel(&mut self) -> bool {
         self.deps.kernel.firewall.matches_kernel().await.unwrap_or(false)
     }
 
-    /// Opens the device, or changes what differs. True = it was opened just now, and has no peers or those of an
-    /// earlier process.
+    /// Opens the device, or changes its MTU and key if they differ. Returns whether the device was just opened: then it
+    /// has no peers, or those of an earlier process.
     pub(super) fn ensure_device(&mut self, mtu: u16) -> Result<bool, Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
         let configuration = Configuration {
@@ -49,7 +49,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             fwmark: MARK_UNDERLAY,
             mtu,
         };
-        if std::mem::take(&mut self.device.is_in_doubt)
+        if std::mem::take(&mut self.device.needs_check)
             && let Some(open) = &self.device.open
             && let Err(error) = open.device.observe()
         {
@@ -67,7 +67,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             open.mtu = mtu;
             if open.key != public {
                 open.key = public;
-                // Every session ended with the old key; handshakes start at each peer's last endpoint.
+                // The device has no session with the new key; the next handshake uses each peer's last live endpoint.
                 self.tracker.reset();
             }
         }
@@ -88,8 +88,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         );
         self.tracker.reset();
         self.last_applied.forget_device();
-        let standing = device.observe()?;
-        self.tracker.adopt(&standing.peers);
+        let observed = device.observe()?;
+        self.tracker.adopt(&observed.peers);
         self.device.open = Some(OpenDevice {
             device,
             mtu,
@@ -123,7 +123,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
         };
         if !observed.altered.is_empty() {
-            device.mend(&observed.altered).map_err(trouble)?;
+            device.repair(&observed.altered).map_err(trouble)?;
             for part in &observed.altered {
                 tracing::warn!(part = part.as_str(), "another program changed the device; restored");
                 self.deps.report.metrics.count_repairs(part.as_str(), 1);
@@ -146,7 +146,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Ends the reconciler and returns the device, whose kernel state stays.
+    /// Consumes the reconciler and returns the device, whose kernel state stays.
     pub(crate) fn into_device(self) -> Option<Box<dyn Device>> {
         self.device.open.map(|open| open.device)
     }

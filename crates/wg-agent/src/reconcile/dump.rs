@@ -1,5 +1,4 @@
-//! Renders what `/debug/state` shows of the last pass and the last poll: inputs, compiled state, device. No secrets:
-//! keys are public ones.
+//! Renders the last pass and the last poll for `/debug/state`: inputs, compiled state, device. All keys are public keys.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,8 +11,8 @@ use crate::status::{
     view::{NodeView, PeerView, UnderlayView},
 };
 
-/// Puts a pass and a poll into the dump.
-pub(super) fn show(dump: &Dump, node: NodeView, applied: &Arc<AppliedState>, poll: &Arc<PeerPoll>) {
+/// Updates the dump with a pass and a poll.
+pub(super) fn update(dump: &Dump, node: NodeView, applied: &Arc<AppliedState>, poll: &Arc<PeerPoll>) {
     dump.set("node", json!(node));
     dump.set("device", json!(poll.device));
     dump.set("agent", json!(poll.agent));
@@ -70,7 +69,7 @@ fn peers(applied: &AppliedState, poll: &PeerPoll) -> BTreeMap<String, PeerView> 
             rx_bytes: stats.rx_bytes,
             tx_bytes: stats.tx_bytes,
         };
-        // The map is by peer name; two Peers with one key are one WireGuard peer.
+        // Two Peers with the same key are one WireGuard peer, and so one entry.
         (
             compiled.names.get(key).cloned().unwrap_or_else(|| key.to_string()),
             view,
@@ -132,7 +131,7 @@ fn compiled(applied: &AppliedState) -> Value {
     })
 }
 
-/// Peers on the device that were not compiled: external changes.
+/// Describes the poll. Peers on the device that are not among the compiled peers were added by other programs.
 fn observed(applied: &AppliedState, poll: &PeerPoll) -> Value {
     let unexpected = poll
         .peers

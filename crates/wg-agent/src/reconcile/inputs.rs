@@ -32,23 +32,23 @@ pub(super) struct LocalFacts<'a> {
     pub(super) servers: &'a BTreeSet<SocketAddr>,
 }
 
-/// The member whose node a Peer describes: an entry of a ClusterMesh. Empty if the Peer has no such labels.
+/// The member whose node a Peer describes. A field is empty if the Peer has no label for it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Member {
     /// Namespace and name of the ClusterMesh.
     pub(super) mesh: (String, String),
-    /// The entry.
+    /// Name of the member's entry in the ClusterMesh.
     pub(super) cluster: String,
 }
 
 /// The result of [`gather_inputs`].
 #[derive(Debug, Clone)]
 pub(super) struct GatheredInputs {
-    /// For the compiler.
+    /// The compiler's inputs.
     pub(super) inputs: Inputs,
     /// Host names to look up.
     pub(super) names: BTreeSet<String>,
-    /// The member that each key belongs to.
+    /// The member of each Peer, by the Peer's public key.
     pub(super) members: BTreeMap<PublicKey, Member>,
     /// Objects that cannot be parsed, and why.
     pub(super) unreadable: BTreeMap<String, String>,
@@ -98,7 +98,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         wireguard_ips: [local.wireguard_ip].into(),
         device: local.device.clone(),
         listen_port: local.port,
-        // Replaced once the path MTU to each peer is known; which peers there are is known only now.
+        // The caller replaces this value: the MTU depends on the path MTUs to the peers gathered here.
         mtu: mtu::MINIMUM,
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),

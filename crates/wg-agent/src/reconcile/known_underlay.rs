@@ -1,5 +1,5 @@
-//! The node's own network as it was last read. Reading it dumps the main routing table, so it is read again only after an
-//! event, or with age.
+//! Caches the node's own network. Reading it dumps the main routing table, so it is read again only after an event or
+//! after 30 seconds.
 
 use std::{
     collections::BTreeSet,
@@ -12,13 +12,13 @@ use crate::{kernel_events::Event, route::RoutingEvent, source::underlay::Underla
 /// The network is read again at least this often.
 const MAX_AGE: Duration = Duration::from_secs(30);
 
-/// The last reading, if it still counts.
+/// The last reading; `None` = the network has not been read since the last event that may have changed it.
 #[derive(Debug, Default)]
 pub(super) struct KnownUnderlay(Option<Reading>);
 
 #[derive(Debug)]
 struct Reading {
-    /// The InternalIPs of the Node for which it was read.
+    /// The Node's InternalIPs at the time of the reading.
     internal: BTreeSet<IpAddr>,
     underlay: Underlay,
     at: Instant,
@@ -26,22 +26,22 @@ struct Reading {
 
 impl KnownUnderlay {
     /// Forgets the reading if the event may have changed the network.
-    pub(super) fn note_event(&mut self, event: Event) {
+    pub(super) fn record_event(&mut self, event: Event) {
         match event {
-            // A /32 or /128 of the underlay is reported as one of ours.
+            // The watch reports every address with prefix length 32 or 128 as `Ours`, even an address of the underlay.
             Event::Routing(RoutingEvent::Underlay | RoutingEvent::Ours) | Event::Unknown => self.0 = None,
             Event::Tables | Event::Resolvers | Event::Routing(RoutingEvent::Settings) => {}
         }
     }
 
-    /// The network, if it was read for these InternalIPs, recently, and no event since then may have changed it.
+    /// The last reading, if it is younger than [`MAX_AGE`] and was made for these InternalIPs.
     pub(super) fn get(&self, internal: &BTreeSet<IpAddr>, now: Instant) -> Option<&Underlay> {
         let reading = self.0.as_ref()?;
         let is_valid = reading.internal == *internal && now.saturating_duration_since(reading.at) < MAX_AGE;
         is_valid.then_some(&reading.underlay)
     }
 
-    /// Stores the network as it was read.
+    /// Stores a reading.
     pub(super) fn set(&mut self, internal: BTreeSet<IpAddr>, underlay: Underlay, at: Instant) {
         self.0 = Some(Reading { internal, underlay, at });
     }
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn underlay_is_read_again_after_an_event_or_with_age() {
+    fn underlay_is_read_again_after_an_event_or_30_seconds() {
         let underlay = Underlay {
             interface: "eth0".parse().unwrap(),
             mtu: 1500,
@@ -61,8 +61,8 @@ mod tests {
         };
         let (now, internal) = (Instant::now(), BTreeSet::from(["192.0.2.1".parse().unwrap()]));
         let mut known_underlay = KnownUnderlay::default();
-        let is_known = |known: &KnownUnderlay, of: &BTreeSet<IpAddr>, seconds| {
-            known.get(of, now + Duration::from_secs(seconds)).is_some()
+        let is_known = |known: &KnownUnderlay, ips: &BTreeSet<IpAddr>, seconds| {
+            known.get(ips, now + Duration::from_secs(seconds)).is_some()
         };
         assert!(!is_known(&known_underlay, &internal, 0));
         known_underlay.set(internal.clone(), underlay.clone(), now);
@@ -72,9 +72,9 @@ mod tests {
         );
         assert!(
             !is_known(&known_underlay, &BTreeSet::new(), 0),
-            "the Node has other addresses"
+            "the InternalIPs changed"
         );
-        for (event, still) in [
+        for (event, is_still_known) in [
             (Event::Tables, true),
             (Event::Resolvers, true),
             (Event::Routing(RoutingEvent::Settings), true),
@@ -83,8 +83,8 @@ mod tests {
             (Event::Unknown, false),
         ] {
             known_underlay.set(internal.clone(), underlay.clone(), now);
-            known_underlay.note_event(event);
-            assert_eq!(is_known(&known_underlay, &internal, 0), still, "{event:?}");
+            known_underlay.record_event(event);
+            assert_eq!(is_known(&known_underlay, &internal, 0), is_still_known, "{event:?}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Counts repairs: changes of a pass to objects that the previous pass had applied as desired. Another program has
-//! changed them in between.
+//! Counts repairs: changes that a pass makes to objects that the previous pass had already applied as desired. Another
+//! program changed these objects in between.
 
 use std::collections::BTreeSet;
 
@@ -12,18 +12,18 @@ use clustermesh_agent_core::{
 
 use crate::route::sysctl;
 
-/// What the last pass applied, by part; `None` = nothing, or not all of it.
+/// The state that the last pass applied; `None` = that part was not applied, or not completely.
 #[derive(Debug, Default)]
 pub(super) struct LastApplied {
     firewall: Option<Firewall>,
     routes: Option<Routes>,
     peers: Option<Peers>,
-    /// Settings that were right after the last pass.
+    /// Settings that had an accepted value after the last pass.
     settings: BTreeSet<Name>,
 }
 
 impl LastApplied {
-    /// A pass applied the table `desired`; `written` = it had to be written.
+    /// A pass applied the table `desired`; `written` = the kernel's table differed and was written.
     pub(super) fn count_firewall_repairs(&mut self, desired: &Firewall, written: bool) -> usize {
         if self.firewall.as_ref() == Some(desired) {
             return usize::from(written);
@@ -32,7 +32,7 @@ impl LastApplied {
         0
     }
 
-    /// A pass applied `desired` by the changes `done`; `is_complete` = none is missing.
+    /// A pass applied `desired` by the changes `done`; `is_complete` = no change failed or was left out.
     pub(super) fn count_route_repairs(&mut self, desired: &Routes, done: &[Change], is_complete: bool) -> usize {
         let last = self.routes.take();
         let is_repair = |change: &&Change| last.as_ref().is_some_and(|last| is_route_repair(last, change));
@@ -57,26 +57,27 @@ impl LastApplied {
         repaired
     }
 
-    /// A pass checked the settings.
+    /// A pass applied the settings in `wanted`.
     pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], pass: &sysctl::Outcome) -> usize {
         let repaired = pass.written.intersection(&self.settings).count();
         let is_missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
-        let right = wanted
+        let correct = wanted
             .iter()
             .map(|sysctl| &sysctl.name)
             .filter(|name| !is_missing(name));
-        self.settings = right.cloned().collect();
+        self.settings = correct.cloned().collect();
         repaired
     }
 
-    /// The device was opened: it has none of the old peers, and a new interface none of the old settings.
+    /// The device was opened: it may lack the peers, and a new interface lacks its settings. Applying them is
+    /// not a repair.
     pub(super) fn forget_device(&mut self) {
         self.peers = None;
         self.settings.retain(|name| matches!(name, Name::Global(_)));
     }
 }
 
-/// Whether the change adds what was applied already, or deletes what was not.
+/// Whether the change adds an object that was already applied, or deletes one that was not.
 fn is_route_repair(last: &Routes, change: &Change) -> bool {
     match change {
         Change::AddAddress(address) => last.addresses.contains(address),
@@ -118,7 +119,7 @@ mod tests {
             "the first pass of a process"
         );
         assert_eq!(last.count_route_repairs(&two, &added, true), 0, "a new peer");
-        assert_eq!(last.count_route_repairs(&two, &added, true), 1, "its route was deleted");
+        assert_eq!(last.count_route_repairs(&two, &added, true), 1, "deleted route");
         let both: Vec<Change> = diff(&two, &one).unwrap().into_iter().chain(all.clone()).collect();
         assert_eq!(
             last.count_route_repairs(&one, &both, true),
@@ -129,7 +130,7 @@ mod tests {
         assert_eq!(
             last.count_route_repairs(&one, &all, true),
             0,
-            "a change that failed before is no repair"
+            "the previous pass was incomplete"
         );
     }
 
@@ -146,7 +147,7 @@ mod tests {
             "the first pass of a process"
         );
         assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 0, "a new peer");
-        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 1, "it was deleted");
+        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 1, "deleted peer");
         assert_eq!(
             last.count_peer_repairs(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
             1,
@@ -156,12 +157,12 @@ mod tests {
         assert_eq!(
             last.count_peer_repairs(&one, &[add(1)]),
             0,
-            "a device that was opened again"
+            "the device was opened again"
         );
     }
 
     #[test]
-    fn rewritten_setting_that_was_right_is_a_repair() {
+    fn setting_that_is_written_again_is_a_repair() {
         let global = Name::Global("ipv4/fwmark_reflect");
         let own = Name::Interface("kilo0".parse().unwrap(), "rp_filter");
         let wanted = [global.clone(), own.clone()].map(|name| Sysctl {
@@ -183,11 +184,11 @@ mod tests {
                 .collect(),
         };
         let mut last = LastApplied::default();
-        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&own], &[0])), 0, "a start");
+        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&own], &[0])), 0, "startup");
         assert_eq!(
             last.count_setting_repairs(&wanted, &pass(&[&global], &[])),
             0,
-            "it could not be written before"
+            "the previous pass could not write it"
         );
         assert_eq!(last.count_setting_repairs(&wanted, &pass(&[], &[])), 0);
         assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&global, &own], &[])), 2);
@@ -195,7 +196,7 @@ mod tests {
         assert_eq!(
             last.count_setting_repairs(&wanted, &pass(&[&own], &[])),
             0,
-            "another interface"
+            "a new interface"
         );
     }
 }

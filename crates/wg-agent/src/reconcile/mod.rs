@@ -1,10 +1,10 @@
 //! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
-//! a pass may begin, `poll_peers` polls the peers between passes, and `run` decides when each happens.
+//! a pass may begin, `poll_peers` polls the peers between passes, and `run` decides when to run passes and polls.
 //!
 //! The order of a pass keeps packets for the mesh from leaving unencrypted. On a node without any state of the agent:
-//! the device, the firewall (drops mesh prefixes that leave by another device), the routes (with `unreachable` routes
-//! behind them), then the peers. On later passes: the firewall, the peers, then the routes, so that a new route always
-//! has a peer behind it and no session ends. If the firewall cannot be written, nothing else is.
+//! the device, the firewall (drops packets to mesh prefixes that leave by another device), the routes (with `unreachable` routes
+//! of a higher metric), then the peers. On later passes: the firewall, the peers, then the routes, so that the peer of a
+//! new route always exists and no session ends. If the firewall cannot be written, the pass ends before routes and peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,13 +65,13 @@ use last_applied::LastApplied;
 use preconditions::{KgWatch, cache_trouble, check_first_lists, find_own_node};
 use sizes::FirstEndpoints;
 
-/// The file with the node's name servers.
+/// The file that lists the node's name servers.
 pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// Opens the device.
 pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
 
-/// What a [`Reconciler`] works with.
+/// The dependencies of a [`Reconciler`].
 pub(crate) struct Dependencies<R, F> {
     pub(crate) config: Config,
     pub(crate) key: NodeKey,
@@ -83,7 +83,7 @@ pub(crate) struct Dependencies<R, F> {
     pub(crate) report: PassReporter,
 }
 
-/// What is known of the cluster.
+/// The observed cluster.
 pub(crate) struct ClusterView {
     /// Its API server.
     pub(crate) server: Server,
@@ -91,28 +91,28 @@ pub(crate) struct ClusterView {
     pub(crate) store: Store,
     /// Host names whose addresses the store should contain.
     pub(crate) host_names: watch::Sender<BTreeSet<String>>,
-    /// What makes packets bypass the firewall table, if anything.
+    /// Why packets may bypass the firewall table; `None` = no reason is known.
     pub(crate) datapath_problem: watch::Receiver<Option<DatapathProblem>>,
 }
 
-/// The backends that change the node's kernel.
+/// The backends that read and write the node's kernel state.
 pub(crate) struct Kernel<R, F> {
     pub(crate) routing: R,
     pub(crate) firewall: FirewallManager<F>,
     pub(crate) open: Opener,
 }
 
-/// Writes the cache file.
+/// The input of the task that writes the cache file.
 pub(crate) struct CacheWriter {
-    /// The content. At first it has the endpoints at which an earlier process last received from its peers.
+    /// The content. At the start it contains only the live endpoints of an earlier process's peers.
     pub(crate) content: watch::Sender<CacheContent>,
-    /// When the API server last confirmed the cache that an earlier process left.
+    /// When the API server last confirmed the cache of an earlier process.
     pub(crate) confirmed: UnixTime,
     /// How old the confirmation time in the file may become before the file is written again.
     pub(crate) max_lag: Duration,
 }
 
-/// Keeps the kernel state of one node as the cluster's objects describe.
+/// Reconciles the kernel state of one node with the cluster's objects.
 pub(crate) struct Reconciler<R, F> {
     deps: Dependencies<R, F>,
     device: TunnelDevice,
@@ -124,7 +124,7 @@ pub(crate) struct Reconciler<R, F> {
     kg: KgWatch,
 }
 
-/// The state that the last pass applied; polls in between work from it.
+/// The state that the last pass applied. Polls use it until the next pass.
 struct AppliedState {
     inputs: Inputs,
     compiled: Compiled,
@@ -135,8 +135,8 @@ struct AppliedState {
     first_endpoints: FirstEndpoints,
     sizes: Sizes,
     policy_revision: String,
-    /// The own Node is known from the API server, not from the cache.
-    node_is_listed: bool,
+    /// This node's Node was listed by the API server, and does not come from the cache.
+    is_node_listed: bool,
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
@@ -154,34 +154,34 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         }
     }
 
-    /// Takes note of an event for the next pass.
-    pub(crate) fn note_event(&mut self, event: Event) {
-        self.underlay.note_event(event);
-        self.device.is_in_doubt |= matches!(event, Event::Routing(RoutingEvent::Ours) | Event::Unknown);
+    /// Records an event for the next pass.
+    pub(crate) fn record_event(&mut self, event: Event) {
+        self.underlay.record_event(event);
+        self.device.needs_check |= matches!(event, Event::Routing(RoutingEvent::Ours) | Event::Unknown);
     }
 
-    /// Runs one reconcile pass. False = it failed in part; try again soon.
+    /// Runs one reconcile pass. Returns whether it was complete; a failed pass should be repeated soon.
     pub(crate) async fn pass(&mut self) -> bool {
         let mut troubles = Vec::new();
-        if let Err(trouble) = self.steps(&mut troubles).await {
+        if let Err(trouble) = self.run_steps(&mut troubles).await {
             troubles.push(trouble);
         }
         self.deps.report.set_troubles(troubles)
     }
 
-    async fn steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+    async fn run_steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
         let snapshot = self.deps.cluster.store.snapshot();
         check_first_lists(&snapshot)?;
         troubles.extend(snapshot.missing_crds().into_iter().map(|kind| {
             let message = format!(
-                "the CRD of {kind} is not installed in this cluster, which counts as no objects; apply the project's crds/, this \
-                 agent then carries on by itself"
+                "the CRD of {kind} is not installed in this cluster, so there are no {kind} objects; apply the project's crds/, and \
+                 this agent continues by itself"
             );
             Trouble::harmless("source", message)
         }));
         let datapath_problem = self.deps.cluster.datapath_problem.borrow().clone();
         troubles.extend(datapath_problem.map(|message| Trouble::harmless("datapath", message)));
-        troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
+        troubles.extend(conntrack::warning().map(|message| Trouble::harmless("conntrack", message)));
         let cached_kinds = snapshot.cached_kinds();
         self.deps.report.metrics.set_cached_kinds(cached_kinds.len());
         troubles.extend(cache_trouble(
@@ -196,10 +196,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             return Err(kg);
         }
         self.kg.is_withdrawn = false;
-        troubles.extend(self.step_rotation(&own).await);
+        troubles.extend(self.advance_rotation(&own).await);
         let wireguard_ip = self.choose_address(&snapshot, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
-        let underlay = self.underlay(internal).await?;
+        let underlay = self.read_underlay(internal).await?;
         let resolvers = underlay::resolvers(Path::new(RESOLV_CONF))
             .map_err(|e| Trouble::new("underlay", format!("cannot read {RESOLV_CONF}: {e}")))?;
         let mut gathered = gather_inputs(
@@ -229,15 +229,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             });
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.narrow = sizes.narrow.clone();
-        // If the device cannot be opened, firewall and routes are applied all the same: they keep packets for the mesh
-        // from leaving unencrypted. Not if another program may own the tunnel, which they would cut off.
+        // Firewall and routes are applied even if the device cannot be opened: they keep packets for the mesh from
+        // leaving unencrypted. But if another program may own the tunnel, they would interrupt it and are not applied.
         let opened = self.ensure_device(sizes.device);
         if self.device.is_occupied && self.applied.is_none() {
             return opened.map(drop);
         }
 
         let compiled = compile(&gathered.inputs);
-        self.report(&gathered, &compiled);
+        self.report_left_out(&gathered, &compiled);
         let peers = compiled.peers.iter().map(|(key, spec)| {
             let endpoints = compiled.endpoints.get(key).map_or(&[][..], Vec::as_slice);
             let keepalive = spec
@@ -272,7 +272,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             first_endpoints,
             sizes,
             policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
-            node_is_listed: !cached_kinds.contains(&"Node"),
+            is_node_listed: !cached_kinds.contains(&"Node"),
         }));
         if cached_kinds.is_empty() {
             self.save_to_cache(SavedObjects::of(&snapshot), snapshot.is_confirmed());
@@ -283,8 +283,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// The node's own network, read again only if it may have changed.
-    async fn underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
+    /// Returns the node's own network; reads it only if it may have changed.
+    async fn read_underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
         let now = Instant::now();
         if let Some(known) = self.underlay.get(&internal, now) {
             return Ok(known.clone());
@@ -296,7 +296,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(read)
     }
 
-    /// The node's WireGuard address, from its own claim and those of other Nodes.
+    /// Chooses the node's WireGuard address from its own claim and the claims of other Nodes.
     fn choose_address(&self, snapshot: &ClusterSnapshot, own: &ParsedNode) -> Result<IpAddr, Trouble> {
         let config = &self.deps.config;
         let claims: Vec<Claim> = snapshot
@@ -326,8 +326,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(address)
     }
 
-    /// Takes the next step of a key rotation, if one is under way.
-    async fn step_rotation(&mut self, own: &ParsedNode) -> Option<Trouble> {
+    /// Begins, continues or ends a key rotation.
+    async fn advance_rotation(&mut self, own: &ParsedNode) -> Option<Trouble> {
         let (tracker, config) = (&self.tracker, self.deps.config.clone());
         let published = own
             .own
@@ -340,7 +340,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Dependencies { key, cluster, .. } = &mut self.deps;
         let (file, port) = (&config.key_file, config.port);
-        rotation::step(&mut self.rotation, key, file, port, &cluster.store, evidence).await
+        rotation::advance(&mut self.rotation, key, file, port, &cluster.store, evidence).await
     }
 
     /// The key to publish: the next one during a rotation.
@@ -349,11 +349,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         next.unwrap_or_else(|| self.deps.key.public())
     }
 
-    /// Hands the applied objects to the cache. `is_confirmed` = the API server still confirms them.
+    /// Sends the applied objects to the cache. `is_confirmed` = the API server still confirms them.
     fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
         let max_lag = self.deps.cache.max_lag;
         self.deps.cache.content.send_if_modified(|content| {
-            // Objects that the API server no longer confirms keep their old confirmation time, so the cache expires.
+            // Without a confirmation the confirmation time stays, so the cache expires.
             let unchanged = content.saved.as_deref() == Some(&saved);
             (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
         });
@@ -391,7 +391,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 
     /// Reports objects that are left out.
-    fn report(&mut self, gathered: &GatheredInputs, compiled: &Compiled) {
+    fn report_left_out(&mut self, gathered: &GatheredInputs, compiled: &Compiled) {
         let unreadable = gathered
             .unreadable
             .iter()

@@ -1,11 +1,11 @@
 //! Polls the peers between passes: updates their state, tries other endpoints, and updates metrics, the Node's
-//! annotations and `/debug/state`. Changes nothing on the node but endpoints.
+//! annotations and `/debug/state`. Writes to the device only to try another endpoint.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
 
 use clustermesh_agent_core::{
     device::{PeerStats, diff},
-    health::State,
+    health::PeerHealth,
 };
 use clustermesh_api::annotations::{self, Agent, Link};
 use clustermesh_core::key::PublicKey;
@@ -32,9 +32,9 @@ pub(super) struct PeerPoll {
 
 /// The result for one peer.
 pub(super) struct PolledPeer {
-    pub(super) state: State,
+    pub(super) state: PeerHealth,
     pub(super) stats: PeerStats,
-    /// The configured endpoint.
+    /// The endpoint that the agent configured.
     pub(super) configured: Option<SocketAddr>,
 }
 
@@ -58,7 +58,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         } else if !observed.altered.is_empty()
             || diff(&observed.peers, &self.desired_peers(&applied.compiled)).is_some()
         {
-            // WireGuard sends no notification of external changes.
+            // The next pass repairs external changes. WireGuard sends no notification of them.
             self.deps.cluster.store.wake();
         }
         self.deps.cache.content.send_if_modified(|content| {
@@ -68,8 +68,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
             changed
         });
-        if self.rotation.is_some() || key::next(&self.deps.config.key_file).exists() {
-            // A pass decides about a key rotation.
+        if self.rotation.is_some() || key::next_path(&self.deps.config.key_file).exists() {
+            // Only a pass can continue a key rotation.
             self.deps.cluster.store.wake();
         }
         let poll = self.build_poll(&applied, observed, now);
@@ -77,9 +77,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let key = self.public_key();
         let node = dump::node(&self.deps.config.node_name, key.to_string(), &applied);
         let poll = Arc::new(poll);
-        dump::show(&self.deps.report.dump, node, &applied, &poll);
-        if !applied.node_is_listed {
-            // The Node's annotations are unknown while it comes from the cache.
+        dump::update(&self.deps.report.dump, node, &applied, &poll);
+        if !applied.is_node_listed {
+            // While the Node comes from the cache, its annotations are unknown.
             return;
         }
         let desired = identity::desired(NodeFacts {
@@ -132,7 +132,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         PeerPoll {
             at,
-            agent: agent(
+            agent: agent_annotation(
                 applied,
                 &device,
                 &peers,
@@ -167,22 +167,22 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 }
 
-/// The agent's annotation for the Node.
-fn agent(
+/// Computes the value of the agent's annotation on the Node.
+fn agent_annotation(
     applied: &AppliedState,
     device: &DeviceView,
     peers: &BTreeMap<PublicKey, PolledPeer>,
-    bypassed: Option<&DatapathProblem>,
+    datapath_problem: Option<&DatapathProblem>,
 ) -> Agent {
     let mut links: BTreeMap<String, Link> = BTreeMap::new();
     let mut all = Link::default();
     for (key, polled) in peers {
-        count(&mut all, polled.state);
+        count_peer(&mut all, polled.state);
         let member = applied.members.get(key);
         if let Some(member) = member.filter(|member| !member.cluster.is_empty() && !member.mesh.1.is_empty()) {
             let (namespace, mesh) = &member.mesh;
-            let name = annotations::member(namespace, mesh, &member.cluster);
-            count(links.entry(name).or_default(), polled.state);
+            let name = annotations::member_key(namespace, mesh, &member.cluster);
+            count_peer(links.entry(name).or_default(), polled.state);
         }
     }
     let mut agent = Agent {
@@ -193,18 +193,18 @@ fn agent(
         policy_revision: applied.policy_revision.clone(),
         peers_up: all.up,
         peers_down: all.down,
-        datapath_bypassed: DatapathProblem::annotation(bypassed),
+        datapath_bypassed: DatapathProblem::annotation(datapath_problem),
         links: BTreeMap::new(),
     };
     agent.set_links(links);
     agent
 }
 
-const fn count(link: &mut Link, state: State) {
+const fn count_peer(link: &mut Link, state: PeerHealth) {
     link.total += 1;
     match state {
-        State::Up => link.up += 1,
-        State::Down => link.down += 1,
-        State::Unknown => {}
+        PeerHealth::Up => link.up += 1,
+        PeerHealth::Down => link.down += 1,
+        PeerHealth::Unknown => {}
     }
 }

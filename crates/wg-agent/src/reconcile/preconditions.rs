@@ -1,4 +1,4 @@
-//! Decides whether a pass may begin: every kind was listed once, the Node exists, and no kg owns the tunnel.
+//! Decides whether a pass may begin: every kind was listed once, the Node exists, and kg does not own the tunnel.
 
 use std::{
     path::Path,
@@ -11,13 +11,13 @@ use crate::{
     status::Trouble,
 };
 
-/// kg writes its last-seen annotation every 30 s; one that is younger than this counts as alive.
+/// kg writes its last-seen annotation every 30 s. kg counts as alive while that annotation is younger than this.
 const KG_ALIVE_SECONDS: i64 = 60;
-/// How long kg must be gone before the agent starts. Pulling a new image takes less; the controller keeps the Peers of
-/// such a node for as long.
+/// How long kg must be gone before the agent starts. An update of kg, with its image pull, takes less. For the same time
+/// the controller keeps the Peers of a node without annotations.
 const KG_GONE: Duration = Duration::from_secs(300);
 
-/// Nothing may be changed before every kind was listed once.
+/// Returns an error until every kind was listed once. Until then a pass must not change anything.
 pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Trouble> {
     let pending: Vec<String> = snapshot
         .pending_kinds()
@@ -37,7 +37,7 @@ pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Troubl
     }
 }
 
-/// This node's own Node.
+/// Finds this node's Node.
 pub(crate) fn find_own_node(snapshot: &ClusterSnapshot, name: &str) -> Result<ParsedNode, Trouble> {
     snapshot.nodes.objects().find(|(node, _)| *node == name).map(|(_, seen)| seen.clone()).ok_or_else(|| {
         Trouble::new(
@@ -66,12 +66,12 @@ pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
 #[derive(Debug, Default)]
 pub(super) struct KgWatch {
     last_alive: Option<SystemTime>,
-    /// This agent's state was removed because kg serves the node.
+    /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,
 }
 
 impl KgWatch {
-    /// An error while kg owns the node's tunnel, or may own it again soon: two programs cannot.
+    /// Returns an error while kg owns the node's tunnel, or may own it again soon. Two programs cannot own one tunnel.
     pub(super) fn check(&mut self, own: &ParsedNode, now: SystemTime) -> Result<(), Trouble> {
         if kg_age_if_alive(own, now).is_some() {
             self.last_alive = Some(now);
@@ -80,19 +80,20 @@ impl KgWatch {
                 format!(
                     "kg (Kilo) serves this node: kilo.squat.ai/last-seen is less than {KG_ALIVE_SECONDS} s old. Two programs cannot \
                      own kilo0: keep wg-agent off this node (nodeSelector), run it there with --mode=policy, or take kg off it; this \
-                     agent starts by itself {} minutes after kg has ended, or as soon as its pod is restarted then",
+                     agent starts by itself {} minutes after kg was last seen, or earlier if wg-agent's pod is \
+                     restarted after kg ended",
                     KG_GONE.as_secs() / 60
                 ),
             ));
         }
-        // A clock that was set back counts as no elapsed time.
+        // If the clock was set back, no time counts as elapsed.
         let since = self.last_alive.map(|at| now.duration_since(at).unwrap_or_default());
         match since {
             Some(since) if since < KG_GONE => Err(Trouble::new(
                 "kg",
                 format!(
                     "kg (Kilo) ended on this node and may be back in a moment: this agent starts {} minutes after kg was last seen, \
-                     or as soon as its pod is restarted",
+                     or as soon as wg-agent's pod is restarted",
                     KG_GONE.as_secs() / 60
                 ),
             )),
@@ -101,32 +102,31 @@ impl KgWatch {
     }
 }
 
-/// Reports kinds that are taken from the cache. If the API server refuses to list them, tunnels stay as with a running
-/// agent, because lost rights prove nothing about the mesh. But the node is not ready then, since a person must act.
+/// Reports kinds whose objects come from the cache. If the API server refuses to list them, tunnels stay, because
+/// revoked rights prove nothing about the mesh. But the agent is not ready then, since a person must restore the rights.
 pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: UnixTime) -> Option<Trouble> {
     let cached_kinds = snapshot.cached_kinds();
     if cached_kinds.is_empty() {
         return None;
     }
-    let taken = format!(
-        "these are taken from the cache, which the API server last confirmed at {confirmed} ({})",
+    let source = format!(
+        "their objects come from the cache, which the API server last confirmed at {confirmed} ({})",
         file.display()
     );
     let refused: Vec<String> = (cached_kinds.iter())
         .filter(|kind| snapshot.refused.contains(**kind))
         .map(|kind| format!("{kind} ({})", snapshot.errors.get(kind).map_or("", String::as_str)))
         .collect();
-    // An unreachable API server recovers by itself; lost rights need a person.
     Some(if refused.is_empty() {
         let message = format!(
-            "the API server has not listed since this agent's start: {}; {taken}; check the API server and --kubeconfig",
+            "the API server has not listed these kinds since this agent started: {}; {source}; check the API server and --kubeconfig",
             cached_kinds.join(", ")
         );
         Trouble::harmless("cache", message)
     } else {
         let message = format!(
-            "the API server answers but refuses to list: {}; {taken}, and no changes arrive; check this agent's account \
-             (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
+            "the API server answers but refuses to list: {}; {source}, and no changes arrive; check this agent's account \
+             (ClusterRole and binding in deploy/agent.yaml) or --kubeconfig",
             refused.join(", ")
         );
         Trouble::new("cache", message)

@@ -1,5 +1,5 @@
-//! Determines packet sizes from the path MTU to each peer's current endpoint. [`clustermesh_agent_core::mtu`] derives
-//! the MTUs of the device and of the routes from them.
+//! Looks up the path MTU to each peer's current endpoint. [`clustermesh_agent_core::mtu`] computes the MTUs of the device
+//! and of the routes from the path MTUs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,21 +23,22 @@ use crate::{
     route::{Routing, paths},
 };
 
-/// The first endpoint of each peer, used while no better one is known.
+/// The first endpoint of each peer, used while the tracker knows no endpoint of the peer.
 pub(super) type FirstEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
 /// The first endpoint of each Peer that has one.
 pub(super) fn first_endpoints(peers: &[Peer]) -> FirstEndpoints {
-    let end = |peer: &Peer| {
+    let first = |peer: &Peer| {
         Some((
             peer.public_key,
             peer.endpoint.or_else(|| peer.candidates.first().copied())?,
         ))
     };
-    peers.iter().filter_map(end).collect()
+    peers.iter().filter_map(first).collect()
 }
 
-/// Asks the kernel for the path MTUs. `underlay` is the MTU of the interface by which outer packets leave.
+/// Looks up the path MTUs in the kernel, and computes the packet sizes. `underlay` is the MTU of the interface by which
+/// outer packets leave.
 pub(super) fn packet_sizes(
     wanted: Mtu,
     underlay: u16,
@@ -74,8 +75,8 @@ pub(super) fn packet_sizes(
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Whether packet sizes differ from the last pass: a peer roamed, or the kernel learned a smaller path MTU, of
-    /// which it sends no notification.
+    /// Whether packet sizes differ from those of the last pass: a peer roamed, or the kernel learned a smaller path MTU,
+    /// for which it sends no notification.
     pub(crate) fn packet_sizes_changed(&self) -> bool {
         let Some(applied) = &self.applied else { return false };
         match packet_sizes(

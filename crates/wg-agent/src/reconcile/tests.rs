@@ -81,47 +81,47 @@ fn peer(endpoint: Option<Endpoint>) -> ParsedPeer {
 #[test]
 fn pass_waits_for_the_first_list_of_every_kind() {
     assert_eq!(check_first_lists(&snapshot()), Ok(()));
-    let mut some = ClusterSnapshot {
+    let mut partial = ClusterSnapshot {
         nodes: snapshot().nodes,
         api_servers: snapshot().api_servers,
         ..ClusterSnapshot::default()
     };
-    some.errors.insert("Peer", "connection refused".into());
+    partial.errors.insert("Peer", "connection refused".into());
     assert_eq!(
-        check_first_lists(&some).unwrap_err().message,
+        check_first_lists(&partial).unwrap_err().message,
         "waiting for the first list of: Peer (connection refused), PeerPolicy"
     );
 }
 
 #[test]
 fn cache_is_harmless_unless_the_api_server_refuses() {
-    let mut some = snapshot();
+    let mut cluster = snapshot();
     let trouble = |snapshot: &ClusterSnapshot| cache_trouble(snapshot, Path::new("/c"), UnixTime::default());
-    assert_eq!(trouble(&some), None);
-    assert!(some.is_confirmed());
-    some.policies = WatchedKind::Cached(BTreeMap::new());
-    let away = Trouble::harmless(
+    assert_eq!(trouble(&cluster), None);
+    assert!(cluster.is_confirmed());
+    cluster.policies = WatchedKind::Cached(BTreeMap::new());
+    let unanswered = Trouble::harmless(
         "cache",
-        "the API server has not listed since this agent's start: PeerPolicy; these are taken from the cache, which the API server \
-         last confirmed at 1970-01-01T00:00:00Z (/c); check the API server and --kubeconfig",
+        "the API server has not listed these kinds since this agent started: PeerPolicy; their objects come from the cache, which \
+         the API server last confirmed at 1970-01-01T00:00:00Z (/c); check the API server and --kubeconfig",
     );
-    assert_eq!(trouble(&some), Some(away.clone()));
-    some.refused.insert("Peer");
-    assert_eq!(trouble(&some), Some(away), "Peers were listed before");
-    some.refused.insert("PeerPolicy");
-    some.errors.insert("PeerPolicy", "Unauthorized".into());
+    assert_eq!(trouble(&cluster), Some(unanswered.clone()));
+    cluster.refused.insert("Peer");
+    assert_eq!(trouble(&cluster), Some(unanswered), "only a kind from the cache counts");
+    cluster.refused.insert("PeerPolicy");
+    cluster.errors.insert("PeerPolicy", "Unauthorized".into());
     let refused = Trouble::new(
         "cache",
-        "the API server answers but refuses to list: PeerPolicy (Unauthorized); these are taken from the cache, which the API server \
-         last confirmed at 1970-01-01T00:00:00Z (/c), and no changes arrive; check this \
-         agent's account (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
+        "the API server answers but refuses to list: PeerPolicy (Unauthorized); their objects come from the cache, which the API \
+         server last confirmed at 1970-01-01T00:00:00Z (/c), and no changes arrive; check this \
+         agent's account (ClusterRole and binding in deploy/agent.yaml) or --kubeconfig",
     );
-    assert_eq!(trouble(&some), Some(refused));
-    assert!(!some.is_confirmed());
+    assert_eq!(trouble(&cluster), Some(refused));
+    assert!(!cluster.is_confirmed());
 }
 
 #[test]
-fn missing_node_is_named() {
+fn missing_node_is_named_in_the_error() {
     assert!(find_own_node(&snapshot(), "a").is_ok());
     assert!(
         find_own_node(&snapshot(), "b")
@@ -132,7 +132,7 @@ fn missing_node_is_named() {
 }
 
 #[test]
-fn live_kg_stops_the_pass_and_a_gone_one_does_not() {
+fn pass_is_refused_only_while_kg_is_alive() {
     let seen = |kg_seen| ParsedNode {
         own: Some(OwnNode {
             kg_seen,
@@ -162,18 +162,18 @@ fn agent_waits_five_minutes_after_kg_stopped() {
     };
     let at = |seconds| std::time::UNIX_EPOCH + Duration::from_secs(seconds);
     let mut kg = KgWatch::default();
-    let mut free = |kg_seen, now| kg.check(&seen(kg_seen), at(now)).is_ok();
+    let mut may_begin = |kg_seen, now| kg.check(&seen(kg_seen), at(now)).is_ok();
     assert_eq!(
         [
-            free(Some(990), 1000),
+            may_begin(Some(990), 1000),
             // SIGTERM: kg removes the annotation.
-            free(None, 1001),
-            free(None, 1299),
-            // kg restarts and exits again; the annotation of a kg that was killed stays.
-            free(Some(1300), 1310),
-            free(None, 1311),
-            free(Some(1300), 1609),
-            free(None, 1610),
+            may_begin(None, 1001),
+            may_begin(None, 1299),
+            // kg restarts and exits again. Its old `last-seen` value, as a killed kg would leave it, changes nothing.
+            may_begin(Some(1300), 1310),
+            may_begin(None, 1311),
+            may_begin(Some(1300), 1609),
+            may_begin(None, 1610),
         ],
         [false, false, false, false, false, false, true]
     );
@@ -199,7 +199,7 @@ fn throw_routes_cover_all_underlay_addresses() {
         inputs.api_servers,
         ["10.95.0.1:443", "192.0.2.1:6443"].map(|a| a.parse().unwrap()).into()
     );
-    // The addresses that are closed on every node, including this one's new address before its Node has it.
+    // Includes this node's new WireGuard address before its Node has it.
     let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
     assert_eq!(inputs.nodes, addresses.map(|a| a.parse().unwrap()).into());
     assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());

@@ -15,7 +15,7 @@ use crate::{
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Removes rules, routes, the firewall table, a userspace device, and this agent's annotation, including those of
-    /// an earlier process. Each pass tries again until all of it is gone.
+    /// an earlier process. Each pass tries again until everything is removed.
     pub(super) async fn withdraw(&mut self, own: &ParsedNode) -> Result<(), Trouble> {
         if self.kg.is_withdrawn {
             return Ok(());
@@ -26,13 +26,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             Trouble::new("kg", message)
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
-        let standing = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // The table alone, without routes, is that of policy mode. It must stay while an agent of that mode is
-        // replaced.
-        let is_full_mode = !standing.routes.is_empty() || !standing.rules.is_empty() || firewall.has_written();
-        // By now the interface's addresses belong to kg.
+        let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
+        // A table without rules and routes was written by policy mode. It stays, because an agent in policy mode may
+        // start again.
+        let is_full_mode = !observed.routes.is_empty() || !observed.rules.is_empty() || firewall.has_written();
+        // The interface's addresses already belong to kg.
         let addresses_only = Routes {
-            addresses: standing.addresses,
+            addresses: observed.addresses,
             ..Routes::default()
         };
         let pass = route::converge(routing, &addresses_only).await;
@@ -40,15 +40,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if let Some(error) = pass.failed.first() {
             return Err(trouble(error.to_string()));
         }
-        // kg reconfigures a kernel device as it finds it.
+        // A kernel device is not closed: kg takes it over and reconfigures it.
         if let Some(open) = self.device.open.take()
             && open.device.backend() == Userspace::BACKEND
         {
             open.device.close().map_err(|error| trouble(error.to_string()))?;
         }
         if is_full_mode {
-            let gone = firewall.destroy().await;
-            gone.map_err(|error| trouble(error.to_string()))?;
+            let destroyed = firewall.destroy().await;
+            destroyed.map_err(|error| trouble(error.to_string()))?;
             tracing::warn!("kg (Kilo) serves this node: rules, routes and firewall of wg-agent are removed");
         }
         self.applied = None;

@@ -5,14 +5,14 @@ use clustermesh_netlink::{Errno, Error as NetlinkError};
 
 use super::{Error, Routing};
 
-/// Stores the routes.
+/// Stores addresses, routes and rules.
 #[derive(Debug, Default, Clone)]
 pub struct Memory {
-    /// The stored routes.
+    /// The stored objects.
     pub routes: Routes,
     /// Changes made, in order.
     pub log: Vec<Change>,
-    /// Changes whose text contains one of these fail, as if another program had a route with the same key.
+    /// A change whose text contains one of these strings fails, as if another program had a route with the same key.
     pub refuse: Vec<String>,
 }
 
@@ -33,7 +33,7 @@ impl Routing for Memory {
                 source,
             });
         }
-        self.routes.step(change);
+        self.routes.apply(change);
         self.log.push(change.clone());
         Ok(())
     }

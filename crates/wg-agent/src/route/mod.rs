@@ -1,8 +1,8 @@
-//! Applies the addresses, routes and rules that [`clustermesh_agent_core::routes`] desires: the trait [`Routing`] with
-//! an rtnetlink and an in-memory implementation; also kernel settings and path MTUs.
+//! Applies the addresses, routes and rules that [`clustermesh_agent_core::routes`] computes: the trait [`Routing`] with
+//! an rtnetlink and an in-memory implementation. Also applies kernel settings and looks up path MTUs.
 //!
-//! Ownership: `observe` returns only objects with our table and protocol number, and the addresses of our device. So a
-//! diff cannot touch anything else.
+//! Ownership: `observe` returns only the routes in the agent's tables with its protocol number, the rules with its protocol
+//! number, and the addresses of its device. So a diff cannot touch anything else.
 
 use std::{future::Future, net::IpAddr};
 
@@ -26,27 +26,27 @@ pub use memory::Memory;
 pub use rtnetlink::Netlink;
 pub use watch::{RoutingEvent, Watch};
 
-/// A kernel's routing, as far as it belongs to the agent.
+/// The agent's addresses, routes and rules in a kernel.
 pub trait Routing: Send {
-    /// Our addresses, routes and rules. A missing device has no addresses and is no error.
+    /// Reads the agent's addresses, routes and rules. A missing device has no addresses and is not an error.
     fn observe(&mut self) -> impl Future<Output = Result<Routes, Error>> + Send;
 
-    /// Applies one change. Deleting what is already gone is no error.
+    /// Applies one change. Deleting an object that does not exist is not an error.
     fn apply(&mut self, change: &Change) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
 /// Why the kernel's routing could not be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No netlink socket.
+    /// The netlink socket cannot be opened.
     #[error(transparent)]
     Open(NetlinkError),
     /// A dump failed.
     #[error("cannot read the {what} of this node: {source}")]
     Read {
-        /// What was asked for.
+        /// The kind of the dumped objects.
         what: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: NetlinkError,
     },
     /// The device does not exist.
@@ -60,7 +60,7 @@ pub enum Error {
     SetUp {
         /// The device.
         device: InterfaceName,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: NetlinkError,
     },
     /// The kernel refused a change.
@@ -68,12 +68,12 @@ pub enum Error {
     Change {
         /// The change.
         change: Box<Change>,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: NetlinkError,
     },
 }
 
-/// The likely cause, where an errno alone does not say it.
+/// The likely cause of an error, if the errno alone does not show it.
 fn hint(change: &Change, source: &NetlinkError) -> String {
     match (source.errno(), change) {
         (Some(Errno::EXIST), Change::AddRoute(_)) => {
@@ -110,43 +110,43 @@ const fn address_family(family: Family) -> AddressFamily {
 pub struct Outcome {
     /// Changes that were made, in order.
     pub done: Vec<Change>,
-    /// Changes that failed. The others were tried all the same.
+    /// The errors of the changes that failed. A failure does not stop the other changes.
     pub failed: Vec<Error>,
 }
 
-/// Applies `desired`: one message for each difference, none if nothing differs. A returned error means that nothing was
-/// changed.
+/// Applies `desired`: sends one message for each difference from the observed state. A returned error means that nothing
+/// was changed.
 pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
-    make(routing, desired, |_| true).await
+    apply_changes(routing, desired, |_| true).await
 }
 
-/// As [`converge`], if the device could not be opened. What refers to the device stays, since its tunnels may work;
-/// nothing new is put on it, since an interface of that name may belong to another program.
+/// Like [`converge`], if the device could not be opened. Desired objects on the device stay, since its tunnels may work;
+/// none is added to it, since an interface of that name may belong to another program.
 pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
-    make(routing, desired, |change| !change.puts_on_device()).await
+    apply_changes(routing, desired, |change| !change.adds_to_device()).await
 }
 
-async fn make<R: Routing>(
+async fn apply_changes<R: Routing>(
     routing: &mut R,
     desired: &Routes,
-    wanted: impl Fn(&Change) -> bool,
+    is_allowed: impl Fn(&Change) -> bool,
 ) -> Result<Outcome, Error> {
     let observed = routing.observe().await?;
-    let mut pass = Outcome::default();
+    let mut outcome = Outcome::default();
     let changes = diff(&observed, desired).unwrap_or_default();
-    for change in changes.into_iter().filter(wanted) {
+    for change in changes.into_iter().filter(is_allowed) {
         match routing.apply(&change).await {
-            Ok(()) => pass.done.push(change),
-            Err(error) => pass.failed.push(error),
+            Ok(()) => outcome.done.push(change),
+            Err(error) => outcome.failed.push(error),
         }
     }
-    Ok(pass)
+    Ok(outcome)
 }
 
-/// Removes everything of ours; a failure does not stop it, and all failures are returned.
+/// Removes all objects of the agent. Continues after a failure, and returns all failures.
 pub async fn cleanup<R: Routing>(routing: &mut R) -> Vec<Error> {
     match converge(routing, &Routes::default()).await {
-        Ok(pass) => pass.failed,
+        Ok(outcome) => outcome.failed,
         Err(error) => vec![error],
     }
 }
@@ -170,18 +170,18 @@ mod tests {
     async fn failed_route_change_is_reported_and_the_rest_applied() {
         let mut kernel = Memory::default();
         kernel.refuse.push("unreachable 10.1.0.0/16".to_owned());
-        let pass = converge(&mut kernel, &routes()).await.unwrap();
+        let outcome = converge(&mut kernel, &routes()).await.unwrap();
         assert_eq!(
-            pass.failed.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            outcome.failed.iter().map(ToString::to_string).collect::<Vec<_>>(),
             [
                 "route add unreachable 10.1.0.0/16 table 5182 metric 4096: File exists (os error 17); another program's route has this key in table 5182, which must contain only wg-agent's routes: remove it"
             ]
         );
-        assert_eq!(pass.done.len(), 4);
+        assert_eq!(outcome.done.len(), 4);
         kernel.refuse.clear();
-        let pass = converge(&mut kernel, &routes()).await.unwrap();
+        let outcome = converge(&mut kernel, &routes()).await.unwrap();
         assert_eq!(
-            pass.done.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            outcome.done.iter().map(ToString::to_string).collect::<Vec<_>>(),
             ["route add unreachable 10.1.0.0/16 table 5182 metric 4096"]
         );
         assert_eq!(kernel.routes, routes());

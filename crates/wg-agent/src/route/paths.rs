@@ -1,7 +1,7 @@
-//! Looks up the path MTU to the peers' endpoints, and the interface of a route, as the kernel would route our packets.
-//! [`clustermesh_agent_core::mtu`] derives the tunnel's MTU from it.
+//! Looks up the kernel's route to an address: the path MTU and the interface. [`clustermesh_agent_core::mtu`] computes
+//! the tunnel's MTU from the path MTUs to the peers' endpoints.
 //!
-//! The MTU is that of the route or of a learned exception (ICMP "fragmentation needed" or "packet too big"), else that
+//! The path MTU is the MTU of the route, or of a learned exception (ICMP "fragmentation needed" or "packet too big"), else
 //! of the interface. The kernel sends no notification when it learns an exception, so callers repeat the lookup.
 
 use std::{
@@ -26,14 +26,14 @@ type RouteInfo = (u32, Option<u32>);
 /// without a route, or on this node, are left out.
 ///
 /// # Errors
-/// No netlink socket, or no answer.
+/// The netlink socket cannot be opened, or a request fails.
 pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, Error> {
     if to.is_empty() {
         return Ok(BTreeMap::new());
     }
     let socket = Socket::open(Protocol::Route)?;
     let routes = routes(&socket, to, mark)?;
-    let link_mtus = links(&socket, &routes, |attributes| {
+    let link_mtus = pick_from_links(&socket, &routes, |attributes| {
         let mtu = attributes
             .iter()
             .find_map(|a| if let LinkAttribute::Mtu(m) = a { Some(*m) } else { None });
@@ -50,11 +50,11 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, E
 /// Addresses without a route, or on this node, are left out.
 ///
 /// # Errors
-/// No netlink socket, or no answer.
+/// The netlink socket cannot be opened, or a request fails.
 pub fn interfaces(to: &BTreeSet<IpAddr>) -> Result<BTreeMap<IpAddr, String>, Error> {
     let socket = Socket::open(Protocol::Route)?;
     let routes = routes(&socket, to, 0)?;
-    let names = links(&socket, &routes, |attributes| {
+    let names = pick_from_links(&socket, &routes, |attributes| {
         attributes.iter().find_map(|a| match a {
             LinkAttribute::IfName(name) => Some(name.clone()),
             _ => None,
@@ -76,7 +76,7 @@ fn request(to: IpAddr, mark: u32) -> RouteMessage {
     message
 }
 
-/// `None` = the route leads to no interface.
+/// `None` = not a unicast route through an interface, for example a local address of this node.
 fn route_info(route: &RouteMessage) -> Option<RouteInfo> {
     let interface = route
         .attributes
@@ -99,7 +99,7 @@ fn route_info(route: &RouteMessage) -> Option<RouteInfo> {
     (route.header.kind == RouteType::Unicast).then_some((interface, mtu))
 }
 
-/// The route to each address that has one.
+/// Looks up the route to each address; addresses without a route are left out.
 fn routes(socket: &Socket, to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, RouteInfo>, Error> {
     let mut routes = BTreeMap::new();
     for to in to {
@@ -114,17 +114,17 @@ fn routes(socket: &Socket, to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<
     Ok(routes)
 }
 
-/// The desired attribute of each interface of these routes.
-fn links<T>(
+/// Looks up each interface of these routes, and returns the value that `pick` finds in its attributes.
+fn pick_from_links<T>(
     socket: &Socket,
     routes: &BTreeMap<IpAddr, RouteInfo>,
-    wanted: impl Fn(&[LinkAttribute]) -> Option<T>,
+    pick: impl Fn(&[LinkAttribute]) -> Option<T>,
 ) -> Result<BTreeMap<u32, T>, Error> {
     let interfaces: BTreeSet<u32> = routes.values().map(|(interface, _)| *interface).collect();
     let mut found = BTreeMap::new();
     for interface in interfaces {
         if let Some(link) = link::by_index(socket, interface)? {
-            found.extend(wanted(&link.attributes).map(|value| (interface, value)));
+            found.extend(pick(&link.attributes).map(|value| (interface, value)));
         }
     }
     Ok(found)

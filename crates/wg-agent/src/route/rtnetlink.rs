@@ -1,4 +1,4 @@
-//! Implements [`Routing`] over rtnetlink(7): dumps filtered to our objects, one message for each change.
+//! Implements [`Routing`] over rtnetlink(7): dumps are filtered to the agent's objects, and each change is one message.
 
 use std::net::IpAddr;
 
@@ -19,10 +19,10 @@ use netlink_packet_route::{
 
 use super::{
     Error, Routing, address_family,
-    rules::{rule, rule_message},
+    rules::{parse_rule, rule_message},
 };
 
-/// The routing of the network namespace whose thread called [`Netlink::open`].
+/// The routing of the network namespace of the thread that called [`Netlink::open`].
 #[derive(Debug)]
 pub struct Netlink {
     socket: Socket,
@@ -33,8 +33,8 @@ pub struct Netlink {
 enum Failure {
     /// The kernel refused the change itself.
     Refused(NetlinkError),
-    /// It could not be tried.
-    Unprepared(Error),
+    /// The change could not be tried.
+    NotTried(Error),
 }
 
 impl From<NetlinkError> for Failure {
@@ -45,7 +45,7 @@ impl From<NetlinkError> for Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Unprepared(error)
+        Self::NotTried(error)
     }
 }
 
@@ -92,7 +92,7 @@ impl Netlink {
     fn addresses(&self, index: u32) -> Result<Vec<IpAddr>, Error> {
         let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
         self.dump("addresses", &request, |answer| match answer {
-            RouteNetlinkMessage::NewAddress(message) if message.header.index == index => address(&message),
+            RouteNetlinkMessage::NewAddress(message) if message.header.index == index => parse_address(&message),
             _ => None,
         })
     }
@@ -101,14 +101,14 @@ impl Netlink {
         let mut out = Vec::new();
         for table in [TABLE, TABLE_TUNNEL] {
             for family in Family::BOTH {
-                // Filters the dump, so that thousands of other routes are not copied each time.
+                // The kernel filters the dump, so that it does not copy thousands of other routes each time.
                 let mut filter = RouteMessage::default();
                 filter.header.address_family = address_family(family);
                 filter.header.protocol = RouteProtocol::from(PROTOCOL);
                 filter.attributes.push(RouteAttribute::Table(table));
                 let request = RouteNetlinkMessage::GetRoute(filter);
                 out.extend(self.dump("routes", &request, |answer| match answer {
-                    RouteNetlinkMessage::NewRoute(message) => route(&message, table, index),
+                    RouteNetlinkMessage::NewRoute(message) => parse_route(&message, table, index),
                     _ => None,
                 })?);
             }
@@ -123,7 +123,7 @@ impl Netlink {
             filter.header.family = address_family(family);
             let request = RouteNetlinkMessage::GetRule(filter);
             out.extend(self.dump("rules", &request, |answer| match answer {
-                RouteNetlinkMessage::NewRule(message) => rule(&message, family),
+                RouteNetlinkMessage::NewRule(message) => parse_rule(&message, family),
                 _ => None,
             })?);
         }
@@ -143,7 +143,7 @@ impl Netlink {
                 socket.create(&M::NewAddress(message))?;
             }
             Change::DeleteAddress(address) => {
-                // Without the device, its addresses are gone.
+                // If the device does not exist, its addresses do not exist either.
                 if let Some(index) = self.index()? {
                     socket.change(&M::DelAddress(address_message(index, *address)))?;
                 }
@@ -155,7 +155,8 @@ impl Netlink {
             Change::DeleteRule(rule) => {
                 let message = M::DelRule(rule_message(rule));
                 let mut deleted = socket.change(&message);
-                // Rules of one priority are observed as one; the last request fails.
+                // All rules with `Action::Other` at one priority are observed as one rule, but each request deletes only
+                // one. The last request fails, and `apply` ignores its error.
                 while rule.action == Action::Other && deleted.is_ok() {
                     deleted = socket.change(&message);
                 }
@@ -180,7 +181,7 @@ impl Netlink {
                     .extend(source.map(|a| RouteAttribute::PrefSource(RouteAddress::from(a))));
                 message
                     .attributes
-                    .extend(mtu.map(|mtu| RouteAttribute::Metrics(metrics(Family::of(&route.prefix), mtu))));
+                    .extend(mtu.map(|mtu| RouteAttribute::Metrics(mtu_metrics(Family::of(&route.prefix), mtu))));
             }
             Kind::Unreachable => message.header.kind = RouteType::Unreachable,
             Kind::Throw => message.header.kind = RouteType::Throw,
@@ -214,7 +215,7 @@ impl Routing for Netlink {
 
     async fn apply(&mut self, change: &Change) -> Result<(), Error> {
         let fail = |failure| match failure {
-            Failure::Unprepared(error) => error,
+            Failure::NotTried(error) => error,
             Failure::Refused(source) => Error::Change {
                 change: Box::new(change.clone()),
                 source,
@@ -225,10 +226,10 @@ impl Routing for Netlink {
         };
         let errno = match &failure {
             Failure::Refused(error) => error.errno(),
-            Failure::Unprepared(_) => None,
+            Failure::NotTried(_) => None,
         };
         match (errno, change) {
-            // Deleted by another program, or with the device, since it was observed.
+            // The object was deleted by another program, or with the device, after it was observed.
             (
                 Some(Errno::SRCH | Errno::NOENT | Errno::ADDRNOTAVAIL | Errno::NODEV),
                 Change::DeleteRoute(_) | Change::DeleteRule(_) | Change::DeleteAddress(_),
@@ -258,8 +259,8 @@ fn address_message(index: u32, address: IpAddr) -> AddressMessage {
     message
 }
 
-/// An address of the device, if the agent could have written it: the kernel adds link-local ones itself.
-fn address(message: &AddressMessage) -> Option<IpAddr> {
+/// Parses an address of the device; `None` = the agent never writes such an address, but the kernel may (link-local).
+fn parse_address(message: &AddressMessage) -> Option<IpAddr> {
     let find = |local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {
             AddressAttribute::Local(a) if local => Some(*a),
@@ -268,11 +269,12 @@ fn address(message: &AddressMessage) -> Option<IpAddr> {
         })
     };
     let address = find(true).or_else(|| find(false))?;
-    let ours = message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address);
-    ours.then_some(address)
+    let is_ours = message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address);
+    is_ours.then_some(address)
 }
 
-/// The key of a route, with our protocol: a delete with it removes only our route, whatever its attributes have become.
+/// A message with the key of a route and the agent's protocol number. As a delete request it removes only the agent's
+/// route, even if the route's other attributes were changed.
 fn key_message(route: &Route) -> RouteMessage {
     let mut message = RouteMessage::default();
     message.header.address_family = address_family(Family::of(&route.prefix));
@@ -282,14 +284,14 @@ fn key_message(route: &Route) -> RouteMessage {
     message.header.scope = RouteScope::NoWhere;
     message.attributes = vec![
         RouteAttribute::Destination(RouteAddress::from(route.prefix.addr())),
-        // The header has 8 bits for the table, which are not enough.
+        // The 8 bits for the table in the header are too few.
         RouteAttribute::Table(route.table),
         RouteAttribute::Priority(route.metric),
     ];
     message
 }
 
-fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route> {
+fn parse_route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route> {
     let (mut prefix, mut metric, mut in_table, mut oif, mut source, mut is_plain) = (None, 0, 0, None, None, true);
     let mut observed_metrics: &[RouteMetric] = &[];
     for attribute in &message.attributes {
@@ -322,7 +324,7 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
         }
     });
     // A plain route has only attributes that the agent writes.
-    is_plain &= mtu.map_or_else(Vec::new, |mtu| metrics(family, mtu)) == observed_metrics;
+    is_plain &= mtu.map_or_else(Vec::new, |mtu| mtu_metrics(family, mtu)) == observed_metrics;
     let kind = match message.header.kind {
         RouteType::Unicast if is_plain && oif.is_some() && oif == index => Kind::Device { source, mtu },
         RouteType::Unreachable => Kind::Unreachable,
@@ -338,9 +340,9 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
     })
 }
 
-/// A route's MTU metric. For forwarded IPv6 some kernels ignore it unless it is locked (6.18 does not); for IPv4 a lock
-/// would disable path MTU discovery.
-fn metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
+/// A route's MTU metric. For forwarded IPv6 packets some kernels ignore it unless it is locked (6.18 does not ignore it);
+/// for IPv4 a lock would disable path MTU discovery.
+fn mtu_metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
     const RTAX_MTU: u32 = 2;
     let lock = (family == Family::V6).then_some(RouteMetric::Lock(1 << RTAX_MTU));
     lock.into_iter().chain([RouteMetric::Mtu(mtu.into())]).collect()

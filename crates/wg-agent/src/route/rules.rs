@@ -12,8 +12,8 @@ use netlink_packet_route::{
 
 use super::address_family;
 
-/// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and our
-/// protocol number, which deletes one rule of that priority.
+/// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and the
+/// agent's protocol number, which deletes one rule of that priority.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = address_family(rule.family);
@@ -34,10 +34,10 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// Decodes a rule with our protocol number; `None` = the rule is ignored. A rule in a form that we never write becomes
-/// [`Action::Other`], which is deleted by its priority. At one of our priorities such a rule was made by hand and is
-/// ignored, because deleting it by its priority would delete our own rule, too.
-pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
+/// Decodes a rule of the agent's protocol; `None` = the rule is ignored. A rule that the agent never writes becomes
+/// [`Action::Other`], which is deleted by its priority. At one of the agent's own priorities it is ignored, because
+/// deleting by the priority would delete the agent's own rule, too.
+pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,
         priority: 0,

@@ -1,4 +1,4 @@
-//! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] desires.
+//! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] computes.
 //!
 //! In an unprivileged container `/proc/sys` is read-only. Settings of one interface can still be written over rtnetlink
 //! with NET_ADMIN (IFLA_INET_CONF, Linux 2.6.37). The init container or the host sets the others.
@@ -13,13 +13,13 @@ use clustermesh_netlink::{Protocol, Socket, link};
 use netlink_packet_core::DefaultNla;
 use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 
-/// A setting that has a wrong value and could not be written.
+/// A setting that has a wrong value, and may not or could not be written.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
 pub struct Missing {
     /// The setting.
     pub sysctl: Sysctl,
-    /// What was found, in words.
+    /// A clause about the current value, such as `is 0`.
     pub found: String,
     /// The error of the write, if one was tried.
     pub error: Option<io::Error>,
@@ -40,13 +40,13 @@ pub struct Outcome {
     pub missing: Vec<Missing>,
 }
 
-/// As [`converge`]; returns only the settings that are still wrong.
+/// Like [`converge`], but returns only the settings that are still wrong.
 pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
     converge(wanted).await.missing
 }
 
-/// Checks every setting in the caller's network namespace, and writes those that are wrong and may be written. The
-/// agent can run without the missing ones; `why` names what then does not work.
+/// Checks every setting in the caller's network namespace, and writes the wrong ones that may be written. The
+/// agent can run without them; `Sysctl::why` names what does not work without the setting.
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     let Outcome {
         mut written,
@@ -82,10 +82,10 @@ fn read(path: &str) -> io::Result<u8> {
     let text = fs::read_to_string(path)?;
     text.trim()
         .parse()
-        .map_err(|_| io::Error::other(format!("holds {:?}", text.trim())))
+        .map_err(|_| io::Error::other(format!("contains {:?}", text.trim())))
 }
 
-/// Checks the effective value: for an interface the greater of its own and that of `all`
+/// Checks the effective value. For an interface it is the greater of the interface's own value and the value of `all`
 /// (Documentation/networking/ip-sysctl.rst, rp_filter and src_valid_mark).
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
@@ -134,14 +134,14 @@ fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()
     };
     let socket = Socket::open(Protocol::Route)?;
     let device = link::by_name(&socket, interface.as_str())?.ok_or(io::ErrorKind::NotFound)?;
-    let setting = nested(number, &u32::from(value).to_ne_bytes());
-    let inet = DefaultNla::new(libc::AF_INET as u16, nested(IFLA_INET_CONF, &setting));
+    let setting = encode_attribute(number, &u32::from(value).to_ne_bytes());
+    let inet = DefaultNla::new(libc::AF_INET as u16, encode_attribute(IFLA_INET_CONF, &setting));
     let attribute = LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Other(inet)]);
     Ok(link::set(&socket, device.header.index, vec![attribute])?)
 }
 
-/// Encodes an attribute: length, type, value. Ours have lengths that are multiples of four, so no padding is needed.
-fn nested(kind: u16, value: &[u8]) -> Vec<u8> {
+/// Encodes an attribute: length, type, value. It needs no padding, because the lengths here are multiples of four.
+fn encode_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
     [&length.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()
 }

@@ -1,4 +1,4 @@
-//! Reports that the kernel's routing may have changed externally. `observe` and `diff` tell what changed.
+//! Reports that the kernel's routing may have changed externally. Callers find the change by `observe` and `diff`.
 //!
 //! A filter on the socket drops routes that other programs write into their own tables. So a routing daemon with a
 //! hundred thousand routes neither wakes the agent nor fills its queue.
@@ -19,17 +19,17 @@ use netlink_packet_route::{
 
 use super::Error;
 
-/// Receive buffer for events during a pass: enough for a flush of ten thousand of our routes.
+/// Size of the receive buffer, which collects events during a pass: enough for a flush of ten thousand routes of the agent.
 const BUFFER: usize = 4 << 20;
 /// Links, and for both families addresses, routes, rules and settings: `RTNLGRP_LINK`, `_IPV4_IFADDR`, `_IPV4_ROUTE`,
 /// `_IPV4_RULE`, `_IPV6_IFADDR`, `_IPV6_ROUTE`, `_IPV6_RULE`, `_IPV4_NETCONF`, `_IPV6_NETCONF` (linux/rtnetlink.h).
 const GROUPS: [u32; 9] = [1, 5, 7, 8, 9, 11, 19, 24, 25];
 
-/// What an event concerns.
+/// The objects that may have changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RoutingEvent {
-    /// Kernel settings of the device or of all interfaces, as far as the kernel reports them: forwarding, rp_filter,
-    /// ignore_routes_with_linkdown.
+    /// Kernel settings of the device or of all interfaces. Of the agent's settings, the kernel reports changes only of
+    /// forwarding, rp_filter and ignore_routes_with_linkdown.
     Settings,
     /// The node's own network: its default routes, its addresses.
     Underlay,
@@ -58,11 +58,11 @@ impl Watch {
         Ok(Self { device, events })
     }
 
-    /// Waits for the next event that may concern the agent, and consumes those that have arrived by then. The agent's own
+    /// Waits for the next event that may concern the agent, and consumes all events that have arrived by then. The agent's own
     /// changes cause events, too. Safe to cancel.
     ///
     /// # Errors
-    /// The socket failed for good: open another one and observe everything.
+    /// The socket failed permanently: open another one and observe everything.
     pub async fn changed(&mut self) -> Result<RoutingEvent, NetlinkError> {
         loop {
             let events = self.events.next().await?;
@@ -73,11 +73,11 @@ impl Watch {
     }
 }
 
-/// A BPF program that drops route messages (RTM_NEWROUTE, RTM_DELROUTE), except: routes with our protocol, routes in
-/// tables whose number does not fit into a byte (ours among them), and default routes. All other messages pass. Each
-/// event is one message.
+/// A BPF program that drops route messages (RTM_NEWROUTE, RTM_DELROUTE), except: routes with the agent's protocol,
+/// routes in tables whose number does not fit into a byte (such as the agent's tables), and default routes. All other
+/// messages pass. The program reads only the first message of a datagram; the kernel sends each event in a datagram of its own.
 fn filter() -> [SockFilter; 11] {
-    // linux/bpf_common.h, linux/rtnetlink.h: struct nlmsghdr (16 bytes) and struct rtmsg behind it.
+    // linux/bpf_common.h, linux/rtnetlink.h: struct nlmsghdr (16 bytes), followed by struct rtmsg.
     const LOAD_HALF: u16 = 0x28;
     const LOAD_BYTE: u16 = 0x30;
     const EQUAL: u16 = 0x15;
@@ -93,7 +93,7 @@ fn filter() -> [SockFilter; 11] {
     let kind = |number: u16| u32::from(number.to_be());
     let load = |how, at| SockFilter::new(how, 0, 0, at);
     let equal = |value, skip, else_skip| SockFilter::new(EQUAL, skip, else_skip, value);
-    let give = |bytes| SockFilter::new(RETURN, 0, 0, bytes);
+    let verdict = |bytes| SockFilter::new(RETURN, 0, 0, bytes);
     [
         load(LOAD_HALF, MESSAGE_TYPE),
         equal(kind(NEW_ROUTE), 1, 0),
@@ -104,8 +104,8 @@ fn filter() -> [SockFilter; 11] {
         equal(TABLE_COMPAT, 2, 0),
         load(LOAD_BYTE, PREFIX_LENGTH),
         equal(0, 0, 1),
-        give(u32::MAX),
-        give(0),
+        verdict(u32::MAX),
+        verdict(0),
     ]
 }
 
@@ -132,18 +132,18 @@ fn classify(device: &InterfaceName, event: &Event) -> Option<RoutingEvent> {
     }
 }
 
-/// Classifies the settings of an interface (linux/netconf.h). Every pod's interface causes some.
+/// Classifies a change of an interface's settings (linux/netconf.h). Interfaces of new pods cause such messages, too.
 fn classify_netconf(device: &InterfaceName, message: &Message) -> Option<RoutingEvent> {
     const IF_INDEX: u16 = 1;
     const ALL: i32 = -1;
-    // After the family, padded to a word.
+    // The attributes follow the family, which is padded to 4 bytes.
     let attributes = NlasIterator::new(message.payload().get(4..)?);
     let index = attributes
         .map_while(Result::ok)
         .find(|attribute| attribute.kind() == IF_INDEX)?;
     let index = i32::from_ne_bytes(index.value().try_into().ok()?);
-    let ours = || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
-    (index == ALL || ours()).then_some(RoutingEvent::Settings)
+    let is_own = || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
+    (index == ALL || is_own()).then_some(RoutingEvent::Settings)
 }
 
 fn is_device(device: &InterfaceName, link: &LinkMessage) -> bool {
@@ -152,14 +152,14 @@ fn is_device(device: &InterfaceName, link: &LinkMessage) -> bool {
 }
 
 fn classify_route(route: &RouteMessage) -> Option<RoutingEvent> {
-    let named = route.attributes.iter().find_map(|a| {
+    let table = route.attributes.iter().find_map(|a| {
         if let RouteAttribute::Table(t) = a {
             Some(*t)
         } else {
             None
         }
     });
-    match named.unwrap_or_else(|| route.header.table.into()) {
+    match table.unwrap_or_else(|| route.header.table.into()) {
         TABLE | TABLE_TUNNEL => Some(RoutingEvent::Ours),
         table if table == u32::from(RouteHeader::RT_TABLE_MAIN) && route.header.destination_prefix_length == 0 => {
             Some(RoutingEvent::Underlay)
@@ -168,8 +168,8 @@ fn classify_route(route: &RouteMessage) -> Option<RoutingEvent> {
     }
 }
 
-/// On any interface, since our device may have had another index. The link-local addresses of new pods' interfaces do
-/// not matter.
+/// Addresses on any interface count, since the agent's device may have been created anew with another index. Link-local
+/// addresses are ignored: every new pod's interface gets one.
 fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     match (address.header.scope, address.header.prefix_len) {
         (AddressScope::Universe, 32 | 128) => Some(RoutingEvent::Ours),

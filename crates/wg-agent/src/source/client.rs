@@ -12,8 +12,8 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
 };
 
-/// Timeout of a connection attempt; an idle watch may last longer.
-const CONNECT: Duration = Duration::from_secs(5);
+/// Timeout of a connection attempt. It does not apply to an idle watch.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A client and the address of its server.
 #[derive(Clone)]
@@ -24,10 +24,10 @@ pub struct Connection {
     pub server: Server,
 }
 
-/// Where an API server is.
+/// The host and port of an API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Server {
-    /// An address, or a name that has to be looked up.
+    /// An address; `Err` = a host name that must be resolved.
     pub host: Result<IpAddr, String>,
     /// TCP port.
     pub port: u16,
@@ -41,9 +41,9 @@ impl Server {
     }
 }
 
-/// Why there is no client. An API server that does not answer is not an error here.
+/// Why the client cannot be built. No request is sent, so an unreachable API server is not an error.
 #[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
+pub enum ClientError {
     /// The kubeconfig cannot be used.
     #[error("--kubeconfig {0}: {1}")]
     Kubeconfig(PathBuf, #[source] Box<kube::config::KubeconfigError>),
@@ -58,25 +58,25 @@ pub enum ConnectError {
     Client(#[source] kube::Error),
 }
 
-/// Reads the configuration; does not connect.
-pub async fn connect(kubeconfig: Option<&Path>) -> Result<Connection, ConnectError> {
+/// Reads the configuration and builds the client; does not connect.
+pub async fn build(kubeconfig: Option<&Path>) -> Result<Connection, ClientError> {
     let mut config = match kubeconfig {
         Some(path) => {
-            let error = |e| ConnectError::Kubeconfig(path.to_owned(), Box::new(e));
+            let error = |e| ClientError::Kubeconfig(path.to_owned(), Box::new(e));
             let file = Kubeconfig::read_from(path).map_err(error)?;
             Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
                 .await
                 .map_err(error)?
         }
-        None => Config::incluster().map_err(ConnectError::InCluster)?,
+        None => Config::incluster().map_err(ClientError::InCluster)?,
     };
-    config.connect_timeout = Some(CONNECT);
-    let server = server(&config.cluster_url);
-    let client = Client::try_from(config).map_err(ConnectError::Client)?;
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    let server = parse_server(&config.cluster_url);
+    let client = Client::try_from(config).map_err(ClientError::Client)?;
     Ok(Connection { client, server })
 }
 
-fn server(url: &http::Uri) -> Server {
+fn parse_server(url: &http::Uri) -> Server {
     let host = url.host().unwrap_or_default();
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let default = if url.scheme_str() == Some("http") { 80 } else { 443 };
@@ -92,21 +92,21 @@ mod tests {
 
     #[test]
     fn server_address_is_parsed_from_every_url_form() {
-        let at = |text: &str| server(&text.parse().unwrap());
+        let parse = |text: &str| parse_server(&text.parse().unwrap());
         assert_eq!(
-            at("https://10.95.0.1:443").address(),
+            parse("https://10.95.0.1:443").address(),
             Some("10.95.0.1:443".parse().unwrap())
         );
         assert_eq!(
-            at("https://[fd00::1]:6443/").address(),
+            parse("https://[fd00::1]:6443/").address(),
             Some("[fd00::1]:6443".parse().unwrap())
         );
         assert_eq!(
-            at("https://127.0.0.1").address(),
+            parse("https://127.0.0.1").address(),
             Some("127.0.0.1:443".parse().unwrap())
         );
         assert_eq!(
-            at("https://api.example.org:6443"),
+            parse("https://api.example.org:6443"),
             Server {
                 host: Err("api.example.org".into()),
                 port: 6443

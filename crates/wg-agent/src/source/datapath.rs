@@ -25,16 +25,16 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interface that Cilium creates on each of its nodes.
 const CILIUM: &str = "cilium_host";
 /// The interface to which kube-proxy in mode ipvs assigns the addresses of Services (`pkg/proxy/ipvs/proxier.go`,
-/// `defaultDummyDevice`). kube-proxy leaves it when it changes to another mode, and may leave its rules, too, which
-/// cannot be seen from here.
+/// `defaultDummyDevice`). The interface stays when kube-proxy changes to another mode. The IPVS rules may stay,
+/// too; the agent cannot see them.
 const KUBE_IPVS: &str = "kube-ipvs0";
 
-/// The problem that is known without a request to the API server.
+/// Checks only for problems that are known without a request to the API server.
 pub(crate) fn initial() -> Option<DatapathProblem> {
     most_urgent(None, interface_exists(KUBE_IPVS))
 }
 
-/// Checks repeatedly until the token is cancelled; reports changes and wakes the store's waiter.
+/// Checks repeatedly until the token is cancelled. Sends each change to `problem`, and wakes the store's waiter.
 pub(crate) async fn run(
     client: Client,
     problem: watch::Sender<Option<DatapathProblem>>,
@@ -47,7 +47,7 @@ pub(crate) async fn run(
         settings = match settings {
             _ if !interface_exists(CILIUM) => None,
             Some((at, found)) if at.elapsed() < SETTINGS_INTERVAL => Some((at, found)),
-            Some(_) | None => Some((Instant::now(), cilium(&client).await)),
+            Some(_) | None => Some((Instant::now(), check_cilium(&client).await)),
         };
         let found = most_urgent(
             settings.as_ref().and_then(|(_, found)| found.clone()),
@@ -76,7 +76,7 @@ pub(crate) async fn run(
 pub(crate) async fn check_once(client: impl AsyncFnOnce() -> Result<Client, String>) -> Option<DatapathProblem> {
     let cilium = if interface_exists(CILIUM) {
         match client().await {
-            Ok(client) => cilium(&client).await,
+            Ok(client) => check_cilium(&client).await,
             Err(error) => Some(DatapathProblem::Unknown(error)),
         }
     } else {
@@ -85,7 +85,7 @@ pub(crate) async fn check_once(client: impl AsyncFnOnce() -> Result<Client, Stri
     most_urgent(cilium, interface_exists(KUBE_IPVS))
 }
 
-/// Of two problems the one to fix first; the other is reported afterwards.
+/// Chooses the problem to report: the one to fix first.
 fn most_urgent(cilium: Option<DatapathProblem>, ipvs: bool) -> Option<DatapathProblem> {
     match cilium {
         Some(DatapathProblem::Unknown(_)) | None if ipvs => Some(DatapathProblem::Ipvs),
@@ -100,24 +100,24 @@ fn interface_exists(interface: &str) -> bool {
 /// A problem with this node's datapath.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum DatapathProblem {
-    /// Packets bypass netfilter; the reason.
+    /// Packets bypass netfilter, for this reason.
     #[error(
-        "DatapathBypassed: Cilium leads packets of pods past netfilter here ({0}): PeerPolicies are not enforced on what it \
-         takes past the host's network stack, and pods may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
+        "DatapathBypassed: Cilium forwards packets of pods past netfilter on this node ({0}): PeerPolicies are not enforced on \
+         these packets, and pods may fail to reach the mesh. Set enable-host-legacy-routing to \"true\" and \
          datapath-mode to \"veth\" in kube-system/cilium-config (Helm: bpf.hostLegacyRouting=true) and restart Cilium"
     )]
     Bypassed(&'static str),
-    /// kube-proxy's IPVS translates after the table.
+    /// kube-proxy's IPVS translates addresses after the firewall table.
     #[error(
-        "DatapathBypassed: the interface kube-ipvs0 is here, so kube-proxy runs, or ran, in mode ipvs, which translates packets \
-         for Services after the firewall table looked at them: PeerPolicies do not see where those go. To be enforced here: \
+        "DatapathBypassed: the interface kube-ipvs0 exists, so kube-proxy runs, or ran, in mode ipvs, which translates packets \
+         for Services after the firewall table: PeerPolicies do not match their real destinations. To have them enforced: \
          {IPVS_REMEDY}"
     )]
     Ipvs,
     /// Cilium's settings cannot be read.
     #[error(
         "Cilium serves this node, and kube-system/cilium-config cannot be read ({0}), so it is not known whether packets pass \
-         netfilter: let this account `get` that ConfigMap (deploy/agent.yaml does)"
+         netfilter: allow this account to `get` that ConfigMap (as in deploy/agent.yaml)"
     )]
     Unknown(String),
 }
@@ -134,11 +134,11 @@ impl DatapathProblem {
 }
 
 /// Reads Cilium's settings; `None` = packets pass netfilter.
-async fn cilium(client: &Client) -> Option<DatapathProblem> {
+async fn check_cilium(client: &Client) -> Option<DatapathProblem> {
     let api: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");
     match tokio::time::timeout(REQUEST_TIMEOUT, api.get_opt("cilium-config")).await {
         Ok(Ok(Some(map))) => cilium_bypass(&map.data.unwrap_or_default()).map(DatapathProblem::Bypassed),
-        Ok(Ok(None)) => Some(DatapathProblem::Unknown("there is none".to_owned())),
+        Ok(Ok(None)) => Some(DatapathProblem::Unknown("it does not exist".to_owned())),
         Ok(Err(error)) => Some(DatapathProblem::Unknown(error.to_string())),
         Err(_) => Some(DatapathProblem::Unknown(format!(
             "no answer within {} s",
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn known_bypass_is_reported_before_an_unknown_state() {
         let netkit = Some(DatapathProblem::Bypassed("datapath-mode is netkit"));
-        let unknown = Some(DatapathProblem::Unknown("there is none".to_owned()));
+        let unknown = Some(DatapathProblem::Unknown("it does not exist".to_owned()));
         let problem = [
             (None, false),
             (unknown.clone(), false),
@@ -172,9 +172,9 @@ mod tests {
     fn ipvs_is_reported_with_a_remedy() {
         assert_eq!(
             DatapathProblem::Ipvs.to_string(),
-            "DatapathBypassed: the interface kube-ipvs0 is here, so kube-proxy runs, or ran, in mode ipvs, which translates \
-             packets for Services after the firewall table looked at them: PeerPolicies do not see where those go. To be enforced \
-             here: set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the interface \
+            "DatapathBypassed: the interface kube-ipvs0 exists, so kube-proxy runs, or ran, in mode ipvs, which translates \
+             packets for Services after the firewall table: PeerPolicies do not match their real destinations. To have them \
+             enforced: set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the interface \
              kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
         );
     }

@@ -21,13 +21,12 @@ const CONCURRENCY: usize = 16;
 /// An address for each name that has one.
 pub type Addresses = BTreeMap<String, IpAddr>;
 
-/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while that is among the
-/// answers, so that round-robin DNS moves no peer, and while there is no answer at all.
-/// `known` are the answers of an earlier process.
+/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while DNS returns that address or
+/// nothing, so that round-robin DNS does not move a peer. `known` contains the answers of an earlier process.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,
-    found: impl Fn(Addresses) + Send,
+    report: impl Fn(Addresses) + Send,
     stop: CancellationToken,
 ) {
     let mut known = Arc::new(known);
@@ -45,7 +44,7 @@ pub async fn run(
             .await;
         if answers != **old {
             known = Arc::new(answers);
-            found(known.as_ref().clone());
+            report(known.as_ref().clone());
         }
         tokio::select! {
             () = stop.cancelled() => return,
@@ -69,7 +68,7 @@ async fn resolve(name: &str) -> BTreeSet<IpAddr> {
 fn select_address(old: Option<IpAddr>, answers: &BTreeSet<IpAddr>) -> Option<IpAddr> {
     match old {
         Some(old) if answers.is_empty() || answers.contains(&old) => Some(old),
-        // IPv4 sorts first.
+        // IPv4 addresses sort before IPv6 addresses.
         _ => answers.first().copied(),
     }
 }
@@ -79,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn address_is_kept_while_it_is_an_answer_or_there_is_none() {
+    fn address_is_kept_while_dns_returns_it_or_nothing() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let set = |texts: &[&str]| texts.iter().map(|t| ip(t)).collect::<BTreeSet<_>>();
         assert_eq!(

@@ -1,5 +1,4 @@
-//! Reads what the agent works from: objects of its own cluster, and the node's network without the mesh. Writes
-//! nothing.
+//! Reads the agent's inputs: the objects of its own cluster, and the node's network without the mesh.
 
 use clustermesh_api::{peer::Peer, policy::PeerPolicy};
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -25,8 +24,8 @@ pub mod watch;
 
 const PEER_POLICY: &str = "PeerPolicy";
 
-/// Starts the watches of all objects that concern this node, into `store`, until the token is cancelled. `keys` are the
-/// annotations that this agent writes on its own Node.
+/// Starts the watches of all objects that concern the node `me`. They update `store` until the token is cancelled. `keys`
+/// are the annotations that this agent writes on its own Node.
 pub fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,

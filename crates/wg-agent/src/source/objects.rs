@@ -1,5 +1,5 @@
-//! Parses objects into the values that the agent keeps, or into a message why they cannot be used. `clustermesh_api`
-//! knows their format, `clustermesh_agent_core` what follows from them.
+//! Parses objects into the values that the agent uses, or into a message that says why they cannot be used.
+//! `clustermesh_api` defines their format.
 
 use std::{
     collections::BTreeSet,
@@ -21,15 +21,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::publish::Annotations;
 
-/// A Peer.
+/// The parsed values of a Peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPeer {
-    /// The member whose node the Peer describes; empty without its label.
+    /// The member whose node the Peer describes; empty if the Peer has no such label.
     pub cluster: String,
-    /// Namespace and name of the ClusterMesh; empty without the labels.
+    /// Namespace and name of the ClusterMesh; empty if the Peer has no such labels.
     pub mesh: (String, String),
-    /// Its resourceVersion, which tells which of two Peers was written last.
+    /// Its resourceVersion, which orders Peers by their last write.
     pub revision: u64,
     /// Its values, or why they cannot be used.
     pub spec: Result<PeerSpec, String>,
@@ -59,18 +59,19 @@ impl ParsedPeer {
                 .and_then(|v| v.parse().ok())
                 .unwrap_or(0),
             spec: match object.try_parse::<Peer>() {
-                Ok(peer) => convert::peer::exact(&peer),
+                Ok(peer) => convert::peer::parse_strictly(&peer),
                 Err(error) => Err(format!("is not what the Peer CRD describes: {error}")),
             },
         }
     }
 }
 
-/// A PeerPolicy.
+/// The parsed values of a PeerPolicy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPolicy {
-    /// What to enforce. An unparsable policy allows nothing; packets to its networks still must not leave unencrypted.
+    /// The policy to enforce. An unparsable policy allows nothing. It keeps its networks, so that packets to them never
+    /// leave unencrypted.
     pub spec: PolicySpec,
     /// Why it cannot be parsed.
     pub problem: Option<String>,
@@ -84,7 +85,7 @@ impl ParsedPolicy {
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
         let digest = revision::digest(&name, object.data.get("spec"));
-        let unread = |networks: &[String]| PolicySpec {
+        let deny_all = |networks: &[String]| PolicySpec {
             networks: networks
                 .iter()
                 .filter_map(|text| text.parse().ok())
@@ -95,10 +96,10 @@ impl ParsedPolicy {
         let (spec, problem) = match object.try_parse::<PeerPolicy>() {
             Ok(written) => match convert::policy::to_core(&written).spec {
                 Ok(spec) => (spec, None),
-                Err(problem) => (unread(&written.spec.networks), Some(problem)),
+                Err(problem) => (deny_all(&written.spec.networks), Some(problem)),
             },
             Err(error) => (
-                unread(&[]),
+                deny_all(&[]),
                 Some(format!("is not what the PeerPolicy CRD describes: {error}")),
             ),
         };
@@ -106,7 +107,7 @@ impl ParsedPolicy {
     }
 }
 
-/// A Node: the values that are needed of every Node, and in `own` those that are needed only of this node's own.
+/// The parsed values of a Node.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedNode {
@@ -118,11 +119,11 @@ pub struct ParsedNode {
     pub internal_ips: Vec<IpAddr>,
     /// `spec.podCIDRs`.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Only for this node.
+    /// Values of this node's own Node; `None` = another Node.
     pub own: Option<OwnNode>,
 }
 
-/// Values of this node's own Node. The cache leaves out those that are only true for the moment.
+/// Values of this node's own Node. The cache leaves out values that soon become outdated.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct OwnNode {
@@ -186,7 +187,7 @@ pub fn sockets(slice: &EndpointSlice) -> BTreeSet<SocketAddr> {
         .collect()
 }
 
-/// A hash of all policies.
+/// The policy revision: a hash of all policies.
 #[must_use]
 pub fn revision<'a>(policies: impl Iterator<Item = &'a ParsedPolicy>) -> String {
     revision::of_all(policies.map(|policy| &policy.digest))
@@ -253,18 +254,18 @@ mod tests {
 
     #[test]
     fn policy_of_a_sandbox_or_standard_member_is_closed() {
-        let of = |profile: &str| {
+        let policy = |profile: &str| {
             let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
             object.data["spec"]["isolationProfile"] = profile.into();
             ParsedPolicy::new(object).spec
         };
-        let closed = ["cluster-meshed", "sandbox", "standard"].map(|profile| of(profile).closed);
+        let closed = ["cluster-meshed", "sandbox", "standard"].map(|profile| policy(profile).closed);
         assert_eq!(closed, [false, true, true]);
-        assert_eq!(of("sandbox").allowed().count(), 0);
+        assert_eq!(policy("sandbox").allowed().count(), 0);
     }
 
     #[test]
-    fn malformed_peer_has_a_problem() {
+    fn malformed_peer_gets_an_error_instead_of_a_spec() {
         let peer = ParsedPeer::new(object(serde_json::json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
             "metadata": {"name": "p", "resourceVersion": "41"}, "spec": {"allowedIPs": 7},
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn heartbeat_of_another_node_is_no_change() {
+    fn last_seen_of_another_node_is_ignored() {
         let node = |seen: &str| -> Node {
             serde_json::from_value(serde_json::json!({
                 "metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen, "kilo.squat.ai/wireguard-ip": "10.4.0.1/16"}},
@@ -296,10 +297,10 @@ mod tests {
                 nets(&["10.5.1.0/24", "fd00:5:0:1::/64"])
             )
         );
-        let published = own.own.unwrap();
-        assert_eq!(published.kg_seen, Some(2));
+        let own_node = own.own.unwrap();
+        assert_eq!(own_node.kg_seen, Some(2));
         assert_eq!(
-            published.published,
+            own_node.published,
             [
                 ("kilo.squat.ai/wireguard-ip", Some("10.4.0.1/16".to_owned())),
                 ("kilo.squat.ai/key", None)
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_addresses_times_ports() {
+    fn sockets_combine_every_address_with_every_port() {
         let slice = serde_json::from_value(serde_json::json!({
             "addressType": "IPv4", "metadata": {"name": "kubernetes"},
             "endpoints": [{"addresses": ["192.0.2.1"]}, {"addresses": ["192.0.2.2"]}], "ports": [{"name": "https", "port": 6443}],

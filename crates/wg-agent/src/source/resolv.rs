@@ -61,8 +61,8 @@ fn version(path: &PathBuf) -> Version {
 mod tests {
     use super::*;
 
-    /// Whether a change is reported within an hour of paused time.
-    async fn changes(watch: &mut Watch) -> bool {
+    /// Whether a change is reported within an hour of simulated time.
+    async fn reports_change(watch: &mut Watch) -> bool {
         tokio::time::timeout(Duration::from_secs(3600), watch.changed())
             .await
             .is_ok()
@@ -73,22 +73,22 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let mut watch = Watch::new(at("resolv.conf"));
-        assert!(!changes(&mut watch).await);
+        assert!(!reports_change(&mut watch).await);
         fs::write(at("resolv.conf"), "nameserver 192.0.2.1").unwrap();
-        assert!(changes(&mut watch).await, "made");
+        assert!(reports_change(&mut watch).await, "created");
         fs::write(at("resolv.conf"), "nameserver 192.0.2.10").unwrap();
-        assert!(changes(&mut watch).await, "edited");
+        assert!(reports_change(&mut watch).await, "edited");
         fs::write(at("next"), "nameserver 192.0.2.11").unwrap();
         fs::rename(at("next"), at("resolv.conf")).unwrap();
-        assert!(changes(&mut watch).await, "replaced");
+        assert!(reports_change(&mut watch).await, "replaced");
         fs::remove_file(at("resolv.conf")).unwrap();
-        assert!(changes(&mut watch).await, "taken away");
+        assert!(reports_change(&mut watch).await, "removed");
         for name in ["one", "two"] {
             fs::write(at(name), "nameserver 192.0.2.12").unwrap();
             std::os::unix::fs::symlink(at(name), at("link")).unwrap();
             fs::rename(at("link"), at("resolv.conf")).unwrap();
-            assert!(changes(&mut watch).await, "led to {name}");
+            assert!(reports_change(&mut watch).await, "symlink to {name}");
         }
-        assert!(!changes(&mut watch).await);
+        assert!(!reports_change(&mut watch).await);
     }
 }

@@ -1,4 +1,4 @@
-//! Holds the latest snapshot of the cluster's objects, and wakes the loop when it changes.
+//! Stores the latest snapshot of the cluster's objects, and wakes the reconcile loop when it changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,7 +29,7 @@ pub struct ClusterSnapshot {
     pub api_servers: WatchedKind<BTreeSet<SocketAddr>>,
     /// Addresses of host names.
     pub addresses: Addresses,
-    /// Errors of watches that fail.
+    /// The last error of each kind whose watch fails.
     pub errors: BTreeMap<&'static str, String>,
     /// Kinds that the API server refuses to list (401, 403).
     pub refused: BTreeSet<&'static str>,
@@ -82,9 +82,9 @@ impl ClusterSnapshot {
         .collect()
     }
 
-    /// Uses the cached objects of each kind that is not listed yet. True = there was such a kind.
+    /// Uses the cached objects of each kind that is not listed yet. Returns whether there was such a kind.
     fn fill_from_cache(&mut self, saved: SavedObjects) -> bool {
-        fn take<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
+        fn fill<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
             let pending = matches!(seen, WatchedKind::Pending);
             if pending {
                 *seen = WatchedKind::Cached(objects);
@@ -101,18 +101,18 @@ impl ClusterSnapshot {
         for (name, address) in addresses {
             self.addresses.entry(name).or_insert(address);
         }
-        let taken = [
-            take(&mut self.peers, peers),
-            take(&mut self.policies, policies),
-            take(&mut self.nodes, nodes),
-            take(&mut self.api_servers, api_servers),
+        let filled = [
+            fill(&mut self.peers, peers),
+            fill(&mut self.policies, policies),
+            fill(&mut self.nodes, nodes),
+            fill(&mut self.api_servers, api_servers),
         ];
-        taken.contains(&true)
+        filled.contains(&true)
     }
 
-    /// Whether the API server still confirms all of this, as far as can be known. Nodes change every few minutes, so a
-    /// watch of Nodes without an error proves that the API server still sends changes. A re-established watch of another
-    /// kind proves nothing until an object changes.
+    /// Whether the API server still confirms the whole snapshot, as far as the agent can know. Nodes change every few
+    /// minutes, so a watch of Nodes without an error proves that the API server still sends changes. A re-established
+    /// watch of another kind proves nothing until an object changes.
     #[must_use]
     pub fn is_confirmed(&self) -> bool {
         self.pending_kinds().is_empty()
@@ -172,12 +172,12 @@ impl Store {
         self.lock().clone()
     }
 
-    /// Waits until something has changed since the last call returned. For one waiter.
+    /// Waits until the snapshot has changed since the last call returned. Only one task may wait.
     pub async fn changed(&self) {
         self.notify.notified().await;
     }
 
-    /// Waits until a PeerPolicy has changed since the last call returned. For one waiter.
+    /// Waits until a PeerPolicy has changed since the last call returned. Only one task may wait.
     pub async fn policies_changed(&self) {
         self.policies.notified().await;
     }
@@ -198,7 +198,7 @@ impl Store {
     }
 }
 
-/// Puts the objects of one watch into the store.
+/// Writes the objects of one watch into the store.
 pub(crate) struct StoreSink<V> {
     pub(crate) store: Store,
     pub(crate) kind: &'static str,
@@ -225,17 +225,17 @@ impl<V> WatchSink<V> for StoreSink<V> {
 
     fn failed(&self, error: &watcher::Error) {
         self.store.metrics.count_error("watch");
-        // An API server that is down causes many different errors, so only the first is logged; known objects stay in
-        // force.
+        // Only the first error is logged, because an API server that is down causes many different errors. Known objects
+        // stay.
         let text = error.to_string();
         if self.store.lock().errors.insert(self.kind, text.clone()).is_none() {
             tracing::warn!(
                 kind = self.kind,
                 error = text,
-                "cannot watch this cluster's objects; what is applied stays"
+                "cannot watch this cluster's objects; the applied state stays"
             );
         }
-        // A server that refuses access is not down: the rights to what the cache contains may have been revoked. So the
+        // A server that refuses access is not down: it may have revoked the right to read the cached objects. So the
         // cache is not used here, but only after the timeout in [`crate::run`].
         let is_refused = is_refusal(error);
         {

@@ -1,5 +1,5 @@
 //! Reads the node's network without the mesh: the interface by which outer packets leave, its addresses and MTU, next
-//! hops and resolvers. Our own tables and device are ignored.
+//! hops and resolvers. The agent's own tables and device are ignored.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,12 +36,12 @@ pub enum UnderlayError {
     /// A netlink request failed.
     #[error("cannot read the node's links, addresses and routes: {0}")]
     Netlink(#[from] Error),
-    /// No interface for outer packets.
+    /// There is no interface for outer packets.
     #[error(
-        "this node has no interface with one of its InternalIPs ({0:?}) and no default route: tunnels have nothing to leave \
-         by; correct the Node's addresses (kubelet --node-ip) or the node's routes"
+        "this node has no interface with one of its InternalIPs ({0:?}) and no default route: outer packets \
+         cannot leave; correct the Node's addresses (kubelet --node-ip) or the node's routes"
     )]
-    None(BTreeSet<IpAddr>),
+    NoInterface(BTreeSet<IpAddr>),
 }
 
 #[derive(Debug, Default)]
@@ -51,37 +51,37 @@ struct Link {
     addresses: BTreeMap<IpAddr, u8>,
 }
 
-/// The relevant parts of a route.
+/// A next hop of a route in the main table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hop {
-    default: bool,
+    is_default: bool,
     metric: u32,
-    v6: bool,
+    is_ipv6: bool,
     interface: Option<u32>,
     gateway: Option<IpAddr>,
 }
 
-/// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's
-/// outer packets, else that of the best default route. `device` is ours.
+/// Reads the node's network. Outer packets leave by the interface that has one of the Node's InternalIPs (`internal`), else
+/// by the interface of the best default route. `device` is the agent's tunnel device.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
-    // In the caller's network namespace.
+    // Opened here, so that it belongs to the network namespace of the caller's thread.
     let socket = Socket::open(Protocol::Route)?;
-    // On a blocking thread, because the dump takes long if other programs add many routes.
+    // On a blocking thread, because the dump takes long if other programs have added many routes.
     let dumped = tokio::task::spawn_blocking(move || dump(&socket)).await;
     let (links, hops) = dumped.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
-    choose(internal, device, &links, &hops).ok_or_else(|| UnderlayError::None(internal.clone()))
+    choose_underlay(internal, device, &links, &hops).ok_or_else(|| UnderlayError::NoInterface(internal.clone()))
 }
 
 fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     let request = RouteNetlinkMessage::GetLink(LinkMessage::default());
     let links = socket.dump_readable(&request, |answer| match answer {
-        RouteNetlinkMessage::NewLink(message) => Some(link(message)),
+        RouteNetlinkMessage::NewLink(message) => Some(parse_link(message)),
         _ => None,
     })?;
     let mut links: BTreeMap<u32, Link> = links.into_iter().collect();
     let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
     let addresses = socket.dump_readable(&request, |answer| match answer {
-        RouteNetlinkMessage::NewAddress(message) => Some((message.header.index, address(&message)?)),
+        RouteNetlinkMessage::NewAddress(message) => Some((message.header.index, parse_address(&message)?)),
         _ => None,
     })?;
     for (index, (address, length)) in addresses {
@@ -89,17 +89,17 @@ fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     }
     let mut hops = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // The kernel returns only this table. Before Linux 4.20 it returns all, so `main_table` filters, too.
+        // The kernel returns only this table. Before Linux 4.20 it returns all tables, so `parse_main_table` filters, too.
         let mut filter = RouteMessage::default();
         filter.header.address_family = family;
         filter.header.table = RouteHeader::RT_TABLE_MAIN;
         let found = socket.dump_readable(&RouteNetlinkMessage::GetRoute(filter), |answer| match answer {
-            RouteNetlinkMessage::NewRoute(message) => Some(main_table(&message)),
+            RouteNetlinkMessage::NewRoute(message) => Some(parse_main_table(&message)),
             _ => None,
         });
         match found {
             Ok(found) => hops.extend(found.into_iter().flatten()),
-            // A kernel without IPv6 (ipv6.disable=1) refuses.
+            // A kernel without IPv6 (ipv6.disable=1) refuses the dump.
             Err(Error::Kernel { .. }) if family == AddressFamily::Inet6 => {}
             Err(error) => return Err(error),
         }
@@ -107,7 +107,7 @@ fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     Ok((links, hops))
 }
 
-fn link(message: LinkMessage) -> (u32, Link) {
+fn parse_link(message: LinkMessage) -> (u32, Link) {
     let mut link = Link::default();
     for attribute in message.attributes {
         match attribute {
@@ -119,9 +119,9 @@ fn link(message: LinkMessage) -> (u32, Link) {
     (message.header.index, link)
 }
 
-/// The address and its prefix length. On a point-to-point link, `Address` is the remote end and `Local` this one; IPv6
-/// has only `Address`.
-fn address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
+/// Parses an address and its prefix length. On a point-to-point link, `Address` is the remote address and `Local` the
+/// local one. IPv6 has only `Address`.
+fn parse_address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     let find = |local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {
             AddressAttribute::Local(address) if local => Some(*address),
@@ -132,7 +132,7 @@ fn address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     Some((find(true).or_else(|| find(false))?, message.header.prefix_len))
 }
 
-fn main_table(message: &RouteMessage) -> Vec<Hop> {
+fn parse_main_table(message: &RouteMessage) -> Vec<Hop> {
     let table = message.attributes.iter().find_map(|a| {
         if let RouteAttribute::Table(t) = a {
             Some(*t)
@@ -151,9 +151,9 @@ fn main_table(message: &RouteMessage) -> Vec<Hop> {
         }
     });
     let hop = |attributes: &[RouteAttribute], interface: Option<u32>| Hop {
-        default: message.header.destination_prefix_length == 0,
+        is_default: message.header.destination_prefix_length == 0,
         metric: metric.unwrap_or(0),
-        v6: message.header.address_family == AddressFamily::Inet6,
+        is_ipv6: message.header.address_family == AddressFamily::Inet6,
         interface: attributes
             .iter()
             .find_map(|a| if let RouteAttribute::Oif(i) = a { Some(*i) } else { None })
@@ -166,14 +166,14 @@ fn main_table(message: &RouteMessage) -> Vec<Hop> {
             _ => None,
         }),
     };
-    let several = message.attributes.iter().find_map(|a| {
+    let multipath = message.attributes.iter().find_map(|a| {
         if let RouteAttribute::MultiPath(h) = a {
             Some(h)
         } else {
             None
         }
     });
-    match several {
+    match multipath {
         Some(hops) => hops
             .iter()
             .map(|h| hop(&h.attributes, Some(h.interface_index)))
@@ -182,7 +182,7 @@ fn main_table(message: &RouteMessage) -> Vec<Hop> {
     }
 }
 
-fn choose(
+fn choose_underlay(
     internal: &BTreeSet<IpAddr>,
     device: &InterfaceName,
     links: &BTreeMap<u32, Link>,
@@ -195,14 +195,14 @@ fn choose(
     };
     let by_address = usable().find(|(_, link)| link.addresses.keys().any(|a| internal.contains(a)));
     let by_route = || {
-        let mut defaults: Vec<&Hop> = hops.iter().filter(|hop| hop.default).collect();
-        defaults.sort_by_key(|hop| (hop.v6, hop.metric));
+        let mut defaults: Vec<&Hop> = hops.iter().filter(|hop| hop.is_default).collect();
+        defaults.sort_by_key(|hop| (hop.is_ipv6, hop.metric));
         defaults
             .iter()
             .find_map(|hop| usable().find(|(index, _)| Some(**index) == hop.interface))
     };
     let (_, link) = by_address.or_else(by_route)?;
-    let ours = |hop: &&Hop| {
+    let is_outside_tunnel = |hop: &&Hop| {
         hop.interface
             .and_then(|index| links.get(&index))
             .is_none_or(|link| link.name != device.as_str())
@@ -213,26 +213,27 @@ fn choose(
         addresses: link
             .addresses
             .iter()
-            .filter(|(a, _)| !link_local(a))
+            .filter(|(a, _)| !is_link_local(a))
             .map(|(a, l)| (*a, *l))
             .collect(),
         next_hops: hops
             .iter()
-            .filter(ours)
+            .filter(is_outside_tunnel)
             .filter_map(|hop| hop.gateway)
-            .filter(|a| !link_local(a))
+            .filter(|a| !is_link_local(a))
             .collect(),
     })
 }
 
-const fn link_local(address: &IpAddr) -> bool {
+const fn is_link_local(address: &IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => address.is_link_local(),
         IpAddr::V6(address) => address.is_unicast_link_local(),
     }
 }
 
-/// The name servers in a resolv.conf(5), except loopback ones, which need no route. A missing file has none.
+/// Reads the name servers in a resolv.conf(5), except loopback and link-local ones, which need no route. A missing file
+/// counts as empty.
 pub fn resolvers(path: &Path) -> io::Result<BTreeSet<IpAddr>> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(parse_resolvers(&text)),
@@ -248,7 +249,7 @@ fn parse_resolvers(text: &str) -> BTreeSet<IpAddr> {
             (words.next() == Some("nameserver")).then(|| words.next())?
         })
         .filter_map(|word| word.split('%').next()?.parse::<IpAddr>().ok())
-        .filter(|address| !address.is_loopback() && !link_local(address))
+        .filter(|address| !address.is_loopback() && !is_link_local(address))
         .collect()
 }
 
@@ -275,10 +276,10 @@ mod tests {
     }
 
     fn hops() -> Vec<Hop> {
-        let hop = |default, metric, interface, gateway: Option<&str>| Hop {
-            default,
+        let hop = |is_default, metric, interface, gateway: Option<&str>| Hop {
+            is_default,
             metric,
-            v6: false,
+            is_ipv6: false,
             interface: Some(interface),
             gateway: gateway.map(|g| g.parse().unwrap()),
         };
@@ -302,16 +303,19 @@ mod tests {
                 .into(),
         };
         assert_eq!(
-            choose(&internal, &"kilo0".parse().unwrap(), &links(), &hops()),
+            choose_underlay(&internal, &"kilo0".parse().unwrap(), &links(), &hops()),
             Some(want)
         );
     }
 
     #[test]
-    fn best_foreign_default_route_is_the_fallback() {
-        let got = choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &hops()).unwrap();
+    fn best_default_route_outside_the_mesh_is_the_fallback() {
+        let got = choose_underlay(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &hops()).unwrap();
         assert_eq!((got.interface.as_str(), got.mtu), ("eth0", 1500));
-        assert_eq!(choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &[]), None);
+        assert_eq!(
+            choose_underlay(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &[]),
+            None
+        );
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! Watches one kind of object: a list, then changes, with retries.
+//! Watches one kind of object: lists the objects, then receives changes, and retries after errors.
 //!
-//! Objects that were listed stay until newer ones are known: an API server that goes away changes nothing.
+//! Listed objects stay until newer ones are known, so an unreachable API server changes nothing.
 
 use std::{
     collections::BTreeMap,
@@ -23,9 +23,9 @@ pub enum WatchedKind<V> {
     /// Never listed since this process started.
     #[default]
     Pending,
-    /// The API server does not know the kind: its CRD is not installed. Counts as no objects.
+    /// The API server does not know the kind, because its CRD is not installed. Counts as a kind without objects.
     CrdMissing,
-    /// Not listed since this process started; taken from the cache until the first list.
+    /// Not listed since this process started. The objects come from the cache until the first list.
     Cached(BTreeMap<String, V>),
     /// Listed completely, and kept up to date as far as possible.
     Listed(BTreeMap<String, V>),
@@ -46,47 +46,47 @@ impl<V> WatchedKind<V> {
     }
 }
 
-/// Takes the objects and errors of one watch.
+/// Receives the objects and errors of one watch.
 pub(crate) trait WatchSink<V>: Send {
     /// Changes the objects; the closure returns whether anything changed.
     fn change(&self, change: impl FnOnce(&mut WatchedKind<V>) -> bool + Send);
-    /// A list or watch failed.
+    /// Records that a list or watch failed.
     fn failed(&self, error: &watcher::Error);
 }
 
-/// Timeout of a watch request: an idle watch is renewed after it.
+/// Timeout of a watch request, after which the watch is renewed.
 const WATCH_SECONDS: u32 = 60;
 /// Pause before an unknown kind is listed again.
-const ABSENT_RETRY: Duration = Duration::from_secs(3);
-/// How long a kind must be unknown until it counts as not installed, because a starting API server may not know its
-/// CRDs yet. Where the kind was listed before, believing it would tear the mesh down. Where it was not (`_FIRST`), the
-/// kernel may still deny what an earlier process denied.
-const ABSENT_BELIEVED: Duration = Duration::from_secs(60);
-const ABSENT_BELIEVED_FIRST: Duration = Duration::from_secs(10);
+const UNKNOWN_KIND_RETRY: Duration = Duration::from_secs(3);
+/// How long a kind must be unknown until its CRD counts as missing. A starting API server may not know its CRDs yet, and
+/// the next pass removes the state of all objects of a missing kind.
+const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
+/// The same for a kind that was never listed. Until then no pass runs, and the kernel keeps an earlier process's state.
+const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
-/// Since when a kind has been unknown without interruption.
+/// When the API server first answered that it does not know a kind; `None` = its last answer was different.
 #[derive(Debug, Default)]
-struct Absence(Option<Instant>);
+struct UnknownSince(Option<Instant>);
 
-impl Absence {
-    /// The kind is unknown again; returns for how long.
-    fn absent_for(&mut self, now: Instant) -> Duration {
+impl UnknownSince {
+    /// Records that the kind is unknown, and returns for how long it has been unknown.
+    fn record(&mut self, now: Instant) -> Duration {
         now.saturating_duration_since(*self.0.get_or_insert(now))
     }
 
-    /// Another answer, or none.
+    /// Records any other answer, or a request without an answer.
     fn reset(&mut self) {
         self.0 = None;
     }
 }
 
 impl<V> WatchedKind<V> {
-    /// Whether a kind becomes [`Self::CrdMissing`] now, after the API server has not known it for `absent`.
-    fn becomes_absent(&self, absent: Duration) -> bool {
+    /// Whether a kind becomes [`Self::CrdMissing`], after the API server has not known it for `unknown_for`.
+    fn becomes_missing(&self, unknown_for: Duration) -> bool {
         match self {
             Self::CrdMissing => false,
-            Self::Pending => absent > ABSENT_BELIEVED_FIRST,
-            Self::Cached(_) | Self::Listed(_) => absent > ABSENT_BELIEVED,
+            Self::Pending => unknown_for > CRD_MISSING_AFTER_AT_START,
+            Self::Cached(_) | Self::Listed(_) => unknown_for > CRD_MISSING_AFTER,
         }
     }
 }
@@ -101,7 +101,7 @@ fn backoff() -> impl Iterator<Item = Duration> {
         .build()
 }
 
-/// Watches until the token is cancelled. `convert` parses each object; equal values are no change.
+/// Watches until the token is cancelled. `convert` parses each object; an object whose parsed value stays equal has not changed.
 pub(crate) async fn watch_kind<K, V>(
     api: Api<K>,
     config: watcher::Config,
@@ -114,7 +114,7 @@ pub(crate) async fn watch_kind<K, V>(
 {
     let mut events = Box::pin(watcher::watcher(api, config.timeout(WATCH_SECONDS)));
     let mut pause = backoff();
-    let mut absence = Absence::default();
+    let mut unknown_since = UnknownSince::default();
     let mut listing: BTreeMap<String, V> = BTreeMap::new();
     loop {
         let event = tokio::select! {
@@ -126,27 +126,27 @@ pub(crate) async fn watch_kind<K, V>(
                 // A watcher emits Init before its first request.
                 if !matches!(event, Event::Init) {
                     pause = backoff();
-                    absence.reset();
+                    unknown_since.reset();
                 }
                 handle_event(event, &mut listing, &convert, &sink);
                 continue;
             }
-            Ok(None) => return, // a watcher never ends
+            Ok(None) => return, // not reached: a watcher never ends
             Err(error) if is_unknown_kind(&error) => {
-                let absent_for = absence.absent_for(Instant::now());
+                let unknown_for = unknown_since.record(Instant::now());
                 sink.change(|seen| {
-                    let changed = seen.becomes_absent(absent_for);
+                    let changed = seen.becomes_missing(unknown_for);
                     if changed {
                         *seen = WatchedKind::CrdMissing;
                     }
                     changed
                 });
-                ABSENT_RETRY
+                UNKNOWN_KIND_RETRY
             }
             Err(error) => {
-                absence.reset();
+                unknown_since.reset();
                 sink.failed(&error);
-                pause.next().unwrap_or(ABSENT_RETRY)
+                pause.next().unwrap_or(UNKNOWN_KIND_RETRY)
             }
         };
         tokio::select! {
@@ -209,44 +209,47 @@ fn is_unknown_kind(error: &watcher::Error) -> bool {
 mod tests {
     use super::*;
 
-    /// Whether a watch in state `seen` reports the kind as missing after each answer: seconds since the start, and
-    /// whether the answer was the 404 of an unknown kind or none at all.
-    fn believes(seen: &WatchedKind<()>, answers: &[(u64, bool)]) -> Vec<bool> {
+    /// Whether a kind in state `seen` becomes missing at each answer. An answer is the seconds since the start, and whether
+    /// the API server answered 404 (unknown kind) or nothing.
+    fn missing_after_each(seen: &WatchedKind<()>, answers: &[(u64, bool)]) -> Vec<bool> {
         let start = Instant::now();
-        let mut absence = Absence::default();
-        let mut believed = |(at, missing): &(u64, bool)| {
-            if !missing {
-                absence.reset();
+        let mut unknown_since = UnknownSince::default();
+        let mut becomes_missing = |(at, is_unknown): &(u64, bool)| {
+            if !is_unknown {
+                unknown_since.reset();
                 return false;
             }
-            seen.becomes_absent(absence.absent_for(start + Duration::from_secs(*at)))
+            seen.becomes_missing(unknown_since.record(start + Duration::from_secs(*at)))
         };
-        answers.iter().map(&mut believed).collect()
+        answers.iter().map(&mut becomes_missing).collect()
     }
 
     #[test]
-    fn kind_missing_at_the_start_is_believed_after_ten_seconds() {
+    fn kind_unknown_at_the_start_is_missing_after_ten_seconds() {
         let answers = [(0, true), (3, true), (9, true), (12, true)];
-        assert_eq!(believes(&WatchedKind::Pending, &answers), [false, false, false, true]);
-        // The API server restarted in between, and may not know its CRDs yet.
+        assert_eq!(
+            missing_after_each(&WatchedKind::Pending, &answers),
+            [false, false, false, true]
+        );
+        // The API server restarts in between, and may not know its CRDs yet.
         let answers = [(0, true), (3, false), (12, true), (15, true), (24, true)];
         assert_eq!(
-            believes(&WatchedKind::Pending, &answers),
+            missing_after_each(&WatchedKind::Pending, &answers),
             [false, false, false, false, true]
         );
     }
 
     #[test]
-    fn kind_missing_later_is_believed_after_a_minute() {
+    fn kind_unknown_after_a_list_is_missing_after_a_minute() {
         let answers = [(0, true), (12, true), (60, true), (63, true)];
         assert_eq!(
-            believes(&WatchedKind::Listed(BTreeMap::new()), &answers),
+            missing_after_each(&WatchedKind::Listed(BTreeMap::new()), &answers),
             [false, false, false, true]
         );
         assert_eq!(
-            believes(&WatchedKind::Cached(BTreeMap::new()), &answers),
+            missing_after_each(&WatchedKind::Cached(BTreeMap::new()), &answers),
             [false, false, false, true]
         );
-        assert_eq!(believes(&WatchedKind::CrdMissing, &answers), [false; 4]);
+        assert_eq!(missing_after_each(&WatchedKind::CrdMissing, &answers), [false; 4]);
     }
 }

@@ -30,7 +30,7 @@ enum Output {
     Json,
 }
 
-/// Prints the state. 0 = healthy, 1 = problems, 2 = no answer.
+/// Prints the state. The exit code is 0 if the node is healthy, 1 if it has problems, 2 if the agent did not answer.
 pub(crate) fn run(args: StatusArgs) -> ExitCode {
     let StatusArgs { output, cluster, peer } = args;
     let answer = query().map_err(|error| error.to_string()).and_then(|state| {
@@ -53,7 +53,7 @@ pub(crate) fn run(args: StatusArgs) -> ExitCode {
         Output::Table => table::page(&view),
         Output::Json => format!("{state:#}\n"),
     };
-    // The reader may have closed the pipe, such as `| head`.
+    // The reader may have closed the pipe, as `head` does.
     let _ = std::io::stdout().write_all(text.as_bytes());
     if view.is_healthy() {
         ExitCode::SUCCESS

@@ -1,5 +1,5 @@
-//! Serves the agent's state on a Unix socket next to the agent's lock, and queries it for `wg-agent status`. It does
-//! not depend on `--listen`. Only root and the agent's own user get an answer.
+//! Serves the agent's state on a Unix socket next to the agent's lock file, and queries the socket for `wg-agent status`.
+//! The socket works without `--listen`. Only root and the agent's own user get an answer.
 
 use std::{
     io::{self, Read},
@@ -31,7 +31,7 @@ pub(crate) async fn serve(listener: UnixListener, dump: Dump, stop: Cancellation
         match client {
             Ok((client, _)) if can_query(&client) => {
                 let dump = dump.clone();
-                // A slow client delays no other.
+                // A slow client must not delay other clients.
                 tokio::spawn(async move {
                     let _ = tokio::time::timeout(TIMEOUT, send_state(client, &dump)).await;
                 });
@@ -65,10 +65,10 @@ pub(crate) enum QueryError {
     /// No process listens.
     #[error(
         "no wg-agent runs in this network namespace ({0}). Run this in the agent's pod (`kubectl -n NAMESPACE exec POD -- \
-         wg-agent status`) or as root on its node; where the agent should run, its log says why it does not"
+         wg-agent status`) or as root on its node; if the agent should run here, its log says why it does not"
     )]
     NotRunning(io::Error),
-    /// The agent closed the connection, or sent something else.
+    /// The agent closed the connection, or its answer is not JSON.
     #[error("the agent sent no state: it answers only root, and only once it has started ({0})")]
     NoState(String),
     /// The agent did not answer in time.

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 
 use super::view::{DeviceView, NodeView, PeerView, View};
 
-/// The whole page.
+/// Renders the whole output.
 pub(crate) fn page(view: &View) -> String {
     let mut page = String::new();
     let facts = facts(view);
@@ -14,26 +14,25 @@ pub(crate) fn page(view: &View) -> String {
     }
     if !view.peers.is_empty() {
         page.push('\n');
-        page.push_str(&peers(&view.peers));
+        page.push_str(&peer_table(&view.peers));
     }
     let down = view.peers.values().filter(|peer| peer.state == "down").count();
     if down > 0 {
         let _ = writeln!(
             page,
-            "\n{down} down: most likely UDP to the endpoint is blocked on the way or back, the endpoint is wrong, or the node does \
-             not run"
+            "\n{down} down: most likely UDP to or from the endpoint is blocked, the endpoint is wrong, or the node is down"
         );
     }
     let troubles = view.troubles.iter().map(|t| {
-        let weight = if t.harmless { " (harmless)" } else { "" };
-        format!("{}{weight}: {}", t.part, t.message)
+        let suffix = if t.harmless { " (harmless)" } else { "" };
+        format!("{}{suffix}: {}", t.part, t.message)
     });
-    list(&mut page, "Troubles", troubles);
-    list(&mut page, "Left out", view.refused.iter().cloned());
+    write_list(&mut page, "Troubles", troubles);
+    write_list(&mut page, "Left out", view.refused.iter().cloned());
     page
 }
 
-fn list(page: &mut String, title: &str, lines: impl Iterator<Item = String>) {
+fn write_list(page: &mut String, title: &str, lines: impl Iterator<Item = String>) {
     for (index, line) in lines.enumerate() {
         if index == 0 {
             let _ = writeln!(page, "\n{title}");
@@ -72,7 +71,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             ));
         }
     }
-    if !matches!(view.admission.as_str(), "" | "held") {
+    if !matches!(view.admission.as_str(), "" | "restricted") {
         facts.push(("Admission", view.admission.clone()));
     }
     if let Some(DeviceView {
@@ -118,8 +117,8 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// Sorted by mesh and cluster; peers that are down come first.
-fn peers(peers: &BTreeMap<String, PeerView>) -> String {
+/// Renders the peers, sorted by mesh and cluster; in each cluster, peers that are down come first.
+fn peer_table(peers: &BTreeMap<String, PeerView>) -> String {
     let mut rows: Vec<(&String, &PeerView)> = peers.iter().collect();
     rows.sort_by_key(|(name, peer)| (&peer.mesh, &peer.cluster, peer.state != "down", *name));
     let mut table = vec![["CLUSTER", "PEER", "STATE", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"].map(String::from)];
@@ -131,15 +130,16 @@ fn peers(peers: &BTreeMap<String, PeerView>) -> String {
             name.clone(),
             peer.state.clone(),
             endpoint.map_or_else(|| "-".to_owned(), |at| at.to_string()),
-            peer.handshake_age_seconds.map_or_else(|| "never".to_owned(), ago),
-            bytes(peer.rx_bytes),
-            bytes(peer.tx_bytes),
+            peer.handshake_age_seconds
+                .map_or_else(|| "never".to_owned(), format_age),
+            format_bytes(peer.rx_bytes),
+            format_bytes(peer.tx_bytes),
         ]
     }));
-    columns(&table)
+    align_columns(&table)
 }
 
-fn columns<const N: usize>(table: &[[String; N]]) -> String {
+fn align_columns<const N: usize>(table: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in table {
         for (width, cell) in widths.iter_mut().zip(row) {
@@ -154,7 +154,7 @@ fn columns<const N: usize>(table: &[[String; N]]) -> String {
     text
 }
 
-fn ago(seconds: u64) -> String {
+fn format_age(seconds: u64) -> String {
     match seconds {
         0..=119 => format!("{seconds} s ago"),
         120..=7199 => format!("{} min ago", seconds / 60),
@@ -162,7 +162,7 @@ fn ago(seconds: u64) -> String {
     }
 }
 
-fn bytes(count: u64) -> String {
+fn format_bytes(count: u64) -> String {
     let mut unit = 0;
     let mut whole = count;
     let mut rest = 0;
@@ -171,11 +171,11 @@ fn bytes(count: u64) -> String {
         whole /= 1024;
         unit += 1;
     }
-    let word = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit];
+    let unit_name = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit];
     if unit == 0 {
-        format!("{whole} {word}")
+        format!("{whole} {unit_name}")
     } else {
-        format!("{whole}.{} {word}", rest * 10 / 1024)
+        format!("{whole}.{} {unit_name}", rest * 10 / 1024)
     }
 }
 
@@ -200,7 +200,7 @@ mod tests {
             ..peer("mgmt", "up")
         };
         View {
-            admission: "held".into(),
+            admission: "restricted".into(),
             agent: Some(clustermesh_api::annotations::Agent {
                 version: "1.2.3".into(),
                 mode: "full".into(),
@@ -220,7 +220,7 @@ mod tests {
             device: Some(DeviceView {
                 interface: "kilo0".into(),
                 backend: "userspace".into(),
-                why: "asked for".into(),
+                why: "set by --backend=userspace".into(),
                 mtu: 1420,
                 listen_port: 51820,
                 drops: [("source".to_owned(), 3), ("queue".to_owned(), 0)].into(),
@@ -252,7 +252,7 @@ mod tests {
 Node      tenant-a-1, WireGuard address 100.66.2.1
 Key       F5rh=
 Agent     1.2.3, mode full
-Device    kilo0, userspace (asked for), MTU 1420, UDP port 51820
+Device    kilo0, userspace (set by --backend=userspace), MTU 1420, UDP port 51820
 Dropped   source 3
 Underlay  eth0, MTU 1500, 192.0.2.7
 Peers     1 up, 1 down, 1 unknown
@@ -262,7 +262,7 @@ CLUSTER  PEER           STATE    ENDPOINT             HANDSHAKE  RECEIVED  SENT
 mgmt     prod--mgmt--b  down     192.0.2.9:51820      never      0 B       0 B
 mgmt     prod--mgmt--a  up       [2001:db8::9]:51820  2 min ago  1.5 MiB   1023 B
 
-1 down: most likely UDP to the endpoint is blocked on the way or back, the endpoint is wrong, or the node does not run
+1 down: most likely UDP to or from the endpoint is blocked, the endpoint is wrong, or the node is down
 
 Troubles
 - firewall: nft is missing: install it

@@ -14,16 +14,16 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
-    /// The annotation on the Node.
+    /// The agent's annotation of the Node.
     pub(crate) agent: Option<Agent>,
     pub(crate) node: Option<NodeView>,
     pub(crate) device: Option<DeviceView>,
-    /// By name of the Peer.
+    /// The peers, by the name of their Peer.
     pub(crate) peers: BTreeMap<String, PeerView>,
     /// Objects and networks that are left out, and why.
     pub(crate) refused: Vec<String>,
     pub(crate) troubles: Vec<TroubleView>,
-    /// `held` (restricted by an admission policy), or a message what is missing.
+    /// `restricted` = an admission policy restricts the agent's account; else a message that says what is missing.
     pub(crate) admission: String,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct UnderlayView {
 pub(crate) struct DeviceView {
     pub(crate) interface: String,
     pub(crate) backend: String,
-    /// Why this backend.
+    /// Why this backend was chosen.
     pub(crate) why: String,
     /// Bytes of inner packet.
     pub(crate) mtu: u32,
@@ -78,7 +78,7 @@ pub(crate) struct PeerView {
     /// Endpoints to try, in order.
     pub(crate) candidates: Vec<SocketAddr>,
     pub(crate) configured_endpoint: Option<SocketAddr>,
-    /// Where packets go now.
+    /// The endpoint to which packets go.
     pub(crate) live_endpoint: Option<SocketAddr>,
     pub(crate) keepalive_seconds: Option<u16>,
     /// The largest inner packet in bytes that reaches the peer unfragmented.

@@ -1,5 +1,5 @@
-//! Changes the interface of a real agent with the userspace backend: it must be restored and counted. The kernel
-//! backend is tested in the program `machine`. Needs root.
+//! Changes the interface of a real agent with the userspace backend. The agent must restore it and count the repair. The
+//! tests in `tests/machine` do the same with the kernel backend. Needs root.
 
 use clustermesh_tests::{
     netns::wait_until,
@@ -18,19 +18,19 @@ fn changed_interface_is_restored_and_counted_by_kind() {
         let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
         (link["mtu"].clone(), link["flags"].clone())
     };
-    let whole = link();
+    let before = link();
     assert_eq!(a.repairs(), [].into());
     let handshakes = a.wg_show("latest-handshakes");
     a.ns.ip(&format!("link set {} mtu 1300", a.interface));
-    wait_until("the MTU to be restored", TIMEOUT, || link() == whole);
+    wait_until("the MTU to be restored", TIMEOUT, || link() == before);
     wait_until("the repair to be counted", TIMEOUT, || {
         a.repairs() == [("mtu".to_owned(), 1)].into()
     });
-    assert_eq!(a.wg_show("latest-handshakes"), handshakes, "no session was touched");
+    assert_eq!(a.wg_show("latest-handshakes"), handshakes, "the sessions must continue");
 
     // A link that goes down loses its IPv4 routes and IPv6 addresses, but no session.
     a.ns.ip(&format!("link set {} down", a.interface));
-    wait_until("the link to be up", TIMEOUT, || link() == whole);
+    wait_until("the link to be up", TIMEOUT, || link() == before);
     a.wait_until_reaches(b);
     b.wait_until_reaches(a);
     assert_eq!(a.repairs().get("link_down"), Some(&1));

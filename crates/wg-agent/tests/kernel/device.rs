@@ -14,9 +14,9 @@ macro_rules! case {
 clustermesh_tests::each_device_test!(case);
 
 #[test]
-fn auto_backend_follows_what_the_kernel_supports() {
+fn auto_backend_depends_on_kernel_support() {
     let ns = netns::NetNs::new("auto");
-    let has = ns
+    let kernel_has_wireguard = ns
         .output("ip", &["link", "add", "probe", "type", "wireguard"])
         .status
         .success();
@@ -28,8 +28,8 @@ fn auto_backend_follows_what_the_kernel_supports() {
     };
     let name = netns::unique_name("wa");
     let open = |backend| ns.enter(|| device::open(backend, &name, &configuration, Default::default()));
-    let opened = open(Backend::Auto).expect("one of the two");
-    let want = if has {
+    let opened = open(Backend::Auto).expect("a device");
+    let want = if kernel_has_wireguard {
         ("kernel", "--backend=auto: this node's kernel has WireGuard")
     } else {
         (
@@ -39,8 +39,8 @@ fn auto_backend_follows_what_the_kernel_supports() {
     };
     assert_eq!((opened.device.backend(), opened.reason), want);
     opened.device.close().expect("close");
-    if !has {
-        let error = open(Backend::Kernel).map(drop).expect_err("there is none");
+    if !kernel_has_wireguard {
+        let error = open(Backend::Kernel).map(drop).expect_err("no kernel WireGuard");
         assert!(matches!(error, DeviceError::NoKernelWireguard), "{error}");
         assert_eq!(contract::links(&ns), ["lo"]);
     }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_agent_core::firewall::{Firewall, Frame, Plan, Scope, Update, desired, update};
+use clustermesh_agent_core::firewall::{Firewall, Plan, RuleParameters, Scope, Update, desired, update};
 use clustermesh_core::{mesh::Protocol, observe::PolicySpec};
 use clustermesh_tests::netns::{self, NetNs};
 use ipnet::IpNet;
@@ -32,7 +32,7 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// The first address of every network of `to` is denied on every port of `ports`.
+/// A table that allows packets from `sources` to `to`, but not to the first address of each network of `to` at `ports`.
 fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
     let denied = |net: &IpNet| {
         let address = net.addr();
@@ -48,7 +48,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(P
         ..PolicySpec::default()
     }];
     desired(&Plan {
-        frame: Frame {
+        parameters: RuleParameters {
             scope: Scope::Tunnel,
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
@@ -67,10 +67,12 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(P
     })
 }
 
-/// Like [`firewall`], with every port of `never` denied.
-fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, never: &BTreeSet<IpNet>) -> Firewall {
+/// A table that allows packets from `sources` to `to`, but not to the networks `denied`.
+fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, denied: &BTreeSet<IpNet>) -> Firewall {
     let mut firewall = firewall(sources, to, &BTreeSet::new());
-    let pairs = sources.iter().flat_map(|from| never.iter().map(move |to| (*from, *to)));
+    let pairs = sources
+        .iter()
+        .flat_map(|from| denied.iter().map(move |to| (*from, *to)));
     firewall.v4.deny = pairs.collect();
     firewall
 }
@@ -83,7 +85,7 @@ fn example() -> Firewall {
     )
 }
 
-/// The elements of a set, parsed independently of our own reader.
+/// The elements of a set, parsed without the parser of the agent.
 fn elements(ns: &NetNs, set: &str) -> Vec<String> {
     let json: serde_json::Value =
         serde_json::from_str(&ns.run("nft", &["-j", "list", "set", "inet", "clustermesh", set])).unwrap();
@@ -150,7 +152,7 @@ fn kernel_accepts_the_table_with_expected_chains_and_sets() {
 }
 
 #[test]
-fn second_pass_is_empty_and_changes_touch_only_elements() {
+fn second_update_is_empty_and_changes_update_only_elements() {
     let ns = NetNs::new("delta");
     inside(&ns, async {
         let mut manager = FirewallManager::new(Nft::default());
@@ -173,7 +175,7 @@ fn second_pass_is_empty_and_changes_touch_only_elements() {
 }
 
 #[test]
-fn counters_are_no_drift_and_external_changes_are() {
+fn external_changes_are_drift_but_counters_are_not() {
     let ns = NetNs::new("drift");
     ns.ip("addr add 10.243.0.1/32 dev lo");
     ns.ip("addr add 10.243.0.2/32 dev lo");
@@ -229,8 +231,8 @@ fn table_is_listed_once_for_each_ruleset_generation() {
             assert!(manager.matches_kernel().await.unwrap());
             assert_eq!(manager.converge(&example()).await.unwrap(), None);
         }
-        assert_eq!(listed(), 2, "once after it was written");
-        // Another program writes a table of its own, and then ours.
+        assert_eq!(listed(), 2, "the agent lists the table once after it wrote it");
+        // Another program adds its own table, then deletes the agent's table.
         ns.sh("nft add table inet other");
         assert!(manager.matches_kernel().await.unwrap() && manager.matches_kernel().await.unwrap());
         assert_eq!(listed(), 3);
@@ -260,7 +262,7 @@ fn destroy_removes_only_our_table() {
         manager.converge(&example()).await.unwrap();
         assert_ne!(ns.sh("nft list ruleset"), before);
         manager.destroy().await.unwrap();
-        manager.destroy().await.unwrap(); // none there is no error
+        manager.destroy().await.unwrap(); // a missing table is no error
         assert_eq!(manager.backend().observe().await.unwrap(), None);
     });
     assert_eq!(ns.sh("nft list ruleset"), before);
@@ -336,23 +338,23 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// The same table with 500 slow rules before each lookup, so that packets are often between two rules when the table is
-/// updated.
+/// The same table with 500 rules before each lookup. They delay packets, so that many packets are between two lookups
+/// during an update.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;
     };
     let long = "    meta length 0 counter\n".repeat(500);
-    let question = "    ip saddr . ip daddr @allow4";
+    let lookup = "    ip saddr . ip daddr @allow4";
     let chain = "  chain allowed {\n";
-    assert!(script.contains(question) && script.contains(chain), "{script}");
-    let script = script.replacen(question, &format!("{long}{question}"), 1);
+    assert!(script.contains(lookup) && script.contains(chain), "{script}");
+    let script = script.replacen(lookup, &format!("{long}{lookup}"), 1);
     Update::Whole {
         script: script.replacen(chain, &format!("{chain}{long}"), 1),
     }
 }
 
-/// A transaction is not atomic for packets: they see its set updates one after the other.
+/// A transaction is not atomic for packets: its updates of several sets take effect one after the other.
 // threat: table-update-window
 #[test]
 fn denied_packets_never_pass_during_table_updates() {
@@ -436,7 +438,7 @@ fn port() -> impl Strategy<Value = (Protocol, u16)> {
     )
 }
 
-/// nft and the kernel each check intervals for overlap. Every update, from any table to any other, must pass both.
+/// Both nft and the kernel check intervals for overlap. They must accept the update from any table to any other.
 #[test]
 fn kernel_accepts_any_update_between_two_tables() {
     let ns = NetNs::new("steps");

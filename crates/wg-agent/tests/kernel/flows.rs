@@ -1,5 +1,5 @@
-//! Sends packets through the whole data path of nodes in real namespaces: routes, conntrack, the masquerading of a CNI
-//! and the DNAT of a Service. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+//! Sends packets through the whole data path of nodes in real network namespaces: routes, conntrack, the masquerading of
+//! a CNI and the DNAT of a Service. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 mod worker;
 
@@ -10,7 +10,7 @@ use std::{
 
 use clustermesh_tests::{
     netns::{NetNs, wait_for},
-    path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, policy_of, serve, source_of},
+    path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, policy_of, request, serve, source_of},
 };
 
 use worker::{
@@ -18,7 +18,7 @@ use worker::{
     worker_in_the_hub_replies_on_the_path_of_the_request,
 };
 
-/// Runs a test in both families.
+/// Runs tests in both families.
 macro_rules! both {
     ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
 }
@@ -42,8 +42,8 @@ both! {
     worker_forwards_node_port_connections_into_the_tunnel
 }
 
-/// Runs the tests through real devices, with outer packets in the other family. Left out are tests that break the
-/// tunnel, and those of a worker, whose tunnel is a veth pair.
+/// Runs tests with real WireGuard devices, whose outer packets have the other family. Tests that break the tunnel and
+/// tests of a worker are excluded: they need the veth pair.
 macro_rules! across {
     ($($name:ident)*) => {
         mod ipv4_over_ipv6 { $(#[test] fn $name() { super::$name(&super::V4_OVER_V6) })* }
@@ -72,7 +72,7 @@ fn pods_keep_their_addresses_despite_cni_masquerading(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert!(mesh.hub_pod.pings(f.member_pod));
-    // Without the identity mapping the CNI masquerades.
+    // Without the rules that map the source to itself, the CNI masquerades it.
     mesh.member.sh("nft flush chain inet clustermesh nat");
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_wireguard);
 }
@@ -95,7 +95,8 @@ fn remote_service_is_reached_and_answers_through_its_anchor(f: &'static Family) 
     let mesh = Mesh::new(f);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     mesh.service(&mesh.hub, f.service, f.hub2_pod);
-    // The endpoint is on another node than the anchor and sees the anchor's address, so that its replies go back there.
+    // The endpoint is on another node than the anchor. The anchor masquerades the requests with its own address, so that
+    // the replies return through the anchor.
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
 }
@@ -119,7 +120,7 @@ fn node_address_is_tunnelled_while_outer_packets_are_not(f: &'static Family) {
     }
     assert_eq!(source_of(&mesh.member, f.hub, 9090), f.member_wireguard);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
-    // The member's device sends its outer packets to the same address, with the mark on its socket.
+    // The member's device sends its outer packets, which have a mark, to the same address.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     let capture = Capture::start(&mesh.member, "eth0", "udp port 51820");
@@ -182,7 +183,7 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
         serve(&mesh.hub, f.hub, port);
     }
     for port in [6443, 9090] {
-        serve(&mesh.hub2_pod, f.hub2_pod, port); // the hub's API server runs there
+        serve(&mesh.hub2_pod, f.hub2_pod, port); // port 6443 stands for the hub's API server
     }
     for port in [9090, 10250] {
         serve(&mesh.hub2, f.hub2, port);
@@ -199,8 +200,8 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
-    // Addresses of another node, listed in its Node object or not, are reached through this node, except for ports that
-    // are closed on every node.
+    // Addresses of another node, in its Node object or not, are reachable through this node, except for the
+    // infrastructure ports.
     for other in [f.hub2, f.hub2_gateway] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
@@ -212,15 +213,15 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
         (f.hub2_pod, 6443),
         (f.denied, 9090),
     ] {
-        let closed = ask(&mesh.member_pod, to, port).unwrap_err();
+        let closed = request(&mesh.member_pod, to, port).unwrap_err();
         assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
     }
-    // A pod may use such a port: a Service reaches it there.
+    // A Service may have a pod with such a port number as endpoint.
     serve(&mesh.hub2_pod, f.hub2_pod, 10250);
     mesh.service_on(&mesh.hub, f.service, f.hub2_pod, 10250);
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     if f.outer.is_some() {
-        // A real device sends nothing to addresses without a peer.
+        // The rest needs the veth pair: a WireGuard device sends nothing to addresses outside all allowed IPs.
         return;
     }
     // A node forwards nothing from one peer to another.
@@ -238,15 +239,15 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
         f.ip(),
         f.elsewhere
     ));
-    let sent_on = || {
-        assert!(ask(&mesh.member_pod, f.elsewhere, 80).is_err());
+    let forwarded = || {
+        assert!(request(&mesh.member_pod, f.elsewhere, 80).is_err());
         let chain = mesh.hub.sh("nft list chain inet watch post");
         let packets = chain.split("counter packets ").nth(1).unwrap();
         packets.split(' ').next().unwrap().parse::<u64>().unwrap()
     };
-    assert_eq!(sent_on(), 0);
+    assert_eq!(forwarded(), 0);
     mesh.hub.nft("delete table inet clustermesh");
-    assert_ne!(sent_on(), 0, "without the table the packets pass");
+    assert_ne!(forwarded(), 0, "without the table the packets must pass");
 }
 
 // threat: node-listener
@@ -260,7 +261,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         ip = f.ip(),
         pod = f.url(f.hub_pod),
     ));
-    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster and are within the allowed
+    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster, and the policy allows their
     // networks.
     for address in [f.hub_wireguard, f.hub_gateway] {
         assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
@@ -286,13 +287,13 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
     assert_eq!(sent(f.hub).as_deref(), Some(f.hub));
     for address in [f.hub_wireguard, f.hub_gateway] {
         for port in [22, 30080] {
-            let closed = ask(&mesh.member_pod, address, port).unwrap_err();
+            let closed = request(&mesh.member_pod, address, port).unwrap_err();
             assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {closed}");
         }
         assert_eq!(sent(address), None, "{address}");
         assert!(mesh.member_pod.pings(address), "{address}");
     }
-    // The node gets replies to connections that it has opened from its WireGuard address.
+    // The node receives the replies to connections that it opened from its WireGuard address.
     serve(&mesh.member_pod, f.member_pod, 8080);
     assert_eq!(source_of(&mesh.hub, f.member_pod, 8080), f.hub_wireguard);
 }
@@ -341,7 +342,7 @@ fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
     let mut ends = [
         open(&mesh.member_pod, &mesh.hub_pod, f.hub_pod, 8080),
         open(&mesh.hub_pod, &mesh.member_pod, f.member_pod, 8080),
-        // From an address that is published regardless of the policy.
+        // The client's address is the WireGuard address, which is a published source under any policy.
         open(&mesh.hub, &mesh.member_pod, f.member_pod, 8081),
     ];
     let mut exchange = |text: &[u8; 1]| {
@@ -373,8 +374,8 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     let mesh = Mesh::new(f);
     let try_all = || {
         for to in [f.hub_pod, f.service, f.hub_wireguard] {
-            let _ = ask(&mesh.member_pod, to, 8080);
-            let _ = ask(&mesh.member, to, 8080);
+            let _ = request(&mesh.member_pod, to, 8080);
+            let _ = request(&mesh.member, to, 8080);
             let _ = mesh.member_pod.output("ping", &["-n", "-c1", "-W1", to]);
         }
     };
@@ -390,8 +391,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     };
     mesh.member.ip("link set kilo0 down");
     for ns in [&mesh.member, &mesh.member_pod] {
-        // The client gets an error instead of a timeout. TCP over IPv6 reports it at its first retransmission, after a
-        // second.
+        // The client gets an error before the timeout. TCP over IPv6 reports it at the first retransmission, after 1 s.
         let output = ns.output(
             "curl",
             &["-sS", "-m", "5", &format!("http://{}:8080", f.url(f.hub_pod))],
@@ -406,11 +406,11 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     }
     sends_nothing("the device is down");
     mesh.member.ip("link del kilo0");
-    sends_nothing("the device is gone");
+    sends_nothing("the device is deleted");
     let mut without = mesh.member_inputs.clone();
     without.peers.clear();
     path::apply_without_device(&mesh.member, &without);
-    sends_nothing("the Peers are gone");
+    sends_nothing("the Peers are deleted");
     mesh.member.sh("ip rule flush; ip rule add pref 32766 lookup main; ip -6 rule flush; ip -6 rule add pref 32766 lookup main; ip rule add pref 0 lookup local; ip -6 rule add pref 0 lookup local");
     sends_nothing("the rules are flushed");
     mesh.member.sh("nft delete table inet clustermesh");
@@ -419,7 +419,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     assert_ne!(
         capture.finish(&mesh.member, f.member, f.hub),
         Vec::<String>::new(),
-        "the capture shows nothing at all"
+        "the capture must show packets when routes and table are missing"
     );
 }
 
@@ -427,7 +427,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
 fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
-    // Another machine on the hub's underlay takes an address of the member.
+    // Another machine on the hub's underlay sends from an address of the member.
     mesh.hub2
         .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
     let from = |ns: &NetNs| {
@@ -437,7 +437,7 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
             .success()
     };
     assert!(mesh.hub2.pings(f.hub));
-    // Removes everything else that would stop the packet.
+    // Remove all other rules that would drop the packet.
     mesh.hub.sh("nft flush chain inet clustermesh leave");
     mesh.hub.ip(&format!(
         "route add {}/{} via {} table 99",
@@ -452,14 +452,14 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
         .count();
     assert_eq!(dropped, 1, "{path}");
     mesh.hub.sh("nft flush chain inet clustermesh path_in");
-    assert!(from(&mesh.hub2), "without the chain the packet is forwarded");
+    assert!(from(&mesh.hub2), "without the chain the packet must be forwarded");
 }
 
 fn mss_fits_the_smaller_device_mtu(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // The MTU is 1380 on the member's device and 1420 on the hub's: each SYN must announce an MSS that both can carry.
+    // The member's device has an MTU of 1380, the hub's device 1420: the MSS in each SYN must fit both.
     for (server, from, to) in [
         (&mesh.hub_pod, &mesh.member_pod, f.hub_pod),
         (&mesh.member_pod, &mesh.hub_pod, f.member_pod),

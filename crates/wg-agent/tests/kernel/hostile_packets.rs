@@ -1,5 +1,5 @@
-//! Attacks a node with packets that anyone, or a compromised peer, can send. The result must be counted drops, bounded
-//! memory, and no stall for another peer, which sends requests all the time. Needs root.
+//! Attacks a node with packets from hosts that are no peers, and from a compromised peer. The device must count the drops,
+//! use bounded memory, and not stall another peer, which sends requests all the time. Needs root.
 
 mod testbed;
 
@@ -13,12 +13,13 @@ use clustermesh_tests::netns::{NetNs, wait_until};
 use wg_agent::device::Device;
 
 use testbed::{
-    Conversation, FRIEND, MEMORY, Outer, PORT, RawPeer, STRANGER, TIMEOUT, Testbed, V4, V6, VICTIM, open, peer, public,
-    resident, secret, udp,
+    ATTACKER, Conversation, FRIEND, MEMORY_LIMIT, Outer, PORT, RawPeer, TIMEOUT, Testbed, V4, V6, VICTIM, open, peer,
+    public, resident_memory, secret, udp,
 };
 
+/// Number of source addresses of the handshake flood.
 const SOURCES: u32 = 10_000;
-/// How many packets of one peer can be staged (`wg-userspace/src/staged.rs`).
+/// Maximum number of staged packets of a peer (`wg-userspace/src/staged.rs`).
 const STAGED_PACKETS: u64 = 128;
 
 macro_rules! both {
@@ -40,17 +41,17 @@ both! {
     handshake_flood_stalls_no_peer_and_blocks_no_new_one
     replayed_or_altered_messages_are_dropped_without_roaming
     compromised_peer_cannot_use_another_source
-    flood_to_a_silent_peer_costs_bounded_memory
+    flood_to_unreachable_peer_uses_bounded_memory
     stalled_interface_counts_drops_and_recovers
     stalled_underlay_counts_drops_in_bounded_memory
 }
 
-/// The messages that cost the victim most: initiations with a valid MAC for its key, and malformed ones of each type.
+/// The messages that cost the victim most: initiations with a valid mac1, and malformed messages of each type.
 fn messages(testbed: &Testbed) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for number in 50..250_u8 {
-        // Unknown keys: the victim learns this only after two costly steps. The newcomer's key is not used: an attacker
-        // that has it could block the newcomer with a timestamp in the future.
+        // The victim detects an unknown key only after a Diffie-Hellman operation and a decryption. The newcomer's key is
+        // not used, because an attacker with this key could block the newcomer with a timestamp in the future.
         all.push(RawPeer::new(testbed, secret(number)).initiation());
     }
     for (kind, length) in [
@@ -71,7 +72,7 @@ fn messages(testbed: &Testbed) -> Vec<Vec<u8>> {
     all
 }
 
-/// Ends a flood on drop, also when the test panics.
+/// Ends a flood on drop, even when the test panics.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -83,56 +84,56 @@ impl Drop for Stop<'_> {
 // threat: handshake-flood
 fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     let mut testbed = Testbed::new(outer);
-    // The stranger owns every address of the range, and the victim routes replies to it.
-    testbed.stranger.ip(&format!("route add local {} dev lo", outer.range));
-    testbed.stranger.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
-    // The stranger sends no neighbour solicitation from such an address, so the neighbour entry must exist before.
-    assert!(testbed.stranger.pings(&outer.victim.to_string()));
+    // The attacker has every address of the range, and the victim routes replies to it.
+    testbed.attacker.ip(&format!("route add local {} dev lo", outer.range));
+    testbed.attacker.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
+    // The attacker cannot send a neighbour solicitation from such an address, so a ping creates the neighbour entry.
+    assert!(testbed.attacker.pings(&outer.victim.to_string()));
     testbed
         .victim
-        .ip(&format!("route add {} via {}", outer.range, outer.stranger));
+        .ip(&format!("route add {} via {}", outer.range, outer.attacker));
     let newcomer = 4;
     testbed.device.apply(&[peer(newcomer, None)]).expect("add a peer");
     let newcomer_ns = NetNs::new("newcomer");
-    outer.wire(2, &testbed.victim, &newcomer_ns);
-    let victim_at = testbed.victim_at();
+    outer.add_link(2, &testbed.victim, &newcomer_ns);
+    let victim_endpoint = testbed.victim_endpoint();
     let messages = messages(&testbed);
-    let before = resident();
+    let before = resident_memory();
     let conversation = Conversation::start(&testbed);
     let (stop, sources) = (AtomicBool::new(false), AtomicU64::new(0));
-    let stranger = &testbed.stranger;
+    let attacker = &testbed.attacker;
     let flood = || {
         let mut next = messages.iter().cycle();
         for number in (0..SOURCES).cycle() {
             let socket = UdpSocket::bind(((outer.nth)(number), 0)).expect("bind one of the sources");
             for message in next.by_ref().take(5) {
                 // Errors of a full queue are ignored.
-                let _ = socket.send_to(message, victim_at);
+                let _ = socket.send_to(message, victim_endpoint);
             }
             if sources.fetch_add(1, Ordering::Relaxed) >= SOURCES.into() {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
-                // The first round runs at full speed: established sessions must survive it. Then about 5,000 messages a
-                // second. That is still more than are answered without a cookie, but few enough for this machine to
-                // process: the kernel drops the rest unseen.
+                // The first round runs at full speed: established sessions must survive it. Later rounds send about
+                // 5,000 messages a second. That is above the limit for responses without a cookie, but the device can
+                // read all of them. At a higher rate the kernel would drop some before the device counts them.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
     };
     std::thread::scope(|scope| {
-        scope.spawn(|| stranger.enter(flood));
+        scope.spawn(|| attacker.enter(flood));
         let _stop = Stop(&stop);
         wait_until("a message from every source", Duration::from_secs(60), || {
             sources.load(Ordering::Relaxed) >= SOURCES.into()
         });
-        println!("the fast part: {:?}", testbed.device.observe().expect("observe").drops);
+        println!("first round: {:?}", testbed.device.observe().expect("observe").drops);
         // A configured peer connects for the first time. Under load it needs a cookie.
         let (_, _device) = open(
             outer,
             &newcomer_ns,
             newcomer,
-            &[peer(VICTIM, Some((outer.wires[2][0], PORT).into()))],
+            &[peer(VICTIM, Some((outer.links[2][0], PORT).into()))],
         );
         wait_until(
             "a ping from the newcomer during the flood",
@@ -141,7 +142,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
         );
     });
     conversation.finish();
-    let grown = resident().saturating_sub(before);
+    let grown = resident_memory().saturating_sub(before);
     println!(
         "{} sources, {:?}, {grown} bytes",
         sources.load(Ordering::Relaxed),
@@ -149,14 +150,14 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     );
     assert!(sources.load(Ordering::Relaxed) >= SOURCES.into());
     assert!(testbed.dropped(&["under_load"]) > 1_000 && testbed.dropped(&["invalid"]) > 100);
-    assert!(grown < MEMORY, "{grown} bytes more");
+    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
 }
 
 // threat: replayed-message
 fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Outer) {
     let testbed = Testbed::new(outer);
     let inner = testbed.inner_socket(9);
-    let mut raw_peer = RawPeer::new(&testbed, secret(STRANGER));
+    let mut raw_peer = RawPeer::new(&testbed, secret(ATTACKER));
     let initiation = raw_peer.handshake();
     let conversation = Conversation::start(&testbed);
     let mut buffer = [0; 2048];
@@ -166,14 +167,14 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
             .unwrap_or_else(|error| panic!("{what}: {error}"));
         String::from_utf8_lossy(&buffer[..length]).into_owned()
     };
-    let hello = udp([10, 9, 0, STRANGER], 9, b"hello");
+    let hello = udp([10, 9, 0, ATTACKER], 9, b"hello");
 
     let once = raw_peer.seal(&hello);
     raw_peer.socket.send(&once).expect("send");
     assert_eq!(received("the first message"), "hello");
-    let home = testbed.endpoint(STRANGER);
-    assert_eq!(home, raw_peer.socket.local_addr().ok());
-    let elsewhere = RawPeer::new(&testbed, secret(STRANGER)).socket;
+    let endpoint = testbed.endpoint(ATTACKER);
+    assert_eq!(endpoint, raw_peer.socket.local_addr().ok());
+    let elsewhere = RawPeer::new(&testbed, secret(ATTACKER)).socket;
     let replayed = testbed.dropped(&["replayed"]);
     for _ in 0..500 {
         raw_peer.socket.send(&once).expect("send");
@@ -183,8 +184,8 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
         testbed.dropped(&["replayed"]) == replayed + 1_000
     });
 
-    // A replayed initiation, from the same and from another address, gets no response and leaves the session intact.
-    // One within 20 ms of the handshake is dropped before it is opened.
+    // A replayed initiation, from the same and from another address, gets no response and does not affect the session. An
+    // initiation within 20 ms after the handshake is dropped with the reason `under_load`.
     let refused = || testbed.dropped(&["replayed", "under_load"]);
     let before = refused();
     for _ in 0..10 {
@@ -196,14 +197,15 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
     });
     for socket in [&raw_peer.socket, &elsewhere] {
         socket.set_nonblocking(true).expect("a socket that does not wait");
-        let silence = socket
+        let error = socket
             .recv(&mut [0; 2048])
-            .expect_err("an answer to a replayed handshake");
-        assert_eq!(silence.kind(), std::io::ErrorKind::WouldBlock);
+            .expect_err("a response to a replayed handshake");
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
     }
 
-    // Truncated and altered copies of a message. The intact one after them shows that its counter was not used up.
-    let fresh = raw_peer.seal(&udp([10, 9, 0, STRANGER], 9, b"whole"));
+    // Truncated and altered copies of a message. The intact message is accepted after them, so they did not use its
+    // counter.
+    let fresh = raw_peer.seal(&udp([10, 9, 0, ATTACKER], 9, b"whole"));
     let broken = ["invalid", "unknown_peer", "replayed"];
     let before = testbed.dropped(&broken);
     let mut sent = 0;
@@ -221,8 +223,8 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
         testbed.dropped(&broken) == before + sent
     });
     assert_eq!(
-        testbed.endpoint(STRANGER),
-        home,
+        testbed.endpoint(ATTACKER),
+        endpoint,
         "only a new authentic message changes the endpoint"
     );
     raw_peer.socket.send(&fresh).expect("send");
@@ -234,10 +236,10 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
 fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
     let testbed = Testbed::new(outer);
     let inner = testbed.inner_socket(9);
-    let mut raw_peer = RawPeer::new(&testbed, secret(STRANGER));
+    let mut raw_peer = RawPeer::new(&testbed, secret(ATTACKER));
     raw_peer.handshake();
     let conversation = Conversation::start(&testbed);
-    let own = [10, 9, 0, STRANGER];
+    let own = [10, 9, 0, ATTACKER];
     let counted = ["foreign_source", "invalid", "interface"];
     let before = testbed.dropped(&counted);
     let mut sent = 0;
@@ -257,7 +259,7 @@ fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
     ] {
         send(&mut raw_peer, &udp(source, 9, b"forged"));
     }
-    // The friend's IPv6 address, also IPv4-mapped; invalid versions; truncated headers; wrong lengths.
+    // The friend's IPv6 address and its IPv4-mapped address; invalid versions; truncated headers; wrong lengths.
     let mut v6 = vec![0x60, 0, 0, 0, 0, 8, 17, 64];
     v6.extend([
         0xfd, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0xfd, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
@@ -276,9 +278,9 @@ fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
         send(&mut raw_peer, &good[..length]);
     }
     for length in [0_u16, 1, 19, 2_000] {
-        let mut lying = good.clone();
-        lying[2..4].copy_from_slice(&length.to_be_bytes());
-        send(&mut raw_peer, &lying);
+        let mut packet = good.clone();
+        packet[2..4].copy_from_slice(&length.to_be_bytes());
+        send(&mut raw_peer, &packet);
     }
     wait_until("every packet to be counted", TIMEOUT, || {
         let now = testbed.dropped(&counted) - before;
@@ -294,16 +296,16 @@ fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
 }
 
 // threat: silent-peer-flood
-fn flood_to_a_silent_peer_costs_bounded_memory(outer: &'static Outer) {
+fn flood_to_unreachable_peer_uses_bounded_memory(outer: &'static Outer) {
     let mut testbed = Testbed::new(outer);
-    // No peer answers there: all packets wait for a session that never comes.
-    let silent = 5;
+    // This peer never responds to an initiation, so its packets stay staged.
+    let unreachable = 5;
     testbed
         .device
-        .apply(&[peer(silent, Some((outer.stranger, 9).into()))])
+        .apply(&[peer(unreachable, Some((outer.attacker, 9).into()))])
         .expect("add a peer");
     let conversation = Conversation::start(&testbed);
-    let before = resident();
+    let before = resident_memory();
     let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
     let victim = &testbed.victim;
     let flood = || {
@@ -311,13 +313,13 @@ fn flood_to_a_silent_peer_costs_bounded_memory(outer: &'static Outer) {
         while !stop.load(Ordering::Acquire) {
             for _ in 0..300 {
                 if socket
-                    .send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, silent), 9))
+                    .send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, unreachable), 9))
                     .is_ok()
                 {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            // The interface's queue is shared and drops the newest packets, so leave room for other senders.
+            // All senders share the interface's queue, which drops the newest packets. The pause leaves room for others.
             std::thread::sleep(Duration::from_millis(1));
         }
     };
@@ -326,26 +328,25 @@ fn flood_to_a_silent_peer_costs_bounded_memory(outer: &'static Outer) {
         scope.spawn(|| victim.enter(flood));
         let _stop = Stop(&stop);
         conversation.wait_for_answers();
-        // Twice the memory limit.
-        wait_until("the flood", Duration::from_secs(60), || {
-            sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY
+        wait_until("twice the memory limit to be sent", Duration::from_secs(60), || {
+            sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY_LIMIT
         });
         conversation.wait_for_answers();
     });
-    let grown = resident().saturating_sub(before);
+    let grown = resident_memory().saturating_sub(before);
     conversation.finish();
     let sent = sent.into_inner();
     println!(
         "{grown} bytes; {sent} sent, {:?}",
         testbed.device.observe().expect("observe").drops
     );
-    assert!(grown < MEMORY, "{grown} bytes more");
+    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
     wait_until("every packet that is not queued to be counted", TIMEOUT, || {
         testbed.dropped(&["no_session", "interface_queue"]) + STAGED_PACKETS >= sent
     });
     assert!(testbed.dropped(&["no_session"]) > STAGED_PACKETS);
     assert_eq!(
-        testbed.device.observe().expect("observe").peers[&public(silent)]
+        testbed.device.observe().expect("observe").peers[&public(unreachable)]
             .stats
             .handshake_age,
         None
@@ -355,13 +356,13 @@ fn flood_to_a_silent_peer_costs_bounded_memory(outer: &'static Outer) {
 // threat: stalled-interface
 fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     let testbed = Testbed::new(outer);
-    let mut raw_peer = RawPeer::new(&testbed, secret(STRANGER));
+    let mut raw_peer = RawPeer::new(&testbed, secret(ATTACKER));
     raw_peer.handshake();
     let conversation = Conversation::start(&testbed);
-    let before = resident();
-    // This socket is never read: the kernel keeps what fits into its buffer.
+    let before = resident_memory();
+    // This socket is never read: the kernel keeps packets until its buffer is full.
     let inner = testbed.inner_socket(9);
-    let packet = udp([10, 9, 0, STRANGER], 9, &[7; 1_200]);
+    let packet = udp([10, 9, 0, ATTACKER], 9, &[7; 1_200]);
     let mut flood = |packets: u64| {
         for _ in 0..packets {
             let message = raw_peer.seal(&packet);
@@ -371,18 +372,18 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     flood(10_000);
     conversation.wait_for_answers();
     let counted = ["interface", "socket_queue"];
-    let (link, took) = (&testbed.interface, testbed.dropped(&counted));
+    let (link, before_down) = (&testbed.interface, testbed.dropped(&counted));
     testbed.victim.ip(&format!("link set {link} down"));
     flood(10_000);
     wait_until("packets that the interface refuses to be counted", TIMEOUT, || {
-        testbed.dropped(&counted) >= took + 10_000
+        testbed.dropped(&counted) >= before_down + 10_000
     });
     testbed.victim.ip(&format!("link set {link} up"));
     conversation.wait_for_answers();
-    let grown = resident().saturating_sub(before);
+    let grown = resident_memory().saturating_sub(before);
     println!("{grown} bytes, {:?}", testbed.device.observe().expect("observe").drops);
     conversation.finish();
-    assert!(grown < MEMORY, "{grown} bytes more");
+    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
     assert!(testbed.dropped(&["interface"]) > 0);
     drop(inner);
 }
@@ -390,20 +391,20 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
 // threat: stalled-interface
 fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
     let testbed = Testbed::new(outer);
-    let mut raw_peer = RawPeer::new(&testbed, secret(STRANGER));
+    let mut raw_peer = RawPeer::new(&testbed, secret(ATTACKER));
     raw_peer.handshake();
-    // This link carries ten packets a second, and its queue is larger than a socket's send buffer.
+    // This link is limited to about ten packets a second, and its queue is larger than a socket's send buffer.
     let tc = |line: &str| testbed.victim.run("tc", &line.split(' ').collect::<Vec<_>>());
     tc("qdisc replace dev eth1 root tbf rate 100kbit burst 3000 limit 64mb");
-    let before = resident();
+    let before = resident_memory();
     let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
     let victim = &testbed.victim;
     let flood = || {
         let socket = UdpSocket::bind("10.9.0.1:0").expect("bind");
         while !stop.load(Ordering::Acquire) {
             for _ in 0..300 {
-                let taken = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, STRANGER), 9));
-                sent.fetch_add(u64::from(taken.is_ok()), Ordering::Relaxed);
+                let result = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, ATTACKER), 9));
+                sent.fetch_add(u64::from(result.is_ok()), Ordering::Relaxed);
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -413,19 +414,19 @@ fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
         scope.spawn(|| victim.enter(flood));
         let _stop = Stop(&stop);
         wait_until(
-            "more packets than the send buffer holds",
+            "more packets than fit into the send buffer",
             Duration::from_secs(60),
-            || sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY && testbed.dropped(&["network"]) > 0,
+            || sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY_LIMIT && testbed.dropped(&["network"]) > 0,
         );
     });
-    let grown = resident().saturating_sub(before);
+    let grown = resident_memory().saturating_sub(before);
     let sent = sent.into_inner();
     println!(
         "{grown} bytes; {sent} sent, {:?}",
         testbed.device.observe().expect("observe").drops
     );
-    assert!(grown < MEMORY, "{grown} bytes more");
-    // Queued packets are not lost yet: up to 8 MiB in the socket and 500 packets in each queue of the interface.
+    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
+    // Queued packets are not counted as dropped: up to 8 MiB in the socket and 500 packets in each interface queue.
     wait_until("every packet that is not queued to be counted", TIMEOUT, || {
         testbed.dropped(&counted) * 1_392 + (16 << 20) >= sent * 1_392
     });

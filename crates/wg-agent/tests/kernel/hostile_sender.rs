@@ -1,5 +1,5 @@
-//! Tests the data path of a target node with packets that no normal kernel sends. The node's administrator has enabled
-//! settings that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+//! Tests the data path of a target node with packets that no normal kernel sends, on a node whose administrator has
+//! enabled sysctls that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 use std::{
     net::{IpAddr, UdpSocket},
@@ -18,22 +18,22 @@ use clustermesh_tests::{
 
 const PORT: u16 = 5000;
 
-/// The hub's node with one of its own UDP sockets open to the member.
+/// The hub node's inputs, with a policy that allows only the node's own address.
 fn target(mesh: &Mesh) -> Inputs {
     let mut inputs = mesh.hub_inputs.clone();
     policy_of(&mut inputs).allow = [V4.hub.parse::<IpAddr>().unwrap().into()].into();
     inputs
 }
 
-/// A node that accepts source routes forwards a packet with this IP option after its filters, to an address that they
-/// have not seen. One open port of the node would open the same port of every other address. (`conf.all` is off by
-/// default; `conf.default` is on.)
+/// A node that accepts source routes forwards a packet with this IP option to an address that its netfilter rules have
+/// not checked. One open port of the node would then open the same port of every other address.
+/// (`conf.all.accept_source_route` is 0 by default, `conf.default.accept_source_route` is 1.)
 // threat: ip-source-route
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
     apply(&mesh.hub, &target(&mesh));
-    // Namespaces of pods inherit the node's settings.
+    // The network namespaces of pods inherit the node's sysctls.
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
     }
@@ -55,7 +55,7 @@ fn accepted_source_route_reaches_no_closed_address() {
     let raw = RawSender::open(&mesh.member, "kilo0");
     let send = |options: &[u8], text: &[u8]| {
         let mut body = udp_body(from, node, (9, PORT), text);
-        // No checksum: it would be computed over the last address of the route.
+        // No UDP checksum: it would cover the last address of the source route.
         body[6..8].fill(0);
         raw.send(node, &v4(from, node, UDP, options, 0, 0, &body))
             .expect("send");
@@ -71,14 +71,14 @@ fn accepted_source_route_reaches_no_closed_address() {
     });
     for kind in [131, 137] {
         for hop in [pod, other_pod, gateway] {
-            send(&source_route(kind, hop), b"by the way");
+            send(&source_route(kind, hop), b"source-routed");
         }
     }
-    // Packets arrive in order: when the last one has arrived, earlier ones would have, too.
+    // Packets arrive in order: when the last packet has arrived, no earlier packet is still on its way.
     while received(&open).is_some() {}
-    send(&[], b"after it");
+    send(&[], b"last");
     wait_until("the last packet", Duration::from_secs(10), || {
-        received(&open).is_some_and(|(_, text)| text == "after it")
+        received(&open).is_some_and(|(_, text)| text == "last")
     });
     assert_eq!(others.map(|socket| received(&socket)), [None, None, None]);
 }

@@ -1,15 +1,15 @@
-//! Runs flows of `flows` beside the rules that kube-proxy and CNIs write, loaded as they load them: with nft,
-//! iptables-nft and iptables-legacy. `rules/README.md` gives the source of the rules. Needs root, nft, iptables and
-//! ipset.
+//! Runs flows as in `flows` together with the netfilter rules of kube-proxy and CNIs, loaded as these programs load them:
+//! with nft, iptables-nft and iptables-legacy. `rules/README.md` gives the source of the rules. Needs root, nft, iptables
+//! and ipset.
 
 use std::{net::IpAddr, time::Duration};
 
 use clustermesh_tests::{
     netns::{NetNs, wait_for},
-    path::{self, Capture, Family, Mesh, V4, V6, ask, serve, source_of},
+    path::{self, Capture, Family, Mesh, V4, V6, request, serve, source_of},
 };
 
-/// Runs a test in both families.
+/// Runs tests in both families.
 macro_rules! both {
     ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
 }
@@ -22,7 +22,7 @@ both! {
     flows_pass_kube_proxy_and_cilium_legacy_routing_rules
 }
 
-/// How rules are loaded.
+/// The program that loads rules.
 #[derive(Clone, Copy)]
 enum Loader {
     Nft,
@@ -30,10 +30,10 @@ enum Loader {
     Iptables(&'static str),
 }
 
-/// One program's rules for one node.
+/// The values that replace the placeholders in the rules of one node.
 struct Rules<'a> {
     f: &'a Family,
-    /// The pod networks of the node and of its cluster.
+    /// The pod network of the node, and the pod network of its cluster.
     pods: &'a str,
     net: &'a str,
     /// A ClusterIP, its only endpoint, and the Service network.
@@ -75,8 +75,8 @@ impl Rules<'_> {
     }
 }
 
-/// Replaces the simple CNI rules of the other tests by real ones. `load` writes them on the member's node, where a
-/// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of a Service.
+/// Replaces the simple CNI rules of the other tests by real ones. `load` loads them on the member's node, where a
+/// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of the Service network.
 fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     let mesh = Mesh::new(f);
     let local = format!("{}/{}", f.local_service, f.host);
@@ -103,8 +103,8 @@ fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     mesh
 }
 
-/// Checks the flows, and that without our rules the loaded ones would masquerade them.
-fn flows(f: &'static Family, mesh: &Mesh) {
+/// Checks the flows, and checks that without the agent's rules the loaded rules would masquerade them.
+fn check_flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
@@ -113,10 +113,10 @@ fn flows(f: &'static Family, mesh: &Mesh) {
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
     assert!(mesh.hub_pod.pings(f.member_pod));
-    // A Service of the member with a remote endpoint. kube-proxy marks the node's own connection for masquerading.
+    // A Service of the member with a remote endpoint. kube-proxy marks connections from the node itself for masquerading.
     assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
     assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
-    // A remote Service through its anchor, where kube-proxy masquerades sources outside its cluster.
+    // A remote Service through its anchor, where kube-proxy masquerades sources outside the anchor's cluster.
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
     // All packets are inside the tunnel.
@@ -133,11 +133,11 @@ fn flows(f: &'static Family, mesh: &Mesh) {
 
     mesh.member
         .sh("nft flush chain inet clustermesh nat; nft flush chain inet clustermesh into_tunnel");
-    let spoiled = ask(&mesh.member_pod, f.hub_pod, 8080).map_err(|error| error.to_string());
+    let source = request(&mesh.member_pod, f.hub_pod, 8080).map_err(|error| error.to_string());
     assert_ne!(
-        spoiled,
+        source,
         Ok(f.member_pod.to_owned()),
-        "the rules that were loaded masquerade nothing"
+        "the loaded rules masquerade nothing"
     );
 }
 
@@ -146,17 +146,17 @@ fn flows_pass_kube_proxy_and_flannel_nftables_rules(f: &'static Family) {
         rules.load(ns, Loader::Nft, include_str!("rules/kube-proxy.nft"));
         rules.load(ns, Loader::Nft, include_str!("rules/flannel.nft"));
     });
-    flows(f, &mesh);
+    check_flows(f, &mesh);
 }
 
 fn flows_pass_kube_proxy_and_flannel_iptables_nft_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "nft"));
-    flows(f, &mesh);
+    check_flows(f, &mesh);
 }
 
 fn flows_pass_kube_proxy_and_flannel_iptables_legacy_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "legacy"));
-    flows(f, &mesh);
+    check_flows(f, &mesh);
 }
 
 fn load_flannel_iptables(ns: &NetNs, rules: &Rules<'_>, kind: &'static str) {
@@ -177,27 +177,28 @@ fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/calico.iptables"));
     });
-    flows(f, &mesh);
+    check_flows(f, &mesh);
 }
 
-/// Cilium's programs put the pod's identity into the mark of its packets. Two of its bits are in our mask.
+/// Cilium's programs write the pod's security identity into the mark of its packets. Two of the identity's bits are
+/// within the agent's `MARK_MASK`.
 fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
     });
-    // Cilium marks packets of the host, also the outer packets of the tunnel, whose endpoint is inside the mesh.
+    // Cilium marks packets of the host, including the tunnel's outer packets, whose endpoint is in a mesh network.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     wait_for("an outer packet", Duration::from_secs(5), || {
         ours.send_to(b"outer", (f.hub.parse::<IpAddr>().unwrap(), 51820))
-            .expect("it may leave");
+            .expect("send an outer packet");
         theirs.recv_from(&mut [0; 10]).ok()
     });
     serve(&mesh.hub2, f.hub2, 9090);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.member_pod, f.member_pod, 8080);
-    // Identities whose bits mean, in our mask: underlay, tunnel, both, and neither.
+    // Identities whose two bits are MARK_UNDERLAY, MARK_TUNNEL, both, and neither.
     for identity in ["0x12140f00", "0x12240f00", "0x12340f00", "0x12040f00"] {
         for ns in [&mesh.member, &mesh.hub] {
             ns.sh(&format!(
@@ -210,7 +211,7 @@ fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
         assert_eq!(
             source_of(&mesh.hub_pod, f.hub2, 9090),
             f.hub,
-            "{identity}: beyond the mesh"
+            "{identity}: to a destination outside the mesh"
         );
         assert_eq!(
             source_of(&mesh.member_pod, f.local_service, 80),

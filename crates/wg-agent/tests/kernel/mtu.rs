@@ -1,5 +1,5 @@
-//! Sends packets of every size through real userspace devices, over underlays of several MTUs and both families: each
-//! must arrive or cause an error at its sender. Needs root, nft, tcpdump and iproute2.
+//! Sends packets of every size through real userspace devices, over underlays with several MTUs and both families. Each
+//! packet must arrive or cause an error at its sender. Needs root, nft, tcpdump and iproute2.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -13,9 +13,9 @@ use clustermesh_tests::{
 };
 use ipnet::IpNet;
 
-/// Checks the pods' packets between node 1 and another node: the largest that pass have exactly these sizes, every
-/// smaller one passes, and TCP carries a megabyte each way.
-fn carries(star: &Star, other: u8, largest: [u16; 2]) {
+/// Checks packets between pods of node 1 and another node. `largest` are the sizes of the largest IPv4 and IPv6 packets
+/// that pass; every smaller packet must pass. TCP must transfer a megabyte in each direction.
+fn check_sizes(star: &Star, other: u8, largest: [u16; 2]) {
     let (here, there) = (&star.sites[0], &star.sites[usize::from(other) - 1]);
     for (family, largest) in [V4, V6].into_iter().zip(largest) {
         for (from, to, at) in [
@@ -33,7 +33,7 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
             }
             transfer(from, to, &std::net::SocketAddr::new(at, 9000).to_string(), 1 << 20);
         }
-        // From the node itself.
+        // From the node itself, with fewer sizes.
         let at = pod(other, family);
         let some = (64..=largest + 1).filter(|size| size % 61 == 0 || size + 3 > largest);
         let least = 64_u16.next_multiple_of(61);
@@ -47,7 +47,7 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
     }
 }
 
-/// ping(8) with DF and a packet of `size` bytes in total.
+/// Whether a ping with the DF bit and a packet of `size` bytes in total is answered.
 fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
     let headers = if to.is_ipv4() { 28 } else { 48 };
     let length = (size - headers).to_string();
@@ -57,7 +57,7 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
 
 fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
-    carries(&star, 2, largest);
+    check_sizes(&star, 2, largest);
     if mtu > 1280 {
         assert_eq!(
             star.sites.iter().map(|s| s.fragments()).sum::<u64>(),
@@ -67,7 +67,8 @@ fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     }
 }
 
-/// Tests of one underlay MTU: the largest IPv4 and IPv6 packets that pass, over IPv4 and over IPv6.
+/// Defines two tests for each underlay MTU, with IPv4 and with IPv6 as the outer family. Each array contains the sizes of
+/// the largest inner IPv4 and IPv6 packets that pass.
 macro_rules! underlays {
     ($($name:ident $mtu:literal: $v4:expr, $v6:expr;)*) => {
         mod over_ipv4 { $(#[test] fn $name() { super::check_underlay($mtu, super::V4, $v4) })* }
@@ -98,43 +99,43 @@ fn peers_of_different_path_mtu_share_one_device() {
     let sizes = |n: usize| star.sites[n].sizes();
     assert_eq!((sizes(0).device, sizes(0).narrow), (1440, [(key(3), 1312)].into()));
     assert_eq!((sizes(2).device, sizes(2).narrow), (1320, [].into()));
-    carries(&star, 2, [1440, 1440]);
-    let whole = |what: &str| {
-        let made: Vec<u64> = star.sites.iter().map(path::real::Site::fragments).collect();
-        assert_eq!(made, [0, 0, 0], "{what}: something was fragmented");
+    check_sizes(&star, 2, [1440, 1440]);
+    let assert_no_fragments = |what: &str| {
+        let fragments: Vec<u64> = star.sites.iter().map(path::real::Site::fragments).collect();
+        assert_eq!(fragments, [0, 0, 0], "{what}: something was fragmented");
     };
-    whole("between 1 and 2");
+    assert_no_fragments("between 1 and 2");
     let ends = |family| [pod(1, family), pod(3, family)];
     for [one, three] in [V4, V6].map(ends) {
         assert_eq!(probe_sizes(&star.sites[0].pod, three, 64..=1320), Some(64..=1312));
-        whole("from 1 to 3");
+        assert_no_fragments("from 1 to 3");
         for (from, to, at) in [(0, 2, three), (2, 0, one)] {
             let at = std::net::SocketAddr::new(at, 9002);
             transfer(&star.sites[from].pod, &star.sites[to].pod, &at.to_string(), 1 << 20);
-            whole("TCP between 1 and 3");
+            assert_no_fragments("TCP between 1 and 3");
         }
     }
-    // Node 3 sends packets up to its own link's size; their echo is fragmented inside the tunnel.
+    // Node 3 sends packets up to its own device's MTU. Node 1 fragments the echoes before it encrypts them.
     for [one, _] in [V4, V6].map(ends) {
         assert_eq!(probe_sizes(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
     }
 }
 
 #[test]
-fn smaller_path_mtu_is_learnt_and_applied() {
+fn smaller_path_mtu_is_learned_and_applied() {
     let mut star = Star::connected(&[1500, 1500], |_, _| V6);
-    carries_one(&star, 1420);
+    check_ipv4_sizes(&star, 1420);
     star.router.ip("link set r2 mtu 1400");
     star.sites[1].ns.ip("link set eth0 mtu 1400");
-    // Before the next pass: the sender fragments outer packets once the router has sent an ICMP error.
-    carries_one(&star, 1420);
+    // Before the next pass, the sender fragments outer packets as soon as it receives the router's ICMP error.
+    check_ipv4_sizes(&star, 1420);
     wait_until("the kernel to learn the path MTU", Duration::from_secs(5), || {
-        carries_one(&star, 1420);
+        check_ipv4_sizes(&star, 1420);
         star.sites[0].sizes().device == 1320
     });
     star.reconcile();
     let before: u64 = star.sites.iter().map(|s| s.fragments()).sum();
-    carries_one(&star, 1320);
+    check_ipv4_sizes(&star, 1320);
     assert_eq!(
         star.sites.iter().map(|s| s.fragments()).sum::<u64>(),
         before,
@@ -152,17 +153,17 @@ fn narrow_link_without_icmp_is_no_black_hole() {
     star.router
         .sh("nft 'table ip quiet { chain out { type filter hook output priority 0; meta l4proto icmp drop; }; }'");
     let capture = Capture::start(&star.router, "r1", "udp port 51820 and ip[6] & 0x40 != 0");
-    carries_one(&star, 1440);
+    check_ipv4_sizes(&star, 1440);
     let seen = capture.finish(
         &star.sites[0].ns,
         &underlay(1, V4).to_string(),
         &gateway(1, V4).to_string(),
     );
-    assert_eq!(seen, Vec::<String>::new(), "outer packets that may not be fragmented");
+    assert_eq!(seen, Vec::<String>::new(), "outer packets with the DF bit");
 }
 
-/// Like [`carries`], for IPv4 and fewer sizes.
-fn carries_one(star: &Star, largest: u16) {
+/// Does the same as [`check_sizes`], but only for IPv4 and with fewer sizes.
+fn check_ipv4_sizes(star: &Star, largest: u16) {
     let (here, there) = (&star.sites[0], &star.sites[1]);
     let at = pod(2, V4);
     let some = (64..=largest + 1).filter(|size| size % 100 == 0 || size + 3 > largest);
@@ -187,8 +188,8 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
     star.reconcile();
     star.wait_until_connected();
     let node = &star.sites[0].ns;
-    let clear = Capture::start(node, "eth0", "icmp[0] == 8 or (icmp6 and ip6[40] == 128)");
-    let tunnelled = Capture::start(node, "eth0", "udp port 51820");
+    let unencrypted = Capture::start(node, "eth0", "icmp[0] == 8 or (icmp6 and ip6[40] == 128)");
+    let encrypted = Capture::start(node, "eth0", "udp port 51820");
     for family in [V4, V6] {
         for from in [node, &star.sites[0].pod] {
             let to = underlay(2, family).to_string();
@@ -197,10 +198,10 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
         }
     }
     let (here, next) = (underlay(1, V4).to_string(), gateway(1, V4).to_string());
-    assert_eq!(clear.finish(node, &here, &next), Vec::<String>::new());
-    let seen = tunnelled.finish(node, &here, &next);
-    // 20 requests and 20 replies, some of them coalesced, and packets of the sessions. A routing loop would make
-    // thousands.
+    assert_eq!(unencrypted.finish(node, &here, &next), Vec::<String>::new());
+    let seen = encrypted.finish(node, &here, &next);
+    // 20 requests and 20 replies, some of them coalesced, and handshake messages. A routing loop would cause thousands of
+    // packets.
     assert!(
         (20..60).contains(&seen.len()),
         "{} outer packets: {seen:#?}",

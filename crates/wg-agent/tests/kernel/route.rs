@@ -59,7 +59,7 @@ fn pass(ns: &NetNs, wanted: &Routes) -> Outcome {
     })
 }
 
-/// Converges, checks that a second pass finds nothing to do, and returns the changes.
+/// Runs two passes, checks that the second changes nothing, and returns the changes of the first.
 fn converge_fully(ns: &NetNs, wanted: &Routes) -> Vec<String> {
     let first = pass(ns, wanted);
     assert!(first.failed.is_empty(), "{:?}", first.failed);
@@ -70,7 +70,7 @@ fn converge_fully(ns: &NetNs, wanted: &Routes) -> Vec<String> {
 
 /// The routes of a table as `ip -j` shows them, one line each.
 fn table(ns: &NetNs, family: &str, table: u32) -> Vec<String> {
-    // `ip` fails for a table that never had a route.
+    // `ip` fails for a table that does not exist.
     let output = ns.output("ip", &[family, "-j", "route", "show", "table", &table.to_string()]);
     let Value::Array(routes) = serde_json::from_slice(&output.stdout).unwrap_or_default() else {
         return vec![];
@@ -96,8 +96,8 @@ fn rules(ns: &NetNs, family: &str) -> Vec<String> {
         .collect()
 }
 
-/// All routing state outside our two tables.
-fn elsewhere(ns: &NetNs) -> String {
+/// The routing state of other programs.
+fn foreign_state(ns: &NetNs) -> String {
     ns.sh("ip rule; ip -6 rule; ip route show table main; ip -6 route show table main; ip route show table 99; ip addr show dev eth0; ip link show dev eth0")
 }
 
@@ -176,14 +176,14 @@ fn change_of_one_peer_writes_one_route() {
 }
 
 #[test]
-fn foreign_routes_and_rules_are_never_touched() {
+fn foreign_routes_and_rules_are_never_changed() {
     let ns = node("foreign");
     ns.ip("route add 10.101.5.0/24 dev eth0");
     ns.ip("route add 10.9.0.0/16 dev eth0 table 99 proto 117");
     ns.ip("route add 10.8.0.0/16 dev eth0 table 5182 proto 98");
     ns.ip("rule add pref 900 fwmark 0x1 lookup 99");
     ns.ip("-6 rule add pref 901 iif eth0 lookup 99");
-    let before = elsewhere(&ns);
+    let before = foreign_state(&ns);
     converge_fully(&ns, &desired(&plan()));
     assert_eq!(
         table(&ns, "-4", 5182)
@@ -197,7 +197,7 @@ fn foreign_routes_and_rules_are_never_touched() {
         cleanup(&mut kernel).await
     });
     assert!(left.is_empty(), "{left:?}");
-    assert_eq!(elsewhere(&ns), before);
+    assert_eq!(foreign_state(&ns), before);
     assert_eq!(table(&ns, "-4", 5182), ["10.8.0.0/16 eth0 98"]);
     assert_eq!(
         [table(&ns, "-6", 5182), table(&ns, "-4", 5183), table(&ns, "-6", 5183)],
@@ -207,7 +207,7 @@ fn foreign_routes_and_rules_are_never_touched() {
 }
 
 #[test]
-fn obsolete_rules_of_ours_are_removed() {
+fn obsolete_rules_of_the_agent_are_removed() {
     let ns = node("before");
     for rule in [
         "rule add pref 996 iif kilo0 from 100.66.1.0/24 fwmark 0x0/0x300000 protocol 117 blackhole",
@@ -217,7 +217,7 @@ fn obsolete_rules_of_ours_are_removed() {
     ] {
         ns.ip(rule);
     }
-    // Rules of another program, and a manual rule next to one of ours.
+    // A rule of another program, and a manual rule with the priority of one of the agent's rules.
     for rule in [
         "rule add pref 996 from 192.0.2.0/24 lookup 99",
         "rule add pref 1001 from 192.0.2.7 protocol 117 lookup 99",
@@ -264,7 +264,7 @@ fn foreign_route_with_our_key_is_reported_and_kept() {
 }
 
 #[test]
-fn unreachable_routes_stay_until_the_device_is_back() {
+fn unreachable_routes_remain_while_device_is_missing() {
     let ns = node("gone");
     let wanted = desired(&plan());
     converge_fully(&ns, &wanted);
@@ -283,13 +283,13 @@ fn unreachable_routes_stay_until_the_device_is_back() {
         got.failed[0].to_string(),
         "there is no interface kilo0; its routes are added when the device exists again"
     );
-    ns.ip("tuntap add dev kilo0 mode tun"); // down; the pass sets it up
+    ns.ip("tuntap add dev kilo0 mode tun"); // it is down; the pass sets it up
     converge_fully(&ns, &wanted);
     assert_eq!(table(&ns, "-4", 5182).len(), 7);
 }
 
 #[test]
-fn altered_route_of_ours_is_restored() {
+fn altered_route_of_the_agent_is_restored() {
     let ns = node("altered");
     converge_fully(&ns, &desired(&plan()));
     ns.ip("route replace 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 117");
@@ -304,7 +304,7 @@ fn altered_route_of_ours_is_restored() {
 }
 
 #[test]
-fn watch_reports_our_drift_and_ignores_foreign_changes() {
+fn watch_reports_agent_drift_and_ignores_foreign_changes() {
     let ns = node("watch");
     converge_fully(&ns, &desired(&plan()));
     inside(&ns, async {
@@ -367,7 +367,7 @@ fn smaller_peer_mtu_is_set_on_its_routes() {
     let ns = node("sizes");
     let sizes = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
     let narrow = Plan {
-        sizes: sizes.into(),
+        mtus: sizes.into(),
         ..plan()
     };
     converge_fully(&ns, &desired(&narrow));

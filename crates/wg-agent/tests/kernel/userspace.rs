@@ -1,4 +1,4 @@
-//! Tests of the userspace device, each with offload and four workers, and without offload and with one worker. They
+//! Tests the userspace device, once with offload and four workers, and once without offload and with one worker. The tests
 //! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. Tests of both backends are in `contract`.
 
 mod drops;
@@ -17,7 +17,7 @@ use wg_agent::device::{
 };
 use x25519_dalek::StaticSecret;
 
-/// Makes a test of each function of the modules above.
+/// Defines a test for each function of the modules above.
 macro_rules! tests {
     ($options:expr) => {
         tests! {
@@ -27,14 +27,14 @@ macro_rules! tests {
             drops::inner_source_outside_allowed_ips_is_dropped
             drops::garbage_datagrams_change_nothing
             endpoints::restart_of_one_side_resumes_data_within_five_seconds
-            endpoints::changed_endpoint_of_a_silent_peer_is_tried_at_once
+            endpoints::changed_endpoint_of_unreachable_peer_is_tried_at_once
             endpoints::outer_packets_carry_the_current_fwmark
-            interface::foreign_interfaces_are_left_alone_with_a_clear_error
-            interface::interface_outlives_its_process_and_is_taken_over
+            interface::foreign_interfaces_are_kept_and_reported
+            interface::interface_remains_after_process_and_is_reused
             interface::interface_with_older_flags_is_recreated
-            traffic::two_devices_carry_ping_and_tcp_and_wg_reads_them
-            traffic::outer_packets_over_ipv6_are_carried
-            traffic::changes_of_one_peer_leave_another_session_alone
+            traffic::ping_and_tcp_pass_and_wg_shows_the_peer
+            traffic::tunnel_works_over_an_ipv6_underlay
+            traffic::peer_changes_do_not_affect_other_sessions
             traffic::large_datagrams_arrive_whole_and_in_order_in_both_families
             traffic::many_flows_to_one_peer_cause_no_deadlock
         }
@@ -47,7 +47,7 @@ macro_rules! tests {
     )* };
 }
 
-/// With the kernel's offload and four workers in each direction, even with fewer cores.
+/// With the TUN device's offload (several packets in one read) and four workers in each direction.
 mod offload {
     tests!(super::Options {
         offload: true,
@@ -55,7 +55,7 @@ mod offload {
     });
 }
 
-/// Packet by packet, with one worker in each direction.
+/// Without offload, and with one worker in each direction.
 mod plain {
     tests!(super::Options {
         offload: false,
@@ -66,7 +66,7 @@ mod plain {
 const PORT: u16 = 51820;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
+/// A node: a network namespace with a device. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 struct Node {
     number: u8,
     ns: NetNs,
@@ -174,7 +174,7 @@ fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
     }
 }
 
-/// Two nodes on one link, 192.0.2.1 and 192.0.2.2, as peers of each other.
+/// Two nodes on one link, 192.0.2.1 and 192.0.2.2, that are peers of each other.
 fn node_pair(options: Options) -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1, options), Node::new(2, options));
     veth(

@@ -1,5 +1,5 @@
-//! Tests our userspace device against a current wireguard-go, whose two handshake workers make crossed handshakes
-//! dangerous (see `wg-userspace/src/tunnel.rs`). Needs root and Go.
+//! Tests the userspace device against wireguard-go, whose concurrent handshake workers make crossed handshakes (both
+//! sides send an initiation at the same time) dangerous, see `wg-userspace/src/tunnel.rs`. Needs root and Go.
 
 use std::{
     fs::File,
@@ -24,7 +24,7 @@ use wg_agent::device::{Configuration, Device, userspace::Userspace};
 use x25519_dalek::StaticSecret;
 
 const STARTS: u32 = 40;
-/// WireGuard's own retry with its jitter, a round trip, and time for a busy machine.
+/// WireGuard's retry interval with its jitter, plus a round trip and some time for a busy machine.
 const RETRY: Duration = Duration::from_millis(5_333 + 700);
 
 fn wireguard_go() -> PathBuf {
@@ -40,21 +40,21 @@ fn public(number: u8) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(&secret(number)).to_bytes())
 }
 
-/// wireguard-go in a namespace, configured but without a peer.
-struct Go {
+/// A process of wireguard-go in a network namespace, configured without a peer.
+struct WireguardGo {
     interface: String,
     log: PathBuf,
     _process: Running,
 }
 
-impl Drop for Go {
+impl Drop for WireguardGo {
     fn drop(&mut self) {
         // A killed process cannot remove its socket.
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
     }
 }
 
-impl Go {
+impl WireguardGo {
     fn start(ns: &NetNs, program: &Path, directory: &Path) -> Self {
         let interface = unique_name("wg");
         let log = directory.join(format!("{interface}.log"));
@@ -84,7 +84,7 @@ impl Go {
         }
     }
 
-    /// Adds our device as a peer. The keepalive starts a handshake at once.
+    /// Adds the userspace device as a peer. The persistent keepalive starts a handshake at once.
     fn add_peer(&self, ns: &NetNs, endpoint: &str) {
         let key = public(1).to_string();
         let peer = ["peer", &key, "endpoint", endpoint, "allowed-ips", "10.9.0.1/32"];
@@ -99,7 +99,7 @@ impl Go {
     }
 }
 
-fn ours(ns: &NetNs) -> Userspace {
+fn open_device(ns: &NetNs) -> Userspace {
     let configuration = Configuration {
         private_key: secret(1),
         listen_port: 51820,
@@ -114,21 +114,22 @@ fn ours(ns: &NetNs) -> Userspace {
     device
 }
 
-/// A relay in wireguard-go's namespace that makes handshakes cross. It holds the first initiation of each side until
-/// the other's arrives (or for 30 ms) and then forwards both at once. It forwards everything else.
+/// A relay in wireguard-go's namespace that makes handshakes cross. It delays the first initiation of each side until
+/// the other side's initiation arrives, or for 30 ms, and then forwards both. It forwards all other packets at once.
 struct Relay {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<bool>>,
 }
 
-/// The relay's address for each side.
+/// The relay's socket for the userspace device, which is the device's endpoint for wireguard-go.
 const TO_GO: &str = "192.0.2.2:6000";
-const TO_US: &str = "127.0.0.1:6001";
+/// The relay's socket for wireguard-go, which is wireguard-go's endpoint for the userspace device.
+const TO_DEVICE: &str = "127.0.0.1:6001";
 
 impl Relay {
     fn start(ns: &NetNs) -> Self {
         let sides = ns.enter(|| {
-            [(TO_GO, "192.0.2.1:51820"), (TO_US, "127.0.0.1:51820")].map(|(own, peer)| {
+            [(TO_GO, "192.0.2.1:51820"), (TO_DEVICE, "127.0.0.1:51820")].map(|(own, peer)| {
                 let socket = UdpSocket::bind(own).expect("bind the relay");
                 socket.connect(peer).expect("connect the relay");
                 socket.set_nonblocking(true).expect("a non-blocking relay");
@@ -144,7 +145,7 @@ impl Relay {
         }
     }
 
-    /// Stops the relay. True when both initiations crossed.
+    /// Stops the relay. Returns whether the initiations crossed.
     fn finish(mut self) -> bool {
         self.stop.store(true, Ordering::Release);
         self.thread.take().expect("a thread").join().expect("the relay")
@@ -161,7 +162,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
     let mut kept: [Option<Vec<u8>>; 2] = [None, None];
     let mut since = None;
     let mut crossed = false;
-    let mut open = false;
+    let mut released = false;
     let mut buffer = [0; 2048];
     while !stop.load(Ordering::Acquire) {
         let mut files = [
@@ -176,9 +177,9 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
             }),
         );
         for from in 0..2 {
-            // An error means that the other side does not listen yet.
+            // An error (ICMP) means that the receiver of an earlier packet is not listening yet.
             while let Ok(length) = sides[from].recv(&mut buffer) {
-                if !open && buffer[0] == 1 && kept[from].is_none() {
+                if !released && buffer[0] == 1 && kept[from].is_none() {
                     kept[from] = Some(buffer[..length].to_vec());
                     since.get_or_insert_with(Instant::now);
                 } else {
@@ -189,7 +190,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
         let both = kept.iter().all(Option::is_some);
         if both || since.is_some_and(|since| since.elapsed() > Duration::from_millis(30)) {
             crossed |= both;
-            open = true;
+            released = true;
             since = None;
             for from in [0, 1] {
                 if let Some(initiation) = kept[from].take() {
@@ -212,15 +213,16 @@ fn peer_change(endpoint: &str) -> PeerChange {
     )
 }
 
-fn wired() -> (NetNs, NetNs) {
-    let (a, b) = (NetNs::new("ours"), NetNs::new("wireguard-go"));
+/// Two connected namespaces, the first for the userspace device and the second for wireguard-go.
+fn connected_namespaces() -> (NetNs, NetNs) {
+    let (a, b) = (NetNs::new("userspace"), NetNs::new("wireguard-go"));
     veth(&a, "eth0", &["192.0.2.1/24"], &b, "eth0", &["192.0.2.2/24"]);
     (a, b)
 }
 
-/// The time until a ping is answered, with ten attempts a second.
-fn until_ping(ns: &NetNs, address: &str, began: Instant) -> Duration {
-    // A single ping process with a short interval that ends at its first reply: no pause of a second between attempts.
+/// The time from `began` until a ping is answered, with ten pings a second.
+fn time_to_ping(ns: &NetNs, address: &str, began: Instant) -> Duration {
+    // With `-c 1 -w`, ping sends until the first reply.
     let output = ns.output("ping", &["-n", "-i", "0.1", "-c", "1", "-w", "12", address]);
     assert!(output.status.success(), "no answer from {address} in 12 s");
     began.elapsed()
@@ -230,8 +232,8 @@ fn until_ping(ns: &NetNs, address: &str, began: Instant) -> Duration {
 fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
-    let (a, b) = wired();
-    // Fill the neighbour caches: an ARP exchange would keep the initiations from crossing.
+    let (a, b) = connected_namespaces();
+    // The ping fills the neighbour caches: otherwise ARP would delay an initiation, and the initiations would not cross.
     wait_until("a ping on the underlay", Duration::from_secs(10), || {
         a.pings("192.0.2.2")
     });
@@ -239,8 +241,8 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let mut worst = Duration::ZERO;
     let mut slow = Vec::new();
     for start in 0..STARTS {
-        let go = Go::start(&b, &program, directory.path());
-        let mut device = ours(&a);
+        let go = WireguardGo::start(&b, &program, directory.path());
+        let mut device = open_device(&a);
         let relay = Relay::start(&b);
         let barrier = Barrier::new(2);
         std::thread::scope(|scope| {
@@ -249,13 +251,16 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
                 device.apply(&[peer_change(TO_GO)]).expect("add a peer");
             });
             barrier.wait();
-            go.add_peer(&b, TO_US);
+            go.add_peer(&b, TO_DEVICE);
         });
         let began = Instant::now();
         let (there, back) = std::thread::scope(|scope| {
-            let there = scope.spawn(|| until_ping(&a, "10.9.0.2", began));
-            let back = scope.spawn(|| until_ping(&b, "10.9.0.1", began));
-            (there.join().expect("our ping"), back.join().expect("its ping"))
+            let there = scope.spawn(|| time_to_ping(&a, "10.9.0.2", began));
+            let back = scope.spawn(|| time_to_ping(&b, "10.9.0.1", began));
+            (
+                there.join().expect("ping to wireguard-go"),
+                back.join().expect("ping from it"),
+            )
         });
         crossed += u32::from(relay.finish());
         worst = worst.max(there).max(back);
@@ -268,20 +273,20 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     assert!(slow.is_empty(), "longer than {RETRY:?}: {slow:#?}");
     assert!(
         crossed >= STARTS / 2,
-        "only {crossed} of {STARTS} starts crossed: this run proves little"
+        "only {crossed} of {STARTS} starts crossed, too few for this test"
     );
 }
 
 #[test]
-fn tcp_to_and_from_wireguard_go_is_carried() {
+fn tcp_passes_in_both_directions_with_wireguard_go() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
-    let (a, b) = wired();
-    let go = Go::start(&b, &program, directory.path());
-    let mut device = ours(&a);
+    let (a, b) = connected_namespaces();
+    let go = WireguardGo::start(&b, &program, directory.path());
+    let mut device = open_device(&a);
     go.add_peer(&b, "192.0.2.1:51820");
     device.apply(&[peer_change("192.0.2.2:51820")]).expect("add a peer");
-    until_ping(&a, "10.9.0.2", Instant::now());
+    time_to_ping(&a, "10.9.0.2", Instant::now());
     transfer(&a, &b, "10.9.0.2:5000", 50_000_000);
     transfer(&b, &a, "10.9.0.1:5000", 50_000_000);
     let dump = b.run("wg", &["show", &go.interface, "latest-handshakes"]);

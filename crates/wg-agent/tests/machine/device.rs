@@ -1,4 +1,4 @@
-//! Runs the tests of `contract` with the kernel's WireGuard, and tests of that backend alone.
+//! Runs the tests of `contract` with the kernel's WireGuard, and further tests of this backend.
 
 use std::{
     io::Read,
@@ -14,13 +14,13 @@ use clustermesh_tests::{
 };
 use wg_agent::device::{Backend, DeviceError, userspace};
 
-use crate::virtual_machine::in_the_machine;
+use crate::virtual_machine::run_in_machine;
 
 macro_rules! case {
     ($($name:ident)*) => { $(
         #[test]
         fn $name() {
-            in_the_machine!();
+            run_in_machine!();
             contract::$name(Backend::Kernel);
         }
     )* };
@@ -29,7 +29,7 @@ clustermesh_tests::each_device_test!(case);
 
 #[test]
 fn process_restart_loses_no_packet_and_no_session() {
-    in_the_machine!();
+    run_in_machine!();
     let [mut a, b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let (handshake, before) = (a.handshake(), a.peer(2));
@@ -44,19 +44,19 @@ fn process_restart_loses_no_packet_and_no_session() {
             (&peer.configured, peer.stats.endpoint),
             (&before.configured, before.stats.endpoint)
         );
-        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "the counters continue");
+        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "the counters were reset");
     }
     ping.wait(Duration::from_secs(60));
     let mut text = String::new();
     let mut output = ping.child().stdout.take().expect("its output");
     output.read_to_string(&mut text).expect("read");
     assert!(text.contains("200 packets transmitted, 200 received"), "{text}");
-    assert_eq!(a.handshake(), handshake, "the session is the same");
+    assert_eq!(a.handshake(), handshake, "there was a new handshake");
 }
 
 #[test]
-fn backend_switch_leaves_nothing_of_the_old_device() {
-    in_the_machine!();
+fn backend_switch_leaves_nothing_of_old_device() {
+    run_in_machine!();
     let [mut a, b] = node_pair([Backend::Kernel, Backend::Userspace]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     let socket = format!("/var/run/wireguard/{}.sock", a.interface);
@@ -66,15 +66,15 @@ fn backend_switch_leaves_nothing_of_the_old_device() {
         (Backend::Userspace, "tun", true),
         (Backend::Kernel, "wireguard", false),
     ] {
-        // A restart drops the old device without closing it.
+        // As in a restart, the old device is dropped without `close`.
         drop(a.device.take());
         a.open(backend);
-        a.address();
+        a.add_addresses();
         a.add(2, Some("192.0.2.2:51820"));
-        // After the switch to the kernel, the peer refuses this node's initiations for 27 s. The peer has nothing to
-        // send, so it starts no handshake itself.
-        let patience = Duration::from_secs(90);
-        wait_until("a ping after the switch", patience, || a.reaches(2) && b.reaches(1));
+        // After the switch to the kernel, the peer drops this node's initiations for up to 27 s, because the timestamps of
+        // the userspace device are 27 s ahead. The peer has no packet to send, so it starts no handshake itself.
+        let timeout = Duration::from_secs(90);
+        wait_until("a ping after the switch", timeout, || a.reaches(2) && b.reaches(1));
         let link = a.ns.ip_json(&format!("-d link show {}", a.interface));
         assert_eq!(link[0]["linkinfo"]["info_kind"], kind);
         assert_eq!(std::path::Path::new(&socket).exists(), has_socket, "{backend:?}");
@@ -85,8 +85,8 @@ fn backend_switch_leaves_nothing_of_the_old_device() {
 }
 
 #[test]
-fn foreign_wireguard_interface_of_our_name_is_left_alone() {
-    in_the_machine!();
+fn foreign_wireguard_interface_is_kept() {
+    run_in_machine!();
     let node = Node::new(1, Backend::Kernel);
     let (ns, ours) = (&node.ns, node.interface.clone());
     assert_eq!(
@@ -113,12 +113,12 @@ fn foreign_wireguard_interface_of_our_name_is_left_alone() {
 
 #[test]
 fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
-    in_the_machine!();
+    run_in_machine!();
     let [mut a, mut b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
-    // Wait until no earlier ping can still cause a handshake: by then both sides have acknowledged them.
+    // Wait until no earlier ping can still cause a handshake.
     let quiet = Duration::from_secs(25);
-    wait_until("the pings to be acknowledged", TIMEOUT * 2, || {
+    wait_until("the handshake to be 25 s old", TIMEOUT * 2, || {
         a.peer(2).stats.handshake_age > Some(quiet)
     });
     drop(a.device.take());
@@ -131,8 +131,8 @@ fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     wait_until("a handshake", TIMEOUT, || b.peer(11).stats.handshake_age.is_some());
 }
 
-/// One node of each backend with routes and firewall, for every combination of inner and outer family.
-fn mixed(outer: Family, largest: u16) {
+/// Connects two nodes with different backends, with routes and firewall, and checks traffic of both inner families.
+fn check_mixed_backends(outer: Family, largest: u16) {
     let backend = |number| {
         if number == 1 {
             Backend::Kernel
@@ -140,7 +140,7 @@ fn mixed(outer: Family, largest: u16) {
             Backend::Userspace
         }
     };
-    let mut star = Star::of(&[1500, 1500], backend, |_, _| outer);
+    let mut star = Star::with_backends(&[1500, 1500], backend, |_, _| outer);
     star.reconcile();
     star.wait_until_connected();
     let [kernel, userspace] = &star.sites[..] else {
@@ -161,7 +161,7 @@ fn mixed(outer: Family, largest: u16) {
             );
             let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
             assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
-            // Pings in both directions: nothing translates the pods' addresses.
+            // Pings to the pods' own addresses in both directions: the addresses are not translated.
             assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
         }
     }
@@ -182,12 +182,12 @@ fn mixed(outer: Family, largest: u16) {
 
 #[test]
 fn kernel_and_userspace_carry_both_families_over_ipv4() {
-    in_the_machine!();
-    mixed(Family::V4, 1440);
+    run_in_machine!();
+    check_mixed_backends(Family::V4, 1440);
 }
 
 #[test]
 fn kernel_and_userspace_carry_both_families_over_ipv6() {
-    in_the_machine!();
-    mixed(Family::V6, 1420);
+    run_in_machine!();
+    check_mixed_backends(Family::V6, 1420);
 }

@@ -1,5 +1,5 @@
-//! Checks repairs that need a kernel of its own: agents whose kernel device is changed by `wg set` and `ip link set`
-//! must restore and count each part. Also checks the size of the conntrack table that `prepare` sets.
+//! Checks repairs of the kernel's WireGuard device: when `wg set` and `ip link set` change it, the agent must restore and
+//! count each changed part. Also checks the size of the conntrack table that `prepare` sets.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use clustermesh_tests::{
 };
 use nix::sys::signal::Signal;
 
-use crate::virtual_machine::in_the_machine;
+use crate::virtual_machine::run_in_machine;
 
 /// The configuration of a device as `wg` and `ip` show it, sorted.
 fn device_config(site: &Site) -> Vec<String> {
@@ -31,8 +31,8 @@ fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String
     more.filter(|(_, count)| *count > 0).collect()
 }
 
-/// Runs the damaging command and waits until device and routes are restored. The repairs counted must be `want`.
-fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
+/// Runs the command `damage` and waits until device and routes are restored. The agent must count the repairs `want`.
+fn check_repair(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
     let [a, _] = sites;
     let routes = || {
         (
@@ -40,14 +40,14 @@ fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&
             a.ns.ip_json("-6 route show table 5182"),
         )
     };
-    let (whole, routed, before) = (device_config(a), routes(), a.repairs());
+    let (config, routes_before, before) = (device_config(a), routes(), a.repairs());
     let start = std::time::Instant::now();
     a.ns.sh(&damage.replace("DEV", &a.interface));
     wait_until(&format!("{damage} to be repaired"), TIMEOUT, || {
-        device_config(a) == whole && routes() == routed
+        device_config(a) == config && routes() == routes_before
     });
     println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
-    // The metric is updated at the end of the same step.
+    // The agent updates the metric after the repair.
     let want: BTreeMap<String, u64> = want.iter().map(|(part, count)| ((*part).to_owned(), *count)).collect();
     wait_until(
         &format!("{want:?} to be counted for {damage}, {}", agent.log()),
@@ -58,7 +58,7 @@ fn damage_is_repaired(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&
 
 #[test]
 fn changed_kernel_device_is_restored_and_counted_by_kind() {
-    in_the_machine!();
+    run_in_machine!();
     let sites = start_nodes();
     let [a, b] = &sites;
     let agent = a.agent("kernel");
@@ -72,21 +72,21 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     let other = other.display();
     a.ns.sh(&format!("wg genkey > {other}"));
 
-    damage_is_repaired(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
-    damage_is_repaired(
+    check_repair(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
+    check_repair(
         &sites,
         &agent,
         &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other}"),
         &[("listen_port", 1), ("fwmark", 1), ("private_key", 1)],
     );
     b.wait_until_reaches(a);
-    damage_is_repaired(
+    check_repair(
         &sites,
         &agent,
         &format!("wg set DEV peer {peer} remove peer $(wg pubkey < {other}) allowed-ips 10.99.0.0/16"),
         &[("peers", 2)],
     );
-    damage_is_repaired(
+    check_repair(
         &sites,
         &agent,
         &format!("wg set DEV peer {peer} persistent-keepalive 7 allowed-ips 10.99.0.0/16"),
@@ -96,9 +96,9 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     a.wait_until_reaches(b);
 
     let before = a.repairs();
-    let (whole, start) = (device_config(a), std::time::Instant::now());
+    let (config, start) = (device_config(a), std::time::Instant::now());
     a.ns.ip(&format!("link set {} down", a.interface));
-    wait_until("the link to be up", TIMEOUT, || device_config(a) == whole);
+    wait_until("the link to be up", TIMEOUT, || device_config(a) == config);
     println!("{:.1} s: link down", start.elapsed().as_secs_f64());
     a.wait_until_reaches(b);
     b.wait_until_reaches(a);
@@ -109,7 +109,7 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
 // threat: conntrack-exhaustion
 #[test]
 fn conntrack_table_is_raised_and_never_lowered() {
-    in_the_machine!();
+    run_in_machine!();
     let file = |name: &str| format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
     let limits = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());
     let set = |name: &str, value: &str| std::fs::write(file(name), value).unwrap();

@@ -1,5 +1,5 @@
-//! Checks what differs between a gateway with the kernel's WireGuard and one with the userspace device
-//! (`gateway` of the program `node`): the tunnel continues without the gateway's process.
+//! Tests a gateway with the kernel's WireGuard: its tunnel continues without the gateway's process, unlike a gateway with
+//! the userspace device, which `tests/node/gateway.rs` tests.
 
 mod kube_proxy;
 
@@ -25,11 +25,13 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use crate::virtual_machine::in_the_machine;
+use crate::virtual_machine::run_in_machine;
 use kube_proxy::{CLUSTER_IPS, KubeProxy, NODE, NODE_PORT};
 
 const NAME: &str = "clustermesh-gateway-0";
 const NAMESPACE: &str = "clustermesh-gateway";
+// Addresses, one of each family: of the gateway's pod, of the database's pod, and the WireGuard addresses of the sandbox's
+// node and of the gateway.
 const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 const SANDBOX: [&str; 2] = ["100.80.0.7", "fd80:a::7"];
@@ -46,8 +48,8 @@ fn at(address: &str, port: u16) -> SocketAddr {
 }
 
 #[test]
-fn kernel_gateway_serves_grants_and_outlives_its_process() {
-    in_the_machine!();
+fn kernel_gateway_serves_grants_without_its_process() {
+    run_in_machine!();
     let testbed = Testbed::new();
     let mut gateway = testbed.gateway();
     testbed.set_peer(at(POD[0], 51820));
@@ -57,33 +59,41 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
     let link = testbed.pod.ip_json("-d link show wg0");
     assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
     for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP), (GATEWAY[1], SQL + 1)] {
-        assert!(testbed.call(at(address, port)).is_none(), "{address} {port}");
+        assert!(testbed.connect(at(address, port)).is_none(), "{address} {port}");
     }
-    let mut call = testbed.call(at(GATEWAY[0], SQL)).expect("a connection");
-    assert!(call.ask().is_some());
+    let mut connection = testbed.connect(at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(connection.request().is_some());
 
-    // If the API server does not answer when the container restarts, the state of the previous process stays in force.
+    // If the API server does not answer when the container restarts, the kernel state of the previous process remains.
     testbed.api.set_stalled(true);
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.wait(TIMEOUT);
-    assert!(call.ask().is_some(), "without a process");
+    assert!(connection.request().is_some(), "without a process");
     gateway = testbed.gateway();
     wait_until("the next process to wait for the API server", TIMEOUT, || {
         testbed
-            .ready()
+            .readyz()
             .contains("objects: SandboxAccess has not been listed yet")
     });
-    assert!(call.ask().is_some(), "with a process that has listed no objects");
+    assert!(
+        connection.request().is_some(),
+        "with a process that has listed no objects"
+    );
     testbed.wait_for_answer(at(GATEWAY[1], SQL));
     let key = testbed.status()["publicKey"].clone();
     testbed.api.set_stalled(false);
-    wait_until("the next process to be ready", TIMEOUT, || testbed.ready() == "ok\n");
-    assert!(call.ask().is_some(), "with a process that has listed all objects");
+    wait_until("the next process to be ready", TIMEOUT, || testbed.readyz() == "ok\n");
+    assert!(
+        connection.request().is_some(),
+        "with a process that has listed all objects"
+    );
     assert_eq!(testbed.status()["publicKey"], key);
 
     testbed.grant(&[]);
-    wait_until("the connection to end with its grant", TIMEOUT, || call.ask().is_none());
-    assert!(testbed.call(at(GATEWAY[0], SQL)).is_none());
+    wait_until("the connection to end with its grant", TIMEOUT, || {
+        connection.request().is_none()
+    });
+    assert!(testbed.connect(at(GATEWAY[0], SQL)).is_none());
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
     assert!(gateway.wait(TIMEOUT).success());
 }
@@ -91,11 +101,12 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
 // threat: target-does-not-enforce
 #[test]
 fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
-    in_the_machine!();
+    run_in_machine!();
     let testbed = Testbed::new();
     let _gateway = testbed.gateway();
     let _proxy = KubeProxy::start(&testbed.node);
-    let from_pod = |to: SocketAddr| TcpConnection::open(&testbed.pod, to).and_then(|mut call| call.ask());
+    let from_pod =
+        |to: SocketAddr| TcpConnection::open(&testbed.pod, to).and_then(|mut connection| connection.request());
     for ((service, db), pod) in CLUSTER_IPS.into_iter().zip(DB).zip(POD) {
         wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
@@ -112,13 +123,13 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
         }
         for (service, db) in CLUSTER_IPS.into_iter().zip(DB) {
             for not_granted in [at(service, 5432), at(db, TCP), at(GATEWAY[0], SQL + 1)] {
-                assert!(testbed.call(not_granted).is_none(), "{not_granted}");
+                assert!(testbed.connect(not_granted).is_none(), "{not_granted}");
             }
         }
     }
 }
 
-/// The node of a sandbox, the gateway's pod with an API server stub, another pod, and their node in between.
+/// The node of a sandbox, the gateway's pod with an API server stub, the pod of a database, and the node of both pods.
 struct Testbed {
     sandbox: NetNs,
     pod: NetNs,
@@ -167,11 +178,11 @@ impl Testbed {
             node,
             _db: db,
         };
-        testbed.objects();
+        testbed.create_objects();
         testbed
     }
 
-    fn objects(&self) {
+    fn create_objects(&self) {
         let version = "kilo.squat.ai/v1alpha1";
         let gateway = json!({"name": NAME, "namespace": NAMESPACE});
         self.api.put(
@@ -212,7 +223,7 @@ impl Testbed {
         );
     }
 
-    /// Starts the gateway with the privileges of its container and no more.
+    /// Starts the gateway with only the privileges of its container.
     fn gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
         let mut command = Command::new("unshare");
@@ -267,20 +278,22 @@ impl Testbed {
         self.api.get(GATEWAYS, NAME)["status"].clone()
     }
 
-    fn ready(&self) -> String {
+    fn readyz(&self) -> String {
         let output = self
             .pod
             .output("curl", &["-sS", "-m", "5", "http://127.0.0.1:9587/readyz"]);
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    fn call(&self, to: SocketAddr) -> Option<TcpConnection> {
+    fn connect(&self, to: SocketAddr) -> Option<TcpConnection> {
         TcpConnection::open(&self.sandbox, to)
     }
 
     fn wait_for_answer(&self, to: SocketAddr) {
         wait_until(&format!("an answer at {to}"), TIMEOUT, || {
-            self.call(to).and_then(|mut call| call.ask()).is_some()
+            self.connect(to)
+                .and_then(|mut connection| connection.request())
+                .is_some()
         });
     }
 }

@@ -1,5 +1,5 @@
-//! Tests the agent with the kernel's WireGuard. Everything runs in a virtual machine, so the kernel of this machine does
-//! not matter. Needs root.
+//! Tests the agent with the kernel's WireGuard. All tests run in a virtual machine, so the kernel of this machine does not
+//! matter. Needs root.
 
 mod device;
 mod drift;

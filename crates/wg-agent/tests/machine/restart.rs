@@ -1,5 +1,5 @@
-//! Restarts, upgrades and re-keys real agents with the kernel's WireGuard, from the first agent to the cleanup, with a
-//! capture on the link.
+//! Restarts and upgrades real agents with the kernel's WireGuard, and rotates their keys. A capture on the link checks that
+//! no packet leaves unencrypted.
 
 use std::{fs, path::Path};
 
@@ -12,9 +12,9 @@ use clustermesh_tests::{
 };
 use nix::sys::signal::Signal;
 
-use crate::virtual_machine::in_the_machine;
+use crate::virtual_machine::run_in_machine;
 
-/// The most packets that the pods lose in a row, of twenty a second each way, while `action` runs.
+/// The longest run of lost packets in each direction while `action` runs. The pods send 20 packets a second.
 fn packets_lost_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
     let [a, b] = sites;
     let [to_a, to_b] = [a, b].map(|site| site.pod_ips()[0].clone());
@@ -30,7 +30,8 @@ fn packets_lost_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u3
     (gaps, result)
 }
 
-fn link(site: &Site, kind: &str) -> u64 {
+/// Checks the kind of the site's interface and returns its index.
+fn link_index(site: &Site, kind: &str) -> u64 {
     let link = site.ns.ip_json(&format!("-d link show {}", site.interface));
     assert_eq!(link[0]["linkinfo"]["info_kind"], kind);
     link[0]["ifindex"].as_u64().expect("a number")
@@ -38,7 +39,7 @@ fn link(site: &Site, kind: &str) -> u64 {
 
 #[test]
 fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
-    in_the_machine!();
+    run_in_machine!();
     let sites = start_nodes();
     let [a, b] = &sites;
     let before = a.kernel_state();
@@ -50,12 +51,12 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     a.wait_until_ready();
     b.wait_until_ready();
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
-    let (index, handshake) = (link(a, "wireguard"), a.wg_show("latest-handshakes"));
+    let (index, handshake) = (link_index(a, "wireguard"), a.wg_show("latest-handshakes"));
 
     let newer = a.file("wg-agent");
     fs::copy(agent_program(), &newer).expect("copy the program");
     let (gaps, agent) = packets_lost_during(&sites, || {
-        let ended = [Signal::SIGKILL, Signal::SIGTERM]
+        let restarted = [Signal::SIGKILL, Signal::SIGTERM]
             .into_iter()
             .fold(agent, |agent, signal| {
                 agent.end(signal);
@@ -63,7 +64,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
                 a.wait_until_ready();
                 agent
             });
-        ended.end(Signal::SIGTERM);
+        restarted.end(Signal::SIGTERM);
         let agent = a.agent_from(&newer, "kernel");
         a.wait_until_ready();
         agent
@@ -71,12 +72,12 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     assert_eq!(gaps, [0, 0], "killed, stopped, upgraded");
     assert!(!agent.log().contains("firewall table written"), "{}", agent.log());
     assert_eq!(
-        (link(a, "wireguard"), a.wg_show("latest-handshakes")),
+        (link_index(a, "wireguard"), a.wg_show("latest-handshakes")),
         (index, handshake)
     );
     assert_eq!(a.repairs(), [].into());
 
-    // The peer gets the new key while packets flow.
+    // The other node's agent gets the new key during the flows.
     let old = a.annotations()[KILO_KEY].clone();
     a.run_command("rotate-key");
     let new = wait_for("another key on the Node", TIMEOUT, || {
@@ -84,31 +85,31 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     });
     let (gaps, _) = packets_lost_during(&sites, || {
         b.api.put(PEERS, a.as_peer());
-        wait_for("a handshake under the new key", TIMEOUT, || {
+        wait_for("a handshake with the new key", TIMEOUT, || {
             b.wg_show("latest-handshakes")
                 .get(&new)
                 .filter(|at| *at != "0")
                 .cloned()
         })
     });
-    println!("packets lost in a row, of 20 a second, by a new key: {gaps:?}");
-    // WireGuard's own retry would cost 5 s.
+    println!("longest runs of lost packets after a new key, of 20 a second: {gaps:?}");
+    // Without a handshake at once, WireGuard's retry after 5 s would lose 100 packets.
     assert!(gaps.iter().all(|gap| *gap < 80), "{gaps:?}");
     assert_eq!(b.wg_show("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
     a.wait_until_ready();
-    assert_eq!(link(a, "wireguard"), index);
+    assert_eq!(link_index(a, "wireguard"), index);
 
     // Both agents stop, and one node is cleaned up.
     other.end(Signal::SIGTERM);
     agent.end(Signal::SIGTERM);
     a.run_command("cleanup");
     assert_eq!(a.kernel_state(), before);
-    let next = ["172.30.1.11", "172.30.2.11"];
-    assert_eq!(capture.finish(&a.ns, next[0], next[1]), Vec::<String>::new());
-    // The capture would have shown an unencrypted packet.
+    let ends = ["172.30.1.11", "172.30.2.11"];
+    assert_eq!(capture.finish(&a.ns, ends[0], ends[1]), Vec::<String>::new());
+    // Control: after the cleanup, the same capture shows a packet, which is unencrypted.
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     a.pod.output("ping", &["-n", "-c1", "-W1", &b.pod_ips()[0]]);
-    let seen = capture.finish(&a.ns, next[0], next[1]);
+    let seen = capture.finish(&a.ns, ends[0], ends[1]);
     assert!(
         seen.iter()
             .any(|line| line.contains("10.10.1.9 > 10.20.1.9: ICMP echo request")),
@@ -118,7 +119,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
 
 #[test]
 fn backend_change_at_restart_leaves_nothing_behind() {
-    in_the_machine!();
+    run_in_machine!();
     let sites = start_nodes();
     let [a, b] = &sites;
     let before = a.kernel_state();
@@ -133,12 +134,11 @@ fn backend_change_at_restart_leaves_nothing_behind() {
     for (backend, kind) in [("userspace", "tun"), ("auto", "wireguard")] {
         agent.end(Signal::SIGTERM);
         agent = a.agent(backend);
-        // A switch to the kernel takes its time: see backend_switch_leaves_nothing_of_the_old_device in
-        // the module `device`.
+        // A switch to the kernel takes up to 27 s: see backend_switch_leaves_nothing_of_old_device in `device`.
         a.wait_until_reaches(b);
         b.wait_until_reaches(a);
         a.wait_until_ready();
-        link(a, kind);
+        link_index(a, kind);
         let names: Vec<String> = links(a);
         assert_eq!(names, ["cni0", "eth0", &a.interface, "lo"]);
         assert_eq!(Path::new(&socket).exists(), kind == "tun", "{backend}");

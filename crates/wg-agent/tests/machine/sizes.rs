@@ -1,7 +1,7 @@
-//! Sends packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes: each must arrive or
-//! cause an error at its sender. `mtu` of the program `kernel` checks every size and underlay MTU with the userspace
-//! device. On an emulated processor this checks every 97th size and the five around the largest, over underlays of 1400
-//! and 1280; 1500 is checked against the userspace device.
+//! Sends packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes. Each packet must arrive
+//! or cause an error at its sender. Because the processor is emulated, these tests check only every 97th size and the five
+//! around the largest, with underlay MTUs of 1400 and 1280. `device` checks 1500 together with the userspace device, and
+//! `tests/kernel/mtu.rs` checks every size and underlay MTU with the userspace device.
 
 use std::net::SocketAddr;
 
@@ -12,11 +12,12 @@ use clustermesh_tests::{
 };
 use wg_agent::device::Backend;
 
-use crate::virtual_machine::in_the_machine;
+use crate::virtual_machine::run_in_machine;
 
-/// The largest IPv4 and IPv6 packets that pass have exactly these sizes, and TCP carries a megabyte each way.
-fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
-    let mut star = Star::of(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
+/// Checks that the largest IPv4 and IPv6 packets that pass have exactly the sizes `largest`, and that TCP transfers a
+/// megabyte in each direction.
+fn check_sizes(mtu: u16, outer: Family, largest: [u16; 2]) {
+    let mut star = Star::with_backends(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
     star.reconcile();
     star.wait_until_connected();
     let [one, two] = &star.sites[..] else {
@@ -30,19 +31,19 @@ fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
         }
     }
     if mtu > 1280 {
-        let made: u64 = star.sites.iter().map(Site::fragments).sum();
-        assert_eq!(made, 0, "something was fragmented");
+        let fragments: u64 = star.sites.iter().map(Site::fragments).sum();
+        assert_eq!(fragments, 0, "something was fragmented");
     }
 }
 
 #[test]
 fn every_size_passes_or_is_refused_over_ipv4_at_1400() {
-    in_the_machine!();
-    carries(1400, Family::V4, [1340, 1340]);
+    run_in_machine!();
+    check_sizes(1400, Family::V4, [1340, 1340]);
 }
 
 #[test]
 fn every_size_passes_or_is_refused_over_ipv6_at_1280() {
-    in_the_machine!();
-    carries(1280, Family::V6, [1200, 1280]);
+    run_in_machine!();
+    check_sizes(1280, Family::V6, [1200, 1280]);
 }

@@ -1,17 +1,17 @@
-//! Runs tests in a virtual machine whose kernel has WireGuard. The first test boots it and runs this test program
-//! inside with the same arguments. Each test then reports its result from there.
+//! Runs tests in a virtual machine whose kernel has WireGuard. The first test boots the machine and runs this test program
+//! in it with the same arguments. Each test then reports its result from the output of that run.
 
 use std::{env, sync::OnceLock, time::Duration};
 
-use clustermesh_lab::{Ended, Machine};
+use clustermesh_lab::{CommandEnd, Machine};
 
 /// Environment variable that is set inside the virtual machine.
 const IN_MACHINE: &str = "CLUSTERMESH_TEST_MACHINE";
-/// Several times the duration of all tests, also on a busy machine.
+/// The time limit of the run. It is several times the duration of all tests on a busy machine.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// The first statement of a test whose body runs in the virtual machine.
-macro_rules! in_the_machine {
+/// Must be the first statement of a test. Outside the virtual machine, the test ends here with its result from inside.
+macro_rules! run_in_machine {
     () => {
         fn here() {}
         if crate::virtual_machine::passed_in_machine(std::any::type_name_of_val(&here)) {
@@ -19,9 +19,10 @@ macro_rules! in_the_machine {
         }
     };
 }
-pub(crate) use in_the_machine;
+pub(crate) use run_in_machine;
 
-/// True when the test passed in the virtual machine; false inside of it. `here` is the path of an item in the test.
+/// Returns true when the test passed in the virtual machine, and false inside the machine. Panics when the test failed.
+/// `here` is the path of an item in the test.
 pub(crate) fn passed_in_machine(here: &str) -> bool {
     static OUTPUT: OnceLock<Result<String, String>> = OnceLock::new();
     if env::var_os(IN_MACHINE).is_some() {
@@ -48,8 +49,8 @@ fn run() -> Result<String, String> {
         limit: LIMIT,
         ..Machine::default()
     };
-    match machine.run_and_hear(&command).map_err(|error| error.to_string())? {
-        (Ended::Code(_), output) => Ok(output),
-        (Ended::TimeLimit, _) => Err(format!("not done in {} s", LIMIT.as_secs())),
+    match machine.run_with_output(&command).map_err(|error| error.to_string())? {
+        (CommandEnd::Code(_), output) => Ok(output),
+        (CommandEnd::TimeLimit, _) => Err(format!("not finished after {} s", LIMIT.as_secs())),
     }
 }

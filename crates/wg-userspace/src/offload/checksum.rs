@@ -11,7 +11,7 @@ impl Sum {
     /// Adds bytes. They must begin at an even offset of the summed data.
     #[must_use]
     pub(crate) fn bytes(self, bytes: &[u8]) -> Self {
-        // A lane takes at most 64 KiB / 32 words of 32 bits: no overflow.
+        // No lane overflows, because each adds at most 64 KiB / 32 words of 32 bits.
         let mut lanes = [0_u64; LANES];
         let mut chunks = bytes.chunks_exact(4 * LANES);
         for chunk in &mut chunks {
@@ -42,7 +42,7 @@ impl Sum {
         self.number(!number)
     }
 
-    /// The sum without the final complement, as the checksum field holds it while it has to be completed.
+    /// The sum without the final complement, as in a checksum field that has to be completed.
     #[must_use]
     pub(crate) fn partial(self) -> [u8; 2] {
         let mut sum = self.0;

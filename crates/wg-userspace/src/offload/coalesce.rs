@@ -1,8 +1,7 @@
 //! Joins consecutive packets of a flow into large ones, as generic receive offload does.
 //!
-//! It joins only packets that the kernel would join and could cut again into the same packets. Their checksums are correct, their
-//! headers are equal except for fields that count up, only the last may be smaller, and none follows one with PSH. The order within a
-//! flow is kept.
+//! It joins only packets that the kernel would join and could cut again into the same packets. Their checksums are correct, and their
+//! headers are equal except for fields that count up. Only the last one may be smaller or have PSH. The order within a flow is kept.
 
 use std::{io::IoSlice, ops::Range};
 
@@ -11,10 +10,10 @@ use super::{
     headers::{self, FLAGS, PSH, Parsed, TCP, UDP, read_u16, read_u32, write_u16},
 };
 
-/// The most packets that are joined into one.
-const PIECES: usize = 64;
-/// How many of the latest items are searched for the flow of a packet. A packet whose flow is not among them is not joined.
-const SEARCHED: usize = 64;
+/// Maximum number of packets that are joined into one.
+const MAX_PIECES: usize = 64;
+/// Number of the latest items that are searched for the flow of a packet. A packet whose flow is not among them is not joined.
+const SEARCH_DEPTH: usize = 64;
 /// The end of an item's list of pieces.
 const END: u32 = u32::MAX;
 
@@ -34,7 +33,7 @@ struct Item {
     /// The first packet.
     head: Range<usize>,
     parsed: Option<Parsed>,
-    /// Payload bytes of the first packet, and so of all but the last.
+    /// Payload bytes of each packet; the last one may have fewer.
     size: usize,
     /// Bytes of the joined packet.
     length: usize,
@@ -43,18 +42,18 @@ struct Item {
     count: u16,
     first_piece: u32,
     last_piece: u32,
-    /// Another packet may be joined.
+    /// Whether another packet may be joined.
     is_open: bool,
-    /// The checksum of the first packet was verified.
+    /// Whether the checksum of the first packet was found correct.
     is_verified: bool,
-    /// The last packet has PSH.
+    /// Whether the last packet has PSH.
     has_push: bool,
-    /// All packets have the same IPv4 identification, which is allowed with "don't fragment" (RFC 6864).
+    /// Whether all packets have the same IPv4 identification, which is allowed with "don't fragment" (RFC 6864).
     has_fixed_id: bool,
 }
 
 impl Coalescer {
-    /// Joins packets of TCP, of UDP, or of both.
+    /// Creates a coalescer that joins packets of TCP, of UDP, or of both.
     #[must_use]
     pub const fn new(tcp: bool, udp: bool) -> Self {
         Self {
@@ -83,12 +82,12 @@ impl Coalescer {
         });
         if let Some(parsed) = &parsed {
             // Only the latest packet of the flow is a candidate. Joining with an earlier one would change the order.
-            let latest = self.items.iter_mut().rev().take(SEARCHED).find(|item| {
+            let latest = self.items.iter_mut().rev().take(SEARCH_DEPTH).find(|item| {
                 item.parsed
-                    .is_some_and(|its| its.is_same_flow(&buffer[item.head.clone()], parsed, packet))
+                    .is_some_and(|own| own.is_same_flow(&buffer[item.head.clone()], parsed, packet))
             });
             if let Some(item) = latest {
-                if item.can_take(buffer, parsed, packet) {
+                if item.can_append(buffer, parsed, packet) {
                     let piece = self.pieces.len() as u32;
                     match item.last_piece {
                         END => item.first_piece = piece,
@@ -112,8 +111,8 @@ impl Coalescer {
     /// The buffer is shorter than it was.
     pub fn finish(&mut self, buffer: &mut [u8], mut each: impl FnMut(&[IoSlice<'_>], u16)) {
         for item in &self.items {
-            let header = item.complete(buffer).encode();
-            let mut parts = [IoSlice::new(&[]); PIECES + 1];
+            let header = item.write_joined_headers(buffer).encode();
+            let mut parts = [IoSlice::new(&[]); MAX_PIECES + 1];
             parts[0] = IoSlice::new(&header);
             parts[1] = IoSlice::new(&buffer[item.head.clone()]);
             let (mut used, mut next) = (2, item.first_piece);
@@ -153,8 +152,8 @@ impl Item {
         }
     }
 
-    /// Whether a packet of the same flow may be joined. Remembers what it learned about the first packet.
-    fn can_take(&mut self, buffer: &[u8], parsed: &Parsed, packet: &[u8]) -> bool {
+    /// Whether a packet of the same flow may be joined. Updates `is_verified` and `has_fixed_id`.
+    fn can_append(&mut self, buffer: &[u8], parsed: &Parsed, packet: &[u8]) -> bool {
         let Some(own) = self.parsed.filter(|_| self.is_open && parsed.can_join) else {
             return false;
         };
@@ -162,7 +161,7 @@ impl Item {
         let payload = packet.len() - parsed.header;
         if parsed.header != own.header
             || payload > self.size
-            || usize::from(self.count) >= PIECES
+            || usize::from(self.count) >= MAX_PIECES
             || self.length + payload > 65_535
         {
             return false;
@@ -191,7 +190,7 @@ impl Item {
         self.is_verified
     }
 
-    /// Whether the IPv4 identification continues the item: it counts up, or all are equal and "don't fragment" is set.
+    /// Whether the IPv4 identification continues the item: it counts up, or all are equal and have "don't fragment" set.
     fn has_next_id(&self, head: &[u8], packet: &[u8]) -> bool {
         let (first, this) = (read_u16(head, 4), read_u16(packet, 4));
         let counted = this == first.wrapping_add(self.count);
@@ -215,7 +214,7 @@ impl Item {
     }
 
     /// Turns the headers of the first packet into those of the joined packet.
-    fn complete(&self, buffer: &mut [u8]) -> Header {
+    fn write_joined_headers(&self, buffer: &mut [u8]) -> Header {
         let Some(parsed) = self.parsed.filter(|_| self.count > 1) else {
             return Header::default();
         };
@@ -225,7 +224,7 @@ impl Item {
             write_u16(head, 4, (self.length - 40) as u16);
         } else {
             write_u16(head, 2, self.length as u16);
-            headers::sum_ipv4(&mut head[..transport]);
+            headers::set_ipv4_checksum(&mut head[..transport]);
         }
         let length = (self.length - transport) as u16;
         if parsed.protocol == UDP {
@@ -238,7 +237,7 @@ impl Item {
         head[transport + at..transport + at + 2].copy_from_slice(&sum);
         Header {
             flags: NEEDS_CHECKSUM,
-            gso_type: Header::of(match (parsed.protocol, parsed.v6) {
+            gso_type: Header::gso_type_of(match (parsed.protocol, parsed.v6) {
                 (UDP, _) => Kind::Udp,
                 (_, false) => Kind::Tcp4,
                 (_, true) => Kind::Tcp6,

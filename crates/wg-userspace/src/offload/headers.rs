@@ -29,14 +29,14 @@ pub(super) fn write_u16(bytes: &mut [u8], at: usize, value: u16) {
     bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
 }
 
-/// Sets an IPv4 header's own checksum.
-pub(super) fn sum_ipv4(header: &mut [u8]) {
+/// Sets the checksum of an IPv4 header.
+pub(super) fn set_ipv4_checksum(header: &mut [u8]) {
     write_u16(header, 10, 0);
     let sum = Sum::default().bytes(header).finish();
     header[10..12].copy_from_slice(&sum);
 }
 
-/// The sum of the pseudo header of a packet whose IP header has 20 or 40 bytes (RFC 9293 §3.1, RFC 8200 §8.1).
+/// Computes the sum of the pseudo header. The IP header must have no options or extensions (RFC 9293 §3.1, RFC 8200 §8.1).
 pub(super) fn pseudo(packet: &[u8], v6: bool, protocol: u8, length: u16) -> Sum {
     let addresses = if v6 { &packet[8..40] } else { &packet[12..20] };
     Sum::default()
@@ -54,16 +54,16 @@ pub(super) struct Parsed {
     pub(super) transport: usize,
     /// Length of all headers.
     pub(super) header: usize,
-    /// The packet may be joined with others of its flow.
+    /// Whether the packet may be joined with others of its flow.
     pub(super) can_join: bool,
 }
 
 impl Parsed {
-    /// Parses a packet. `None` = it is neither TCP nor UDP, or a fragment, or has IP options or a wrong length.
+    /// Parses a packet. `None` = the packet is neither TCP nor UDP, is a fragment, or has IP options or a wrong length.
     pub(super) fn parse(packet: &[u8]) -> Option<Self> {
         let (v6, protocol, transport) = match packet.first()? {
             0x45 if packet.len() >= 20 => {
-                // No fragment, and the reserved bit is not set.
+                // The packet is no fragment, and the reserved bit is not set.
                 let complete = read_u16(packet, 6) & 0xbfff == 0 && usize::from(read_u16(packet, 2)) == packet.len();
                 (false, packet[9], complete.then_some(20)?)
             }
@@ -85,8 +85,8 @@ impl Parsed {
             ),
             _ => return None,
         };
-        let least = if protocol == TCP { 20 } else { 8 };
-        (length >= least && rest.len() >= length).then_some(Self {
+        let minimum = if protocol == TCP { 20 } else { 8 };
+        (length >= minimum && rest.len() >= length).then_some(Self {
             v6,
             protocol,
             transport,

@@ -6,7 +6,7 @@ use super::{
     headers::{self, CWR, FIN, FLAGS, PSH, TCP, UDP, read_u16, write_u16},
 };
 
-/// A header that does not fit its packet.
+/// The error of a virtio-net header that does not match its packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a virtio-net header that does not fit its packet")]
 pub struct Malformed;
@@ -15,7 +15,7 @@ pub struct Malformed;
 ///
 /// # Errors
 /// [`Malformed`]; the packet is unchanged.
-pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
+pub fn complete_checksum(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
     if header.flags & NEEDS_CHECKSUM == 0 {
         return Ok(());
     }
@@ -25,9 +25,9 @@ pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
     if at + 2 > rest.len() {
         return Err(Malformed);
     }
-    // The field is part of the sum: it holds the sum of the pseudo header.
+    // The checksum field contains the sum of the pseudo header, so it is part of the sum.
     let sum = Sum::default().bytes(rest).finish();
-    // A UDP checksum of zero would mean "none" (RFC 768); for TCP both zeros are the same.
+    // A UDP checksum of 0 would mean "no checksum" (RFC 768). For TCP, 0 and 0xffff are equivalent.
     let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };
     rest[at..at + 2].copy_from_slice(&sum);
     Ok(())
@@ -62,9 +62,9 @@ impl<'a> Segments<'a> {
         let v6 = packet.first().ok_or(Malformed)? >> 4 == 6;
         let transport = usize::from(header.checksum_start);
         let protocol = if kind == Kind::Udp { UDP } else { TCP };
-        let least = if protocol == TCP { 20 } else { 8 };
+        let minimum = if protocol == TCP { 20 } else { 8 };
         let fits = transport >= if v6 { 40 } else { 20 }
-            && transport + least <= packet.len()
+            && transport + minimum <= packet.len()
             && packet.len() <= 65_535 + if v6 { 40 } else { 0 }
             && usize::from(header.checksum_offset) == headers::checksum_at(protocol)
             && header.flags & NEEDS_CHECKSUM != 0
@@ -80,11 +80,11 @@ impl<'a> Segments<'a> {
             _ => usize::from(packet[transport + 12] >> 4) * 4,
         };
         let header_length = transport + length;
-        if length < least || header_length >= packet.len() {
+        if length < minimum || header_length >= packet.len() {
             return Err(Malformed);
         }
         let at = transport + headers::checksum_at(protocol);
-        // The field holds the sum of the large packet's pseudo header, which differs only in its length from that of each part.
+        // The checksum field contains the sum of the large packet's pseudo header, which differs from that of each part only in its length.
         let whole = (packet.len() - transport) as u16;
         Ok(Self {
             packet,
@@ -129,7 +129,7 @@ impl<'a> Segments<'a> {
             write_u16(out, 2, length as u16);
             let identification = read_u16(out, 4).wrapping_add(self.index);
             write_u16(out, 4, identification);
-            headers::sum_ipv4(&mut out[..transport]);
+            headers::set_ipv4_checksum(&mut out[..transport]);
         }
         let rest = &mut out[transport..];
         if self.protocol == TCP {

@@ -49,7 +49,7 @@ impl Template {
             write_u16(&mut packet, 4, *identification);
             packet[8..10].copy_from_slice(&[64, *protocol]);
             packet[12..20].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
-            headers::sum_ipv4(&mut packet[..20]);
+            headers::set_ipv4_checksum(&mut packet[..20]);
         }
         let rest = &mut packet[transport..];
         write_u16(rest, 0, *port);
@@ -84,7 +84,7 @@ fn tcp(sequence: u32, payload: &[u8]) -> Template {
     }
 }
 
-/// The output of a coalescer: each packet with its header and the number of packets joined in it.
+/// Joins packets. Returns each packet of the output with its header and the number of packets joined in it.
 fn joined(packets: &[Vec<u8>], udp: bool) -> Vec<(Header, Vec<u8>, u16)> {
     let mut coalescer = Coalescer::new(true, udp);
     let mut buffer = packets.concat();
@@ -106,7 +106,7 @@ fn joined(packets: &[Vec<u8>], udp: bool) -> Vec<(Header, Vec<u8>, u16)> {
 fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
     if !header.is_large() {
         let mut packet = packet.to_vec();
-        complete(header, &mut packet).expect("a good header");
+        complete_checksum(header, &mut packet).expect("a good header");
         return vec![packet];
     }
     let mut segments = Segments::new(header, packet).expect("a good header");
@@ -169,15 +169,15 @@ fn packets_with_different_headers_are_not_joined() {
             .bytes(&packet[20..])
             .finish();
         packet[36..38].copy_from_slice(&sum);
-        headers::sum_ipv4(&mut packet[..20]);
+        headers::set_ipv4_checksum(&mut packet[..20]);
         packet
     };
     assert_eq!(joined(&[first.clone(), next().packet()], false).len(), 1);
     let cases: [(&str, Vec<u8>); 14] = [
         ("a gap", tcp(201, &[2; 100]).packet()),
-        ("a larger one", tcp(200, &[2; 101]).packet()),
+        ("a larger payload", tcp(200, &[2; 101]).packet()),
         ("no payload", tcp(200, &[]).packet()),
-        ("an identification out of line", patched(5, 9)),
+        ("an identification that does not count up", patched(5, 9)),
         ("type of service", patched(1, 3)),
         ("a fragment", patched(6, 0x20)),
         ("don't fragment", patched(6, 0x40)),
@@ -189,12 +189,12 @@ fn packets_with_different_headers_are_not_joined() {
         ("an option", patched(45, 1)),
         ("reserved bits", patched(32, 0x81)),
     ];
-    for (what, packet) in cases {
+    for (difference, packet) in cases {
         let all = joined(&[first.clone(), packet.clone()], false);
         assert_eq!(
             all.into_iter().map(|(_, packet, _)| packet).collect::<Vec<_>>(),
             [first.clone(), packet],
-            "{what}"
+            "{difference}"
         );
     }
     for broken in 0..2 {
@@ -255,7 +255,7 @@ fn cwr_is_only_in_the_first_part_and_fin_in_the_last() {
 }
 
 #[test]
-fn packet_longer_than_its_length_field_is_malformed() {
+fn packet_too_long_for_its_length_field_is_malformed() {
     for (v6, longest) in [(false, 65_535), (true, 65_575)] {
         let parts = [0, 100].map(|sequence| {
             Template {
@@ -293,7 +293,7 @@ fn partial_checksum_is_completed() {
                 ..Header::default()
             };
             assert_ne!(packet, whole);
-            complete(&header, &mut packet).expect("a good header");
+            complete_checksum(&header, &mut packet).expect("a good header");
             assert_eq!(packet, whole);
             assert_eq!(Header::decode(&header.encode()), header);
         }
@@ -380,7 +380,7 @@ proptest! {
                 let mut out = vec![0; segments.upcoming().unwrap_or_default()];
                 while segments.next(&mut out).is_some() {}
             }
-            let _ = complete(&Header { gso_type: 0, ..header }, &mut packets[0].clone());
+            let _ = complete_checksum(&Header { gso_type: 0, ..header }, &mut packets[0].clone());
         }
         prop_assert_eq!(joined(&packets, true).iter().map(|(_, _, count)| usize::from(*count)).sum::<usize>(), packets.len());
     }

@@ -1,4 +1,4 @@
-//! The handshake messages of a tunnel: when an initiation or a response is sent, and which one counts.
+//! Decides when a tunnel sends an initiation or a response, and which of two crossed handshakes counts.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use super::{
 };
 
 impl Tunnel {
-    /// Whether this is the index of our last initiation, and the initiation is not answered yet.
+    /// Whether `index` is the sender index of our last initiation, and the initiation is not answered yet.
     pub(crate) fn is_awaiting_response(&self, index: u32) -> bool {
         self.initiation.is_some_and(|(own, _)| own == index)
     }
@@ -23,12 +23,12 @@ impl Tunnel {
 
     /// Answers an initiation at once, or holds the response if the initiation crossed ours.
     pub(super) fn handle_initiation(&mut self, response: [u8; RESPONSE], now: Instant, out: &mut impl Output) {
-        self.initiated_at = Some(now);
+        self.peer_initiated_at = Some(now);
         self.keys_until = Some(now + REJECT_AFTER_TIME + EXPIRY_MARGIN);
         self.must_reschedule = true;
         self.forget_expired();
         let index = sender(&response);
-        // If the new session has the slot of the current one, boringtun has overwritten the current one.
+        // If the new session has the same slot as the current one, boringtun has overwritten the current one.
         self.session.take_if(|session| same_slot(session.index, index));
         self.unconfirmed.retain(|(other, _)| !same_slot(*other, index));
         if self.unconfirmed.len() == MAX_UNCONFIRMED {
@@ -42,7 +42,7 @@ impl Tunnel {
         match crossed {
             Some(due) => self.held_response = Some((due, response)),
             None => {
-                // The peer has replaced the initiation that a held response answers.
+                // A held response answers an initiation that the peer has replaced.
                 self.held_response = None;
                 self.respond(&response, now, out);
             }
@@ -51,14 +51,14 @@ impl Tunnel {
 
     pub(super) fn respond(&mut self, response: &[u8; RESPONSE], now: Instant, out: &mut impl Output) {
         self.delay_next_initiation(response, now);
-        out.network(response);
+        out.send_datagram(response);
     }
 
     pub(super) fn may_initiate(&self, now: Instant) -> bool {
         self.no_initiation_before.is_none_or(|until| until <= now) && self.held_response.is_none()
     }
 
-    /// Requests a new session; initiates the handshake now if an initiation may be sent.
+    /// Requests a new session, and initiates the handshake if an initiation may be sent now.
     pub(super) fn request_session(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         if self.wanted_since.is_none() {
             self.wanted_since = Some(now);
@@ -69,7 +69,7 @@ impl Tunnel {
         }
         match self.protocol.initiate(scratch) {
             Some(initiation) => self.send_initiation(&initiation, now, out),
-            // The peer's key is invalid (low order). The next attempt waits as long as after an initiation.
+            // The peer's key has a low order. The next attempt waits as long as after an initiation.
             None => self.delay_next_initiation(&[], now),
         }
     }
@@ -77,10 +77,10 @@ impl Tunnel {
     fn send_initiation(&mut self, initiation: &[u8; INITIATION], now: Instant, out: &mut impl Output) {
         self.initiation = Some((sender(initiation), now));
         self.delay_next_initiation(initiation, now);
-        out.network(initiation);
+        out.send_datagram(initiation);
     }
 
-    /// Sends no initiation for [`REKEY_TIMEOUT`] and a jitter, which the message's MACs provide as random bytes.
+    /// Delays the next initiation by [`REKEY_TIMEOUT`] and a random jitter, for which the MACs of the message are the random bytes.
     fn delay_next_initiation(&mut self, message: &[u8], now: Instant) {
         let random = message
             .last_chunk::<32>()

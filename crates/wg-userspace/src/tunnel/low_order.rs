@@ -1,8 +1,8 @@
-//! Recognizes public keys of low order: with every private key they give the same shared secret, zero. WireGuard refuses them (whitepaper
-//! §5.1, the kernel's `curve25519`); boringtun does not check.
+//! Recognizes public keys of low order, whose shared secret with every private key is zero. WireGuard refuses them (whitepaper §5.1, the
+//! kernel's `curve25519`), but boringtun does not check.
 
-/// The points of order 1, 2, 4 and 8 as little-endian coordinates, and those that are equal to one of them modulo p = 2^255 - 19.
-/// The highest bit of a key is ignored (RFC 7748 §5).
+/// The points of order 1, 2, 4 and 8 as little-endian coordinates, and the coordinates that are equal to one of them modulo
+/// p = 2^255 - 19. The highest bit of a key is ignored (RFC 7748 §5).
 const POINTS: [[u8; 32]; 7] = [
     [0; 32],
     with_ends([1, 0], 0, [0, 0]),
@@ -58,7 +58,7 @@ mod tests {
             let public = PublicKey::from(&StaticSecret::from([seed; 32]));
             assert!(!is_low_order(public.as_bytes()));
         }
-        // p + 2 is 2.
+        // p + 2 equals 2 modulo p.
         let two = with_ends([0xef, 0xff], 0xff, [0xff, 0x7f]);
         assert!(!is_low_order(&two) && x25519([1; 32], two) != [0; 32]);
     }

@@ -1,10 +1,10 @@
 //! Wraps boringtun for one peer: messages, handshakes, keys and the replay window. [`super::Tunnel`] decides when a message is sent.
 //!
-//! The timers of boringtun only expire its sessions here. An initiation that they ask for is sent only if the tunnel has requested one,
-//! too. The tunnel does not rely on these timers, because they
-//! - initiate for every packet without a session, also in the round trip after an answer to the peer's initiation;
-//! - lose a passive keepalive if data went both ways between two ticks (cloudflare/boringtun#495);
-//! - stop 90 s after a peer fell silent, whatever its persistent keepalive.
+//! boringtun's timers only expire its sessions here. An initiation that they return is sent only if the tunnel has also requested one. The
+//! tunnel does not rely on these timers, because they
+//! - initiate for every packet without a session, also in the round trip after a response to the peer's initiation;
+//! - lose a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
+//! - stop 90 s after the last message of a peer, even with persistent keepalives.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -20,9 +20,9 @@ use super::low_order::is_low_order;
 pub(crate) const INITIATION: usize = 148;
 /// Length of a response (§5.4.3).
 pub(crate) const RESPONSE: usize = 92;
-/// Length of a keepalive, and what a data message adds to its packet (§5.4.6).
+/// Length of a keepalive, and so the bytes that a data message adds to its packet (§5.4.6).
 pub(crate) const OVERHEAD: usize = 32;
-/// The shortest IPv4 packet (RFC 791 §3.1).
+/// Length of the shortest IPv4 header (RFC 791 §3.1).
 const IPV4_HEADER: usize = 20;
 /// boringtun keeps a session in the slot of its index modulo this (`N_SESSIONS`).
 const SLOTS: u32 = 8;
@@ -38,7 +38,7 @@ pub(super) mod kind {
 pub(crate) struct Local {
     private: StaticSecret,
     pub(crate) public: PublicKey,
-    /// Without a limit: `gate` has checked a handshake message before a tunnel gets it.
+    /// A rate limiter without a limit, because `gate` has checked a handshake message before a tunnel receives it.
     unlimited: Arc<RateLimiter>,
 }
 
@@ -52,7 +52,7 @@ impl Local {
         }
     }
 
-    /// The public key in an initiation. It is not authenticated yet: the peer's tunnel does that when it decrypts the timestamp.
+    /// Decrypts the public key in an initiation. The key is not authenticated until the peer's tunnel decrypts the timestamp.
     pub(crate) fn claimed_peer(&self, initiation: &[u8; INITIATION]) -> Result<PublicKey, Refused> {
         if is_low_order(&ephemeral_key(initiation)) {
             return Err(Refused::Invalid);
@@ -70,9 +70,9 @@ impl Local {
 pub(crate) enum Refused {
     /// Not a message of this protocol, or not authentic.
     Invalid,
-    /// Seen before, or older than the replay window or the newest timestamp.
+    /// Received before, or older than the replay window or the newest timestamp.
     Replayed,
-    /// An initiation too soon after the last one of its peer.
+    /// An initiation too soon after the last initiation of the peer.
     TooSoon,
     /// For a session or a handshake that does not exist.
     UnknownSession,
@@ -89,7 +89,7 @@ pub(super) enum Message {
     Keepalive,
     /// Length and source of a packet.
     Packet(usize, IpAddr),
-    /// Data that is not an IP packet, or shorter than its header says.
+    /// Data that is not an IP packet, or shorter than the length in its header.
     Malformed,
 }
 
@@ -114,7 +114,8 @@ impl Protocol {
         }
     }
 
-    /// Also forgets sessions, handshakes and the peer's newest timestamp, because boringtun cannot change the key.
+    /// Changes the preshared key. This also drops sessions, handshakes and the peer's newest timestamp, because boringtun cannot change the
+    /// key of a tunnel.
     pub(super) fn set_preshared_key(&mut self, preshared_key: Option<[u8; 32]>) {
         self.preshared_key = preshared_key.map(Zeroizing::new);
         self.tunn = None;
@@ -140,7 +141,7 @@ impl Protocol {
         tunn.is_some_and(|tunn| tunn.time_since_last_handshake().is_some())
     }
 
-    /// Expires sessions, handshakes and cookies; returns the initiation that the timers of boringtun ask for, if any.
+    /// Expires sessions, handshakes and cookies. Returns the initiation that boringtun's timers want to send; `None` = none.
     pub(super) fn expire(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
         match self.tunn.as_mut()?.update_timers(buffer) {
             TunnResult::WriteToNetwork(message) if message.first() == Some(&kind::INITIATION) => {
@@ -150,7 +151,7 @@ impl Protocol {
         }
     }
 
-    /// A new initiation; `None` = the peer's key has a low order.
+    /// Creates an initiation; `None` = the peer's key has a low order.
     pub(super) fn initiate(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
         if is_low_order(self.peer.as_bytes()) {
             return None;
@@ -165,8 +166,8 @@ impl Protocol {
         }
     }
 
-    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; returns the datagram's length. There must be
-    /// a session.
+    /// Encrypts a packet to the beginning of `datagram`, which is at least [`OVERHEAD`] longer; returns the datagram's length. There must
+    /// be a session.
     pub(super) fn seal(&mut self, packet: &[u8], datagram: &mut [u8]) -> Option<usize> {
         match self.tunn().encapsulate(packet, datagram) {
             TunnResult::WriteToNetwork(datagram) if datagram.first() == Some(&kind::DATA) => Some(datagram.len()),
@@ -174,18 +175,18 @@ impl Protocol {
         }
     }
 
-    /// Opens a message; a packet in it is decrypted to the beginning of `plain`, which is as long as the datagram and at least
-    /// [`INITIATION`] bytes.
+    /// Authenticates a message. Its inner packet is decrypted to the beginning of `plain`, which must be as long as the datagram and at
+    /// least [`INITIATION`] bytes.
     pub(super) fn open(&mut self, datagram: &[u8], plain: &mut [u8]) -> Result<Message, Refused> {
         let first = datagram.first().copied().unwrap_or_default();
         if matches!(first, kind::INITIATION | kind::RESPONSE) {
-            // boringtun would compute a shared secret that everyone knows.
+            // boringtun would compute a shared secret that is publicly known.
             if is_low_order(&ephemeral_key(datagram)) || is_low_order(self.peer.as_bytes()) {
                 return Err(Refused::Invalid);
             }
         }
         if first == kind::INITIATION {
-            // Sets boringtun's clock, by which it uses the session of the later handshake.
+            // Updates boringtun's clock, by which boringtun selects the session of the later handshake.
             self.expire(plain);
         }
         if Tunn::parse_incoming_packet(datagram).is_err() {
@@ -203,7 +204,7 @@ impl Protocol {
             }
             (kind::DATA, TunnResult::Done) => Message::Keepalive,
             (_, TunnResult::Done) => Message::Cookie,
-            // boringtun accepts a total length below that of the header.
+            // boringtun accepts a total length that is smaller than the header.
             (kind::DATA, TunnResult::WriteToTunnelV4(packet, _)) if packet.len() < IPV4_HEADER => Message::Malformed,
             (kind::DATA, TunnResult::WriteToTunnelV4(packet, source)) => Message::Packet(packet.len(), source.into()),
             (kind::DATA, TunnResult::WriteToTunnelV6(packet, source)) => Message::Packet(packet.len(), source.into()),
@@ -228,7 +229,7 @@ impl Protocol {
     }
 }
 
-/// Whether boringtun keeps the sessions of both indices in one slot, so that the later overwrites the earlier.
+/// Whether boringtun keeps the sessions of both indices in the same slot, so that the later session overwrites the earlier one.
 pub(super) const fn same_slot(one: u32, other: u32) -> bool {
     one % SLOTS == other % SLOTS
 }
@@ -255,7 +256,7 @@ fn number(message: &[u8], at: usize) -> u32 {
         .map_or(0, |bytes| u32::from_le_bytes(*bytes))
 }
 
-/// The unencrypted ephemeral key of an initiation or a response; zeros where the message is shorter.
+/// The unencrypted ephemeral key of an initiation or a response; zeros if the message is too short.
 fn ephemeral_key(message: &[u8]) -> [u8; 32] {
     let at = if message.first() == Some(&kind::INITIATION) {
         8

@@ -1,4 +1,4 @@
-//! Tests two tunnels against each other, with real cryptography, without sockets. Each test passes its own time.
+//! Tests two tunnels against each other, with real cryptography and without sockets. Each test passes its own time.
 
 use x25519_dalek::StaticSecret;
 
@@ -12,19 +12,19 @@ const DATA: u8 = 4;
 
 #[derive(Default)]
 struct Sent {
-    network: Vec<Vec<u8>>,
+    datagrams: Vec<Vec<u8>>,
     inner: Vec<Vec<u8>>,
 }
 
 impl Output for Sent {
-    fn network(&mut self, datagram: &[u8]) {
-        self.network.push(datagram.to_vec());
+    fn send_datagram(&mut self, datagram: &[u8]) {
+        self.datagrams.push(datagram.to_vec());
     }
 }
 
 impl Sent {
     fn kinds(&self) -> Vec<u8> {
-        self.network.iter().map(|datagram| datagram[0]).collect()
+        self.datagrams.iter().map(|datagram| datagram[0]).collect()
     }
 }
 
@@ -37,7 +37,7 @@ struct TestPeer {
 }
 
 impl TestPeer {
-    /// The result of [`Tunnel::receive`], and the kinds of the messages that it sent.
+    /// Returns the result of [`Tunnel::receive`], and the kinds of the messages that it sent.
     fn try_receive(&mut self, datagram: &[u8], now: Instant) -> Result<(Received, Vec<u8>), Refused> {
         let (mut plain, mut sent) = ([0; 4096], Sent::default());
         self.tunnel
@@ -61,8 +61,8 @@ impl TestPeer {
     fn tick(&mut self, now: Instant) -> Sent {
         self.call(|tunnel, scratch, sent| tunnel.tick(now, scratch, sent))
     }
-    /// How many initiations it sends in that time, with each tick at the time that it asks for.
-    fn initiations(&mut self, from: Instant, until: Instant) -> usize {
+    /// Counts the initiations that the tunnel sends in that time. Each tick happens when the tunnel schedules it.
+    fn count_initiations(&mut self, from: Instant, until: Instant) -> usize {
         let (mut count, mut at) = (0, from);
         loop {
             count += self.tick(at).kinds().iter().filter(|kind| **kind == INITIATION).count();
@@ -75,7 +75,7 @@ impl TestPeer {
     fn receive(&mut self, datagram: &[u8], now: Instant) -> Sent {
         self.call(|tunnel, scratch, sent| {
             let mut plain = [0; 4096];
-            // Tests with a lossy network cause refused datagrams: replayed or outdated ones.
+            // Errors are ignored, because a lossy network delivers duplicate and outdated datagrams.
             if let Ok(received) = tunnel.receive(datagram, now, &mut plain, scratch, sent)
                 && let Inner::Packet(length, _) = received.inner
             {
@@ -129,9 +129,9 @@ fn packet(number: u8) -> Vec<u8> {
 
 fn connect(a: &mut TestPeer, b: &mut TestPeer, now: Instant) {
     let initiation = a.initiate_handshake(now);
-    let response = b.receive(&initiation.network[0], now);
-    let keepalive = a.receive(&response.network[0], now);
-    b.receive(&keepalive.network[0], now);
+    let response = b.receive(&initiation.datagrams[0], now);
+    let keepalive = a.receive(&response.datagrams[0], now);
+    b.receive(&keepalive.datagrams[0], now);
 }
 
 #[test]
@@ -140,9 +140,9 @@ fn handshake_makes_a_session_for_both_directions() {
     let [mut a, mut b] = pair(&mut seeded(1), now);
     connect(&mut a, &mut b, now);
     let there = a.send(&packet(1), now);
-    assert_eq!(b.receive(&there.network[0], now).inner, vec![packet(1)]);
+    assert_eq!(b.receive(&there.datagrams[0], now).inner, vec![packet(1)]);
     let back = b.send(&packet(2), now);
-    assert_eq!(a.receive(&back.network[0], now).inner, vec![packet(2)]);
+    assert_eq!(a.receive(&back.datagrams[0], now).inner, vec![packet(2)]);
     assert_eq!(
         (a.tunnel.last_handshake(), b.tunnel.last_handshake()),
         (Some(now), Some(now))
@@ -154,25 +154,25 @@ fn responder_stages_packets_instead_of_initiating() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(2), now);
     let initiation = a.initiate_handshake(now);
-    let response = b.receive(&initiation.network[0], now);
+    let response = b.receive(&initiation.datagrams[0], now);
     assert_eq!(b.send(&packet(1), now).kinds(), Vec::<u8>::new());
-    let keepalive = a.receive(&response.network[0], now);
-    let queued = b.receive(&keepalive.network[0], now);
+    let keepalive = a.receive(&response.datagrams[0], now);
+    let queued = b.receive(&keepalive.datagrams[0], now);
     assert_eq!(queued.kinds(), vec![DATA]);
-    assert_eq!(a.receive(&queued.network[0], now).inner, vec![packet(1)]);
+    assert_eq!(a.receive(&queued.datagrams[0], now).inner, vec![packet(1)]);
 }
 
 #[test]
-fn held_response_is_dropped_once_ours_is_answered() {
+fn held_response_is_dropped_when_own_initiation_is_answered() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(3), now);
     let (from_a, from_b) = (a.initiate_handshake(now), b.initiate_handshake(now));
-    assert_eq!(a.receive(&from_b.network[0], now).kinds(), Vec::<u8>::new());
-    assert_eq!(b.receive(&from_a.network[0], now).kinds(), Vec::<u8>::new());
-    // wireguard-go would answer at once. This peer holds its response: take it early.
+    assert_eq!(a.receive(&from_b.datagrams[0], now).kinds(), Vec::<u8>::new());
+    assert_eq!(b.receive(&from_a.datagrams[0], now).kinds(), Vec::<u8>::new());
+    // wireguard-go would answer at once. This peer holds its response, so the test lets its tick happen early.
     let response = b.tick(now + RESPONSE_HOLD);
     assert_eq!(response.kinds(), vec![RESPONSE]);
-    assert_eq!(a.receive(&response.network[0], now).kinds(), vec![DATA]);
+    assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
     assert_eq!(a.tick(now + RESPONSE_HOLD).kinds(), Vec::<u8>::new());
 }
 
@@ -184,21 +184,21 @@ fn held_response_is_sent_at_a_scheduled_tick() {
     let from_b = b.initiate_handshake(now);
     let retry = a.tunnel.reschedule(now).expect("a retry");
     assert!(retry >= now + REKEY_TIMEOUT && retry <= now + Duration::from_millis(5333));
-    a.receive(&from_b.network[0], now);
+    a.receive(&from_b.datagrams[0], now);
     assert_eq!(a.tunnel.reschedule(now), Some(now + RESPONSE_HOLD));
     assert!(!a.tunnel.expects_tick(retry));
     assert_eq!(a.tick(now + RESPONSE_HOLD).kinds(), vec![RESPONSE]);
 }
 
 #[test]
-fn silence_causes_a_keepalive_then_a_handshake() {
+fn missing_reply_causes_a_keepalive_then_a_handshake() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(5), now);
     connect(&mut a, &mut b, now);
     // Data in both directions, then silence.
     b.send(&packet(1), now);
     let there = a.send(&packet(2), now);
-    b.receive(&there.network[0], now);
+    b.receive(&there.datagrams[0], now);
     assert_eq!(b.tick(now + Duration::from_secs(9)).kinds(), Vec::<u8>::new());
     assert_eq!(b.tick(now + KEEPALIVE_TIMEOUT).kinds(), vec![DATA]);
     assert_eq!(a.tick(now + Duration::from_secs(14)).kinds(), Vec::<u8>::new());
@@ -219,13 +219,13 @@ fn persistent_keepalive_is_sent_when_idle_and_can_change() {
 }
 
 #[test]
-fn persistent_keepalive_restarts_ended_attempts() {
+fn persistent_keepalive_starts_new_handshake_attempts() {
     let now = Instant::now();
     let [mut a, _] = pair(&mut seeded(7), now);
     a.tunnel.set_keepalive(Some(Duration::from_secs(25)), now);
     // The attempts end after 90 s; the keepalive due at 100 s starts new ones.
-    let first = a.initiations(now, now + Duration::from_secs(95));
-    let then = a.initiations(now + Duration::from_secs(95), now + Duration::from_secs(180));
+    let first = a.count_initiations(now, now + Duration::from_secs(95));
+    let then = a.count_initiations(now + Duration::from_secs(95), now + Duration::from_secs(180));
     assert!(
         (17..=18).contains(&first) && (15..=16).contains(&then),
         "{first}, {then}"
@@ -237,14 +237,14 @@ fn unanswered_handshake_is_retried_for_ninety_seconds() {
     let now = Instant::now();
     let [mut a, _] = pair(&mut seeded(8), now);
     a.tunnel.initiate_handshake(now);
-    let sent = a.initiations(now, now + Duration::from_secs(300));
+    let sent = a.count_initiations(now, now + Duration::from_secs(300));
     assert!((17..=18).contains(&sent), "{sent}");
     assert_eq!(a.tunnel.reschedule(now + Duration::from_secs(300)), None);
 }
 
 // threat: low-order-handshake
 #[test]
-fn low_order_peer_key_is_retried_no_more_often() {
+fn low_order_peer_key_is_retried_at_the_usual_rate() {
     let now = Instant::now();
     let [mut a, _] = pair(&mut seeded(16), now);
     let local = Arc::new(Local::new(StaticSecret::from([1; 32])));
@@ -254,7 +254,7 @@ fn low_order_peer_key_is_retried_no_more_often() {
     loop {
         assert_eq!(a.tick(at).kinds(), Vec::<u8>::new());
         ticks += 1;
-        assert!(ticks < 25, "the tunnel asks for too many ticks");
+        assert!(ticks < 25, "the tunnel schedules too many ticks");
         match a.tunnel.reschedule(at) {
             Some(next) => at = next,
             None => return,
@@ -270,10 +270,10 @@ fn full_staging_queue_keeps_the_newest_packets() {
     for number in 1..=u8::try_from(crate::staged::MAX_PACKETS).expect("a small queue") {
         a.send(&packet(number), now);
     }
-    let response = b.receive(&initiation.network[0], now);
-    let queued = a.receive(&response.network[0], now);
+    let response = b.receive(&initiation.datagrams[0], now);
+    let queued = a.receive(&response.datagrams[0], now);
     let arrived: Vec<u8> = queued
-        .network
+        .datagrams
         .iter()
         .flat_map(|datagram| b.receive(datagram, now).inner)
         .map(|packet| packet[23])
@@ -296,27 +296,27 @@ fn initiator_that_sends_rekeys_after_two_minutes() {
     let initiation = a.tick(later);
     assert_eq!(initiation.kinds(), vec![INITIATION]);
     assert_eq!(a.send(&packet(4), later).kinds(), vec![DATA], "on the old session");
-    let response = b.receive(&initiation.network[0], later);
-    assert_eq!(b.receive(&old.network[0], later).inner, vec![packet(3)]);
-    let confirmation = a.receive(&response.network[0], later);
+    let response = b.receive(&initiation.datagrams[0], later);
+    assert_eq!(b.receive(&old.datagrams[0], later).inner, vec![packet(3)]);
+    let confirmation = a.receive(&response.datagrams[0], later);
     assert_eq!(confirmation.kinds(), vec![DATA]);
-    b.receive(&confirmation.network[0], later);
+    b.receive(&confirmation.datagrams[0], later);
     // A packet in flight on the old session still arrives, and the new session works after the old one has expired.
     let ended = now + Duration::from_secs(181);
     let there = a.send(&packet(5), ended);
-    assert_eq!(b.receive(&there.network[0], ended).inner, vec![packet(5)]);
+    assert_eq!(b.receive(&there.datagrams[0], ended).inner, vec![packet(5)]);
 }
 
 #[test]
-fn initiator_that_only_receives_rekeys_before_the_end() {
+fn initiator_that_only_receives_rekeys_before_expiry() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(11), now);
     connect(&mut a, &mut b, now);
     for (seconds, kinds) in [(164, vec![]), (165, vec![INITIATION])] {
         let later = now + Duration::from_secs(seconds);
         let data = b.send(&packet(1), later);
-        assert_eq!(a.receive(&data.network[0], later).inner, vec![packet(1)]);
-        // So that the tick sends no passive keepalive.
+        assert_eq!(a.receive(&data.datagrams[0], later).inner, vec![packet(1)]);
+        // Keeps the tick from sending a passive keepalive.
         a.tunnel.unanswered_by_us = None;
         assert_eq!(a.tick(later).kinds(), kinds, "after {seconds} s");
     }
@@ -331,17 +331,17 @@ fn session_and_its_keys_expire_after_three_minutes() {
     assert_eq!(a.send(&packet(1), before).kinds(), vec![DATA]);
     let after = now + Duration::from_secs(180);
     assert_eq!(b.send(&packet(2), after).kinds(), vec![INITIATION]);
-    // An idle tunnel is also ticked then, and boringtun deletes the keys.
+    // Even an idle tunnel has a tick at this time, in which boringtun deletes the keys.
     assert_eq!(b.tunnel.keys_until, Some(now + Duration::from_secs(181)));
 }
 
 // threat: replayed-message
 #[test]
-fn initiation_seen_before_or_of_another_peer_is_refused() {
+fn replayed_or_foreign_initiation_is_refused() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(13), now);
     let later = now + INITIATION_INTERVAL;
-    let first = a.initiate_handshake(now).network.remove(0);
+    let first = a.initiate_handshake(now).datagrams.remove(0);
     let (received, kinds) = b.try_receive(&first, now).expect("an initiation");
     assert!(!received.moves_endpoint);
     assert_eq!(kinds, vec![RESPONSE]);
@@ -353,7 +353,7 @@ fn initiation_seen_before_or_of_another_peer_is_refused() {
         scratch: vec![0; 4096],
         public: b.public,
     };
-    let foreign = stranger.initiate_handshake(now).network.remove(0);
+    let foreign = stranger.initiate_handshake(now).datagrams.remove(0);
     assert_eq!(b.try_receive(&foreign, later), Err(Refused::Invalid));
 }
 
@@ -362,11 +362,11 @@ fn initiation_seen_before_or_of_another_peer_is_refused() {
 fn handshake_message_with_low_order_key_is_refused() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(22), now);
-    let initiation = a.initiate_handshake(now).network.remove(0);
+    let initiation = a.initiate_handshake(now).datagrams.remove(0);
     let mut forged = initiation.clone();
     forged[8..40].fill(0);
     assert_eq!(b.try_receive(&forged, now), Err(Refused::Invalid));
-    let response = b.receive(&initiation, now).network.remove(0);
+    let response = b.receive(&initiation, now).datagrams.remove(0);
     let mut forged = response.clone();
     forged[12..44].fill(0);
     assert_eq!(a.try_receive(&forged, now), Err(Refused::Invalid));
@@ -375,17 +375,17 @@ fn handshake_message_with_low_order_key_is_refused() {
 
 // threat: replayed-message
 #[test]
-fn recorded_initiation_moves_no_endpoint_and_completes_nothing() {
+fn replayed_initiation_changes_no_endpoint_or_session() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(17), now);
-    let recorded = a.initiate_handshake(now).network.remove(0);
+    let recorded = a.initiate_handshake(now).datagrams.remove(0);
     assert_eq!(b.receive(&recorded, now).kinds(), vec![RESPONSE]);
     for tunnel in [&mut a.tunnel, &mut b.tunnel] {
         tunnel.set_preshared_key(Some([1; 32]));
     }
     let later = now + Duration::from_secs(1);
     b.tunnel.unanswered_by_peer = Some(now);
-    // A new preshared key forgets the newest timestamp, so the recorded initiation is valid again.
+    // After the change of the preshared key the newest timestamp is unknown, so the recorded initiation is valid again.
     let (received, _) = b.try_receive(&recorded, later).expect("an initiation");
     assert!(!received.moves_endpoint);
     assert_eq!(b.tunnel.unanswered_by_peer, Some(now));
@@ -393,12 +393,12 @@ fn recorded_initiation_moves_no_endpoint_and_completes_nothing() {
     let later = later + REKEY_TIMEOUT * 2;
     a.tunnel.initiate_handshake(later);
     let initiation = a.tick(later);
-    let response = b.receive(&initiation.network[0], later);
-    assert_eq!(a.receive(&response.network[0], later).kinds(), vec![DATA]);
+    let response = b.receive(&initiation.datagrams[0], later);
+    assert_eq!(a.receive(&response.datagrams[0], later).kinds(), vec![DATA]);
 }
 
 #[test]
-fn malformed_packet_counts_as_a_sign_of_life() {
+fn malformed_inner_packet_counts_as_a_reply() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(18), now);
     connect(&mut a, &mut b, now);
@@ -408,11 +408,11 @@ fn malformed_packet_counts_as_a_sign_of_life() {
         moves_endpoint: true,
         inner: Inner::Malformed,
     };
-    assert_eq!(a.try_receive(&garbage.network[0], now), Ok((expected, vec![])));
+    assert_eq!(a.try_receive(&garbage.datagrams[0], now), Ok((expected, vec![])));
     assert_eq!(
         a.tick(now + NO_REPLY_TIMEOUT).kinds(),
         vec![DATA],
-        "a keepalive, no handshake"
+        "a keepalive is sent, and no initiation"
     );
 }
 
@@ -421,9 +421,9 @@ fn lost_first_packets_cause_a_new_handshake() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(19), now);
     let initiation = a.send(&packet(1), now);
-    let response = b.receive(&initiation.network[0], now);
+    let response = b.receive(&initiation.datagrams[0], now);
     assert_eq!(
-        a.receive(&response.network[0], now).kinds(),
+        a.receive(&response.datagrams[0], now).kinds(),
         vec![DATA],
         "this packet is lost"
     );
@@ -431,24 +431,24 @@ fn lost_first_packets_cause_a_new_handshake() {
 }
 
 #[test]
-fn newer_of_two_initiations_alone_is_answered() {
+fn only_the_newer_of_two_initiations_is_answered() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(20), now);
-    let ours = b.initiate_handshake(now).network.remove(0);
-    let first = a.initiate_handshake(now).network.remove(0);
-    assert_eq!(b.receive(&first, now).kinds(), Vec::<u8>::new(), "held");
+    let ours = b.initiate_handshake(now).datagrams.remove(0);
+    let first = a.initiate_handshake(now).datagrams.remove(0);
+    assert_eq!(b.receive(&first, now).kinds(), Vec::<u8>::new(), "the response is held");
     // The tick is late: the next initiation arrives before the held response was sent.
     let late = now + RESPONSE_HOLD;
     a.tunnel.endpoint_changed(late);
-    let second = a.tick(late).network.remove(0);
+    let second = a.tick(late).datagrams.remove(0);
     let response = b.receive(&second, late);
     assert_eq!(response.kinds(), vec![RESPONSE]);
     assert_eq!(b.tick(late).kinds(), Vec::<u8>::new());
-    // A response to b's own initiation does not replace the session that b has answered.
+    // b's own initiation arrives late. `a` holds its response, and drops it when b's response arrives, so b's session stays.
     let to_ours = a.receive(&ours, late);
-    assert_eq!(to_ours.kinds(), Vec::<u8>::new(), "held by a");
-    let confirmation = a.receive(&response.network[0], late);
-    assert_eq!(b.receive(&confirmation.network[0], late).kinds(), Vec::<u8>::new());
+    assert_eq!(to_ours.kinds(), Vec::<u8>::new(), "a holds its response");
+    let confirmation = a.receive(&response.datagrams[0], late);
+    assert_eq!(b.receive(&confirmation.datagrams[0], late).kinds(), Vec::<u8>::new());
     assert!(b.tunnel.is_ready(late));
 }
 
@@ -456,24 +456,24 @@ fn newer_of_two_initiations_alone_is_answered() {
 fn packets_stay_staged_while_new_ones_are_sent() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(21), now);
-    let mut initiation = a.send(&packet(1), now).network;
+    let mut initiation = a.send(&packet(1), now).datagrams;
     for seconds in 1..=100 {
         let at = now + Duration::from_secs(seconds);
-        initiation.extend(a.tick(at).network);
+        initiation.extend(a.tick(at).datagrams);
         a.send(&packet(1), at);
     }
     let at = now + Duration::from_secs(101);
     let response = b.receive(initiation.last().expect("one"), at);
-    assert_eq!(a.receive(&response.network[0], at).network.len(), 101);
+    assert_eq!(a.receive(&response.datagrams[0], at).datagrams.len(), 101);
 }
 
 #[test]
 fn endpoint_change_initiates_again_at_once() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(15), now);
-    let first = a.initiate_handshake(now).network.remove(0);
+    let first = a.initiate_handshake(now).datagrams.remove(0);
     a.tunnel.endpoint_changed(now);
-    let second = a.tick(now).network.remove(0);
+    let second = a.tick(now).datagrams.remove(0);
     assert_eq!(b.receive(&first, now).kinds(), vec![RESPONSE]);
     assert_eq!(
         b.receive(&second, now + INITIATION_INTERVAL / 2).kinds(),
@@ -481,5 +481,5 @@ fn endpoint_change_initiates_again_at_once() {
         "too soon"
     );
     let response = b.receive(&second, now + INITIATION_INTERVAL);
-    assert_eq!(a.receive(&response.network[0], now).kinds(), vec![DATA]);
+    assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code enters another through gateways, and reaches only the Service
-//! that is granted to it.
+//! `cargo xtask demo --scenario sandbox`: a cluster for untrusted code enters another cluster through gateways, and reaches only the
+//! Service that is granted to it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,9 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Asker, Boundary, Cluster, Granted, INFRASTRUCTURE, Lab, LabPlan, MESH, Product, Tunnel, WEB};
+use clustermesh_lab::{
+    Boundary, Cluster, Granted, INFRASTRUCTURE, Lab, LabPlan, MESH, Product, TrafficClient, Tunnel, WEB,
+};
 
 use super::{Demo, HUB, MEMBER, describe};
 
@@ -19,14 +21,14 @@ const SANDBOX: &str = "notebooks";
 const GRANT: &str = "[{service: {cluster: mgmt, namespace: default, name: store}, \
                      ports: [{port: http}, {port: echo, protocol: UDP}], as: {namespace: default, name: hub-store}}]";
 
-/// The hub, a trusted member, and the sandbox, whose worker is a pod of the hub.
+/// The hub, a trusted member, and a sandbox whose worker node is a pod of the hub.
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
         .with_workers_in_pods(SANDBOX, HUB, 1)
         .with_policies(HUB)
 }
 
-/// Sockets that answer, or should answer.
+/// Sockets that answer a scan, or that should answer it.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct OpenSockets {
     tcp: BTreeSet<SocketAddr>,
@@ -41,17 +43,21 @@ impl OpenSockets {
         }
     }
 
-    async fn scan(lab: &Lab, from: &Asker, sockets: impl Iterator<Item = SocketAddr> + Clone) -> anyhow::Result<Self> {
+    async fn scan(
+        lab: &Lab,
+        from: &TrafficClient,
+        sockets: impl Iterator<Item = SocketAddr> + Clone,
+    ) -> anyhow::Result<Self> {
         Ok(Self {
             tcp: lab.scan(from, sockets.clone()).await?,
             udp: lab.scan_udp(from, sockets).await?,
         })
     }
 
-    /// Like [`Self::scan`], but retries `wanted` sockets that do not answer: on a loaded machine one attempt may be too short.
+    /// Like [`Self::scan`], but retries the `wanted` sockets that do not answer, because replies may be late on a loaded machine.
     async fn scan_with_retries(
         lab: &Lab,
-        from: &Asker,
+        from: &TrafficClient,
         sockets: impl Iterator<Item = SocketAddr> + Clone,
         wanted: &Self,
     ) -> anyhow::Result<Self> {
@@ -80,8 +86,8 @@ impl OpenSockets {
         self.udp.extend(other.udp);
     }
 
-    fn count(&self) -> String {
-        format!("{} answer TCP, {} UDP", self.tcp.len(), self.udp.len())
+    fn describe_counts(&self) -> String {
+        format!("{} answer TCP, {} answer UDP", self.tcp.len(), self.udp.len())
     }
 
     /// Prints a line for each address, with its description and open ports.
@@ -117,11 +123,11 @@ struct Scene<'a> {
     hub: Cluster<'a>,
     member: Cluster<'a>,
     sandbox: Cluster<'a>,
-    /// The sandbox's pod and, as root, its node.
-    askers: Vec<Asker>,
-    /// The sockets of the grant, by gateway.
-    through: Granted,
-    /// The same sockets, of all gateways together.
+    /// A pod of the sandbox, and root on its node.
+    clients: Vec<TrafficClient>,
+    /// The gateways, and the gateway ports of the grant.
+    grant: Granted,
+    /// The sockets of the grant at all gateways.
     granted: OpenSockets,
 }
 
@@ -132,7 +138,7 @@ impl<'a> Demo<'a> {
         self.scan_underlay(&scene).await?;
         self.attack_through_tunnel(&scene).await?;
         self.check_trusted_member(&scene).await?;
-        self.title("as a user sees it: notebooks refuses the controller's writes, and the mesh reports it");
+        self.title("the objects: notebooks refuses the controller's writes, and the mesh reports it");
         for (cluster, kinds) in [
             (&scene.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
             (&scene.sandbox, "peers,services"),
@@ -143,7 +149,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Installs everything, creates the mesh, and shows that the granted Service answers under its name.
+    /// Installs everything, creates the mesh, and checks that the granted Service answers under its name.
     async fn set_up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
@@ -157,10 +163,10 @@ impl<'a> Demo<'a> {
         hub.run_store().await?;
         for cluster in [&member, &sandbox] {
             cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
-            cluster.rollout("default", "deployment/web").await?;
+            cluster.wait_for_rollout("default", "deployment/web").await?;
         }
 
-        self.title("gateways in mgmt: pods where the tunnel of a sandbox ends (docs/operations/sandboxes.md)");
+        self.title("gateways in mgmt: the pods at which tunnels of sandboxes end (docs/operations/sandboxes.md)");
         for command in product.gateway_commands(&["default"]) {
             println!("$ {command}");
         }
@@ -174,24 +180,24 @@ impl<'a> Demo<'a> {
         println!("  Ready {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
 
         self.title("the Service answers under its name");
-        let webs = sandbox.webs().await?;
-        let askers = webs
+        let webs = sandbox.web_pods().await?;
+        let clients = webs
             .iter()
-            .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
-        let through = product.granted(SANDBOX).await?;
+            .flat_map(|web| [TrafficClient::Pod(web.clone()), TrafficClient::Host(web.node.clone())]);
+        let grant = product.granted(SANDBOX).await?;
         let scene = Scene {
-            granted: OpenSockets::granted(&through),
-            askers: askers.collect(),
+            granted: OpenSockets::granted(&grant),
+            clients: clients.collect(),
             lab,
             product,
             hub,
             member,
             sandbox,
-            through,
+            grant,
         };
         self.check_granted_service(&scene).await?;
-        for from in &scene.askers {
-            lab.until_open(from, &scene.granted.tcp).await?;
+        for from in &scene.clients {
+            lab.wait_for_open_sockets(from, &scene.granted.tcp).await?;
         }
         println!(
             "  every gateway answers {:.1} s after kubectl apply",
@@ -211,13 +217,16 @@ impl<'a> Demo<'a> {
 
     async fn check_granted_service(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         let service = scene.sandbox.cluster_ip("default", "hub-store").await?;
-        for from in &scene.askers {
-            let answer = scene.lab.ask_until_answered(from, &format!("http://{service}")).await;
-            let gateways = &scene.through.gateways;
+        for from in &scene.clients {
+            let answer = scene
+                .lab
+                .http_get_until_answered(from, &format!("http://{service}"))
+                .await;
+            let gateways = &scene.grant.gateways;
             let outcome = match &answer {
-                Ok(seen) => match gateways.iter().find(|gateway| gateway.pod == seen.saw) {
+                Ok(seen) => match gateways.iter().find(|gateway| gateway.pod == seen.client_ip) {
                     Some(gateway) => describe(answer).map(|seen| format!("{seen} ({})", gateway.name)),
-                    None => Err(format!("it saw {}, which is no gateway", seen.saw)),
+                    None => Err(format!("the server saw {}, which is no gateway", seen.client_ip)),
                 },
                 Err(_) => describe(answer),
             };
@@ -226,30 +235,30 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Scans over the underlay, with the sandbox's own routes: without NetworkPolicies, then with those in deploy/.
+    /// Scans over the underlay, with the routes of the sandbox: first without NetworkPolicies, then with those in deploy/.
     async fn scan_underlay(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
-            "a scan of every address of mgmt and tenant-a, at every port that is open anywhere there, as routes are",
+            "a scan of every address of mgmt and tenant-a, at every port that is open at any of them, with unchanged routes",
         );
         let Scene { lab, granted, .. } = scene;
         let boundary = lab.boundary(SANDBOX)?;
-        let all = boundary.sockets(&[&scene.member], &scene.through).await?;
+        let all = boundary.sockets(&[&scene.member], &scene.grant).await?;
         println!(
-            "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches whatever the underlay allows, outside the mesh."
+            "  The worker of notebooks is a pod of mgmt, like a KubeVirt machine: outside the mesh, eth0 reaches what the underlay allows."
         );
         let mut open = OpenSockets::default();
-        for from in &scene.askers {
+        for from in &scene.clients {
             let found = OpenSockets::scan_with_retries(lab, from, all.keys().copied(), granted).await?;
             let outcome = match granted.without(&found) {
                 missing if missing == OpenSockets::default() => {
-                    Ok(format!("of {} sockets {}", all.len(), found.count()))
+                    Ok(format!("of {} sockets {}", all.len(), found.describe_counts()))
                 }
-                missing => Err(format!("granted and silent: {missing}")),
+                missing => Err(format!("granted, but no answer: {missing}")),
             };
             self.check(&format!("{from}, without any NetworkPolicy"), outcome);
             open.extend(found);
         }
-        println!("  Granted by the mesh: {granted}. Open on the underlay alone:");
+        println!("  Granted by the mesh: {granted}. Open over the underlay only:");
         open.without(granted).print_by_address(&all);
         self.scan_with_policies(scene, &boundary, &all, &open).await
     }
@@ -261,55 +270,55 @@ impl<'a> Demo<'a> {
         all: &BTreeMap<SocketAddr, String>,
         open: &OpenSockets,
     ) -> anyhow::Result<()> {
-        self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its values set");
+        self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its placeholders filled in");
         println!("{}", without_comments(&boundary.policy()?));
         let Scene { lab, granted, .. } = scene;
         let admitted = boundary.admitted().await?;
         let applied = Instant::now();
-        for from in &scene.askers {
-            boundary.close(from, &open.tcp, &granted.tcp).await?;
+        for from in &scene.clients {
+            boundary.enforce(from, &open.tcp, &granted.tcp).await?;
         }
         println!(
-            "  in force {:.1} s after kubectl apply: own API server and resolver stay, and WireGuard of the gateways",
+            "  in force {:.1} s after kubectl apply; still allowed: own API server and resolver, and WireGuard to the gateways",
             applied.elapsed().as_secs_f64()
         );
         let tcp: BTreeSet<SocketAddr> = granted.tcp.union(&admitted).copied().collect();
-        for from in &scene.askers {
+        for from in &scene.clients {
             let wanted = OpenSockets {
                 tcp: tcp.clone(),
                 udp: granted.udp.clone(),
             };
             let found = OpenSockets::scan_with_retries(lab, from, all.keys().copied(), &wanted).await?;
-            // A resolver need not answer a datagram that is no DNS query.
+            // A resolver may ignore a datagram that is no DNS query.
             let udp = found
                 .udp
                 .iter()
-                .all(|one| granted.udp.contains(one) || admitted.contains(one));
+                .all(|socket| granted.udp.contains(socket) || admitted.contains(socket));
             let outcome = if found.tcp == tcp && udp && found.udp.is_superset(&granted.udp) {
-                Ok(format!("of {} sockets {}: {found}", all.len(), found.count()))
+                Ok(format!("of {} sockets {}: {found}", all.len(), found.describe_counts()))
             } else {
                 Err(format!("{found}; granted {granted}, admitted {admitted:?}"))
             };
-            self.check(&format!("{from}, with it"), outcome);
+            self.check(&format!("{from}, with the NetworkPolicies"), outcome);
         }
         self.check_granted_service(scene).await
     }
 
     async fn check_trusted_member(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
-        self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
-        let web = scene.member.webs().await?.into_iter().next();
-        let from = Asker::Pod(web.context("tenant-a runs no web server")?);
-        let stores = scene.hub.labelled("store").await?;
+        self.title("tenant-a is trusted: it reaches mgmt, but not the infrastructure ports");
+        let web = scene.member.web_pods().await?.into_iter().next();
+        let from = TrafficClient::Pod(web.context("tenant-a runs no web server")?);
+        let stores = scene.hub.pods_of_app("store").await?;
         let store = stores.first().context("mgmt runs no pod of the Service store")?;
         let url = format!("http://{}:8080", store.ip);
-        let answer = scene.lab.ask_until_answered(&from, &url).await;
+        let answer = scene.lab.http_get_until_answered(&from, &url).await;
         self.check(&format!("{from} -> pod {}", store.name), describe(answer));
         let all = scene.hub.sockets().await?;
         let open = OpenSockets::scan(scene.lab, &from, all.keys().copied()).await?;
-        // The API servers in kubeconfigs are reached over the underlay, not through the mesh.
+        // Clients reach the API servers of kubeconfigs over the underlay, not through the mesh.
         let apis = [&scene.hub, &scene.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
         println!(
-            "  What answers it, {} and {} by the underlay, where kubeconfigs lead:",
+            "  Sockets that answer; {} and {} (API servers of kubeconfigs) over the underlay:",
             apis[0], apis[1]
         );
         open.print_by_address(&all);
@@ -320,14 +329,14 @@ impl<'a> Demo<'a> {
             .collect();
         let outcome = match wrong[..] {
             [] => Ok(format!(
-                "of {} sockets {}, none of these by the mesh",
+                "of {} sockets {}, none of these through the mesh",
                 all.len(),
-                open.count()
+                open.describe_counts()
             )),
             _ => Err(format!("{wrong:?}")),
         };
         self.check(
-            "API server, kubelet, etcd, agent and their like, at every address",
+            "infrastructure ports (API server, kubelet, etcd, agent, ...) at every address",
             outcome,
         );
         Ok(())

@@ -1,17 +1,13 @@
-//! Checks that a crate is built in one version, except where a reason is listed.
+//! Checks that each crate is built in one version, except if a reason is listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Package;
 
-/// A crate, its release series apart from the newest, and the reason for them.
+/// A crate, its older release series, and the reason for them.
 const REASONS: &[(&str, &[&str], &str)] = &[
     ("base64", &["0.22"], "boringtun and kube use it"),
-    (
-        "bit-vec",
-        &["0.9"],
-        "Cargo.lock has it for a feature of rcgen that is off",
-    ),
+    ("bit-vec", &["0.9"], "only for a feature of rcgen that is off"),
     ("block-buffer", &["0.10"], BORINGTUN),
     ("chacha20", &["0.9"], BORINGTUN),
     ("cpufeatures", &["0.2"], BORINGTUN),
@@ -30,15 +26,15 @@ const REASONS: &[(&str, &[&str], &str)] = &[
     (
         "hashbrown",
         &["0.16"],
-        "kube uses it; Cargo.lock has the newer one for a feature that is off",
+        "kube uses it; the newer one is only for a feature that is off",
     ),
     ("rand_core", &["0.6"], BORINGTUN),
-    ("syn", &["2"], "only macros use either, at build time"),
+    ("syn", &["2"], "only macros use it, at build time"),
 ];
 
-const BORINGTUN: &str = "boringtun is pinned, with the RustCrypto crates of its time";
+const BORINGTUN: &str = "boringtun is pinned and uses older RustCrypto crates";
 
-/// Every crate with a version that has no reason, and every reason that is no longer needed.
+/// Every crate with an older version that has no reason, and every reason without such a version.
 pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for package in packages {
@@ -50,11 +46,11 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
             .iter()
             .find(|(listed, ..)| listed == name)
             .map_or(&[][..], |(_, old, _)| old);
-        let is_listed = |version: &str| listed.iter().any(|series| is_of(version, series));
+        let is_listed = |version: &str| listed.iter().any(|series| is_in_series(version, series));
         let unlisted: Vec<&str> = versions.iter().copied().filter(|version| !is_listed(version)).collect();
         if unlisted.len() > 1 {
             wrong.push(format!(
-                "{name} {}: `cargo tree --invert {name}@{}` shows what uses it; update that, or add the older series with its \
+                "{name} {}: `cargo tree --invert {name}@{}` shows which crates use it; update these, or add the older series with its \
                  reason to REASONS in crates/xtask/src/deps/duplicates.rs",
                 unlisted.join(" and "),
                 unlisted[0]
@@ -63,17 +59,19 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     }
     for (name, old, _) in REASONS {
         let existing = versions.get(name);
-        let is_second = |series: &str| {
-            existing.is_some_and(|existing| existing.len() > 1 && existing.iter().any(|version| is_of(version, series)))
+        let is_older = |series: &str| {
+            existing.is_some_and(|existing| {
+                existing.len() > 1 && existing.iter().any(|version| is_in_series(version, series))
+            })
         };
-        let stale = old.iter().filter(|series| !is_second(series));
-        wrong.extend(stale.map(|series| format!("{name} {series}: is no second version any more: remove its reason")));
+        let stale = old.iter().filter(|series| !is_older(series));
+        wrong.extend(stale.map(|series| format!("{name} {series}: is not an older version: remove its reason")));
     }
     wrong
 }
 
-/// Whether a version belongs to a release series: `1.2.3` to `1` and to `1.2`.
-fn is_of(version: &str, series: &str) -> bool {
+/// Whether a version belongs to a release series: `1.2.3` belongs to `1` and to `1.2`.
+fn is_in_series(version: &str, series: &str) -> bool {
     version.strip_prefix(series).is_some_and(|rest| rest.starts_with('.'))
 }
 
@@ -105,9 +103,9 @@ mod tests {
         assert_eq!(
             violations(&packages),
             [
-                "twice 1.0.0 and 2.0.0: `cargo tree --invert twice@1.0.0` shows what uses it; update that, or add the older series \
+                "twice 1.0.0 and 2.0.0: `cargo tree --invert twice@1.0.0` shows which crates use it; update these, or add the older series \
                  with its reason to REASONS in crates/xtask/src/deps/duplicates.rs",
-                "syn 2: is no second version any more: remove its reason",
+                "syn 2: is not an older version: remove its reason",
             ]
         );
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::Package;
 
-/// Licences that every crate may have: permissive, compatible with Apache-2.0, and without a duty beyond the notice.
+/// Licences that every crate may have: permissive, compatible with Apache-2.0, and with no condition except the notice.
 const ALLOWED: &[&str] = &[
     "Apache-2.0",
     "BSD-2-Clause",
@@ -15,7 +15,7 @@ const ALLOWED: &[&str] = &[
     "Zlib",
 ];
 
-/// A crate, one more licence that it may have, and the reason.
+/// A crate, an additional licence that it may have, and the reason.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
     (
         "ar_archive_writer",
@@ -25,7 +25,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     (
         "libfuzzer-sys",
         "NCSA",
-        "the fuzz targets contain it, no program does; permissive, as BSD-3-Clause",
+        "only fuzz targets contain it; permissive, like BSD-3-Clause",
     ),
 ];
 
@@ -69,12 +69,12 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
 /// Whether an SPDX expression can be fulfilled with licences for which `is_allowed` holds. `/` is the old form of `OR`.
 ///
 /// # Errors
-/// It is not an expression.
+/// When the text is not an SPDX expression.
 fn allows(expression: &str, is_allowed: &dyn Fn(&str) -> bool) -> Result<bool, String> {
     let spaced = expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ");
     let mut words = spaced.split_whitespace().peekable();
     let allowed = any(&mut words, is_allowed).filter(|_| words.peek().is_none());
-    allowed.ok_or_else(|| format!("{expression:?} is no licence expression"))
+    allowed.ok_or_else(|| format!("{expression:?} is not an SPDX expression"))
 }
 
 type Words<'w> = std::iter::Peekable<std::str::SplitWhitespace<'w>>;
@@ -147,7 +147,7 @@ mod tests {
             );
         }
         for broken in ["", "MIT OR", "(MIT", "MIT)", "MIT Apache-2.0", "AND"] {
-            let why = format!("{broken:?} is no licence expression");
+            let why = format!("{broken:?} is not an SPDX expression");
             assert_eq!(allows(broken, &|_| true), Err(why));
         }
     }
@@ -165,7 +165,7 @@ mod tests {
             [
                 "copyleft 1.2.3: the licence GPL-3.0-only is not allowed: use another crate, or add it with a reason to EXCEPTIONS \
                  in crates/xtask/src/deps/licences.rs",
-                "silent 1.2.3: \"\" is no licence expression: ask its author for an SPDX expression, or use another crate",
+                "silent 1.2.3: \"\" is not an SPDX expression: ask its author for an SPDX expression, or use another crate",
                 "libfuzzer-sys: no crate needs the exception NCSA: remove it",
             ]
         );

@@ -1,11 +1,11 @@
-//! Parses every command line of our programs in the documents with the program's own parser, and looks up every flag that the text
-//! names.
+//! Parses every command line of our programs in the documents with the program's argument parser, and checks that every flag in the
+//! text exists.
 
 use clap::{Command, CommandFactory, error::ErrorKind};
 
 use super::{pages, shell};
 
-/// The programs, by the words with which a command line begins.
+/// The words with which a command line begins, and the program that parses the rest.
 fn programs() -> [(&'static [&'static str], Command); 5] {
     [
         (&["cargo", "xtask"], crate::Cli::command()),
@@ -19,10 +19,10 @@ fn programs() -> [(&'static [&'static str], Command); 5] {
     ]
 }
 
-/// What a document writes in place of a value that the parser checks.
+/// Placeholders in documents, and a value that the parser accepts instead.
 const PLACEHOLDERS: &[(&str, &str)] = &[("N", "1")];
 
-/// Flags of other programs that the text names.
+/// Flags in the text that belong to other programs.
 const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("--device", "podman"),
     ("--force", "kubectl"),
@@ -31,8 +31,8 @@ const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("--upstream", "kube-rbac-proxy"),
 ];
 
-/// The error of the parser of a command line, if it is one of ours. `is_mention` = the text mentions the command, so its arguments may
-/// be missing.
+/// The parser's error for a command line of one of our programs. `is_mention` = the command is mentioned in a sentence, so arguments
+/// may be missing.
 fn fault(words: &[String], is_mention: bool) -> Option<String> {
     let (prefix, program) = programs().into_iter().find(|(prefix, _)| {
         words.len() >= prefix.len() && prefix.iter().zip(words).all(|(prefix, word)| prefix == word)
@@ -54,7 +54,7 @@ fn fault(words: &[String], is_mention: bool) -> Option<String> {
     (!is_accepted).then(|| format!("{}: {error}", words.join(" ")))
 }
 
-/// All command lines in the words of one command: of its program, and of a program of ours that `kubectl exec` runs.
+/// The command itself, and the command that it runs after `--`, such as with `kubectl exec`.
 fn command_lines(words: &[String]) -> Vec<&[String]> {
     let inner = words.iter().position(|word| word == "--").map(|at| &words[at + 1..]);
     std::iter::once(words).chain(inner).collect()
@@ -110,7 +110,7 @@ fn flags_named_in_the_text_exist() {
     }
     assert!(
         faults.is_empty(),
-        "no program of ours has these flags; those of other programs belong into FOREIGN_FLAGS:{faults}"
+        "no program of ours has these flags; add flags of other programs to FOREIGN_FLAGS:{faults}"
     );
 }
 

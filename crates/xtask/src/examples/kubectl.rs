@@ -1,5 +1,5 @@
-//! Checks the kubectl commands in the documents: their resources and files exist, the annotations that they write are read, and the
-//! arguments that they patch into a workload are accepted.
+//! Checks the kubectl commands in the documents: resources and files exist, our programs read the annotations and labels, and accept
+//! the arguments that are patched into a workload.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use xtask::programs::root;
 
 use super::{pages, shell};
 
-/// Kubernetes' own resources in the documents.
+/// Built-in resources of Kubernetes that the documents use.
 const BUILT_IN: &[&str] = &[
     "clusterrolebinding",
     "configmap",
@@ -26,7 +26,7 @@ const BUILT_IN: &[&str] = &[
     "services",
 ];
 
-/// Flags of kubectl that take their value as the next word.
+/// Flags of kubectl whose value is the next word.
 const WITH_VALUE: &[&str] = &[
     "--context",
     "--kubeconfig",
@@ -42,7 +42,7 @@ const WITH_VALUE: &[&str] = &[
 /// Commands of kubectl whose first argument is a resource.
 const ON_RESOURCES: &[&str] = &["annotate", "create", "delete", "describe", "get", "label", "patch"];
 
-/// Annotations and labels that a user sets.
+/// Annotations and labels that users set.
 const KEYS: &[&str] = &[
     names::ADOPT_HUB,
     names::KILO_CLUSTERMESH_ENDPOINT,
@@ -52,7 +52,7 @@ const KEYS: &[&str] = &[
     "kilo-clustermesh.io/wg-agent",
 ];
 
-/// Every name under which kubectl knows our resources.
+/// All names of our resources that kubectl accepts.
 fn own_resources() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for crd in crds::all() {
@@ -75,7 +75,7 @@ struct Operation {
     value: serde_json::Value,
 }
 
-/// The faults of the words after `kubectl`.
+/// The faults of a command, which is given without the word `kubectl`.
 fn faults(words: &[String], own: &BTreeSet<String>) -> Vec<String> {
     let mut faults = Vec::new();
     let mut arguments: Vec<&str> = Vec::new();
@@ -115,18 +115,18 @@ fn faults(words: &[String], own: &BTreeSet<String>) -> Vec<String> {
             .map(|(key, _)| key);
         faults.extend(
             keys.filter(|key| !KEYS.contains(key))
-                .map(|key| format!("nothing reads {key:?}")),
+                .map(|key| format!("no program reads {key:?}")),
         );
     }
     faults.extend(patches.into_iter().flat_map(patch_faults));
     faults
 }
 
-/// The faults of a JSON patch of the agent's DaemonSet: the program must accept the arguments.
+/// The faults of a JSON patch of the agent's DaemonSet: the agent must accept the arguments.
 fn patch_faults(patch: &str) -> Vec<String> {
     let operations: Vec<Operation> = match serde_json::from_str(patch) {
         Ok(operations) => operations,
-        Err(error) => return vec![format!("the patch is no JSON patch: {error}")],
+        Err(error) => return vec![format!("not a JSON patch: {error}")],
     };
     let arguments = operations.iter().filter(|operation| operation.path.ends_with("/args"));
     let faults = arguments.filter_map(|operation| {
@@ -178,7 +178,7 @@ fn wrong_kubectl_commands_are_reported() {
         ),
         (
             "annotate node NODE kilo.squat.ai/endpoint-mesh=x",
-            &["nothing reads \"kilo.squat.ai/endpoint-mesh\""],
+            &["no program reads \"kilo.squat.ai/endpoint-mesh\""],
         ),
         ("-n x rollout status daemonset/wg-agent", &[]),
     ];

@@ -1,4 +1,5 @@
-//! Reads every YAML block of the documents: objects and parts of a ClusterMesh into our types, arguments with the program's parser.
+//! Parses every YAML block in the documents: objects and parts of a ClusterMesh with the API types, arguments with the program's
+//! argument parser.
 
 use clap::CommandFactory;
 use clustermesh_api::{
@@ -12,10 +13,10 @@ use serde_json::Value;
 
 use super::pages;
 
-/// First keys of blocks for other programs, which are only checked to be YAML: machine configurations of Talos and Flatcar.
+/// First keys of machine configurations of Talos and Flatcar. Such blocks only have to be valid YAML.
 const FOREIGN: &[&str] = &["machine", "variant"];
 
-/// Reads a value into its type; an unknown field is an error.
+/// Deserializes a value; an unknown field is an error.
 fn read<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
     let mut unknown = Vec::new();
     let read =
@@ -27,13 +28,13 @@ fn read<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
     }
 }
 
-/// Arguments of a container.
+/// The arguments of a container.
 #[derive(Deserialize)]
 struct Container {
     args: Vec<String>,
 }
 
-/// The fault of one YAML document. `mesh` = the ClusterMesh of README.md, to which a part of a ClusterMesh is added.
+/// Checks a YAML document. A part of a ClusterMesh is checked within `mesh`, the ClusterMesh of README.md.
 fn fault(value: &Value, mesh: &ClusterMesh) -> Result<(), String> {
     let text = |key| value.get(key).and_then(Value::as_str);
     match (text("apiVersion"), text("kind")) {
@@ -47,7 +48,7 @@ fn fault(value: &Value, mesh: &ClusterMesh) -> Result<(), String> {
         _ if value.is_array() => check_entries(read(value)?, mesh.clone()),
         _ if value.get("args").is_some() => check_arguments(&read(value)?),
         _ if FOREIGN.iter().any(|key| value.get(key).is_some()) => Ok(()),
-        _ => Err("is not known to this test: add its type here".to_owned()),
+        _ => Err("the type is not known to this test: add it here".to_owned()),
     }
 }
 
@@ -65,7 +66,7 @@ fn check_mesh(mesh: &ClusterMesh) -> Result<(), String> {
     }
 }
 
-/// Checks entries in place of those with the same name.
+/// Checks a mesh in which `entries` replace the entries of the same names.
 fn check_entries(entries: Vec<ClusterEntry>, mut mesh: ClusterMesh) -> Result<(), String> {
     mesh.spec
         .clusters
@@ -115,7 +116,7 @@ fn manifests_in_the_documents_fit_the_types() {
         }
     }
     assert!(documents.len() >= 10, "only {} documents were found", documents.len());
-    assert!(faults.is_empty(), "YAML in the documents that is wrong:{faults}");
+    assert!(faults.is_empty(), "invalid YAML in the documents:{faults}");
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! Splits shell text into commands and their words. Covers what the documents use: quotes, comments, continued lines, pipes, lists,
-//! loops and here-documents. Substitutions stay as they are.
+//! Splits shell text into commands and words. Supports quotes, comments, continued lines, pipes, lists, loops and here-documents.
+//! Substitutions are not expanded.
 
 use super::Block;
 
-/// The commands of a block. Of a console block, only those behind the prompt.
+/// The commands of a block; in a `console` block, only lines with a prompt are commands.
 pub(super) fn commands(block: &Block) -> Vec<Vec<String>> {
     match &*block.language {
         "sh" => split(&block.text),
@@ -43,7 +43,7 @@ pub(super) fn split(script: &str) -> Vec<Vec<String>> {
     commands
 }
 
-/// Reads up to the closing quote. In double quotes, a backslash escapes the characters of `$"\`.
+/// Appends the text before the closing quote to `word`. In double quotes, a backslash escapes the characters of `$"\`.
 fn quoted(quote: char, letters: &mut std::iter::Peekable<std::str::Chars<'_>>, word: &mut String) {
     while let Some(letter) = letters.next() {
         match letter {
@@ -72,7 +72,7 @@ fn without_here_documents(script: &str) -> String {
     kept
 }
 
-/// Removes the words before the program: keywords, variable assignments and `sudo`.
+/// Removes the words before the program's name: keywords, variable assignments and `sudo`.
 fn drop_keywords(command: &mut Vec<String>) {
     let is_variable = |word: &str| {
         word.split_once('=').is_some_and(|(name, _)| {

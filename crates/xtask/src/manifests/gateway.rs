@@ -4,18 +4,18 @@ use serde_json::{Value, json};
 
 use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_account};
 
-/// The ValidatingAdmissionPolicy for gateways. A file of its own, because its CEL expressions are unreadable as Rust strings.
+/// The ValidatingAdmissionPolicy for gateways. It is in a YAML file, because CEL expressions are unreadable as Rust strings.
 pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 
 const NAME: &str = "clustermesh-gateway";
-/// The namespace of the gateways, and of nothing else: it admits privileged pods for their init container.
+/// The namespace of the gateways. It contains nothing else, because it admits privileged pods for their init container.
 const NAMESPACE: &str = "clustermesh-gateway";
-/// UDP ports of the tunnel: in the pod, and on its node.
+/// The tunnel's UDP ports, in the pod and on its node.
 const PORT: u16 = 51820;
 const HOST_PORT: u16 = 51821;
 const REPLICAS: usize = 2;
 
-/// The documents before the admission policy (account, roles, SandboxGateways), and those after it (what the gateways run).
+/// The documents before the admission policy (ServiceAccount, roles, SandboxGateways), and those after it (StatefulSet and others).
 pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
     (account(), vec![service(), budget(), network_policy(), stateful_set()])
 }
@@ -25,9 +25,9 @@ fn gateways() -> Vec<String> {
 }
 
 fn account() -> Vec<Value> {
-    let own = json!([
+    let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
-        // If you add replicas: each has its name in this list, and its SandboxGateway.
+        // If you add a replica, add its name to this list, and create its SandboxGateway.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
     ]);
     let mut out = vec![
@@ -46,7 +46,7 @@ fn account() -> Vec<Value> {
             ("ClusterRole", NAME),
             (NAME, NAMESPACE),
         ),
-        // The owner of a namespace binds this role in it to let sandboxes reach its Services. Without the binding no grant in it is served.
+        // A RoleBinding to this role in a namespace allows gateways to serve grants of its Services. Other namespaces are not served.
         role(
             "ClusterRole",
             "clustermesh-gateway-reads",
@@ -56,7 +56,7 @@ fn account() -> Vec<Value> {
                 {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
             ]),
         ),
-        role("Role", NAME, Some(NAMESPACE), &own),
+        role("Role", NAME, Some(NAMESPACE), &rules),
         binding("RoleBinding", NAME, Some(NAMESPACE), ("Role", NAME), (NAME, NAMESPACE)),
     ];
     out.extend(gateways().into_iter().map(|name| {
@@ -70,7 +70,7 @@ fn account() -> Vec<Value> {
     out
 }
 
-/// The Service that a StatefulSet requires; nothing resolves its name.
+/// The headless Service that a StatefulSet requires. No client uses it.
 fn service() -> Value {
     json!({
         "apiVersion": "v1",
@@ -93,8 +93,8 @@ fn budget() -> Value {
     })
 }
 
-/// Limits what a compromised gateway can reach to pods and the API server. Because the addresses differ between clusters, it admits all
-/// namespaces, and the API server's ports at any address. If the CNI enforces NetworkPolicies, narrow it to the API server's addresses and
+/// Limits a compromised gateway to pods and the API server. Because addresses differ between clusters, it allows all namespaces, and the
+/// ports of the API server at any address. If the CNI enforces NetworkPolicies, restrict it to the addresses of the API server and to
 /// the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({
@@ -118,11 +118,11 @@ fn network_policy() -> Value {
     })
 }
 
-fn field(name: &str, path: &str) -> Value {
+fn field_value(name: &str, path: &str) -> Value {
     json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
 }
 
-fn configured(name: &str, key: &str) -> Value {
+fn config_map_value(name: &str, key: &str) -> Value {
     json!({"name": name, "valueFrom": {"configMapKeyRef": {"name": NAME, "key": key}}})
 }
 
@@ -149,7 +149,7 @@ fn stateful_set() -> Value {
                     "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
                         {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector},
                     ]}},
-                    // Enables forwarding in the pod's network namespace. The only privileged step; it ends before the gateway starts.
+                    // Enables forwarding in the pod. Only this container is privileged, and it exits before the gateway starts.
                     "initContainers": [{
                         "name": "sysctls",
                         "image": AGENT_IMAGE,
@@ -170,14 +170,14 @@ fn stateful_set() -> Value {
                             format!("--listen=[::]:{AGENT_PORT}"),
                         ],
                         "env": [
-                            field("POD_NAME", "metadata.name"),
-                            field("POD_NAMESPACE", "metadata.namespace"),
-                            field("POD_UID", "metadata.uid"),
-                            field("POD_IPS", "status.podIPs"),
-                            field("NODE_IPS", "status.hostIP"),
-                            // Values that differ between clusters; without them the Pod does not start, and its status shows why.
-                            configured("GATEWAY_CIDR", "gateway-cidr"),
-                            configured("ENDPOINT_NETWORK", "endpoint-network"),
+                            field_value("POD_NAME", "metadata.name"),
+                            field_value("POD_NAMESPACE", "metadata.namespace"),
+                            field_value("POD_UID", "metadata.uid"),
+                            field_value("POD_IPS", "status.podIPs"),
+                            field_value("NODE_IPS", "status.hostIP"),
+                            // Values that differ between clusters. If one is missing, the Pod does not start, and its status shows why.
+                            config_map_value("GATEWAY_CIDR", "gateway-cidr"),
+                            config_map_value("ENDPOINT_NETWORK", "endpoint-network"),
                         ],
                         "ports": [
                             {"name": "wireguard", "containerPort": PORT, "hostPort": HOST_PORT, "protocol": "UDP"},
@@ -204,7 +204,7 @@ fn stateful_set() -> Value {
                         // peers, and twice that while the file is replaced.
                         memory("state", "16Mi"),
                         memory("wireguard", "1Mi"),
-                        // Remove it where the nodes' kernels have WireGuard: it is for the userspace backend.
+                        // Only for the userspace backend: remove it if the kernels of all nodes have WireGuard.
                         {"name": "tun", "hostPath": {"path": "/dev/net/tun", "type": "CharDevice"}},
                     ],
                 },

@@ -1,9 +1,9 @@
-//! Counts tests from the output of the test programs. A run without failures is still no success if tests are ignored, or too few ran.
+//! Counts tests from the output of test programs. A run also fails if tests are ignored or if too few tests ran.
 
 use std::{fmt, iter::Sum};
 
-/// The fewest tests that `cargo xtask test` may run. Raise it when you add tests; lower it only by the tests that you delete.
-const LEAST: u64 = 1000;
+/// The minimum number of tests that `cargo xtask test` must run. Raise it when you add tests; lower it only when you delete tests.
+const MIN_TESTS: u64 = 1000;
 
 /// The counts of one program, or their sum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -14,20 +14,20 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    /// The counts of a program that ended without a result: it was killed, or called `exit`.
+    /// The counts of a program that printed no result, because it was killed or called `exit`.
     const LOST: Self = Self {
         passed: 0,
         failed: 1,
         ignored: 0,
     };
 
-    /// Reads the output of one test program. Only its last result line counts: a program that runs itself in a virtual
-    /// machine prints the results of that run first.
+    /// Parses the output of one test program. Only the last result line counts: a program that runs itself in a virtual
+    /// machine first prints the results of that run.
     pub(super) fn of_program(output: &str) -> Self {
         output.lines().rev().find_map(Self::of_line).unwrap_or(Self::LOST)
     }
 
-    /// Reads the output of `cargo test`, both streams in one: a heading for each program, then what the program printed.
+    /// Parses the output of `cargo test`, with both streams in one: a heading for each program, then the output of the program.
     pub(super) fn of_cargo(output: &str) -> Self {
         let mut programs: Vec<Option<Self>> = Vec::new();
         for line in output.lines() {
@@ -40,15 +40,15 @@ impl Counts {
         programs.into_iter().map(|counts| counts.unwrap_or(Self::LOST)).sum()
     }
 
-    /// Takes the exit code into account: a program may fail after its last test.
-    pub(super) const fn ended(mut self, success: bool) -> Self {
+    /// Adds a failure if the program failed without a failed test: it may fail after its last test.
+    pub(super) const fn with_exit(mut self, success: bool) -> Self {
         if !success && self.failed == 0 {
             self.failed = 1;
         }
         self
     }
 
-    /// `test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 9 filtered out; finished in 0.01s`
+    /// Parses a result line: `test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 9 filtered out; finished in 0.01s`
     fn of_line(line: &str) -> Option<Self> {
         let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
         let count = |what: &str| {
@@ -62,9 +62,9 @@ impl Counts {
         })
     }
 
-    /// Returns why the run is no success even if no test failed: ignored tests, or fewer tests than expected. Adds these to `failed`, so
-    /// that the last line agrees with the exit code.
-    pub(super) fn judge(&mut self, scope: Scope) -> Vec<String> {
+    /// Returns problems other than failed tests: ignored tests, or fewer tests than expected. Adds such tests to `failed`, so that the
+    /// last line agrees with the exit code.
+    pub(super) fn check_completeness(&mut self, scope: Scope) -> Vec<String> {
         let mut problems = Vec::new();
         if self.ignored > 0 {
             problems.push(format!(
@@ -77,8 +77,8 @@ impl Counts {
         if missing > 0 {
             problems.push(match scope {
                 Scope::All { least } => format!(
-                    "{ran} tests ran, {missing} fewer than LEAST ({least}) in crates/xtask/src/test/count.rs: find the program or \
-                     module that is not built any more. LEAST is raised when tests are added, and lowered only by those deleted"
+                    "{ran} tests ran, {missing} fewer than MIN_TESTS ({least}) in crates/xtask/src/test/count.rs: find the program or \
+                     module that is not built any more. MIN_TESTS is raised when tests are added, and lowered only by those deleted"
                 ),
                 Scope::Selected => "no test matches: a name is a part of a test's path, as `cargo test -p PACKAGE -- --list` \
                                     prints it"
@@ -100,7 +100,7 @@ fn is_heading(line: &str) -> bool {
     (line.starts_with("Running ") && line.contains(" (") && line.ends_with(')')) || line.starts_with("Doc-tests ")
 }
 
-/// Which tests were selected.
+/// The tests of a run.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Scope {
     /// All tests of the project.
@@ -110,7 +110,7 @@ pub(super) enum Scope {
 }
 
 impl Scope {
-    pub(super) const ALL: Self = Self::All { least: LEAST };
+    pub(super) const ALL: Self = Self::All { least: MIN_TESTS };
 
     const fn least(self) -> u64 {
         match self {
@@ -154,7 +154,7 @@ mod tests {
     const OUTER: &str = "test result: ok. 5 passed; 0 failed; 2 ignored; 0 measured; 7 filtered out; finished in 9.00s";
 
     #[test]
-    fn program_output_counts_its_last_result_alone() {
+    fn only_last_result_of_a_program_counts() {
         let output = format!("\nrunning 5 tests\ntest a ... \nrunning 5 tests\n{INNER}\nok\n\n{OUTER}\n\n");
         assert_eq!(Counts::of_program(&output), counts(5, 0, 2));
         assert_eq!(Counts::of_program("\nrunning 5 tests\ntest a ... "), counts(0, 1, 0));
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn run_below_its_minimum_or_with_ignored_tests_fails() {
-        let judged = |mut counts: Counts, scope| (counts.judge(scope).len(), counts.to_string());
+        let judged = |mut counts: Counts, scope| (counts.check_completeness(scope).len(), counts.to_string());
         let all = Scope::All { least: 3 };
         assert_eq!(judged(counts(3, 0, 0), all), (0, "3 passed, 0 failed".to_owned()));
         assert_eq!(judged(counts(2, 1, 0), all), (0, "2 passed, 1 failed".to_owned()));

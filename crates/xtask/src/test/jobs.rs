@@ -1,5 +1,5 @@
-//! Divides the test programs into jobs and runs several at a time. A job is a process that runs the tests of one program, or of one of its
-//! top-level modules, one after the other. Tests of different jobs share nothing but the machine: each has its own namespaces and clusters.
+//! Divides the test programs into jobs and runs several jobs at a time. A job is a process that runs the tests of one program, or of one
+//! of its top-level modules, one after the other. Tests of different jobs share no namespaces or clusters, only the machine.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -13,32 +13,32 @@ use std::{
 
 use anyhow::{Context, bail};
 
-use super::{ONE_BY_ONE, count::Counts};
+use super::{SEQUENTIAL, count::Counts};
 
-/// Programs whose modules take minutes. They start first, in this order, so that no long job is left at the end.
+/// Programs whose modules take minutes. They start first, in this order, so that no long job starts near the end.
 const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "lab", "node", "kernel"];
 
-/// Programs that run as one job: this one boots a virtual machine for all its tests.
-const WHOLE: [&str; 1] = ["machine"];
+/// Programs that are not divided: `machine` boots one virtual machine for all its tests.
+const UNDIVIDED: [&str; 1] = ["machine"];
 
 /// A test program.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Program {
-    /// The name of its target: that of a crate for its unit tests.
+    /// The name of its cargo target; for unit tests, the name of the crate.
     pub(super) name: String,
-    /// Whether it is a file of a `tests` directory, not a crate's unit tests.
+    /// `true` = integration tests in a `tests` directory, `false` = unit tests.
     pub(super) is_integration: bool,
-    /// The directory of its package, in which cargo runs it.
+    /// The directory of its package. Cargo runs it in this directory.
     pub(super) directory: PathBuf,
     pub(super) path: PathBuf,
 }
 
-/// A process to run.
+/// A test process to run.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Job {
     pub(super) name: String,
     program: Program,
-    /// The names of its tests; all tests of the program if it is empty.
+    /// The names of its tests; empty = all tests of the program.
     tests: Vec<String>,
 }
 
@@ -49,12 +49,12 @@ pub(super) struct JobResult {
     pub(super) time: Duration,
 }
 
-/// Makes the jobs of all programs, those of [`LONGEST`] first. A program of integration tests has a job for each
-/// top-level module, unless it is one of [`WHOLE`].
+/// Divides all programs into jobs, those of [`LONGEST`] first. A program of integration tests has a job for each
+/// top-level module, unless it is one of [`UNDIVIDED`].
 pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
-        if !program.is_integration || WHOLE.contains(&&*program.name) {
+        if !program.is_integration || UNDIVIDED.contains(&&*program.name) {
             jobs.push(Job {
                 name: program.name.clone(),
                 program,
@@ -125,19 +125,19 @@ impl Program {
         if !output.status.success() {
             bail!("{command:?} failed: {}", output.status);
         }
-        String::from_utf8(output.stdout).with_context(|| format!("the tests of {}", self.path.display()))
+        String::from_utf8(output.stdout).with_context(|| format!("list the tests of {}", self.path.display()))
     }
 }
 
 impl Job {
-    /// Runs it as cargo does. Prints its output only when it has ended, because several run at once.
+    /// Runs the job as cargo would. Prints the output only after the process has exited, because several jobs run at once.
     fn run(&self, own_programs: &Path) -> anyhow::Result<JobResult> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name);
         let mut output = tempfile::tempfile().context("a file")?;
         let again = || output.try_clone().context("a file");
         let mut command = self.program.command(own_programs);
-        command.args(&ONE_BY_ONE[1..]).stdout(again()?).stderr(again()?);
+        command.args(&SEQUENTIAL[1..]).stdout(again()?).stderr(again()?);
         if !self.tests.is_empty() {
             command.arg("--exact").args(&self.tests);
         }
@@ -148,11 +148,11 @@ impl Job {
         output
             .rewind()
             .and_then(|()| output.read_to_end(&mut bytes))
-            .context("read what a test printed")?;
+            .context("read the output of a test")?;
         let text = String::from_utf8_lossy(&bytes);
         let result = JobResult {
             name: self.name.clone(),
-            counts: Counts::of_program(&text).ended(status.success()),
+            counts: Counts::of_program(&text).with_exit(status.success()),
             time: start.elapsed(),
         };
         println!("\nxtask: {}, {:.0} s\n{text}", result.name, result.time.as_secs_f64());

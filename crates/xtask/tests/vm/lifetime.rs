@@ -1,4 +1,4 @@
-//! How a virtual machine ends: at its time limit, and with its owner when that is killed.
+//! Tests that a virtual machine is stopped at its time limit, and when its owner (`cargo xtask vm`) is killed.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,21 +8,21 @@ use std::{
 };
 
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
-/// Anything that takes longer is broken, or the kernel has to be fetched first.
-const SOON: Duration = Duration::from_secs(120);
+/// Time limit of a wait. It includes a download of the kernel.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-    let until = Instant::now() + SOON;
+fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + TIMEOUT;
     loop {
-        if let Some(value) = ask() {
+        if let Some(value) = poll() {
             return value;
         }
-        assert!(Instant::now() < until, "waited {SOON:?} for {what}");
+        assert!(Instant::now() < until, "waited {TIMEOUT:?} for {what}");
         thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// The emulator that this process has started, and the directory of its run.
+/// The emulator that the process `owner` has started, and the directory of its run.
 fn emulator(owner: u32) -> Option<(u32, PathBuf)> {
     let processes = std::fs::read_dir("/proc").expect("/proc").flatten();
     let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -36,14 +36,15 @@ fn emulator(owner: u32) -> Option<(u32, PathBuf)> {
         let line = String::from_utf8_lossy(&line).into_owned();
         let share = line.split('\0').find(|word| word.contains("mount_tag=run"))?;
         let path = share.split(',').find_map(|part| part.strip_prefix("path="))?;
-        // Not the program that becomes it.
+        // Before exec, the process is not yet the emulator.
         line.starts_with("qemu").then(|| (pid, path.into()))
     })
 }
 
-struct Killed(Child);
+/// Kills the process when dropped.
+struct KillOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -51,7 +52,7 @@ impl Drop for Killed {
 }
 
 #[test]
-fn a_machine_ends_at_its_limit_and_with_its_owner_and_the_next_run_takes_away_what_a_dead_one_left() {
+fn machine_stops_with_its_owner_and_next_run_removes_its_files() {
     let vm = |limit: &str| {
         let mut command = Command::new(XTASK);
         command
@@ -59,25 +60,24 @@ fn a_machine_ends_at_its_limit_and_with_its_owner_and_the_next_run_takes_away_wh
             .stdin(Stdio::null());
         command
     };
-    let mut owner = Killed(vm("600").spawn().expect("start it"));
+    let mut owner = KillOnDrop(vm("600").spawn().expect("start the machine"));
     let (pid, directory) = wait_for("the emulator", || emulator(owner.0.id()));
     assert!(directory.join("command").exists());
     owner.0.kill().expect("kill its owner");
-    owner.0.wait().expect("wait for it");
-    // A zombie that its new parent has not fetched yet does nothing any more.
-    let gone = || {
+    owner.0.wait().expect("wait for its owner");
+    // A zombie counts as exited: its new parent may not have waited for it yet.
+    let has_exited = || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         (stat.is_empty() || stat.contains(") Z ")).then_some(())
     };
-    wait_for("the emulator to end with its owner", gone);
+    wait_for("the emulator to exit with its owner", has_exited);
 
-    let output = vm("1").output().expect("run it");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(124), "{said}");
-    assert!(said.contains("vm: ended after the limit of 1 s (--limit)"), "{said}");
+    let output = vm("1").output().expect("run the machine");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(124), "{stderr}");
     assert!(
-        !Path::new(&directory).exists(),
-        "{} is still there",
-        directory.display()
+        stderr.contains("vm: stopped at the time limit of 1 s (--limit)"),
+        "{stderr}"
     );
+    assert!(!Path::new(&directory).exists(), "{} still exists", directory.display());
 }

@@ -1,38 +1,37 @@
-//! Sends hand-made packets to a gateway: fragments, options, and packets of connections that it should no longer serve.
-//! The conntrack entries of such connections are forged, as if they had been left over, so that each rule is tested on
-//! its own.
+//! Sends crafted packets to a gateway: fragments, IP options, and packets of stale connections. The conntrack entries
+//! of stale connections are forged, so that each rule of the firewall is tested on its own.
 
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
     attacker::{
         RawSender,
-        packets::{self, MORE},
+        packets::{self, MORE_FRAGMENTS},
     },
     netns::NetNs,
     traffic::{Counter, TcpConnection, UDP},
 };
 
-use super::{DB, GATEWAY, LOG, OTHER, POD, SQL, Sandbox, TIMEOUT, Testbed, at, grant, ip};
+use super::{DB, GATEWAY, LOG, OTHER, POD, SQL, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
 
 /// IPv6 next headers: a fragment, and destination options.
 const FRAGMENT: u8 = 44;
 const DESTINATION: u8 = 60;
 
-/// The pod tells the packets apart by their UDP length.
+/// Counters in the pod distinguish the packets by their UDP length.
 // threat: gateway-ungranted
 pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let db = &testbed.pods[0];
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
-    let odd = Counter::new(db, "udp dport 5000 udp length 701-799");
+    let forbidden = Counter::new(db, "udp dport 5000 udp length 701-799");
     for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
         let plain = Counter::new(db, "udp dport 5000 udp length 700");
         let body = |length: usize| packets::udp_body(from, to, (6000, LOG), &vec![0; length - 8]);
-        let (cut, whole) = (body(701), body(702));
+        let (fragmented, whole) = (body(701), body(702));
         let all = if from.is_ipv4() {
             vec![
-                packets::v4(from, to, packets::UDP, &[], 7, MORE, &cut[..400]),
-                packets::v4(from, to, packets::UDP, &[], 7, 400 / 8, &cut[400..]),
+                packets::v4(from, to, packets::UDP, &[], 7, MORE_FRAGMENTS, &fragmented[..400]),
+                packets::v4(from, to, packets::UDP, &[], 7, 400 / 8, &fragmented[400..]),
                 // Four "no operation" options.
                 packets::v4(from, to, packets::UDP, &[1; 4], 8, 0, &whole),
             ]
@@ -44,8 +43,8 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
             // A destination options header with four bytes of padding.
             let padding = vec![packets::UDP, 0, 1, 4, 0, 0, 0, 0];
             vec![
-                piece(0, true, &cut[..400]),
-                piece(400, false, &cut[400..]),
+                piece(0, true, &fragmented[..400]),
+                piece(400, false, &fragmented[400..]),
                 packets::v6(from, to, DESTINATION, &[padding, whole].concat()),
             ]
         };
@@ -61,7 +60,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(odd.packets(), 0, "from {from}");
+        assert_eq!(forbidden.packets(), 0, "from {from}");
     }
 }
 
@@ -77,7 +76,7 @@ pub(crate) struct ForgedEntry {
 
 impl ForgedEntry {
     /// An entry of the grant at [`LOG`].
-    pub(crate) fn of_the_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
+    pub(crate) fn of_log_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
         let mark = mark(testbed, &testbed.sandboxes[0]);
         Self::new(testbed, &mark, family, 0, (port, masqueraded))
     }
@@ -91,7 +90,7 @@ impl ForgedEntry {
         };
         let gateway = (GATEWAY[family], LOG);
         let source = Some((POD[family], masqueraded));
-        forge(
+        insert_forged_entry(
             testbed,
             mark,
             forged.sandbox(testbed),
@@ -110,7 +109,7 @@ impl ForgedEntry {
         ([DB, OTHER][self.pod][self.family], UDP)
     }
 
-    /// Counters of its packets at the endpoint, and of replies at the sandbox.
+    /// Counters of the connection's requests at the endpoint, and of its replies at the sandbox.
     pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
         (
             Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
@@ -119,26 +118,26 @@ impl ForgedEntry {
     }
 
     /// Sends a datagram from the sandbox.
-    pub(crate) fn ask(&self, testbed: &Testbed) {
+    pub(crate) fn send_request(&self, testbed: &Testbed) {
         let a = &testbed.sandboxes[0];
         let gateway = (GATEWAY[self.family], LOG);
         send(&a.ns, &a.tunnel.interface, self.sandbox(testbed), gateway);
     }
 
     /// Sends a reply from the endpoint.
-    pub(crate) fn answer(&self, testbed: &Testbed) {
+    pub(crate) fn send_reply(&self, testbed: &Testbed) {
         let back = (POD[self.family], self.masqueraded);
         send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
     }
 }
 
-/// Anyone on the underlay can send such packets from forged sources and would fill the conntrack table.
+/// Any host of the underlay can send such packets with forged sources, which would fill the conntrack table.
 // threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.pods[0];
     for (from, to) in DB.into_iter().zip(POD) {
         assert!(db.pings(to), "{to}");
-        assert!(TcpConnection::open(db, at(to, 9587)).is_some(), "{to}");
+        assert!(TcpConnection::open(db, socket_addr(to, 9587)).is_some(), "{to}");
         send_from_pod(db, (from, 6001), (to, 51820));
         let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
         let found = testbed
@@ -151,7 +150,7 @@ pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
 /// The conntrack mark of a sandbox's connections to [`LOG`].
 fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
-    assert!(sandbox.datagram(at(to, LOG)).is_some(), "{}", sandbox.name);
+    assert!(sandbox.udp_reply(socket_addr(to, LOG)).is_some(), "{}", sandbox.name);
     let port = LOG.to_string();
     let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
     let text = testbed.pod.run("conntrack", &list);
@@ -160,7 +159,7 @@ fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     mark.expect("a connection with a mark").to_owned()
 }
 
-fn forge(
+fn insert_forged_entry(
     testbed: &Testbed,
     mark: &str,
     from: (&str, u16),
@@ -168,7 +167,7 @@ fn forge(
     destination: (&str, u16),
     source: Option<(&str, u16)>,
 ) {
-    let translated = |(address, port)| at(address, port).to_string();
+    let translated = |(address, port)| socket_addr(address, port).to_string();
     let (sport, dport, destination) = (from.1.to_string(), to.1.to_string(), translated(destination));
     let source = source.map(translated);
     let mut words = vec!["-I", "-p", "udp", "--timeout", "600", "--mark", mark];
@@ -185,7 +184,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
     sent.expect("send a packet");
 }
 
-/// Returns when the gateway has processed the packet: it has answered a later ping.
+/// Sends a packet and waits until the gateway has processed it, because it answers a later ping.
 fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
     let gateway = POD[usize::from(ip(from.0).is_ipv6())];
@@ -202,31 +201,31 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     for (family, gateway) in GATEWAY.into_iter().enumerate() {
         let forged =
             |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
-        // A valid entry is served, so the gateway relies on these entries.
+        // Positive control: the gateway forwards packets of a valid forged entry.
         let entry = forged(&own, 0, 0);
-        let (asked, answered) = entry.counters(testbed);
+        let (requests, replies) = entry.counters(testbed);
         wait_until("packets of both directions", TIMEOUT, async || {
-            entry.ask(testbed);
-            entry.answer(testbed);
-            match (asked.packets(), answered.packets()) {
+            entry.send_request(testbed);
+            entry.send_reply(testbed);
+            match (requests.packets(), replies.packets()) {
                 (1.., 1..) => Ok(()),
                 other => Err(format!("{other:?}")),
             }
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        // Stale entries: an endpoint that the grant no longer has, and the grant of another sandbox with either
-        // endpoint.
+        // Stale entries: one to an endpoint that the grant does not have, and two with the mark of another sandbox's
+        // grant.
         for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
             let entry = forged(mark, pod, number);
-            let (asked, answered) = entry.counters(testbed);
-            entry.ask(testbed);
-            // This reply comes after the gateway has processed the packet before.
-            assert!(a.datagram(at(gateway, LOG)).is_some());
-            assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
+            let (requests, replies) = entry.counters(testbed);
+            entry.send_request(testbed);
+            // This reply comes after the gateway has processed the previous packet.
+            assert!(a.udp_reply(socket_addr(gateway, LOG)).is_some());
+            assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
             if *mark == own {
-                entry.answer(testbed);
-                assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
+                entry.send_reply(testbed);
+                assert_eq!(replies.packets(), 0, "family {family}, entry {number}");
             }
         }
         pods_cannot_open_connections(testbed, &own, family);
@@ -241,20 +240,24 @@ fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let [db, other] = &testbed.pods;
     let a = &testbed.sandboxes[0];
     let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
-    forge(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
-    let called = Counter::new(&a.ns, "udp dport 7010");
+    insert_forged_entry(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
+    let received = Counter::new(&a.ns, "udp dport 7010");
     send_from_pod(db, endpoint, (pod, 50010));
-    assert_eq!(called.packets(), 0, "family {family}: a sandbox is called");
-    let stranger = (OTHER[family], 40000);
-    forge(testbed, mark, stranger, (pod, 50011), endpoint, None);
-    let called = Counter::new(db, "udp sport 40000");
-    send_from_pod(other, stranger, (pod, 50011));
-    assert_eq!(called.packets(), 0, "family {family}: a pod is called");
-    forge(testbed, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
-    let called = Counter::new(&a.ns, "udp dport 7012");
+    assert_eq!(received.packets(), 0, "family {family}: a sandbox receives a packet");
+    let client = (OTHER[family], 40000);
+    insert_forged_entry(testbed, mark, client, (pod, 50011), endpoint, None);
+    let received = Counter::new(db, "udp sport 40000");
+    send_from_pod(other, client, (pod, 50011));
+    assert_eq!(received.packets(), 0, "family {family}: a pod receives a packet");
+    insert_forged_entry(testbed, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
+    let received = Counter::new(&a.ns, "udp dport 7012");
     let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));
-    assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
+    assert_eq!(
+        received.packets(),
+        0,
+        "family {family}: a reply to the sandbox's own address"
+    );
     assert!(
         testbed.dropped("first", "not addressed to this pod") > before,
         "family {family}"

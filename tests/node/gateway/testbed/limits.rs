@@ -17,7 +17,8 @@ use serde_json::json;
 use x25519_dalek::StaticSecret;
 
 use super::{
-    ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, SANDBOX_CONNECTIONS, SQL, Sandbox, TIMEOUT, Testbed, at, grant, ip,
+    ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, SANDBOX_CONNECTIONS, SQL, Sandbox, TIMEOUT, Testbed, grant, ip,
+    socket_addr,
 };
 
 /// Writes the grants of three other sandboxes at once. A single transaction would need more memory than nft gets.
@@ -26,15 +27,15 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
     let other = |number: u8, count: u16| {
         let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
         let key = StaticSecret::from([100 + number; 32]);
-        let third = 32 + 16 * number;
+        let third_octet = 32 + 16 * number;
         json!({
-            "sandbox": format!("c{number}"), "networks": [format!("100.80.{third}.0/20")], "grants": grants,
-            "nodes": [{"name": "c-1", "publicKey": public(&key).to_string(), "wireguardIPs": [format!("100.80.{third}.7")]}],
+            "sandbox": format!("c{number}"), "networks": [format!("100.80.{third_octet}.0/20")], "grants": grants,
+            "nodes": [{"name": "c-1", "publicKey": public(&key).to_string(), "wireguardIPs": [format!("100.80.{third_octet}.7")]}],
         })
     };
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
     testbed.apply_access("m--a", a.access(&grants)).await;
-    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
     for count in [2000, 0] {
         for number in 0..3 {
             testbed
@@ -52,7 +53,7 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
             (3 * usize::from(count)..3 * usize::from(count) + 10).contains(&elements),
             "{elements}"
         );
-        assert!(call.ask().is_some(), "a connection from before");
+        assert!(connection.request().is_some(), "an earlier connection");
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--c0", "m--c1", "m--c2"];
     testbed
@@ -69,9 +70,9 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "mute", "UDP", LOG)];
     testbed.apply_access("m--a", a.access(&grants)).await;
     let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE}"));
-    let stream = UdpFlow::open(&a.ns, at(GATEWAY[0], LOG));
+    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG));
     wait_until("the pod to get a datagram", TIMEOUT, async || {
-        stream.send();
+        flow.send();
         match got.packets() {
             0 => Err("none".to_owned()),
             _ => Ok(()),
@@ -79,26 +80,26 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
-    assert!(call.ask().is_some());
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    assert!(connection.request().is_some());
     let mut slow = a.access(&grants);
     slow["newConnectionsPerSecond"] = json!(1);
     testbed.apply_access("m--a", slow).await;
-    // Far more new connections than the limit and its burst. The reply over `call` comes after the last of them.
+    // Far more new connections than the limit and its burst. The TCP reply comes after the last of them.
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let before = got.packets();
     for port in 30000..30200 {
         let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
         sent.expect("send a packet");
     }
-    assert!(call.ask().is_some());
+    assert!(connection.request().is_some());
     let new = got.packets() - before;
-    assert!((1..20).contains(&new), "{new} of 200 new connections in a moment");
-    // Packets of an existing connection are not limited, even if it was never answered. At one packet a second this
+    assert!((1..20).contains(&new), "{new} of 200 new connections admitted at once");
+    // Packets of an existing connection are not limited, even if it never got a reply. At one packet a second this
     // would take a minute.
     let before = got.packets();
-    wait_until("the pod to get a whole stream", TIMEOUT, async || {
-        (0..10).for_each(|_| stream.send());
+    wait_until("the pod to get all datagrams of the flow", TIMEOUT, async || {
+        (0..10).for_each(|_| flow.send());
         match got.packets() - before {
             60.. => Ok(()),
             some => Err(format!("{some} datagrams")),
@@ -114,21 +115,21 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
 pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
     for gateway in GATEWAY {
-        let to = at(gateway, SQL);
+        let to = socket_addr(gateway, SQL);
         a.wait_for_answer_from(to, "db").await;
-        let mut calls: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
+        let mut connections: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
             .map_while(|_| TcpConnection::open(&a.ns, to))
             .collect();
         // Connections that have just closed may still count.
         assert!(
-            (ENDPOINT_CONNECTIONS / 2..=ENDPOINT_CONNECTIONS).contains(&calls.len()),
+            (ENDPOINT_CONNECTIONS / 2..=ENDPOINT_CONNECTIONS).contains(&connections.len()),
             "{} connections to {to}",
-            calls.len()
+            connections.len()
         );
-        assert!(calls.iter_mut().all(|call| call.ask().is_some()));
+        assert!(connections.iter_mut().all(|one| one.request().is_some()));
         // The limit of another grant is separate.
         b.wait_for_answer_from(to, "other").await;
-        calls.truncate(calls.len() / 2);
+        connections.truncate(connections.len() / 2);
         a.wait_for_answer_from(to, "db").await;
     }
 }
@@ -136,11 +137,11 @@ pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
 pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let sql = grant("db", "sql", "TCP", SQL);
-    let shut = [sql.clone(), grant("db", "shut", "UDP", LOG)];
-    testbed.apply_access("m--a", a.access(&shut)).await;
+    let closed = [sql.clone(), grant("db", "shut", "UDP", LOG)];
+    testbed.apply_access("m--a", a.access(&closed)).await;
     for gateway in GATEWAY {
-        let stream = UdpFlow::open(&a.ns, at(gateway, LOG));
-        wait_until("the port to be unreachable", TIMEOUT, async || match stream.error() {
+        let flow = UdpFlow::open(&a.ns, socket_addr(gateway, LOG));
+        wait_until("the port to be unreachable", TIMEOUT, async || match flow.error() {
             Some(ErrorKind::ConnectionRefused) => Ok(()),
             other => Err(format!("{other:?}")),
         })
@@ -151,18 +152,22 @@ pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
     testbed.apply_access("m--a", a.access(&log)).await;
 }
 
-/// Counts over all grants and endpoints of a sandbox. The limit of another sandbox is separate.
+/// The limit counts all grants and endpoints of a sandbox together. The limit of another sandbox is separate.
 // threat: gateway-connection-flood
 pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let mut calls: Vec<TcpConnection> = Vec::new();
+    let mut connections: Vec<TcpConnection> = Vec::new();
     for gateway in GATEWAY {
-        let to = at(gateway, SQL);
+        let to = socket_addr(gateway, SQL);
         a.wait_for_answer_from(to, "db").await;
-        calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
+        connections.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
     }
-    assert!(calls.len() > ENDPOINT_CONNECTIONS, "{} connections", calls.len());
-    // The limit of this endpoint would admit more.
+    assert!(
+        connections.len() > ENDPOINT_CONNECTIONS,
+        "{} connections",
+        connections.len()
+    );
+    // The limit of the endpoint alone would admit more connections.
     let got = Counter::new(&testbed.pods[0], "udp dport 5000");
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -171,35 +176,38 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         sent.expect("send a packet");
     }
     // These replies come after the last of the packets.
-    assert!(calls.iter_mut().all(|call| call.ask().is_some()));
-    let left = SANDBOX_CONNECTIONS - calls.len();
+    assert!(connections.iter_mut().all(|one| one.request().is_some()));
+    let left = SANDBOX_CONNECTIONS - connections.len();
     assert!(
         (1..=left as u64).contains(&got.packets()),
         "{} of {left}",
         got.packets()
     );
     assert!(testbed.dropped("count", "too many connections of a sandbox") > 0);
-    b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
-    drop(calls);
+    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+    drop(connections);
     testbed
         .pod
         .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
-    a.wait_for_answer_from(at(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
 }
 
-/// Packets of the flood in [`flood_of_a_sandbox_leaves_another_its_connections`]; most open a new connection.
+/// Packets of the flood in [`flood_of_one_sandbox_spares_connections_of_another`]; most open a new connection.
 const FLOOD: u64 = 100_000;
-/// Connections of the other sandbox during the flood.
-const CALLS: usize = 100;
+/// Number of connections that [`time_connections`] opens.
+const SAMPLES: usize = 100;
 
 /// Root on the node of one sandbox sends as fast as it can: datagrams and SYNs to granted ports, each from another
 /// source port.
 // threat: gateway-connection-flood
-pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &Testbed) {
+pub(crate) async fn flood_of_one_sandbox_spares_connections_of_another(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let to = at(GATEWAY[0], SQL);
+    let to = socket_addr(GATEWAY[0], SQL);
     b.wait_for_answer_from(to, "other").await;
-    println!("connections beside an idle sandbox: {}", calls(b, to));
+    println!(
+        "connections while the other sandbox is idle: {}",
+        time_connections(b, to)
+    );
     let sent = std::sync::Arc::<AtomicU64>::default();
     let (counted, raw) = (sent.clone(), RawSender::open(&a.ns, &a.tunnel.interface));
     let [from, gateway] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -211,9 +219,9 @@ pub(crate) async fn flood_of_a_sandbox_leaves_another_its_connections(testbed: &
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     let began = (Instant::now(), sent.load(Ordering::Acquire));
-    let during_flood = calls(b, to);
+    let during_flood = time_connections(b, to);
     let rate = (sent.load(Ordering::Acquire) - began.1) as f64 / began.0.elapsed().as_secs_f64();
-    println!("connections beside a sandbox that sends {rate:.0} packets a second: {during_flood}");
+    println!("connections while the other sandbox sends {rate:.0} packets a second: {during_flood}");
     assert!(rate > 0.0, "the flood has ended");
     drop(flood);
     assert!(testbed.dropped("enter", "too many new connections") > 0);
@@ -231,29 +239,29 @@ fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop:
         } else {
             packets::syn(from, gateway, (port, SQL))
         };
-        // The queue of its own interface may be full.
+        // The transmit queue of the sandbox's own interface may be full.
         let _ = raw.send(gateway, &packet);
         sent.fetch_add(1, Ordering::Release);
     }
 }
 
 /// Opens connections one after the other, which must all be answered. Returns how long they took.
-fn calls(from: &Sandbox, to: SocketAddr) -> String {
-    let mut times: Vec<_> = (0..CALLS)
+fn time_connections(from: &Sandbox, to: SocketAddr) -> String {
+    let mut times: Vec<_> = (0..SAMPLES)
         .map(|number| {
             let began = Instant::now();
-            let mut call =
-                TcpConnection::open_patiently(&from.ns, to).unwrap_or_else(|| panic!("connection {number} of {CALLS}"));
-            assert!(call.ask().is_some(), "answer {number} of {CALLS}");
+            let mut connection = TcpConnection::open_patiently(&from.ns, to)
+                .unwrap_or_else(|| panic!("connection {number} of {SAMPLES}"));
+            assert!(connection.request().is_some(), "answer {number} of {SAMPLES}");
             began.elapsed()
         })
         .collect();
     times.sort();
-    format!("p50 {:.1?}, longest {:.1?}", times[CALLS / 2], times[CALLS - 1])
+    format!("p50 {:.1?}, longest {:.1?}", times[SAMPLES / 2], times[SAMPLES - 1])
 }
 
-/// A SandboxAccess with the maximum number of nodes, as a sandbox's API server could invent them. Gateways have 256
-/// MiB.
+/// A SandboxAccess with the maximum number of nodes, which a sandbox's API server could invent. A gateway's memory
+/// limit is 256 MiB.
 // threat: oversized-access
 pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway: &Gateway) {
     let [a, b] = &testbed.sandboxes;
@@ -267,20 +275,20 @@ pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway:
         "sandbox": "large", "networks": ["100.81.0.0/19"],
         "grants": [grant("db", "sql", "TCP", SQL)], "nodes": [],
     });
-    let mut call = TcpConnection::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
     for count in [5000, 0] {
         spec["nodes"] = (0..count).map(node).collect();
         let began = Instant::now();
         testbed.apply_access("m--large", spec.clone()).await;
         let memory = gateway.resident_kilobytes();
         println!(
-            "{count} nodes in force after {:.1?}, VmRSS {} kB",
+            "{count} nodes applied after {:.1?}, VmRSS {} kB",
             began.elapsed(),
             memory
         );
         assert!(memory < 256 << 10, "{memory} kB");
-        assert!(call.ask().is_some(), "a connection from before");
-        b.wait_for_answer_from(at(GATEWAY[0], SQL), "other").await;
+        assert!(connection.request().is_some(), "an earlier connection");
+        b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--large"];
     testbed

@@ -9,7 +9,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{NAME, NAMESPACE, SHUT, TIMEOUT, Testbed};
+use super::{CLOSED_PORT, NAME, NAMESPACE, TIMEOUT, Testbed};
 
 impl Testbed {
     fn api(&self, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
@@ -67,14 +67,14 @@ impl Testbed {
         last
     }
 
-    pub(crate) async fn write_service(&self, name: &str, more: Value) {
+    pub(crate) async fn write_service(&self, name: &str, extra_fields: Value) {
         let mut spec = json!({"ports": [
             {"name": "sql", "port": 5432, "targetPort": TCP, "protocol": "TCP"},
             {"name": "log", "port": 514, "targetPort": UDP, "protocol": "UDP"},
             {"name": "mute", "port": 515, "targetPort": MUTE, "protocol": "UDP"},
-            {"name": "shut", "port": 516, "targetPort": SHUT, "protocol": "UDP"},
+            {"name": "shut", "port": 516, "targetPort": CLOSED_PORT, "protocol": "UDP"},
         ]});
-        let fields = more.as_object().expect("fields").clone();
+        let fields = extra_fields.as_object().expect("fields").clone();
         spec.as_object_mut().expect("a spec").extend(fields);
         let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "team"}, "spec": spec});
         self.cluster()
@@ -104,7 +104,7 @@ impl Testbed {
                 },
                 "ports": [
                     {"name": "sql", "port": TCP, "protocol": "TCP"}, {"name": "log", "port": UDP, "protocol": "UDP"},
-                    {"name": "mute", "port": MUTE, "protocol": "UDP"}, {"name": "shut", "port": SHUT, "protocol": "UDP"},
+                    {"name": "mute", "port": MUTE, "protocol": "UDP"}, {"name": "shut", "port": CLOSED_PORT, "protocol": "UDP"},
                 ],
                 "endpoints": endpoints.collect::<Vec<_>>(),
             });

@@ -1,4 +1,4 @@
-//! Runs the gateway's process with the privileges of its pod and no more, and with the pod's environment variables.
+//! Runs the gateway's process with exactly the privileges and the environment variables of its pod.
 
 use std::{
     os::unix::fs::PermissionsExt,
@@ -19,8 +19,8 @@ use clustermesh_tests::{
 use super::{NAME, NAMESPACE, NODE, POD, TIMEOUT, Testbed};
 
 impl Testbed {
-    /// Starts the gateway, with `more` as further arguments.
-    pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
+    /// Starts the gateway with additional arguments.
+    pub(crate) fn gateway(&self, extra_args: &[&str]) -> Gateway {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let log = self.file(&format!("log-{number}"));
@@ -43,8 +43,8 @@ impl Testbed {
             "--gateway-cidr=100.66.255.0/28,fd00:66:255::/64",
             "--endpoint-network=10.10.0.0/16,fd00:10::/32",
         ]);
-        command.args(more);
-        command.env("PATH", self.path());
+        command.args(extra_args);
+        command.env("PATH", self.path_with_nft_wrapper());
         let variables = [
             ("POD_NAME", NAME.to_owned()),
             ("POD_NAMESPACE", NAMESPACE.to_owned()),
@@ -63,9 +63,9 @@ impl Testbed {
         }
     }
 
-    /// A PATH with a wrapper around nft. It delays the writing of the first table, as on a loaded node, and limits nft
-    /// to half of the memory that the container leaves for it.
-    fn path(&self) -> String {
+    /// Returns a PATH with a wrapper around nft. The wrapper delays the first write of the table, as on a loaded node,
+    /// and limits nft to half of the memory that the container leaves for it.
+    fn path_with_nft_wrapper(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(
             "#!/bin/sh\nPATH={path}\nulimit -v 100000\nif [ \"$1\" = -f ] && ! nft list table inet {NFT_TABLE} >/dev/null 2>&1; then sleep 1; fi\n\
@@ -98,8 +98,8 @@ impl Testbed {
 
     /// The status code and text of `/readyz`.
     pub(crate) fn readyz(&self) -> (String, String) {
-        let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
-        let output = self.pod.output("curl", &words);
+        let args = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
+        let output = self.pod.output("curl", &args);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let (text, code) = text.rsplit_once('\n').unwrap_or(("", ""));
         (code.to_owned(), text.to_owned())

@@ -1,4 +1,5 @@
-//! Checks what a gateway refuses, and what the API server refuses to a gateway's token.
+//! Checks which parts of a SandboxAccess a gateway refuses, and which requests of a gateway's token the API server
+//! refuses.
 
 use std::collections::BTreeSet;
 
@@ -9,10 +10,10 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Testbed, at, grant};
+use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Testbed, grant, socket_addr};
 
 // threat: granted-slice-redirected, gateway-forbidden-endpoint
-pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
+pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     testbed.write_service("by-hand", json!({})).await;
     testbed
@@ -39,7 +40,7 @@ pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
     }
     testbed.apply_access("m--a", spec).await;
     let status = testbed
-        .wait_for_status("all to be refused", |status| {
+        .wait_for_status("all invalid parts to be refused", |status| {
             status["refused"].as_array().is_some_and(|all| all.len() >= 11)
         })
         .await;
@@ -69,10 +70,10 @@ pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
         .into();
     assert_eq!(refused, expected);
     assert!(
-        a.call(at(GATEWAY[0], SQL))
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL))
             .is_some_and(|answer| answer.starts_with("db"))
     );
-    assert_eq!(a.call(at(GATEWAY[0], 20004)), None);
+    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], 20004)), None);
     testbed
         .apply_access(
             "m--a",
@@ -84,7 +85,8 @@ pub(crate) async fn invalid_parts_are_refused_alone(testbed: &Testbed) {
         .await;
 }
 
-/// If no network of a SandboxAccess is accepted, nothing of it is applied, and the status must not list it as applied.
+/// If no network of a SandboxAccess is accepted, the gateway applies no part of it, and its status must not list it as
+/// applied.
 pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut spec = a.access(&[grant("db", "sql", "TCP", SQL)]);
@@ -114,15 +116,15 @@ fn key(number: u8) -> String {
 
 // threat: stolen-gateway-token
 pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
-    let thief = testbed.gateway_client().await;
+    let stolen = testbed.gateway_client().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
         "sandboxgateways",
     );
-    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(thief.clone(), NAMESPACE, &resource);
-    let lie = Patch::Merge(json!({"status": {"publicKey": key(99)}}));
+    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(stolen.clone(), NAMESPACE, &resource);
+    let forged = Patch::Merge(json!({"status": {"publicKey": key(99)}}));
     let refused = gateways
-        .patch_status("clustermesh-gateway-1", &PatchParams::default(), &lie)
+        .patch_status("clustermesh-gateway-1", &PatchParams::default(), &forged)
         .await;
     let refused = refused.expect_err("the other gateway's status").to_string();
     assert!(
@@ -136,24 +138,30 @@ pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
             &Patch::Merge(json!({"spec": {"nodePort": 1}})),
         )
         .await;
-    assert!(object.is_err(), "its own spec");
-    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(thief.clone(), NAMESPACE);
-    assert!(secrets.list(&ListParams::default()).await.is_err(), "Secrets");
-    let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(thief.clone(), NAMESPACE);
-    assert!(pods.list(&ListParams::default()).await.is_err(), "Pods");
-    let elsewhere: Api<k8s_openapi::api::core::v1::Service> = Api::namespaced(thief.clone(), "default");
+    assert!(object.is_err(), "the token must not change its own spec");
+    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(stolen.clone(), NAMESPACE);
+    assert!(
+        secrets.list(&ListParams::default()).await.is_err(),
+        "the token must not list Secrets"
+    );
+    let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(stolen.clone(), NAMESPACE);
+    assert!(
+        pods.list(&ListParams::default()).await.is_err(),
+        "the token must not list Pods"
+    );
+    let elsewhere: Api<k8s_openapi::api::core::v1::Service> = Api::namespaced(stolen.clone(), "default");
     assert!(
         elsewhere.list(&ListParams::default()).await.is_err(),
-        "Services of a namespace without a RoleBinding"
+        "the token must not list Services of a namespace without a RoleBinding"
     );
     let access = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxAccess"),
         "sandboxaccesses",
     );
-    let accesses: Api<kube::api::DynamicObject> = Api::all_with(thief, &access);
-    let wider = Patch::Merge(json!({"spec": {"grants": []}}));
+    let accesses: Api<kube::api::DynamicObject> = Api::all_with(stolen, &access);
+    let change = Patch::Merge(json!({"spec": {"grants": []}}));
     assert!(
-        accesses.patch("m--a", &PatchParams::default(), &wider).await.is_err(),
-        "a SandboxAccess"
+        accesses.patch("m--a", &PatchParams::default(), &change).await.is_err(),
+        "the token must not change a SandboxAccess"
     );
 }

@@ -14,11 +14,11 @@ use super::{
     surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
 };
 
-/// Each kind of packet that is not allowed has a source port of its own, above this one.
+/// Each kind of forbidden packet has its own source port, above this one.
 const FIRST_CLOSED_PORT: u16 = 14_000;
 
 /// All packets of the flood. `wireguard` is the target node's WireGuard address.
-pub(crate) fn all(wireguard: IpAddr) -> Vec<FloodPacket> {
+pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
     let mut next = FIRST_CLOSED_PORT;
     let mut port = || {
         next += 1;
@@ -81,7 +81,8 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
     all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
     all.push((ip(EXTERNAL_SERVICE[family]), 80));
-    // The node's own addresses. Outside the mesh, all ports are closed; inside, the infrastructure ports.
+    // The node's own addresses. At those outside the mesh networks all ports are closed, at the others only the
+    // infrastructure ports.
     let own: &[&str] = match family {
         0 => &["172.30.1.11", "127.0.0.1"],
         _ => &[NODE6, "::1"],
@@ -127,7 +128,7 @@ fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
     all
 }
 
-/// Packets to the allowed pod or to the node, with a source route on to another address.
+/// Packets to the allowed pod or to the node, with a source route that continues to another address.
 fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPacket> {
     let from = ip(MEMBER[family]);
     let mut all = Vec::new();
@@ -137,7 +138,7 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &body(port())),
-                    // The first hop is allowed, so the packet has the source port of allowed ones.
+                    // The first hop is allowed, so the packet has the source port of allowed packets.
                     _ if to == ip(OTHER[1]) => {
                         v6(from, to, 43, &[routing(UDP, kind, hop), body(FLOOD_PORTS[0])].concat())
                     }

@@ -10,7 +10,7 @@ use clustermesh_tests::{
 
 use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, ip, surroundings};
 
-/// The nftables tables of the target node that are not the agent's: the witness, and kube-proxy's.
+/// The nftables tables of the target node besides the agent's table: the witness, and DNAT rules like kube-proxy's.
 pub(super) fn tables(interface: &str) -> String {
     let [db, db6] = DB;
     let [vip, vip6] = VIP;
@@ -31,7 +31,8 @@ pub(super) fn tables(interface: &str) -> String {
     )
 }
 
-/// Sets up the target node: dual-stack pods on a link each, and a default route for packets that escape the mesh.
+/// Sets up the target node: dual-stack pods, each on its own link, and a default route for packets that escape the
+/// mesh.
 pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
     node.sh("
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done

@@ -8,8 +8,8 @@ use super::{TCP_PORT, UDP_PORT, ip};
 /// A neighbour on the node's local network, and the node's address there.
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
 pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
-/// The metadata address at which clouds serve credentials of the node. The IPv4 one is link-local, the IPv6 one (of one
-/// cloud) is not.
+/// The metadata address at which clouds serve credentials of the node. The IPv4 address is link-local, the IPv6
+/// address (of one cloud) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
 /// A container on another bridge of the node, and the node's address there.
 pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
@@ -17,9 +17,9 @@ pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
 /// A Service of the target with a manual endpoint outside the cluster: the neighbour.
 pub(super) const EXTERNAL_SERVICE: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
 
-/// The machines.
+/// The network namespaces of the machines.
 pub(crate) struct Surroundings {
-    /// Also has the metadata address.
+    /// The neighbour, which also has the metadata address.
     pub(crate) neighbour: NetNs,
     pub(crate) container: NetNs,
 }
@@ -29,44 +29,45 @@ impl Surroundings {
     pub(super) fn new(node: &NetNs) -> Self {
         let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
         node.ip("link add docker0 type bridge mcast_snooping 0");
-        for (link, inner, at, gateways) in [
+        for (link, machine, addresses, gateways) in [
             ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_ON_LAN),
             ("docker1", &container, &[CONTAINER], BRIDGE),
         ] {
             for which in ["all", "default"] {
-                inner.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+                machine.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
             }
             node.ip(&format!(
                 "link add {link} type veth peer name eth0 netns {}",
-                inner.path()
+                machine.path()
             ));
-            let on = if link == "docker1" { "docker0" } else { link };
-            if on != link {
-                node.ip(&format!("link set {link} master {on}"));
+            let device = if link == "docker1" { "docker0" } else { link };
+            if device != link {
+                node.ip(&format!("link set {link} master {device}"));
             }
             let [v4, v6] = gateways;
-            node.ip(&format!("link set {on} up"));
+            node.ip(&format!("link set {device} up"));
             node.ip(&format!("link set {link} up"));
-            node.ip(&format!("addr add {v4}/24 dev {on}"));
-            node.ip(&format!("addr add {v6}/64 dev {on} nodad"));
-            inner.ip("link set eth0 up");
-            for [v4, v6] in at {
-                inner.ip(&format!("addr add {v4}/24 dev eth0"));
-                inner.ip(&format!("addr add {v6}/64 dev eth0 nodad"));
+            node.ip(&format!("addr add {v4}/24 dev {device}"));
+            node.ip(&format!("addr add {v6}/64 dev {device} nodad"));
+            machine.ip("link set eth0 up");
+            for [v4, v6] in addresses {
+                machine.ip(&format!("addr add {v4}/24 dev eth0"));
+                machine.ip(&format!("addr add {v6}/64 dev eth0 nodad"));
             }
-            inner.ip(&format!("route add default via {v4}"));
-            inner.ip(&format!("-6 route add default via {v6}"));
-            for address in at.iter().flatten() {
-                echo(inner, ip(address), UDP_PORT, TCP_PORT);
+            machine.ip(&format!("route add default via {v4}"));
+            machine.ip(&format!("-6 route add default via {v6}"));
+            for address in addresses.iter().flatten() {
+                echo(machine, ip(address), UDP_PORT, TCP_PORT);
             }
         }
         let [v4, v6] = METADATA;
         node.ip(&format!("route add {v4} dev lan0"));
         node.ip(&format!("-6 route add {v6} dev lan0"));
-        // kube-proxy in iptables mode sets this. So the firewall, not the kernel default, must protect the loopback
-        // addresses.
+        // kube-proxy in iptables mode sets this sysctl. So the firewall, not the kernel default, must protect the
+        // loopback addresses.
         node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
-        // A SYN that arrives while there is no table is answered at once, and not repeated for a minute.
+        // The reply to a SYN that arrives while there is no table is not retransmitted. Retransmissions would continue
+        // for a minute.
         node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
         Self { neighbour, container }
     }

@@ -1,4 +1,4 @@
-//! The traffic that witnesses count, and which of it is allowed.
+//! Collects the traffic that witnesses count, and compares it to the allowed traffic.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use clustermesh_tests::attacker::{
 
 use super::{FLOOD_PORTS, MEMBER, MEMBER_PORT, OTHER, TCP_PORT, UDP_PORT};
 
-/// Traffic at the three places of witnesses.
+/// Traffic that the witnesses at three places have counted.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ObservedTraffic {
     /// In the pods and surrounding machines.
@@ -17,7 +17,7 @@ pub(super) struct ObservedTraffic {
     /// Packets from the tunnel that the node accepted or forwarded.
     pub(super) passed: Counts,
     /// Sources and source ports of the replies to the member.
-    pub(super) members: BTreeSet<String>,
+    pub(super) replies: BTreeSet<String>,
 }
 
 impl ObservedTraffic {
@@ -27,18 +27,18 @@ impl ObservedTraffic {
         let ([from, _], [to, _]) = (MEMBER, OTHER);
         let member = format!("{from} udp {MEMBER_PORT} -> {to}:{UDP_PORT}");
         out.arrived.insert(member, 0);
-        out.members.insert(format!("{to} udp {UDP_PORT}"));
+        out.replies.insert(format!("{to} udp {UDP_PORT}"));
         for (from, to) in MEMBER.iter().zip(OTHER) {
             let [udp, tcp] = FLOOD_PORTS;
             out.arrived.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
             out.arrived.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
             out.arrived.insert(format!("{from} destination-unreachable -> {to}"), 0);
-            out.members
+            out.replies
                 .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
         }
         out.passed = out.arrived.clone();
         // A pod that gets an IPv6 routing header answers with this error.
-        out.members.insert(format!("{} parameter-problem no-route", OTHER[1]));
+        out.replies.insert(format!("{} parameter-problem no-route", OTHER[1]));
         out
     }
 
@@ -46,9 +46,9 @@ impl ObservedTraffic {
         let Self {
             arrived,
             passed,
-            members,
+            replies,
         } = self;
-        [keys(arrived), keys(passed), members.clone()]
+        [keys(arrived), keys(passed), replies.clone()]
     }
 
     pub(super) fn not_in(&self, other: &Self) -> BTreeSet<String> {
@@ -63,16 +63,16 @@ impl ObservedTraffic {
                 *all.entry(key).or_default() += count;
             }
         }
-        self.members.extend(more.members);
+        self.replies.extend(more.replies);
     }
 
     pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
-        let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
+        let (arrived, passed, forbidden) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
         let (rounds, kinds) = (flood.rounds(), flood.packets_per_round());
         println!(
-            "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} keys that are not allowed; {rounds} rounds of {kinds}",
-            flood.began().elapsed().as_secs_f64()
+            "{:6.1} s {what}: {arrived} packets in pods, {passed} accepted or forwarded by the node, {forbidden} keys that are not allowed; {rounds} rounds of {kinds}",
+            flood.started_at().elapsed().as_secs_f64()
         );
     }
 }

@@ -18,13 +18,13 @@ fn sandbox_with_a_grant_is_compiled_in_both_families() {
             v6: sockets(&["[fd10:244::5]:5432"]),
             sticky: false,
         },
-        standing: sockets(&["10.244.1.5:5432", "[fd10:244::5]:5432"]),
+        allowed_endpoints: sockets(&["10.244.1.5:5432", "[fd10:244::5]:5432"]),
     };
     let peer = PeerSpec {
         allowed_ips: nets(&["100.80.1.1/32", "fd80:1::1/128"]),
         ..PeerSpec::default()
     };
-    let frame = Frame {
+    let parameters = RuleParameters {
         interface: "clustermesh0".parse().unwrap(),
         listen_port: 51820,
         admin_port: 9587,
@@ -36,7 +36,7 @@ fn sandbox_with_a_grant_is_compiled_in_both_families() {
         peers: [(key(1), peer)].into(),
         routes: nets(&["100.80.1.0/24", "fd80:1::/64"]),
         table: Table {
-            frame,
+            parameters,
             sandboxes: nets(&["100.80.1.0/24", "fd80:1::/64"])
                 .into_iter()
                 .map(|net| (net, sandbox))
@@ -161,7 +161,7 @@ fn key_that_does_not_parse_refuses_its_node() {
 }
 
 #[test]
-fn key_of_another_node_refuses_the_younger_node() {
+fn duplicate_key_refuses_the_later_node() {
     let bad = with(|inputs| {
         inputs.accesses[0].nodes.push(node(1, &["100.80.1.9"]));
         inputs.accesses[1].nodes.push(node(1, &["100.80.2.9"]));
@@ -257,14 +257,14 @@ fn port_stays_with_its_grant_while_service_is_unknown() {
 #[test]
 fn same_port_of_another_protocol_or_sandbox_is_served() {
     let inputs = with(|inputs| {
-        let udp = Granted {
+        let udp = GrantSpec {
             protocol: Protocol::Udp,
             ..sql("db", 20001)
         };
         inputs.accesses[0].grants.push(udp);
-        let mut db = facts([endpoint("10.244.1.5")]);
+        let mut db = observed_service([endpoint("10.244.1.5")]);
         db.ports.insert((Protocol::Udp, "sql".to_owned()));
-        inputs.services.insert(team("db"), Service::Seen(db));
+        inputs.services.insert(team("db"), Service::Observed(db));
     });
     let compiled = compile(&inputs);
     assert_eq!(messages(&compiled), [""; 0]);
@@ -275,7 +275,7 @@ fn same_port_of_another_protocol_or_sandbox_is_served() {
 #[test]
 fn sctp_is_refused() {
     let bad = with(|inputs| {
-        let sctp = Granted {
+        let sctp = GrantSpec {
             protocol: Protocol::Sctp,
             ..sql("db", 20002)
         };
@@ -286,7 +286,7 @@ fn sctp_is_refused() {
 }
 
 /// A second SandboxAccess of `a`, as another mesh writes it.
-fn other_mesh_of_a() -> Access {
+fn second_access_of_a() -> Access {
     Access {
         name: "z".to_owned(),
         created: 9,
@@ -296,7 +296,7 @@ fn other_mesh_of_a() -> Access {
 
 #[test]
 fn equal_accesses_of_one_identity_are_served_as_one() {
-    let compiled = compile(&with(|inputs| inputs.accesses.push(other_mesh_of_a())));
+    let compiled = compile(&with(|inputs| inputs.accesses.push(second_access_of_a())));
     let mut want = compile(&inputs());
     want.served.insert("z".to_owned());
     assert_eq!(compiled, want);
@@ -311,7 +311,7 @@ fn accesses_of_one_identity_are_merged() {
         access.grants.push(sql("web", 20002));
     };
     let compiled = compile(&with(|inputs| {
-        inputs.accesses.push(other_mesh_of_a());
+        inputs.accesses.push(second_access_of_a());
         further(inputs, 2);
     }));
     let mut want = compile(&with(|inputs| further(inputs, 0)));
@@ -322,14 +322,14 @@ fn accesses_of_one_identity_are_merged() {
 #[test]
 fn different_parts_of_one_identity_are_refused() {
     let bad = with(|inputs| {
-        let mut z = other_mesh_of_a();
+        let mut z = second_access_of_a();
         z.networks = vec![Ok(net("100.80.1.0/25")), Ok(net("fd80:1::/64"))];
         z.nodes = vec![node(1, &["fd80:1::2"])];
         z.grants = vec![sql("web", 20001)];
         inputs.accesses.push(z);
     });
     let rest = with(|inputs| {
-        let mut z = other_mesh_of_a();
+        let mut z = second_access_of_a();
         z.networks = vec![Ok(net("fd80:1::/64"))];
         (z.nodes, z.grants) = (Vec::new(), Vec::new());
         inputs.accesses.push(z);
@@ -345,7 +345,7 @@ fn different_parts_of_one_identity_are_refused() {
 }
 
 #[test]
-fn only_sandboxes_of_serves_are_served() {
+fn only_sandboxes_in_serves_setting_are_served() {
     let serves = |names: &[&str]| {
         let names = names.iter().map(|name| (*name).to_owned()).collect();
         compile(&with(|inputs| {
@@ -368,7 +368,7 @@ fn rate_is_that_of_the_access_or_the_default() {
     let rates = |default, own: [Option<u32>; 3]| {
         let table = compile(&with(|inputs| {
             inputs.settings.new_connections = default;
-            inputs.accesses.push(other_mesh_of_a());
+            inputs.accesses.push(second_access_of_a());
             for (access, own) in inputs.accesses.iter_mut().zip(own) {
                 access.new_connections = own;
             }
@@ -384,17 +384,17 @@ fn rate_is_that_of_the_access_or_the_default() {
 }
 
 #[test]
-fn connections_0_is_no_limit() {
+fn connection_limit_0_is_no_limit() {
     let inputs = with(|inputs| inputs.settings.endpoint_connections = 0);
-    let frame = compile(&inputs).table.frame;
+    let parameters = compile(&inputs).table.parameters;
     assert_eq!(
-        (frame.sandbox_connections, frame.endpoint_connections),
+        (parameters.sandbox_connections, parameters.endpoint_connections),
         (NonZeroU32::new(16_000), None)
     );
     let inputs = with(|inputs| inputs.settings.sandbox_connections = 0);
-    let frame = compile(&inputs).table.frame;
+    let parameters = compile(&inputs).table.parameters;
     assert_eq!(
-        (frame.sandbox_connections, frame.endpoint_connections),
+        (parameters.sandbox_connections, parameters.endpoint_connections),
         (None, NonZeroU32::new(4000))
     );
 }

@@ -1,14 +1,14 @@
-//! Tests which Services are served, and to which endpoints a grant leads.
+//! Tests which Services are served, and to which endpoints a grant is resolved.
 
 use super::*;
 use crate::gateway::endpoints::resolve;
 
 /// `inputs()` after a change of the Service team/db.
-fn with_db(change: impl FnOnce(&mut Facts)) -> Inputs {
+fn with_db(change: impl FnOnce(&mut ObservedService)) -> Inputs {
     with(|inputs| {
-        let mut db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
+        let mut db = observed_service([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
         change(&mut db);
-        inputs.services.insert(team("db"), Service::Seen(db));
+        inputs.services.insert(team("db"), Service::Observed(db));
     })
 }
 
@@ -19,9 +19,9 @@ fn grant_of_db(inputs: &Inputs) -> Grant {
     table.grants[&(sandbox, Protocol::Tcp, 20001)].clone()
 }
 
-/// Gives `a` one more grant, of `service`: only this grant is refused, with this message.
+/// Adds a grant of `service` to `a`, and asserts that only this grant is refused, with this message.
 #[track_caller]
-fn assert_service_refused(granted: Granted, service: Option<Service>, refused: &str) {
+fn assert_service_refused(granted: GrantSpec, service: Option<Service>, refused: &str) {
     let bad = with(|inputs| {
         inputs
             .services
@@ -34,11 +34,11 @@ fn assert_service_refused(granted: Granted, service: Option<Service>, refused: &
 
 #[test]
 fn service_that_is_absent_or_has_no_such_port_is_refused() {
-    let none = Some(Service::Absent);
-    assert_service_refused(sql("x", 2), none, "ServiceMissing: there is no Service team/x");
+    let absent = Some(Service::Absent);
+    assert_service_refused(sql("x", 2), absent, "ServiceMissing: there is no Service team/x");
     let mut other = sql("x", 2);
     other.port = "\"log".to_owned();
-    let seen = Some(Service::Seen(facts([])));
+    let seen = Some(Service::Observed(observed_service([])));
     assert_service_refused(
         other,
         seen.clone(),
@@ -62,20 +62,20 @@ fn service_that_is_not_known_is_refused() {
 fn service_that_no_sandbox_may_reach_is_refused() {
     let mut server = sql("x", 2);
     (server.service.namespace, server.service.name) = ("default".to_owned(), "kubernetes".to_owned());
-    let seen = |change: fn(&mut Facts)| {
-        let mut facts = facts([endpoint("10.244.1.7")]);
-        change(&mut facts);
-        Some(Service::Seen(facts))
+    let seen = |change: fn(&mut ObservedService)| {
+        let mut observed = observed_service([endpoint("10.244.1.7")]);
+        change(&mut observed);
+        Some(Service::Observed(observed))
     };
     let refused = "ServiceNotServed: this is the API server, which no sandbox may reach";
     assert_service_refused(server, seen(|_| {}), refused);
     let refused = "ServiceNotServed: Service team/x mirrors another cluster's: grant that one";
-    assert_service_refused(sql("x", 2), seen(|facts| facts.mirror = true), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.mirror = true), refused);
     let refused = "ServiceNotServed: Service team/x is of type ExternalName and has no endpoints";
-    assert_service_refused(sql("x", 2), seen(|facts| facts.external_name = true), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.external_name = true), refused);
     let refused = "ServiceNotServed: Service team/x has no selector: its EndpointSlices are written by hand and may hold any \
                    address, so no sandbox may reach it";
-    assert_service_refused(sql("x", 2), seen(|facts| facts.selector = false), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.selector = false), refused);
 }
 
 #[test]
@@ -89,10 +89,10 @@ fn service_named_kubernetes_elsewhere_is_served() {
             inputs.accesses[0].grants[0].service = service.clone();
             inputs
                 .services
-                .insert(service, Service::Seen(facts([endpoint("10.244.1.5")])));
+                .insert(service, Service::Observed(observed_service([endpoint("10.244.1.5")])));
         });
         assert_eq!(messages(&compile(&inputs)), [""; 0]);
-        assert_eq!(compile(&inputs).table.open(), 2);
+        assert_eq!(compile(&inputs).table.count_open_grants(), 2);
     }
 }
 
@@ -147,14 +147,14 @@ fn ready_endpoints_take_connections_and_draining_ones_keep_them() {
         sticky: false,
     };
     assert_eq!(grant.balancer, want);
-    let standing = [
+    let allowed_endpoints = [
         "10.244.1.5:5432",
         "10.244.1.6:5432",
         "10.244.1.7:5432",
         "[fd10:244::5]:5432",
         "[fd10:244::6]:5432",
     ];
-    assert_eq!(grant.standing, sockets(&standing));
+    assert_eq!(grant.allowed_endpoints, sockets(&allowed_endpoints));
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn endpoint_is_ready_if_any_slice_has_it_as_ready() {
     let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.5"], &["10.244.1.5"]));
     let grant = grant_of_db(&inputs);
     assert_eq!(grant.balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));
-    assert_eq!(grant.standing, sockets(&["10.244.1.5:5432"]));
+    assert_eq!(grant.allowed_endpoints, sockets(&["10.244.1.5:5432"]));
 }
 
 #[test]
@@ -178,16 +178,22 @@ fn grant_without_an_endpoint_is_kept_but_not_open() {
     let inputs = with_db(|db| db.endpoints = conditions(&[], &[], &["10.244.1.5"]));
     let compiled = compile(&inputs);
     assert_eq!(messages(&compiled), [""; 0]);
-    assert_eq!((compiled.table.grants.len(), compiled.table.open()), (2, 0));
+    assert_eq!(
+        (compiled.table.grants.len(), compiled.table.count_open_grants()),
+        (2, 0)
+    );
     let grant = grant_of_db(&inputs);
-    assert_eq!((grant.balancer, grant.standing), (Balancer::default(), BTreeSet::new()));
+    assert_eq!(
+        (grant.balancer, grant.allowed_endpoints),
+        (Balancer::default(), BTreeSet::new())
+    );
 }
 
 #[test]
 fn grant_with_an_endpoint_of_one_family_is_open() {
     for address in ["10.244.1.5", "fd10:244::5"] {
         let inputs = with_db(|db| db.endpoints = [endpoint(address)].into());
-        assert_eq!(compile(&inputs).table.open(), 2);
+        assert_eq!(compile(&inputs).table.count_open_grants(), 2);
     }
 }
 
@@ -201,7 +207,7 @@ fn ipv4_mapped_endpoint_is_an_ipv4_endpoint() {
 }
 
 #[test]
-fn endpoints_of_other_ports_and_protocols_are_not_taken() {
+fn endpoints_of_other_ports_and_protocols_are_ignored() {
     let inputs = with_db(|db| {
         let udp = Endpoint {
             protocol: Protocol::Udp,
@@ -215,7 +221,7 @@ fn endpoints_of_other_ports_and_protocols_are_not_taken() {
         db.endpoints = [endpoint("10.244.1.5"), udp, log].into();
     });
     assert_eq!(messages(&compile(&inputs)), [""; 0]);
-    assert_eq!(grant_of_db(&inputs).standing, sockets(&["10.244.1.5:5432"]));
+    assert_eq!(grant_of_db(&inputs).allowed_endpoints, sockets(&["10.244.1.5:5432"]));
 }
 
 #[test]
@@ -223,7 +229,7 @@ fn sticky_service_makes_a_sticky_balancer() {
     assert!(grant_of_db(&with_db(|db| db.sticky = true)).balancer.sticky);
 }
 
-/// Adds `further` endpoints to team/db, which only `a` is granted: they are left out, and the others are served.
+/// Adds `further` endpoints to team/db, granted only to `a`, and asserts that only these endpoints are left out.
 #[track_caller]
 fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
     let one = |mut inputs: Inputs| {
@@ -231,9 +237,9 @@ fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
         inputs
     };
     let mut bad = inputs.clone();
-    let mut db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
+    let mut db = observed_service([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
     db.endpoints.extend(further.iter().cloned());
-    bad.services.insert(team("db"), Service::Seen(db));
+    bad.services.insert(team("db"), Service::Observed(db));
     let refused = format!("SandboxAccess a: spec.grants[0].service: EndpointForbidden: {refused}");
     assert_refused(&one(bad), &one(inputs), &[&refused]);
 }
@@ -252,11 +258,11 @@ fn endpoint_outside_the_endpoint_networks_is_left_out() {
 fn endpoint_at_a_reserved_address_is_left_out() {
     let mut settings = settings();
     settings.endpoint_networks = nets(&["0.0.0.0/0", "::/0"]);
-    // This gateway's own address is forbidden even if it is not reserved.
+    // An endpoint with this gateway's own address is left out even if the address is not reserved.
     settings.reserved.remove(&net("fd66::/64"));
     let resolved = |address: &str| {
-        let db = facts([endpoint("10.244.1.5"), endpoint(address)]);
-        resolve(&sql("db", 1), Some(&Service::Seen(db)), &settings).unwrap()
+        let db = observed_service([endpoint("10.244.1.5"), endpoint(address)]);
+        resolve(&sql("db", 1), Some(&Service::Observed(db)), &settings).unwrap()
     };
     assert_eq!(resolved("192.0.2.1").left_out, None);
     for address in [
@@ -271,7 +277,7 @@ fn endpoint_at_a_reserved_address_is_left_out() {
         "::ffff:127.0.0.1",
     ] {
         let found = resolved(address);
-        assert_eq!(found.standing, sockets(&["10.244.1.5:5432"]), "{address}");
+        assert_eq!(found.allowed_endpoints, sockets(&["10.244.1.5:5432"]), "{address}");
         let address = ip(address).to_canonical();
         let message = format!(
             "endpoint {address} belongs to a gateway, this pod, the API server or the local host: closed to every sandbox"

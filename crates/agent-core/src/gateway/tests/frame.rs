@@ -1,4 +1,4 @@
-//! Tests of the rules, which depend on the gateway's frame and on no grant.
+//! Tests the rules, which depend only on [`RuleParameters`].
 
 use std::num::NonZeroU32;
 
@@ -7,15 +7,15 @@ use super::{update::table, *};
 // threat: gateway-forged-underlay
 #[test]
 fn rules_of_a_gateway_with_both_families() {
-    insta::assert_snapshot!(render::frame(&table().frame));
+    insta::assert_snapshot!(render::base_table(&table().parameters));
 }
 
-/// The rules, rendered after `change` to the frame, contain each of `lines` and none of the texts in `without`.
+/// Asserts that the rules, rendered after `change` to the parameters, contain each of `lines` and none of the texts in `without`.
 #[track_caller]
-fn assert_frame(change: impl FnOnce(&mut Frame), lines: &[&str], without: &[&str]) {
-    let mut frame = table().frame;
-    change(&mut frame);
-    let text = render::frame(&frame);
+fn assert_rules(change: impl FnOnce(&mut RuleParameters), lines: &[&str], without: &[&str]) {
+    let mut parameters = table().parameters;
+    change(&mut parameters);
+    let text = render::base_table(&parameters);
     for line in lines {
         assert!(text.lines().any(|other| other.trim() == *line), "{line} in {text}");
     }
@@ -28,13 +28,13 @@ fn assert_frame(change: impl FnOnce(&mut Frame), lines: &[&str], without: &[&str
 fn family_without_an_address_is_closed() {
     let closed =
         |family: u8| format!("meta nfproto ipv{family} counter drop comment \"a family without an address here\"");
-    assert_frame(
-        |frame| frame.addresses = [ip("fd66::1")].into(),
+    assert_rules(
+        |parameters| parameters.addresses = [ip("fd66::1")].into(),
         &[&closed(4)],
         &[&closed(6), "ip daddr !="],
     );
-    assert_frame(
-        |frame| frame.addresses = [ip("100.66.255.1")].into(),
+    assert_rules(
+        |parameters| parameters.addresses = [ip("100.66.255.1")].into(),
         &[&closed(6)],
         &[&closed(4), "ip6 daddr !="],
     );
@@ -42,22 +42,22 @@ fn family_without_an_address_is_closed() {
 
 #[test]
 fn without_a_limit_connections_are_not_counted() {
-    assert_frame(
-        |frame| frame.endpoint_connections = None,
+    assert_rules(
+        |parameters| parameters.endpoint_connections = None,
         &[
             "add @totals { meta mark . meta priority ct count over 96 } counter drop comment \"too many connections of a sandbox\"",
         ],
         &["connections4", "connections6"],
     );
-    assert_frame(
-        |frame| frame.sandbox_connections = None,
+    assert_rules(
+        |parameters| parameters.sandbox_connections = None,
         &[
             "add @connections4 { ct mark . ip daddr . th dport . meta mark ct count over 96 } counter drop comment \"too many connections to one endpoint\"",
         ],
         &["totals"],
     );
-    assert_frame(
-        |frame| (frame.sandbox_connections, frame.endpoint_connections) = (None, None),
+    assert_rules(
+        |parameters| (parameters.sandbox_connections, parameters.endpoint_connections) = (None, None),
         &[],
         &["jump count", "chain count", "ct count"],
     );
@@ -65,8 +65,8 @@ fn without_a_limit_connections_are_not_counted() {
 
 #[test]
 fn small_limit_of_connections_is_exact() {
-    assert_frame(
-        |frame| frame.endpoint_connections = NonZeroU32::new(100),
+    assert_rules(
+        |parameters| parameters.endpoint_connections = NonZeroU32::new(100),
         &[
             "add @connections6 { ct mark . ip6 daddr . th dport . meta mark ct count over 100 } counter drop comment \"too many connections to one endpoint\"",
         ],
@@ -88,13 +88,17 @@ fn source_ports_leave_out_the_pods_own_and_those_below_1024() {
         let line = format!(
             "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports} comment \"endpoints see this pod as the source\""
         );
-        assert_frame(|frame| [frame.listen_port, frame.admin_port] = own, &[&line], &[]);
+        assert_rules(
+            |parameters| [parameters.listen_port, parameters.admin_port] = own,
+            &[&line],
+            &[],
+        );
     }
 }
 
 #[test]
 fn every_rule_has_a_comment_that_nft_accepts() {
-    let text = render::frame(&table().frame);
+    let text = render::base_table(&table().parameters);
     let (_, chains) = text.split_once("  chain ").unwrap();
     let rules = chains.lines().filter(|line| line.starts_with("    "));
     let rules: Vec<&str> = rules.map(str::trim).filter(|line| !line.starts_with("type ")).collect();

@@ -9,9 +9,9 @@ use crate::prefixes::{host, overlap};
 
 mod kernel;
 
-use kernel::written;
+use kernel::kernel_with_table;
 
-/// The first four overlap no other.
+/// The first four do not overlap one another.
 const NETWORKS: [&str; 8] = [
     "100.80.1.0/24",
     "100.80.2.0/24",
@@ -23,7 +23,7 @@ const NETWORKS: [&str; 8] = [
     "0.0.0.0/0",
 ];
 const ADDRESSES: [&str; 5] = ["100.80.1.1", "100.80.1.129", "100.80.2.1", "fd80:1::1", "192.0.2.1"];
-/// The last two are forbidden.
+/// A gateway leaves out the last two.
 const ENDPOINTS: [&str; 6] = [
     "10.244.1.5",
     "10.244.1.6",
@@ -33,7 +33,10 @@ const ENDPOINTS: [&str; 6] = [
     "10.244.0.9",
 ];
 
-fn bad<T: Clone + fmt::Debug + 'static>(good: impl Strategy<Value = T> + 'static) -> BoxedStrategy<Result<T, String>> {
+/// A value of `good`, or the error of a value that does not parse.
+fn sometimes_invalid<T: Clone + fmt::Debug + 'static>(
+    good: impl Strategy<Value = T> + 'static,
+) -> BoxedStrategy<Result<T, String>> {
     prop_oneof![9 => good.prop_map(Ok), 1 => Just(Err("wrong".to_owned()))].boxed()
 }
 
@@ -46,12 +49,12 @@ fn network() -> impl Strategy<Value = IpNet> {
 }
 
 fn any_node() -> impl Strategy<Value = Node> {
-    let key = bad((1u8..4).prop_map(key));
-    let addresses = vec(bad(select(&ADDRESSES[..]).prop_map(ip)), 0..3);
+    let key = sometimes_invalid((1u8..4).prop_map(key));
+    let addresses = vec(sometimes_invalid(select(&ADDRESSES[..]).prop_map(ip)), 0..3);
     (key, addresses).prop_map(|(public_key, addresses)| Node { public_key, addresses })
 }
 
-/// Arbitrary texts, among them some that could break out of a word of the script.
+/// Arbitrary texts, including some that would inject commands if a script contained them.
 fn any_text() -> impl Strategy<Value = String> {
     let hostile = [
         "\"; flush ruleset; \"",
@@ -80,7 +83,7 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
     };
     let granted_name = text().prop_map(name.clone());
     let granted =
-        (granted_name, text(), protocol(), 1u16..3).prop_map(|(service, port, protocol, gateway_port)| Granted {
+        (granted_name, text(), protocol(), 1u16..3).prop_map(|(service, port, protocol, gateway_port)| GrantSpec {
             service,
             port,
             protocol,
@@ -88,7 +91,7 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
         });
     let access = (
         (text(), text(), text(), 0i64..3),
-        vec(bad(network()), 1..4),
+        vec(sometimes_invalid(network()), 1..4),
         vec(any_node(), 0..3),
         vec(granted, 0..5),
         option::of(0u32..3),
@@ -124,7 +127,7 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
     let flag = || prop_oneof![9 => Just(false), 1 => Just(true)];
     let seen = (ports, vec(endpoint, 0..8), [flag(), flag(), flag()], any::<bool>());
     let seen = seen.prop_map(|(ports, endpoints, [selector, external_name, mirror], sticky)| {
-        Service::Seen(Facts {
+        Service::Observed(ObservedService {
             selector: !selector,
             external_name,
             mirror,
@@ -157,14 +160,14 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
     )
 }
 
-fn few() -> Vec<String> {
+fn two_texts() -> Vec<String> {
     ["x", "y"].map(str::to_owned).to_vec()
 }
 
 /// Two inputs. They differ in all objects, or only in SandboxAccesses, or only in Services.
 fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     let keep = select(vec![[true, false], [false, true], [false, false]]);
-    (any_inputs(few()), any_inputs(few()), keep).prop_map(|(old, mut new, [accesses, services])| {
+    (any_inputs(two_texts()), any_inputs(two_texts()), keep).prop_map(|(old, mut new, [accesses, services])| {
         if accesses {
             new.accesses.clone_from(&old.accesses);
         }
@@ -175,7 +178,7 @@ fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     })
 }
 
-/// A connection that a table allows: from this network, to this port, by this grant, to this endpoint. True = it may be new.
+/// A connection that a table allows: source network, protocol, gateway port, grant, endpoint; true = it may be new.
 type Allowed = (IpNet, Protocol, u16, GrantId, SocketAddr, bool);
 
 fn allowed_connections(table: &Table) -> BTreeSet<Allowed> {
@@ -184,7 +187,7 @@ fn allowed_connections(table: &Table) -> BTreeSet<Allowed> {
         for ((_, protocol, port), grant) in table.grants.iter().filter(|((of, ..), _)| of == sandbox) {
             let Balancer { v4, v6, .. } = &grant.balancer;
             let new = v4.iter().chain(v6).map(|socket| (socket, true));
-            for (socket, new) in new.chain(grant.standing.iter().map(|socket| (socket, false))) {
+            for (socket, new) in new.chain(grant.allowed_endpoints.iter().map(|socket| (socket, false))) {
                 out.insert((*network, *protocol, *port, grant.id, *socket, new));
             }
         }
@@ -194,10 +197,10 @@ fn allowed_connections(table: &Table) -> BTreeSet<Allowed> {
 
 proptest! {
     #[test]
-    fn steps_end_at_the_table_and_open_nothing_else((old, new) in two_inputs(), limit in 1usize..8) {
+    fn steps_reach_the_table_and_allow_nothing_else((old, new) in two_inputs(), limit in 1usize..8) {
         let (old, new) = (compile(&old).table, compile(&new).table);
         let known: BTreeSet<Allowed> = allowed_connections(&old).union(&allowed_connections(&new)).copied().collect();
-        let grants = |table: &Table| -> BTreeSet<_> { table.grants.iter().map(|(place, grant)| (*place, grant.id)).collect() };
+        let grants = |table: &Table| -> BTreeSet<_> { table.grants.iter().map(|(key, grant)| (*key, grant.id)).collect() };
         let mut now = old.clone();
         for _ in 0..1000 {
             if now == new {
@@ -209,11 +212,11 @@ proptest! {
             // Nothing is added before everything obsolete is removed.
             let added = !grants(&next).is_subset(&grants(&old));
             prop_assert!(!added || grants(&next).is_subset(&grants(&new)));
-            if now.frame == next.frame {
-                let mut kernel = written(&now).map_err(TestCaseError::fail)?;
+            if now.parameters == next.parameters {
+                let mut kernel = kernel_with_table(&now).map_err(TestCaseError::fail)?;
                 let script = update(Some(&now), &next);
                 kernel.apply(&script.unwrap_or_default()).map_err(TestCaseError::fail)?;
-                prop_assert_eq!(Ok(kernel), written(&next));
+                prop_assert_eq!(Ok(kernel), kernel_with_table(&next));
             }
             now = next;
         }
@@ -223,10 +226,10 @@ proptest! {
     #[test]
     fn update_leads_to_the_same_table_as_a_whole_write((old, new) in two_inputs()) {
         let (old, new) = (compile(&old).table, compile(&new).table);
-        let want = written(&new);
+        let want = kernel_with_table(&new);
         let script = update(Some(&old), &new);
-        if old.frame == new.frame {
-            let mut kernel = written(&old).map_err(TestCaseError::fail)?;
+        if old.parameters == new.parameters {
+            let mut kernel = kernel_with_table(&old).map_err(TestCaseError::fail)?;
             kernel.apply(&script.unwrap_or_default()).map_err(TestCaseError::fail)?;
             prop_assert_eq!(Ok(kernel), want);
         } else {
@@ -240,14 +243,14 @@ proptest! {
         inputs in vec(any_text(), 1..3).prop_flat_map(any_inputs),
     ) {
         let table = compile(&inputs).table;
-        // The rules are those of a gateway without any object.
+        // The rules are the same as those of a gateway without any object.
         let empty = Inputs { accesses: Vec::new(), services: BTreeMap::new(), ..inputs };
-        prop_assert_eq!(&table.frame, &compile(&empty).table.frame);
-        written(&table).map_err(TestCaseError::fail)?;
+        prop_assert_eq!(&table.parameters, &compile(&empty).table.parameters);
+        kernel_with_table(&table).map_err(TestCaseError::fail)?;
     }
 
     #[test]
-    fn served_parts_do_not_conflict(inputs in any_inputs(few())) {
+    fn served_parts_do_not_conflict(inputs in any_inputs(two_texts())) {
         let Compiled { peers, routes, table, served, .. } = compile(&inputs);
         prop_assert_eq!(&routes, &table.sandboxes.keys().copied().collect());
         prop_assert!(served.iter().all(|name| inputs.accesses.iter().any(|access| access.name == *name)));
@@ -263,9 +266,9 @@ proptest! {
             prop_assert!(*protocol != Protocol::Sctp);
             let Balancer { v4, v6, .. } = &grant.balancer;
             prop_assert!(v4.iter().all(SocketAddr::is_ipv4) && v6.iter().all(SocketAddr::is_ipv6));
-            prop_assert!(v4.iter().chain(v6).all(|socket| grant.standing.contains(socket)));
+            prop_assert!(v4.iter().chain(v6).all(|socket| grant.allowed_endpoints.contains(socket)));
             let open = |socket: &SocketAddr| !closed.contains(&host(socket.ip())) && socket.port() != 10250;
-            prop_assert!(grant.standing.iter().all(open));
+            prop_assert!(grant.allowed_endpoints.iter().all(open));
         }
     }
 }

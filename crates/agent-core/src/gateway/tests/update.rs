@@ -1,4 +1,4 @@
-//! Tests of the transactions from one table to the next.
+//! Tests the transactions from one table to the next.
 
 use std::{num::NonZeroU32, time::Duration};
 
@@ -15,7 +15,7 @@ fn grant(id: u32, v4: &[&str]) -> Grant {
             v4: sockets(v4),
             ..Balancer::default()
         },
-        standing: sockets(v4),
+        allowed_endpoints: sockets(v4),
     }
 }
 
@@ -26,7 +26,7 @@ fn rate(rate: u32) -> NonZeroU32 {
 /// The sandbox `A` with a grant at one port.
 pub(super) fn table() -> Table {
     Table {
-        frame: Frame {
+        parameters: RuleParameters {
             interface: "clustermesh0".parse().unwrap(),
             listen_port: 51820,
             admin_port: 9587,
@@ -46,15 +46,15 @@ fn table_with(change: impl FnOnce(&mut Table)) -> Table {
     table
 }
 
-/// One more grant, of UDP and both families.
+/// Adds a grant of UDP with endpoints of both families.
 fn add_second_grant(table: &mut Table) {
     let mut grant = grant(2, &["10.244.1.6:53"]);
     grant.balancer.v6 = sockets(&["[fd10:244::6]:53"]);
-    grant.standing.extend(sockets::<Vec<_>>(&["[fd10:244::6]:53"]));
+    grant.allowed_endpoints.extend(sockets::<Vec<_>>(&["[fd10:244::6]:53"]));
     table.grants.insert((A, Protocol::Udp, 20002), grant);
 }
 
-/// The script from `old` to `new` has exactly these lines.
+/// Asserts that the script from `old` to `new` has exactly these lines.
 #[track_caller]
 fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
     let script = update(Some(old), new).unwrap_or_default();
@@ -78,7 +78,7 @@ const SECOND_GRANT: [&str; 13] = [
     "add element inet clustermesh grants { 0x0000000a . udp . 20002 : 0x00000002 }",
 ];
 
-/// The sandbox `B`, with nothing but a network and a rate.
+/// Adds the sandbox `B`, with only a network and a rate.
 fn add_second_sandbox(table: &mut Table) {
     table.sandboxes.insert(net("fd80:2::/64"), B);
     table.rates.insert(B, rate(7));
@@ -88,7 +88,7 @@ fn add_second_sandbox(table: &mut Table) {
 fn without_an_old_table_the_whole_table_is_written() {
     let table = table();
     let script = update(None, &table).unwrap();
-    let lines = script.strip_prefix(&render::frame(&table.frame)).unwrap();
+    let lines = script.strip_prefix(&render::base_table(&table.parameters)).unwrap();
     let want = [
         "add limit inet clustermesh sandbox-0000000a rate over 1000/second burst 2000 packets",
         "add element inet clustermesh limits { 0x0000000a : \"sandbox-0000000a\" }",
@@ -107,13 +107,13 @@ fn without_an_old_table_the_whole_table_is_written() {
 }
 
 #[test]
-fn table_with_another_frame_is_written_whole() {
-    let new = table_with(|table| table.frame.admin_port = 9588);
+fn table_with_changed_parameters_is_written_whole() {
+    let new = table_with(|table| table.parameters.admin_port = 9588);
     assert_eq!(update(Some(&table()), &new), update(None, &new));
 }
 
 #[test]
-fn equal_table_is_no_transaction() {
+fn equal_table_needs_no_transaction() {
     assert_eq!(update(Some(&table()), &table()), None);
 }
 
@@ -305,13 +305,13 @@ fn small_change_is_one_step() {
     assert_eq!(steps(None, &table()), [table()]);
 }
 
-/// How many parts a script adds and removes.
-fn size(script: &str) -> usize {
+/// Counts the parts that a script adds and removes.
+fn count_parts(script: &str) -> usize {
     script.lines().map(|line| line.split(", ").count()).sum()
 }
 
-/// The limit of a step, and the parts that are added once: a network, a rate, a chain with its rules.
-const MOST: usize = table::STEP + 10;
+/// The limit of a step, plus the parts that do not belong to a grant: a network, a rate, a chain with its rules.
+const MAX_SCRIPT_PARTS: usize = table::STEP + 10;
 
 #[test]
 fn many_grants_are_added_in_bounded_steps() {
@@ -319,12 +319,12 @@ fn many_grants_are_added_in_bounded_steps() {
         let steps = steps(old.as_ref(), &many(5000));
         assert_eq!(steps.len(), 4);
         for pair in steps.windows(2) {
-            let size = size(&update(Some(&pair[0]), &pair[1]).unwrap());
-            assert!(size <= MOST, "{size}");
+            let size = count_parts(&update(Some(&pair[0]), &pair[1]).unwrap());
+            assert!(size <= MAX_SCRIPT_PARTS, "{size}");
         }
         let first = update(old.as_ref(), &steps[0]).unwrap();
-        let size = size(first.trim_start_matches(&render::frame(&table().frame)));
-        assert!(size <= MOST, "{size}");
+        let size = count_parts(first.trim_start_matches(&render::base_table(&table().parameters)));
+        assert!(size <= MAX_SCRIPT_PARTS, "{size}");
     }
 }
 
@@ -334,8 +334,8 @@ fn many_grants_are_removed_in_bounded_steps() {
     assert_eq!(steps.len(), 4);
     let mut old = &many(5000);
     for new in &steps {
-        let size = size(&update(Some(old), new).unwrap());
-        assert!(size <= MOST, "{size}");
+        let size = count_parts(&update(Some(old), new).unwrap());
+        assert!(size <= MAX_SCRIPT_PARTS, "{size}");
         old = new;
     }
     // The network is removed in the first step.
@@ -388,27 +388,27 @@ fn service_name_of_a_grant_is_not_in_the_table() {
 }
 
 #[test]
-fn standing_pairs_each_grant_with_each_endpoint() {
+fn allowed_endpoints_pairs_each_grant_with_each_endpoint() {
     let socket = |text: &str| text.parse::<SocketAddr>().unwrap();
     let want = [
         (GrantId(1), socket("10.244.1.5:5432")),
         (GrantId(2), socket("10.244.1.6:53")),
         (GrantId(2), socket("[fd10:244::6]:53")),
     ];
-    assert_eq!(table_with(add_second_grant).standing(), want.into());
+    assert_eq!(table_with(add_second_grant).allowed_endpoints(), want.into());
 }
 
 #[test]
 fn renewal_adds_the_interface_again_in_whole_seconds() {
-    let frame = table().frame;
+    let parameters = table().parameters;
     let lines = |seconds: u32| {
         ["add", "delete", "add"]
             .map(|verb| format!("{verb} element inet clustermesh alive {{ \"clustermesh0\" timeout {seconds}s }}\n"))
             .concat()
     };
-    assert_eq!(alive(&frame, Duration::from_millis(20_900)), lines(20));
+    assert_eq!(render_renewal(&parameters, Duration::from_millis(20_900)), lines(20));
     // 0 would mean no timeout.
-    assert_eq!(alive(&frame, Duration::from_millis(900)), lines(1));
+    assert_eq!(render_renewal(&parameters, Duration::from_millis(900)), lines(1));
 }
 
 #[test]

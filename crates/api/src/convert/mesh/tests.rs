@@ -13,7 +13,7 @@ fn object(spec: Value) -> ClusterMesh {
     .unwrap()
 }
 
-fn two() -> Value {
+fn two_clusters() -> Value {
     json!({"clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"]},
         {"name": "tenant-a", "kubeconfigSecretRef": {"name": "tenant-a"}, "allowedNetworks": ["10.20.0.0/16"]},
@@ -24,7 +24,7 @@ fn nets(texts: &[&str]) -> Vec<IpNet> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-fn plain(name: &str, identity: core::ClusterIdentity, allowed: &[&str]) -> core::Cluster {
+fn default_cluster(name: &str, identity: core::ClusterIdentity, allowed: &[&str]) -> core::Cluster {
     core::Cluster {
         name: name.into(),
         identity,
@@ -32,7 +32,7 @@ fn plain(name: &str, identity: core::ClusterIdentity, allowed: &[&str]) -> core:
         addressing: core::Addressing::Routed,
         allowed: nets(allowed),
         anchored: None,
-        carriers: BTreeMap::new(),
+        previous_anchors: BTreeMap::new(),
         anchors: 1,
         pod_network: core::PodNetwork::PerNode,
         exports: Vec::new(),
@@ -67,12 +67,12 @@ fn minimal_mesh_gets_the_documented_defaults() {
         deleting: false,
         adopt_hub: None,
         clusters: vec![
-            plain("mgmt", core::ClusterIdentity::Local, &["10.244.0.0/16", "10.96.0.0/12"]),
-            plain("tenant-a", secret("tenant-a", "value", None), &["10.20.0.0/16"]),
+            default_cluster("mgmt", core::ClusterIdentity::Local, &["10.244.0.0/16", "10.96.0.0/12"]),
+            default_cluster("tenant-a", secret("tenant-a", "value", None), &["10.20.0.0/16"]),
         ],
         accepted: BTreeMap::new(),
     };
-    assert_eq!(to_core(&object(two())), Ok((expected, Vec::new())));
+    assert_eq!(to_core(&object(two_clusters())), Ok((expected, Vec::new())));
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn every_field_is_converted() {
         vec![
             core::Cluster {
                 anchored: Some(nets(&["10.96.0.0/12"])),
-                carriers: [
+                previous_anchors: [
                     ("10.0.0.0/24", vec![]),
                     ("10.96.0.0/12", vec!["n1".to_owned(), "n2".to_owned()]),
                 ]
@@ -138,7 +138,7 @@ fn every_field_is_converted() {
                 }],
                 wireguard_port: 51821,
                 persistent_keepalive: 25,
-                ..plain("mgmt", core::ClusterIdentity::Local, &["10.244.0.0/16", "10.96.0.0/12"])
+                ..default_cluster("mgmt", core::ClusterIdentity::Local, &["10.244.0.0/16", "10.96.0.0/12"])
             },
             core::Cluster {
                 addressing: core::Addressing::Masqueraded,
@@ -166,7 +166,7 @@ fn every_field_is_converted() {
                         local: name("team-x", "cache"),
                     },
                 ],
-                ..plain(
+                ..default_cluster(
                     "tenant-a",
                     secret("kc", "super-admin.svc", Some("admin@tenant-a")),
                     &["10.20.0.0/16"]
@@ -177,20 +177,20 @@ fn every_field_is_converted() {
                 addressing: core::Addressing::Masqueraded,
                 quarantine: true,
                 confined_to: None,
-                ..plain("notebooks", secret("nb", "value", None), &["100.80.16.0/20"])
+                ..default_cluster("notebooks", secret("nb", "value", None), &["100.80.16.0/20"])
             },
             core::Cluster {
                 profile: core::Profile::Standard,
-                ..plain("later", secret("later", "value", None), &["fd00::/48"])
+                ..default_cluster("later", secret("later", "value", None), &["fd00::/48"])
             },
         ]
     );
 }
 
-/// A mesh as an existing Helm chart writes it: the tenants of one namespace, without the hub.
+/// The mesh is like one that an existing Helm chart writes: the tenants of one namespace, without the hub.
 #[test]
 fn mesh_without_local_entry_is_accepted() {
-    let mut spec = two();
+    let mut spec = two_clusters();
     spec["clusters"][0] = json!({
         "name": "kubernetes-a", "kubeconfigSecretRef": {"name": "kubernetes-a-admin-kubeconfig", "key": "super-admin.conf"},
         "allowedNetworks": ["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"], "wireguardPort": 51820, "persistentKeepalive": 25,
@@ -199,7 +199,7 @@ fn mesh_without_local_entry_is_accepted() {
     assert_eq!(warnings, Vec::new());
     let first = core::Cluster {
         persistent_keepalive: 25,
-        ..plain(
+        ..default_cluster(
             "kubernetes-a",
             secret("kubernetes-a-admin-kubeconfig", "super-admin.conf", None),
             &["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"],
@@ -216,15 +216,15 @@ fn mesh_without_local_entry_is_accepted() {
 #[test]
 fn paused_annotation_pauses_unless_it_is_false() {
     for (value, paused) in [("", true), ("true", true), ("false", false)] {
-        let mut mesh = object(two());
+        let mut mesh = object(two_clusters());
         mesh.metadata.annotations = Some([(PAUSED.to_owned(), value.to_owned())].into());
         assert_eq!(to_core(&mesh).unwrap().0.paused, paused, "{value:?}");
     }
 }
 
 #[test]
-fn values_read_differently_than_written_cause_warnings() {
-    let mut spec = two();
+fn ignored_and_changed_values_cause_warnings() {
+    let mut spec = two_clusters();
     spec["clusters"][0]["allowedNetworks"] = json!(["10.244.3.9/16", "10.244.0.0/16"]);
     spec["clusters"][0]["kubeconfigSecretRef"] = json!({"name": "unused"});
     spec["clusters"][1]["exports"] = json!([{"namespace": "a"}]);
@@ -289,7 +289,7 @@ fn problem_names_the_invalid_field() {
         (
             "/clusters/1/allowedNetworks/0",
             json!("128.0.0.0/1"),
-            "spec.clusters[1].allowedNetworks: 128.0.0.0/1 is wider than /8 (IPv4) or /7 (IPv6), which no node programs: list",
+            "spec.clusters[1].allowedNetworks: 128.0.0.0/1 is wider than /8 (IPv4) or /7 (IPv6), and agents refuse such networks: list",
         ),
         (
             "/clusters/1/allowedNetworks/0",
@@ -363,7 +363,7 @@ fn problem_names_the_invalid_field() {
         ),
     ];
     for (path, value, expected) in cases {
-        let mut spec = two();
+        let mut spec = two_clusters();
         match spec.pointer_mut(path) {
             Some(field) => *field = value,
             None => {
@@ -381,7 +381,7 @@ fn problem_names_the_invalid_field() {
 
 #[test]
 fn mesh_with_one_entry_is_refused() {
-    let mut mesh = object(two());
+    let mut mesh = object(two_clusters());
     mesh.spec.clusters.pop();
     let problems = to_core(&mesh).unwrap_err();
     assert_eq!(
@@ -391,9 +391,9 @@ fn mesh_with_one_entry_is_refused() {
 }
 
 #[test]
-fn annotation_quarantines_entries_and_warns_of_other_names() {
+fn annotation_quarantines_entries_and_unknown_names_warn() {
     let quarantined = |annotation: Option<&str>, field: bool| {
-        let mut spec = two();
+        let mut spec = two_clusters();
         spec["clusters"][1]["quarantine"] = json!(field);
         let mut mesh = object(spec);
         mesh.metadata.annotations = annotation.map(|text| [(QUARANTINE.to_owned(), text.to_owned())].into());

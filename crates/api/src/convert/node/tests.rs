@@ -20,7 +20,7 @@ fn recorded(text: &str) -> BTreeMap<String, observe::Node> {
 }
 
 #[test]
-fn leader_that_kg_serves_is_converted() {
+fn kg_leader_is_converted() {
     let nodes = recorded(include_str!("../../../tests/fixtures/nodes-location.json"));
     let endpoint = Claim::Valid(observe::Endpoint::Ip("198.51.100.111:51820".parse().unwrap()));
     let seen = [
@@ -49,7 +49,7 @@ fn leader_that_kg_serves_is_converted() {
     assert_eq!(
         nodes["c1n2"].wireguard_ip,
         Claim::Absent,
-        "it is not a leader: kg writes an empty text"
+        "kg writes an empty text on a node that is not a leader"
     );
     assert!(nodes["c1n2"].ready);
     assert_eq!(nodes["c1n3"].location, "west");
@@ -71,7 +71,7 @@ fn node_with_stopped_kg_claims_only_its_pod_cidr() {
 }
 
 #[test]
-fn last_seen_of_kilo_changes_nothing() {
+fn last_seen_of_kilo_does_not_change_the_node() {
     let with = |seen: &str| {
         to_core(&node(
             json!({"metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen}}}),
@@ -87,7 +87,7 @@ fn last_seen_and_leader_annotations_are_read() {
     assert_eq!(seen("1795411942"), Some(1_795_411_942));
     assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
     let leader_of = |annotations| to_core(&with(annotations)).leader;
-    // For kg the annotation counts whatever its value is.
+    // kg ignores the value of the annotation.
     assert!(leader_of(json!({"kilo.squat.ai/leader": "true"})) && leader_of(json!({"kilo.squat.ai/leader": "false"})));
     assert!(!leader_of(json!({})));
 }
@@ -173,7 +173,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
 }
 
 #[test]
-fn malformed_claims_carry_their_reason() {
+fn malformed_claim_is_invalid_with_a_reason() {
     let read = to_core(&node(json!({"metadata": {"annotations": {
         "kilo.squat.ai/key": "not a key",
         "kilo.squat.ai/wireguard-ip": "10.4.0.1",

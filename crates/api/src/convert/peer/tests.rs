@@ -111,7 +111,7 @@ fn update_keeps_foreign_metadata_and_replaces_the_spec() {
 }
 
 #[test]
-fn changed_peer_of_ours_is_an_error_that_names_the_field() {
+fn changed_mesh_peer_is_an_error_that_names_the_field() {
     type Change = fn(&mut Peer);
     let cases: [(Change, &str); 11] = [
         (|p| p.spec.public_key = "x".into(), "spec.publicKey"),
@@ -161,7 +161,7 @@ fn changed_peer_of_ours_is_an_error_that_names_the_field() {
 }
 
 #[test]
-fn foreign_peer_is_read_by_its_key_and_valid_networks() {
+fn foreign_peer_is_read_as_its_key_and_valid_networks() {
     let mut peer = Peer::new(
         "laptop",
         PeerSpec {

@@ -136,7 +136,7 @@ fn ended_or_host_network_pod_has_no_addresses() {
 }
 
 #[test]
-fn mirrored_service_is_written_and_read_back_as_ours() {
+fn mirrored_service_is_written_and_read_back() {
     let planned = PlannedSlice {
         v6: true,
         ports: vec![port("", 5432, Protocol::Tcp)],
@@ -203,15 +203,15 @@ fn mirrored_service_is_written_and_read_back_as_ours() {
     assert_eq!(
         service.spec.unwrap().cluster_ip.as_deref(),
         Some("10.96.0.9"),
-        "the address from the API server stays"
+        "the address that the API server assigned stays"
     );
 }
 
 #[test]
 fn mirror_becomes_dual_stack_only_for_a_missing_family() {
     const V6: Families = Families { v4: false, v6: true };
-    let after = |standing: Value, families: Families| {
-        let mut service: Service = serde_json::from_value(standing).unwrap();
+    let after = |existing: Value, families: Families| {
+        let mut service: Service = serde_json::from_value(existing).unwrap();
         let ports = vec![port("pg", 5432, Protocol::Tcp)];
         update(&mut service, &Mirror { ports, families }, &ours());
         let policy = service.spec.as_ref().unwrap().ip_family_policy.clone();
@@ -228,7 +228,7 @@ fn mirror_becomes_dual_stack_only_for_a_missing_family() {
         after(service_with("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
-    // In a single-stack cluster the policy already asks for both.
+    // In a single-stack cluster, this policy has no further effect.
     assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), both);
     assert_eq!(
         after(service_with("IPv4", "RequireDualStack"), V6),

@@ -7,12 +7,12 @@ use clustermesh_core::mesh::ClusterIdentity;
 use super::{Finder, LocateError};
 use crate::inputs::ReadCluster;
 
-/// What has an address.
+/// The owner of an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct AddressOwner {
     pub(super) cluster: ClusterIdentity,
     pub(super) node: Option<String>,
-    /// The address belongs to the Node itself.
+    /// Whether the address belongs to the Node itself.
     pub(super) is_host: bool,
     /// For messages, for example `Node w1 of cluster "a"`.
     pub(super) description: String,
@@ -20,7 +20,7 @@ pub(super) struct AddressOwner {
 
 impl Finder<'_> {
     /// Returns the entries whose accepted networks contain an address.
-    pub(super) fn accepting(&self, address: IpAddr) -> Vec<(String, ClusterIdentity)> {
+    pub(super) fn entries_accepting(&self, address: IpAddr) -> Vec<(String, ClusterIdentity)> {
         let mut found = Vec::new();
         for mesh in self.outcome.plan.meshes.values() {
             for (name, report) in &mesh.clusters {
@@ -36,28 +36,28 @@ impl Finder<'_> {
         found
     }
 
-    /// Returns the owner of an address: an object with it in some cluster, else the cluster whose networks contain it.
-    pub(super) fn owner(&self, address: IpAddr) -> Result<AddressOwner, LocateError> {
+    /// Returns the owner of an address: the object that has this address, else the cluster whose accepted networks contain it.
+    pub(super) fn find_owner(&self, address: IpAddr) -> Result<AddressOwner, LocateError> {
         let mut owners: BTreeMap<&str, AddressOwner> = BTreeMap::new();
         for (identity, name) in &self.outcome.inputs.names {
             let Some(read) = self.read_cluster(identity) else {
                 continue;
             };
-            if let Some(owner) = self.object_with(identity, read, address) {
+            if let Some(owner) = self.find_object(identity, read, address) {
                 owners.entry(name).or_insert(owner);
             }
         }
         if owners.len() > 1 {
             let all: Vec<&str> = owners.values().map(|owner| &*owner.description).collect();
             return Err(LocateError::NotFound(format!(
-                "{address} exists in several clusters: it is {}. Write the name instead of the address",
+                "{address} exists in several clusters: it is {}. Write the object's name instead of the address",
                 all.join(", and ")
             )));
         }
         if let Some(owner) = owners.into_values().next() {
             return Ok(owner);
         }
-        match &*self.accepting(address) {
+        match &*self.entries_accepting(address) {
             [] => Err(LocateError::NotFound(format!(
                 "{address} is in the allowedNetworks of no member, and no object in the input has it: the mesh carries no packet \
                  to or from it"
@@ -73,7 +73,7 @@ impl Finder<'_> {
 
     /// Returns the object of a cluster that has an address: a pod, a Node, an endpoint, the API server, a Service, or a Node's pod
     /// network.
-    pub(super) fn object_with(
+    pub(super) fn find_object(
         &self,
         cluster: &ClusterIdentity,
         read: &ReadCluster,

@@ -22,12 +22,12 @@ use tower::{BoxError, Layer};
 use super::*;
 use crate::feed::Changed;
 
-/// An API server that answers with `answer(is_watch)`, and the number of its requests.
+/// Returns the Nodes of an API server that responds with `answer(is_watch)`, and the number of requests to it.
 fn server(answer: impl Fn(bool) -> Value + Clone + Send + Sync + 'static) -> (WatchedResource, Arc<AtomicUsize>) {
     server_with(move |watch| (200, answer(watch).to_string()))
 }
 
-/// The same with a status code. With code 0 the body never comes and never ends.
+/// Like [`server`], with a status code. Code 0 = the response is 200, and its body sends nothing and never ends.
 fn server_with(
     answer: impl Fn(bool) -> (u16, String) + Clone + Send + Sync + 'static,
 ) -> (WatchedResource, Arc<AtomicUsize>) {
@@ -57,7 +57,8 @@ fn server_with(
     (resource(Client::new(service, "default")), requests)
 }
 
-/// An API server with `count` objects of `length` bytes each, behind the limits for members, and the requested page sizes.
+/// Returns the Nodes of an API server that has `count` Nodes of `length` bytes each, behind the limits for members, and the requested
+/// page sizes.
 fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Vec<usize>>>) {
     let sizes = Arc::new(Mutex::new(Vec::new()));
     let recorded = Arc::clone(&sizes);
@@ -83,14 +84,14 @@ fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Ve
         let answer = Response::new(Answer::Whole(Some(list_of(&page, &next).to_string().into())));
         std::future::ready(Ok::<_, BoxError>(answer))
     });
-    let bounded = BoundLayer::new(Account::alone(64 << 20)).layer(service);
+    let bounded = BoundLayer::new(Account::standalone(64 << 20)).layer(service);
     (resource(Client::new(bounded, "default")), sizes)
 }
 
 /// The body of an answer.
 enum Answer {
     Whole(Option<Bytes>),
-    /// It never comes and never ends.
+    /// The body sends nothing and never ends.
     Silent,
 }
 
@@ -133,11 +134,11 @@ fn list_of(items: &Value, next: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "NodeList", "metadata": {"resourceVersion": "1", "continue": next}, "items": items})
 }
 
-/// Follows for ten minutes. Returns the number of requests.
+/// Runs [`follow`] for ten minutes. Returns the number of requests.
 async fn follow_ten_minutes(resource: &WatchedResource, feed: &Feed<()>, requests: &AtomicUsize) -> usize {
     let (_resume, resumed) = watch::channel(0);
     let followed = tokio::time::timeout(Duration::from_secs(600), follow(resource, feed, resumed)).await;
-    assert!(followed.is_err(), "it never ends");
+    assert!(followed.is_err(), "follow never returns");
     requests.load(Ordering::Relaxed)
 }
 
@@ -153,7 +154,7 @@ async fn watch_that_always_expires_is_retried_with_backoff() {
     let feed = feed();
     let requests = follow_ten_minutes(&resource, &feed, &requests).await;
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
-    // The lists succeeded, but no watch confirmed one of them.
+    // The lists succeeded, but no watch was established.
     let why = "its API server calls every version of nodes too old (410)";
     assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), true));
 }
@@ -243,7 +244,7 @@ async fn answer_that_is_not_json_is_not_quoted_in_the_reason() {
 
 #[tokio::test(start_paused = true)]
 async fn page_over_the_budget_is_requested_in_smaller_pages() {
-    // Ten objects of 1 MiB; one answer may have 4 MiB.
+    // There are ten objects of 1 MiB each. One response may have 4 MiB.
     let (resource, sizes) = bounded_server(10, 1 << 20);
     let feed = feed();
     let list = list(&resource, &feed).await.expect("a list");

@@ -5,8 +5,8 @@ use super::*;
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 
-/// The mesh `prod` with two entries. The second one has these networks. The accepted networks in its status are 10.1.0.0/16 and
-/// 10.2.0.0/16.
+/// Returns the mesh `prod` with two entries. `networks` are the allowed networks of the second entry. The accepted networks in the
+/// status are 10.1.0.0/16 and 10.2.0.0/16.
 fn object(networks: &Value, deleting: bool) -> Arc<ClusterMesh> {
     let mut object = json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
@@ -44,7 +44,7 @@ fn hub_with(namespaces: HubNamespaces) -> Hub {
     }
 }
 
-/// Name, identity and networks of each entry.
+/// Returns name, identity and allowed networks of each entry.
 fn claims(mesh: &Mesh) -> Vec<(String, ClusterIdentity, String)> {
     mesh.clusters
         .iter()
@@ -71,13 +71,13 @@ fn expected() -> Vec<(String, ClusterIdentity, String)> {
 #[tokio::test]
 async fn refused_mesh_is_paused_and_keeps_networks_and_clusters() {
     let (good, bad) = (json!(["10.2.0.0/16"]), json!(["10.9.0.0/16", "nonsense"]));
-    // Its last valid content is known, or only its status, as after a restart.
+    // Either the last valid content is known, or only the status, as after a restart.
     for seen_before in [true, false] {
-        let mut last_served = LastServed::new();
+        let mut last_valid = LastValidMeshes::new();
         if seen_before {
-            assert_eq!(load_mesh(object(&good, false), &hub(), &mut last_served).refused, None);
+            assert_eq!(load_mesh(object(&good, false), &hub(), &mut last_valid).refused, None);
         }
-        let loaded = load_mesh(object(&bad, false), &hub(), &mut last_served);
+        let loaded = load_mesh(object(&bad, false), &hub(), &mut last_valid);
         assert_eq!(loaded.refused.as_ref().map(|(reason, _)| *reason), Some("SpecInvalid"));
         assert_eq!((loaded.mesh.paused, loaded.mesh.deleting), (true, false));
         assert_eq!(claims(&loaded.mesh), expected(), "seen before: {seen_before}");
@@ -88,7 +88,7 @@ async fn refused_mesh_is_paused_and_keeps_networks_and_clusters() {
 
 #[tokio::test]
 async fn refused_mesh_in_deletion_keeps_its_clusters() {
-    let loaded = load_mesh(object(&json!(["nonsense"]), true), &hub(), &mut LastServed::new());
+    let loaded = load_mesh(object(&json!(["nonsense"]), true), &hub(), &mut LastValidMeshes::new());
     assert_eq!((loaded.mesh.paused, loaded.mesh.deleting), (false, true));
     let identities: Vec<_> = loaded
         .mesh
@@ -107,7 +107,7 @@ async fn refused_mesh_in_deletion_keeps_its_clusters() {
 
     let mut without_entry = ClusterMesh::clone(&object(&json!(["nonsense"]), true));
     without_entry.spec.clusters.pop();
-    let loaded = load_mesh(Arc::new(without_entry), &hub(), &mut LastServed::new());
+    let loaded = load_mesh(Arc::new(without_entry), &hub(), &mut LastValidMeshes::new());
     assert_eq!(loaded.unlocatable, BTreeSet::from(["a".to_owned()]));
 }
 
@@ -115,14 +115,14 @@ async fn refused_mesh_in_deletion_keeps_its_clusters() {
 async fn refused_mesh_that_was_never_valid_claims_nothing() {
     let mut new = ClusterMesh::clone(&object(&json!(["nonsense"]), false));
     new.status = None;
-    let loaded = load_mesh(Arc::new(new), &hub(), &mut LastServed::new());
+    let loaded = load_mesh(Arc::new(new), &hub(), &mut LastValidMeshes::new());
     assert_eq!(loaded.mesh, empty_mesh(loaded.mesh.id.clone()));
 }
 
 // threat: unlisted-network
 #[tokio::test]
 async fn confined_mesh_ignores_networks_in_its_status() {
-    let confined = |flag: &str| {
+    let hub_with_flag = |flag: &str| {
         let flags = [flag.parse().expect("a flag")];
         hub_with(HubNamespaces::new(
             &flags,
@@ -138,7 +138,7 @@ async fn confined_mesh_ignores_networks_in_its_status() {
         Arc::new(object)
     };
     let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/8"]));
-    let listed = confined("ns=sandbox,10.2.0.0/16");
+    let confined_hub = hub_with_flag("ns=sandbox,10.2.0.0/16");
     let summary = |loaded: &LoadedMesh| {
         let accepted = loaded.mesh.accepted.get("a").map(Vec::len);
         let claimed: Vec<_> = claims(&loaded.mesh)
@@ -149,29 +149,37 @@ async fn confined_mesh_ignores_networks_in_its_status() {
     };
     let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
 
-    // It was never valid. Its status contains half of the internet, or networks that it may have.
-    let never = load_mesh(sandbox(&outside, "128.0.0.0/1"), &listed, &mut LastServed::new());
+    // The mesh was never valid. Its status contains half of the IPv4 addresses, or networks that it may have.
+    let never = load_mesh(
+        sandbox(&outside, "128.0.0.0/1"),
+        &confined_hub,
+        &mut LastValidMeshes::new(),
+    );
     assert_eq!(
         summary(&never),
         (Some("NetworksNotAllowed"), claimed("10.1.0.0/16", ""), None)
     );
-    let never = load_mesh(sandbox(&outside, "10.2.0.0/16"), &listed, &mut LastServed::new());
+    let never = load_mesh(
+        sandbox(&outside, "10.2.0.0/16"),
+        &confined_hub,
+        &mut LastValidMeshes::new(),
+    );
     let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
     assert_eq!(summary(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
 
-    // It is valid and its status contains more than its spec. Then its spec changes.
-    let mut last_served = LastServed::new();
-    let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &listed, &mut last_served);
+    // The mesh is valid, and its status contains more than its spec. Then its spec changes.
+    let mut last_valid = LastValidMeshes::new();
+    let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &confined_hub, &mut last_valid);
     assert_eq!(summary(&good), (None, kept.clone(), None));
-    let changed = load_mesh(sandbox(&outside, "128.0.0.0/1"), &listed, &mut last_served);
+    let changed = load_mesh(sandbox(&outside, "128.0.0.0/1"), &confined_hub, &mut last_valid);
     assert_eq!(summary(&changed), (Some("NetworksNotAllowed"), kept, None));
     assert!(changed.mesh.paused);
 
-    // It is in a namespace without a flag.
+    // The namespace of the mesh is in no flag.
     let unlisted = load_mesh(
         sandbox(&inside, "10.2.0.0/16"),
-        &confined("other"),
-        &mut LastServed::new(),
+        &hub_with_flag("other"),
+        &mut LastValidMeshes::new(),
     );
     assert_eq!(summary(&unlisted), (Some("LocalNotAllowed"), claimed("", ""), None));
 }

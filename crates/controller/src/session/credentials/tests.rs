@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::*;
 
-/// A hub with a Secret that the controller may not read while `denied` is true.
+/// Returns a hub with a Secret that the controller may not read while `denied` is true.
 fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
     let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {cluster: k, user: u}\n\
                       clusters:\n- name: k\n  cluster: {server: https://192.0.2.1:6443, certificate-authority-data: Y2E=}\n\
@@ -52,7 +52,7 @@ fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
     })
 }
 
-fn usable(credentials: &mut watch::Receiver<Credentials>) -> bool {
+fn are_usable(credentials: &mut watch::Receiver<Credentials>) -> bool {
     matches!(&*credentials.borrow_and_update(), Credentials::Ready(_))
 }
 
@@ -68,23 +68,23 @@ async fn secret_forbidden_for_a_short_time_keeps_the_client() {
     let (hub, mut tasks) = (hub(&denied), JoinSet::new());
     let account = hub.memory.account("a");
     let mut credentials = follow(&identity, &hub, &account, &mut tasks);
-    credentials.changed().await.expect("followed");
-    assert!(usable(&mut credentials));
+    credentials.changed().await.expect("watched");
+    assert!(are_usable(&mut credentials));
 
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
     denied.store(false, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
-    assert!(!credentials.has_changed().expect("followed"), "the client stays");
+    assert!(!credentials.has_changed().expect("watched"), "the client stays");
 
     // After a longer refusal the credentials count as missing, until the Secret can be read again.
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(180)).await;
     let Credentials::Missing(why) = credentials.borrow_and_update().clone() else {
-        panic!("still in use");
+        panic!("the client is still in use");
     };
     assert!(why.contains("Secret ns/a") && why.contains("(403)"), "{why}");
     denied.store(false, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
-    assert!(usable(&mut credentials));
+    assert!(are_usable(&mut credentials));
 }

@@ -1,4 +1,4 @@
-//! Reads what the agents of a member report on their Nodes: version, tunnels that are down, and the PeerPolicies in force.
+//! Reads the reports that the agents of a member write to their Nodes: version, tunnels that are down, and the PeerPolicies in force.
 
 use std::collections::BTreeMap;
 
@@ -20,29 +20,29 @@ use kube::api::DynamicObject;
 use super::{Tables, parse};
 use crate::{events::truncate, feed::Trust};
 
-/// The parts of a Node that the planner or the report need. Kilo's `last-seen` is not among them, so its write every 30 s does
-/// not change the row and wakes no pass; [`CheckIns`](super::CheckIns) keeps it.
+/// The parts of a Node that the planner or the report need. Kilo's annotation `last-seen` is not among them, so its update every 30 s
+/// does not change the row and triggers no pass. [`CheckIns`](super::CheckIns) stores its value.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SeenNode {
+pub(super) struct NodeRow {
     pub(super) node: Node,
-    /// Version of its agent.
+    /// Version of the agent.
     agent_version: Option<String>,
-    /// Why packets bypass the PeerPolicies there. Empty = the agent reports no bypass.
+    /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
-    /// Members to which it has a tunnel down.
+    /// The members to which the node has tunnels that are down.
     links: BTreeMap<String, Link>,
-    /// Revision of the PeerPolicies in force there. Empty = the agent does not report it.
+    /// Revision of the PeerPolicies in force on the node. Empty = the agent does not report it.
     policy_revision: String,
 }
 
-/// A PeerPolicy, and its digest, which agents compute in the same way.
+/// A PeerPolicy and its digest. Agents compute the digest in the same way.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SeenPolicy {
+pub(crate) struct PolicyRow {
     pub(crate) policy: ObservedPolicy,
     pub(super) digest: revision::PolicyDigest,
 }
 
-impl SeenPolicy {
+impl PolicyRow {
     pub(super) fn new(object: DynamicObject) -> Result<Self, String> {
         let name = object.metadata.name.clone().unwrap_or_default();
         let digest = revision::digest(&name, object.data.get("spec"));
@@ -51,7 +51,7 @@ impl SeenPolicy {
     }
 }
 
-impl SeenNode {
+impl NodeRow {
     pub(super) fn new(node: &core_v1::Node) -> Self {
         let agent = convert::node::agent(node);
         Self {
@@ -69,12 +69,12 @@ impl SeenNode {
 }
 
 impl Tables {
-    /// Counts the nodes by the program that serves WireGuard there. An agent is outdated if its version is not `version`, the
-    /// controller's own.
+    /// Counts the nodes by the program that owns their tunnels. An agent is outdated if its version differs from `version`, which is
+    /// the version of the controller.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
-            for SeenNode {
+            for NodeRow {
                 node, agent_version, ..
             } in rows.values().map(|row| &row.value)
             {
@@ -91,16 +91,16 @@ impl Tables {
         counts
     }
 
-    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report one as down. Nodes that are not Ready are
-    /// ignored: their agent may be gone, and its last report would never change.
+    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report a tunnel as down. Nodes that are not Ready are
+    /// ignored: if their agent does not run, its last report would never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
-        let prefix = annotations::member(&mesh.namespace, &mesh.name, "");
+        let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {
             let nodes = rows.values().map(|row| &row.value);
-            let ready = nodes.filter(|seen| seen.node.ready && !seen.node.deleting && !seen.links.is_empty());
+            let ready = nodes.filter(|row| row.node.ready && !row.node.deleting && !row.links.is_empty());
             ready
-                .map(|seen| {
-                    let links = seen.links.iter();
+                .map(|row| {
+                    let links = row.links.iter();
                     links
                         .filter_map(|(member, link)| Some((member.strip_prefix(&prefix)?.to_owned(), (*link).into())))
                         .collect()
@@ -109,7 +109,8 @@ impl Tables {
         })
     }
 
-    /// Returns the meshed nodes on which PeerPolicies are not enforced. As above, nodes that are not Ready are ignored.
+    /// Returns the nodes with a public key on which PeerPolicies are not enforced. As in [`Self::links`], nodes that are not Ready are
+    /// ignored.
     pub(crate) fn unenforced(&self) -> Unenforced {
         let mut unenforced = Unenforced::default();
         self.nodes.read(|rows| {
@@ -134,17 +135,17 @@ impl Tables {
         unenforced
     }
 
-    /// Returns the revision of all PeerPolicies in the member, including those of other hubs, as its agents compute it. `None`
-    /// while Nodes or PeerPolicies are not current.
+    /// Returns the revision of all PeerPolicies in the member, including those of other hubs. Agents compute it in the same way. `None` =
+    /// the table of Nodes or PeerPolicies is not current, or a PeerPolicy is malformed.
     pub(crate) fn policy_revision(&self) -> Option<String> {
         let is_live = self.nodes.trust() == Trust::Live && self.policies.trust() == Trust::Live;
-        // The row of a malformed PeerPolicy has its last valid content, so the revision would be wrong.
+        // The row of a malformed PeerPolicy has the last valid content, so the revision would be wrong.
         let is_complete = is_live && self.policies.malformed().is_empty();
         is_complete.then(|| (self.policies).read(|rows| revision::of_all(rows.values().map(|row| &row.value.digest))))
     }
 
-    /// Returns the revision of the PeerPolicies that each meshed node reports as in force. As above, nodes that are not Ready are
-    /// ignored.
+    /// Returns the revision of the PeerPolicies that each node with a public key reports as in force. As in [`Self::links`], nodes that
+    /// are not Ready are ignored.
     pub(crate) fn enforced_revisions(&self) -> BTreeMap<String, String> {
         self.nodes.read(|rows| {
             let meshed = rows.iter().filter(|(_, row)| {

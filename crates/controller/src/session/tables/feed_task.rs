@@ -1,4 +1,4 @@
-//! The task that keeps one feed up to date, ready to be spawned by a connection. It hides the type of the feed's rows.
+//! The task that keeps one feed up to date. A connection spawns it. The task hides the type of the feed's rows.
 
 use futures::future::BoxFuture;
 

@@ -7,7 +7,7 @@ use clustermesh_core::{mesh::ObjectName, observe::Gateway};
 use super::{Tables, values};
 
 impl Tables {
-    /// Returns the gateways. A gateway is ready while the pod that published it exists and is Ready.
+    /// Returns the gateways. A gateway is ready if the pod that published it exists and is Ready.
     pub(super) fn gateways(&self) -> BTreeMap<ObjectName, Gateway> {
         let pods = values(&self.gateway_pods);
         let gateways = values(&self.gateways).into_iter();

@@ -21,11 +21,11 @@ pub(super) struct OnDemandFeeds {
     pub(super) pods: BTreeMap<String, OnDemandFeed<Pod>>,
 }
 
-/// A feed that a mesh needs. A feed that was not listed yet is not the same as an empty one: read it by [`Self::rows`].
+/// A feed that a mesh needs. Read it with [`Self::rows`], which distinguishes an empty feed from a feed that was not listed yet.
 #[derive(Debug, Clone)]
 pub(super) struct OnDemandFeed<V> {
     pub(super) feed: Feed<V>,
-    /// Distinguishes it from an earlier feed of the same objects.
+    /// Distinguishes the feed from an earlier feed of the same objects.
     pub(super) id: u64,
 }
 
@@ -38,13 +38,13 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         }
     }
 
-    /// Returns the rows as they were last listed or watched.
+    /// Returns the rows of the last list, with later events.
     ///
     /// # Errors
-    /// The reason why it was never listed, or why the account may not read it now.
+    /// The reason why the feed was not listed yet, or why the account may not read it now.
     pub(super) fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
         match self.feed.trust() {
-            // Rows that were read before the refusal may be outdated by now.
+            // Rows that were read before the refusal may be outdated.
             Trust::Denied(why) => Err(why),
             _ if self.feed.is_listed() => Ok(values(&self.feed)),
             Trust::Broken(why) => Err(why),
@@ -52,8 +52,8 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         }
     }
 
-    /// How far it can be trusted. A namespace that the account may not read does not make the whole member stale: the planner
-    /// learns from [`Self::rows`] that it is not listed, and keeps the objects that depend on it.
+    /// Whether the feed is current. A namespace that the account may not read does not make the whole member stale: [`Self::rows`]
+    /// returns an error, so the planner keeps the objects that depend on the namespace.
     pub(super) fn trust(&self) -> Trust {
         match self.feed.trust() {
             Trust::Denied(_) => Trust::Absent,

@@ -14,7 +14,7 @@ use crate::{
     plan::{Reason, Uncovered},
 };
 
-/// The claims of a Node, which are valid by themselves but not yet compared with those of other Nodes.
+/// The valid claims of a Node, before the comparison with the claims of other Nodes.
 pub(super) struct NodeClaims<'a> {
     pub(super) node: &'a str,
     pub(super) observed: &'a Node,
@@ -22,14 +22,14 @@ pub(super) struct NodeClaims<'a> {
     pub(super) wireguard_ip: IpAddr,
     pub(super) pods: BTreeSet<IpNet>,
     pub(super) internal: BTreeSet<IpNet>,
-    /// `kilo.squat.ai/allowed-location-ips` and exported pods. A duplicate among these does not cost the Node its Peer.
+    /// `kilo.squat.ai/allowed-location-ips` and exported pods. A Node with a duplicate among these still gets a Peer.
     pub(super) extra: BTreeSet<IpNet>,
     pub(super) uncovered: Vec<Uncovered>,
 }
 
 /// The registered claims of one member's Nodes. A network inside another Node's podCIDR would take a part of that Node's
 /// traffic, because the longest prefix wins, so it counts as a duplicate. A location network that contains podCIDRs of other
-/// Nodes does not.
+/// Nodes is no duplicate.
 #[derive(Default)]
 pub(super) struct ClaimIndex<'a> {
     /// The first node that claims each WireGuard address and is not silent. kg reassigns the address of a node that has not
@@ -92,7 +92,7 @@ impl<'a> ClaimIndex<'a> {
                 format!("WireGuard address {} belongs to Node {owner}", claims.wireguard_ip)
             } else {
                 format!(
-                    "WireGuard address {} lies in {theirs}, which is Node {owner}'s",
+                    "WireGuard address {} lies in {theirs}, which belongs to Node {owner}",
                     claims.wireguard_ip
                 )
             };
@@ -103,7 +103,7 @@ impl<'a> ClaimIndex<'a> {
             let message = if theirs == net {
                 format!("podCIDR {net} belongs to Node {owner}")
             } else {
-                format!("podCIDR {net} overlaps {theirs}, which is Node {owner}'s")
+                format!("podCIDR {net} overlaps {theirs}, which belongs to Node {owner}")
             };
             return Err((Reason::PodCIDRDuplicate, message));
         }

@@ -42,7 +42,7 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // A WireGuard tunnel works on without kg. So if kg checks in for no node, the network stays with its current anchor.
+        // A WireGuard tunnel keeps working without kg. So if kg checks in for no node, the network stays with its current anchor.
         let any_active = ready_nodes.iter().any(|node| !node.observed.is_silent());
         let eligible = ready_nodes
             .iter()
@@ -69,10 +69,10 @@ impl<'a> PeerPlanner<'a, '_> {
             let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
                 continue;
             };
-            match self.prefixes.get(&part) {
+            match self.taken_prefixes.get(&part) {
                 None => {
                     peer.spec.allowed_ips.insert(part);
-                    self.prefixes.insert(part, format!("Node {node}"));
+                    self.taken_prefixes.insert(part, format!("Node {node}"));
                 }
                 Some(owner) => {
                     let message = format!("anchored network {part} is kept by {owner} in cluster {:?}", self.name);
@@ -85,7 +85,7 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
-    /// Whether `part` contains the endpoint of one of the member's Peers, and kg serves the target: kg would route that Peer's
+    /// Whether `part` contains the endpoint of one of the member's Peers and kg serves the target. Then kg would route that Peer's
     /// outer packets into the tunnel. wg-agent marks its outer packets, so they are never routed there.
     fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);

@@ -11,7 +11,7 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Keeps the existing Peer of a held node, unless its key is taken now. Prefixes that are taken are left out.
+    /// Keeps the existing Peer of a held node, unless its key is taken. Prefixes that are taken are left out.
     pub(super) fn hold_node(
         &mut self,
         source: &str,
@@ -27,26 +27,26 @@ impl<'a> PeerPlanner<'a, '_> {
             Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
         });
         let (name, mut spec) = existing?;
-        if self.keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
+        if self.taken_keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
             return None;
         }
         spec.allowed_ips
-            .retain(|net| mesh_member.cluster.allows(*net) && !self.prefixes.contains_key(net));
-        // kg would route the tunnel's own packets into the tunnel if the Peer contained its endpoint, so it does not contain it.
+            .retain(|net| mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net));
+        // Peers for kg do not contain their own endpoint, because kg would route the tunnel's outer packets into the tunnel.
         let is_left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
-            let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
-            same && nodes::is_routable(&mesh_member.cluster, IpNet::from(*address))
+            let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
+            is_endpoint && nodes::is_routable(&mesh_member.cluster, IpNet::from(*address))
         };
         let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
         if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(is_left_out)) {
-            self.unserved
+            self.omitted_internal_ips
                 .entry(source.to_owned())
                 .or_default()
                 .insert(node.to_owned());
         }
-        self.keys.insert(spec.public_key, format!("Peer {name}"));
-        self.prefixes
+        self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
+        self.taken_prefixes
             .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
         let peer = PlannedPeer {
             source: source.to_owned(),

@@ -1,4 +1,4 @@
-//! Tests which addresses of a Node are used, and what happens with addresses that are outside allowedNetworks or duplicates.
+//! Tests which addresses of a Node are used, and that addresses outside allowedNetworks and duplicates are left out or reported.
 
 use super::*;
 
@@ -47,17 +47,17 @@ fn first_endpoint_has_a_family_of_the_target() {
     assert_eq!(
         candidates_for([dual, dual], None),
         v6_first,
-        "the Node's own order stays"
+        "the order of the Node's addresses is kept"
     );
     assert_eq!(
         candidates_for([dual, &["10.9.0.2"]], None),
         v4_first,
-        "one node there has IPv4 alone"
+        "one node of the target has only IPv4"
     );
     assert_eq!(
         candidates_for([&[], &[]], None),
         v6_first,
-        "nodes without addresses decide nothing"
+        "nodes without addresses are ignored"
     );
     assert_eq!(candidates_for([dual, &[]], None), v6_first);
 }
@@ -90,9 +90,13 @@ fn node_without_addresses_changes_no_other_peer() {
         });
         plan_mesh(&mesh, &seen).1.targets
     };
-    assert_eq!(join(&new), before, "the cloud provider has not added its addresses yet");
+    assert_eq!(
+        join(&new),
+        before,
+        "the cloud provider has not added the new Node's addresses yet"
+    );
 
-    // Its agent may start before it has addresses.
+    // The agent may start before the Node has addresses.
     new.public_key = Claim::Valid(key(99));
     new.wireguard_ip = Claim::Valid("100.66.1.99/24".parse().unwrap());
     new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];
@@ -138,7 +142,7 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
         })
         .collect();
     let [("tenant", message)] = named[..] else {
-        panic!("once for the member: {named:?}")
+        panic!("expected one fact for the member: {named:?}")
     };
     assert!(
         message.starts_with("podCIDR 10.9.1.0/24 of Node x lies outside allowedNetworks"),
@@ -164,27 +168,27 @@ fn uncovered_pod_cidr_of_unmeshed_family_is_no_fact() {
 }
 
 #[test]
-fn nested_claim_is_refused_to_the_newer_node() {
+fn newer_node_with_overlapping_claim_is_skipped() {
     let mesh = two_clusters();
     type Change = fn(&mut Node);
     let cases: [(&str, Change, Reason); 4] = [
         (
-            "around another's podCIDR",
+            "a podCIDR that contains another Node's podCIDR",
             |node| node.pod_cidrs = vec![Claim::Valid("10.2.0.0/20".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
         (
-            "inside another's podCIDR",
+            "a podCIDR inside another Node's podCIDR",
             |node| node.pod_cidrs = vec![Claim::Valid("10.2.1.128/25".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
         (
-            "a WireGuard address inside another's podCIDR",
+            "a WireGuard address inside another Node's podCIDR",
             |node| node.wireguard_ip = Claim::Valid("10.2.1.7/16".parse().unwrap()),
             Reason::WGIPDuplicate,
         ),
         (
-            "a podCIDR around another's WireGuard address",
+            "a podCIDR that contains another Node's WireGuard address",
             |node| node.pod_cidrs = vec![Claim::Valid("100.66.2.0/25".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
@@ -193,15 +197,15 @@ fn nested_claim_is_refused_to_the_newer_node() {
     for (name, claim, reason) in cases {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| {
-            let mut greedy = node(2, 9);
-            claim(&mut greedy);
-            m.nodes.insert("greedy".into(), greedy);
+            let mut overlapping = node(2, 9);
+            claim(&mut overlapping);
+            m.nodes.insert("overlapping".into(), overlapping);
         });
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let skipped = &mesh_plan.clusters["tenant"].skipped;
         assert_eq!(
             skipped.iter().map(|s| (s.node.as_str(), s.reason)).collect::<Vec<_>>(),
-            [("greedy", reason)],
+            [("overlapping", reason)],
             "{name}"
         );
         assert_eq!(mesh_plan.targets, before, "{name}");
@@ -243,6 +247,6 @@ fn location_network_may_contain_addresses_of_other_nodes() {
     assert_eq!(
         *allowed(&mesh_plan, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32", "172.30.2.2/32", "172.30.0.0/16"]),
-        "and no part of another Node's podCIDR"
+        "a part of another Node's podCIDR is left out"
     );
 }

@@ -1,4 +1,4 @@
-//! Tests anchored networks: how the status stores them, and that Nodes cannot claim a part of them.
+//! Tests that the status stores anchored networks, and that Nodes cannot claim a part of an anchored network.
 
 use super::*;
 
@@ -25,7 +25,8 @@ fn carriers(mesh_plan: &MeshPlan) -> Vec<&str> {
     carrying.map(|peer| peer.node.as_str()).collect()
 }
 
-fn status(mesh_plan: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
+/// The anchored networks of an entry in the status, each with its nodes.
+fn anchored(mesh_plan: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
     let anchored = mesh_plan.clusters[entry].anchored.iter();
     anchored
         .map(|(net, nodes)| (net.to_string(), nodes.iter().cloned().collect()))
@@ -39,14 +40,14 @@ fn skipped(mesh_plan: &MeshPlan) -> Vec<(&str, Reason, &str)> {
         .collect()
 }
 
-fn insert(seen: &mut Observations, name: &str, node: Node) {
+fn insert_node(seen: &mut Observations, name: &str, node: Node) {
     edit(seen, &secret("tenant"), |m| {
         m.nodes.insert(name.into(), node);
     });
 }
 
 /// A new node of the tenant with the podCIDR `net`.
-fn claims(net: &str) -> Node {
+fn node_with_pod_cidr(net: &str) -> Node {
     Node {
         pod_cidrs: vec![Claim::Valid(net.parse().unwrap())],
         ..node(2, 9)
@@ -60,7 +61,7 @@ fn status_lists_anchored_networks_and_their_nodes() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let [node] = carriers(&mesh_plan)[..] else { panic!() };
     let row = |net: &str, nodes: &[&str]| (net.to_owned(), nodes.iter().map(|n| (*n).to_owned()).collect());
-    assert_eq!(status(&mesh_plan, "tenant"), vec![row(SERVICES, &[node])]);
+    assert_eq!(anchored(&mesh_plan, "tenant"), vec![row(SERVICES, &[node])]);
     store_anchors(&mut mesh, &seen);
     assert_eq!(
         plan_mesh(&mesh, &seen).1,
@@ -72,29 +73,31 @@ fn status_lists_anchored_networks_and_their_nodes() {
     let mut spread = mesh.clone();
     spread.clusters[1].anchors = 2;
     assert_eq!(
-        status(&plan_mesh(&spread, &seen).1, "tenant"),
+        anchored(&plan_mesh(&spread, &seen).1, "tenant"),
         vec![row(SERVICES, &["x", "y"])]
     );
 
-    // A network without an anchor stays in the status if it was there before.
+    // A network without an anchor stays in the status if an earlier plan anchored it.
     let mut down = seen.clone();
     edit(&mut down, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.ready = false);
     });
-    assert_eq!(status(&plan_mesh(&mesh, &down).1, "tenant"), vec![row(SERVICES, &[])]);
-    assert_eq!(status(&plan_mesh(&anchored_tenant().0, &down).1, "tenant"), vec![]);
+    assert_eq!(anchored(&plan_mesh(&mesh, &down).1, "tenant"), vec![row(SERVICES, &[])]);
+    assert_eq!(anchored(&plan_mesh(&anchored_tenant().0, &down).1, "tenant"), vec![]);
 
     // The status is unchanged while the member itself, or the target with its Peers, is not observed.
-    for unseen in [ClusterIdentity::Local, secret("tenant")] {
-        let mut blind = seen.clone();
-        blind.members.insert(unseen, Observation::Unreachable("refused".into()));
+    for identity in [ClusterIdentity::Local, secret("tenant")] {
+        let mut unobserved = seen.clone();
+        unobserved
+            .members
+            .insert(identity, Observation::Unreachable("refused".into()));
         assert_eq!(
-            status(&plan_mesh(&mesh, &blind).1, "tenant"),
-            status(&mesh_plan, "tenant")
+            anchored(&plan_mesh(&mesh, &unobserved).1, "tenant"),
+            anchored(&mesh_plan, "tenant")
         );
     }
     mesh.clusters[1].addressing = Addressing::Masqueraded;
-    assert_eq!(status(&plan_mesh(&mesh, &seen).1, "tenant"), vec![]);
+    assert_eq!(anchored(&plan_mesh(&mesh, &seen).1, "tenant"), vec![]);
 }
 
 // threat: anchored-range-claimed
@@ -104,87 +107,87 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
     let before = plan_mesh(&mesh, &seen).1.targets;
-    let address = |net: &str| Node {
+    let node_with_address = |net: &str| Node {
         wireguard_ip: Claim::Valid(net.parse().unwrap()),
         ..node(2, 9)
     };
     let cases = [
         (
-            claims("10.97.1.0/24"),
+            node_with_pod_cidr("10.97.1.0/24"),
             Reason::NodePodCIDROutOfRange,
             "podCIDR 10.97.1.0/24",
         ),
         (
-            claims("10.97.0.0/16"),
+            node_with_pod_cidr("10.97.0.0/16"),
             Reason::NodePodCIDROutOfRange,
             "podCIDR 10.97.0.0/16",
         ),
         (
-            address("10.97.0.10/16"),
+            node_with_address("10.97.0.10/16"),
             Reason::WGIPOutOfRange,
             "WireGuard address 10.97.0.10",
         ),
     ];
-    for (greedy, reason, claim) in cases {
+    for (claiming, reason, claim) in cases {
         let mut seen = seen.clone();
-        insert(&mut seen, "greedy", greedy);
+        insert_node(&mut seen, "claiming", claiming);
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let message = format!(
             "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own it, \
              list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
         );
-        assert_eq!(skipped(&mesh_plan), [("greedy", reason, &*message)]);
+        assert_eq!(skipped(&mesh_plan), [("claiming", reason, &*message)]);
         assert_eq!(mesh_plan.targets, before, "{claim}");
     }
     // For additional addresses and podCIDRs, only the claim is refused and not the Node.
-    let mut greedy = node(2, 9);
-    greedy.internal_ips.push("10.97.0.10".parse().unwrap());
-    greedy.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
-    greedy.pod_cidrs.push(Claim::Valid("10.97.1.0/24".parse().unwrap()));
-    insert(&mut seen, "greedy", greedy);
+    let mut claiming = node(2, 9);
+    claiming.internal_ips.push("10.97.0.10".parse().unwrap());
+    claiming.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
+    claiming.pod_cidrs.push(Claim::Valid("10.97.1.0/24".parse().unwrap()));
+    insert_node(&mut seen, "claiming", claiming);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32"]);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--greedy"), own);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--claiming"), own);
     let mut others = mesh_plan.targets.clone();
-    others.get_mut("mgmt").unwrap().peers.remove("m--tenant--greedy");
+    others.get_mut("mgmt").unwrap().peers.remove("m--tenant--claiming");
     assert_eq!(others, before);
     let uncovered = mesh_plan.facts.iter().any(|fact| {
         matches!(fact, Fact::PodCIDRNotCovered { message, .. }
-            if message.starts_with("podCIDR 10.97.1.0/24 of Node greedy overlaps 10.97.0.0/16"))
+            if message.starts_with("podCIDR 10.97.1.0/24 of Node claiming overlaps 10.97.0.0/16"))
     });
     assert!(uncovered, "{:?}", mesh_plan.facts);
 }
 
 // threat: anchored-range-claimed
 #[test]
-fn anchor_of_deleted_node_moves_despite_another_claim() {
+fn anchor_of_deleted_node_moves_despite_claim_of_a_node() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
     let before = plan_mesh(&mesh, &seen).1;
     let [first] = carriers(&before)[..] else { panic!() };
     let second = if first == "x" { "y" } else { "x" };
-    insert(&mut seen, "greedy", claims(SERVICES));
+    insert_node(&mut seen, "claiming", node_with_pod_cidr(SERVICES));
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.remove(first);
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(carriers(&mesh_plan), [second]);
-    assert_eq!(skipped(&mesh_plan)[0].0, "greedy");
+    assert_eq!(skipped(&mesh_plan)[0].0, "claiming");
 }
 
 #[test]
-fn empty_anchored_networks_lets_nodes_claim_all() {
+fn empty_anchored_networks_allow_every_node_claim() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
-    insert(&mut seen, "new", claims("10.97.1.0/24"));
+    insert_node(&mut seen, "new", node_with_pod_cidr("10.97.1.0/24"));
     assert_eq!(skipped(&plan_mesh(&mesh, &seen).1).len(), 1);
     mesh.clusters[1].anchored = Some(vec![]);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(skipped(&mesh_plan), []);
     assert!(allowed(&mesh_plan, "mgmt", "m--tenant--new").contains(&"10.97.1.0/24".parse().unwrap()));
-    assert_eq!((carriers(&mesh_plan), status(&mesh_plan, "tenant")), (vec![], vec![]));
+    assert_eq!((carriers(&mesh_plan), anchored(&mesh_plan, "tenant")), (vec![], vec![]));
     // If the list is removed again, the Node keeps the network.
     store_anchors(&mut mesh, &seen);
     mesh.clusters[1].anchored = None;
@@ -192,24 +195,26 @@ fn empty_anchored_networks_lets_nodes_claim_all() {
 }
 
 #[test]
-fn network_of_a_failing_node_is_not_anchored() {
+fn network_of_an_invalid_node_is_not_anchored() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[1].allowed = nets(&["10.2.1.0/24", "10.2.2.0/24", "100.66.2.1/32", "100.66.2.2/32"]);
-    insert(&mut seen, "y", node(2, 2));
-    let fails: [fn(&mut Node); 3] = [
+    insert_node(&mut seen, "y", node(2, 2));
+    let changes: [fn(&mut Node); 3] = [
         |x| x.public_key = Claim::Invalid("no key".into()),
         |x| x.wireguard_ip = Claim::Valid("203.0.113.1/24".parse().unwrap()),
         |x| x.force_endpoint = Claim::Invalid("no endpoint".into()),
     ];
-    for fail in fails {
+    for make_invalid in changes {
         let mut seen = seen.clone();
-        edit(&mut seen, &secret("tenant"), |m| fail(m.nodes.get_mut("x").unwrap()));
+        edit(&mut seen, &secret("tenant"), |m| {
+            make_invalid(m.nodes.get_mut("x").unwrap())
+        });
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         assert_eq!(skipped(&mesh_plan)[0].0, "x");
         let of_y = allowed(&mesh_plan, "mgmt", "m--tenant--y");
         assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
         assert_eq!(
-            status(&mesh_plan, "tenant")
+            anchored(&mesh_plan, "tenant")
                 .iter()
                 .filter(|(net, _)| net.starts_with("10."))
                 .count(),
@@ -231,17 +236,17 @@ fn anchored_network_without_peers_is_not_remembered() {
 }
 
 #[test]
-fn listed_address_belongs_to_a_node_that_joins_later() {
+fn listed_address_moves_to_node_that_joins_later() {
     let (mut mesh, mut seen) = anchored_tenant();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.9/32"]));
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
-    assert_eq!(mesh.clusters[1].carriers.len(), 2);
-    insert(&mut seen, "late", node(2, 9));
+    assert_eq!(mesh.clusters[1].previous_anchors.len(), 2);
+    insert_node(&mut seen, "late", node(2, 9));
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32", "172.30.2.9/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--late"), own);
-    assert_eq!(status(&mesh_plan, "tenant").len(), 1);
+    assert_eq!(anchored(&mesh_plan, "tenant").len(), 1);
 }
 
 #[test]
@@ -255,7 +260,7 @@ fn exported_pod_in_anchored_shared_network_uses_its_node() {
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
     let shared: IpNet = "10.1.0.0/16".parse().unwrap();
-    assert!(mesh.clusters[0].carriers.contains_key(&shared));
+    assert!(mesh.clusters[0].previous_anchors.contains_key(&shared));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let pod = Pod {
             node: "b".into(),

@@ -1,4 +1,4 @@
-//! Tests that existing objects are kept while the state behind them is not observed, and deleted when it is gone.
+//! Tests that existing objects are kept while the state from which they derive is not observed, and deleted when it is gone.
 
 use super::*;
 
@@ -113,7 +113,7 @@ fn deleted_mesh_and_removed_entry_delete_their_objects() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
-    let here = |seen: &Observations, mesh: &Mesh| {
+    let hub_steps = |seen: &Observations, mesh: &Mesh| {
         let (plan, _) = plan_mesh(mesh, seen);
         names(&diff(
             &plan,
@@ -121,22 +121,22 @@ fn deleted_mesh_and_removed_entry_delete_their_objects() {
             seen.members[&ClusterIdentity::Local].fresh().unwrap(),
         ))
     };
-    let all_gone = vec![
+    let all_deleted = vec![
         (Action::Delete, "m--tenant--x".to_owned()),
         (Action::Delete, "m--tenant".to_owned()),
     ];
     assert_eq!(
-        here(
+        hub_steps(
             &seen,
             &Mesh {
                 deleting: true,
                 ..mesh.clone()
             }
         ),
-        all_gone
+        all_deleted
     );
     assert_eq!(
-        here(
+        hub_steps(
             &seen,
             &Mesh {
                 deleting: true,
@@ -146,9 +146,9 @@ fn deleted_mesh_and_removed_entry_delete_their_objects() {
         ),
         vec![]
     );
-    let mut shrunk = mesh.clone();
-    shrunk.clusters.truncate(1);
-    assert_eq!(here(&seen, &shrunk), all_gone);
+    let mut smaller = mesh.clone();
+    smaller.clusters.truncate(1);
+    assert_eq!(hub_steps(&seen, &smaller), all_deleted);
 }
 
 /// A mesh is absent if it was moved to another hub, or if a person removed its finalizer.
@@ -157,13 +157,13 @@ fn objects_of_an_absent_mesh_are_kept() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
-    let here = seen.members[&ClusterIdentity::Local].fresh().unwrap();
+    let hub = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     let steps = |meshes: &[Mesh]| {
         let plan = plan(meshes, &seen, &Settings::default(), &TestNaming);
-        names(&diff(&plan, &ClusterIdentity::Local, here))
+        names(&diff(&plan, &ClusterIdentity::Local, hub))
     };
     assert_eq!(steps(&[]), vec![]);
-    // Another mesh serves the same networks: its objects replace them.
+    // Another mesh connects the same networks: its objects replace those of the absent mesh.
     let mut other = mesh.clone();
     other.id.name = "n".into();
     assert_eq!(
@@ -175,7 +175,7 @@ fn objects_of_an_absent_mesh_are_kept() {
             (Action::Delete, "m--tenant".to_owned()),
         ]
     );
-    // A mesh with other networks replaces nothing, and gets no Peer with the key of an existing one.
+    // A mesh with other networks replaces nothing, and gets no Peer with the key of an existing Peer.
     let network: IpNet = "10.99.0.0/16".parse().unwrap();
     other.clusters[1].allowed = vec![network];
     assert_eq!(steps(&[other]), vec![(Action::Create, "n--tenant".to_owned())]);
@@ -206,7 +206,7 @@ fn mesh_with_namespaced_state() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// Changes the observations to the state before these namespaces were listed.
+/// Changes the observations as if these namespaces had never been listed.
 fn mark_namespaces_unlisted(seen: &mut Observations) {
     let why = || "it is being read for the first time".to_owned();
     edit(seen, &ClusterIdentity::Local, |m| {
@@ -266,7 +266,7 @@ fn unlisted_namespaces_cause_no_writes() {
     mark_namespaces_unlisted(&mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
     let (_, plan) = plan_mesh(&mesh, &seen);
-    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known, an existing mirrored Service is kept: it is \
+    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known; an existing mirrored Service is kept: it is \
                    being read for the first time";
     let messages: Vec<&str> = plan.egress.iter().map(|grant| &*grant.message).collect();
     assert_eq!(messages, [message, message]);

@@ -1,4 +1,4 @@
-//! Tests which mesh or Node gets a key or prefix in a target if several of them claim it.
+//! Tests which mesh or Node gets a key or prefix in a target if several claim it.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn younger() -> Mesh {
     mesh
 }
 
-fn with_third(public_key: PublicKey) -> Observations {
+fn seen_with_third(public_key: PublicKey) -> Observations {
     let mut seen = seen();
     let node = Node {
         public_key: Claim::Valid(public_key),
@@ -27,7 +27,7 @@ fn plan_of(meshes: &[&Mesh], seen: &Observations) -> Plan {
     plan(&meshes, seen, &Settings::default(), &TestNaming)
 }
 
-/// Writes the plan of all meshes twice, because some objects follow others.
+/// Writes the plan of all meshes twice, because some objects are planned only after others exist.
 fn write_plans(meshes: &[&Mesh], seen: &mut Observations) {
     for _ in 0..2 {
         let plan = plan_of(meshes, seen);
@@ -62,9 +62,9 @@ fn skipped(plan: &Plan, mesh: &Mesh, cluster: &str) -> Vec<(String, Reason, Stri
 }
 
 #[test]
-fn key_of_unseen_member_of_another_mesh_is_not_reused() {
+fn key_of_unobserved_member_of_other_mesh_is_not_reused() {
     let (older, newer) = (two_clusters(), younger());
-    let mut seen = with_third(key(49));
+    let mut seen = seen_with_third(key(49));
     write_plans(&[&older, &newer], &mut seen);
     let before = existing_peers(&seen);
     assert_eq!(
@@ -94,7 +94,7 @@ fn key_of_unseen_member_of_another_mesh_is_not_reused() {
 #[test]
 fn key_planned_by_another_mesh_is_refused_with_reason() {
     let (older, newer) = (two_clusters(), younger());
-    let mut seen = with_third(key(33));
+    let mut seen = seen_with_third(key(33));
     let plan = plan_of(&[&older, &newer], &seen);
     let message = format!(
         "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x of ClusterMesh meshes/m there",
@@ -123,9 +123,9 @@ fn paused_mesh_reserves_no_unwritten_key_or_prefix() {
     older.paused = true;
     let mut seen = seen();
     let plan = plan_of(&[&older, &newer], &seen);
-    let alone = plan_of(&[&newer], &seen);
+    let without_paused = plan_of(&[&newer], &seen);
     // The plan is the same as without the paused mesh: a Peer for every node, and one with the anchored network.
-    assert_eq!(plan.meshes[&newer.id].targets, alone.meshes[&newer.id].targets);
+    assert_eq!(plan.meshes[&newer.id].targets, without_paused.meshes[&newer.id].targets);
     write_plans(&[&older, &newer], &mut seen);
     assert_eq!(existing_peers(&seen), [("n--tenant--x".into(), key(33))]);
 }
@@ -144,10 +144,10 @@ fn existing_peer_of_paused_mesh_keeps_key_and_prefixes() {
     let plan = plan_of(&[&older, &newer], &seen);
     assert_eq!(skipped(&plan, &newer, "tenant"), [], "it is the same node");
 
-    // A node of another cluster that copies its key is refused.
+    // A node of another cluster that copies the key is refused.
     let third = younger();
     seen.members.extend(
-        with_third(key(33))
+        seen_with_third(key(33))
             .members
             .remove(&secret("third"))
             .map(|m| (secret("third"), m)),
@@ -207,7 +207,7 @@ fn paused_mesh_reserves_no_service_name() {
 }
 
 #[test]
-fn copied_key_disconnects_its_owner_only_from_kg() {
+fn copied_key_removes_its_owners_peer_only_for_kg() {
     let mesh = two_clusters();
     let peers = |server: Server| {
         let mut seen = seen();
@@ -235,7 +235,7 @@ fn copied_key_disconnects_its_owner_only_from_kg() {
         vec!["copy".to_owned()],
     );
     assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
-    // kg would permanently drop the node of its own cluster from its mesh.
+    // If a Peer in `tenant` had the key of the Node `copy`, kg would permanently drop this Node from its own mesh.
     assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
     assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
 }

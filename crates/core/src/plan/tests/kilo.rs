@@ -5,7 +5,7 @@ use super::*;
 mod generated;
 
 /// A node that kg serves, with the annotations that kg publishes.
-fn kg(n: u8, granularity: Granularity) -> Node {
+fn kg_node(n: u8, granularity: Granularity) -> Node {
     let node = node(2, n);
     Node {
         server: Server::Kilo,
@@ -19,7 +19,7 @@ fn kg(n: u8, granularity: Granularity) -> Node {
 fn follower(n: u8) -> Node {
     Node {
         wireguard_ip: Claim::Absent,
-        ..kg(n, Granularity::Location)
+        ..kg_node(n, Granularity::Location)
     }
 }
 
@@ -33,7 +33,7 @@ fn stop_kg(node: &mut Node) {
     node.discovered.clear();
 }
 
-/// A mesh of two clusters. The tenant has the nodes `k1`, `k2`, ...; allowedNetworks list their InternalIPs one by one.
+/// A mesh of two clusters. The tenant has the nodes `k1`, `k2`, ...; allowedNetworks list the InternalIPs of `k1` and `k2`.
 fn kilo_tenant(nodes: &[Node]) -> (Mesh, Observations) {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[1]
@@ -60,8 +60,8 @@ fn pending_writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> 
 #[test]
 fn restart_of_kg_causes_no_writes_and_no_facts() {
     for (granularity, nodes) in [
-        ("full", [kg(1, Granularity::Full), kg(2, Granularity::Full)]),
-        ("location", [kg(1, Granularity::Location), follower(2)]),
+        ("full", [kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]),
+        ("location", [kg_node(1, Granularity::Location), follower(2)]),
     ] {
         let (mesh, mut seen) = kilo_tenant(&nodes);
         write_plan(&mesh, &mut seen);
@@ -89,10 +89,10 @@ fn restart_of_kg_causes_no_writes_and_no_facts() {
     }
 }
 
-/// wg-agent serves the other node, so only the restarting node shows that kg runs in this member.
+/// wg-agent serves the other node, so the restarting node is the only one that shows that kg runs in this member.
 #[test]
 fn restart_of_the_only_kg_causes_no_writes() {
-    let mut nodes = [kg(1, Granularity::Full), kg(2, Granularity::Full)];
+    let mut nodes = [kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)];
     nodes[1].server = Server::Agent;
     let (mesh, mut seen) = kilo_tenant(&nodes);
     write_plan(&mesh, &mut seen);
@@ -104,7 +104,7 @@ fn restart_of_the_only_kg_causes_no_writes() {
 
 #[test]
 fn internal_ip_is_never_in_the_peer_of_another_node() {
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     // k2 has never published anything.
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
@@ -118,7 +118,7 @@ fn internal_ip_is_never_in_the_peer_of_another_node() {
 
 #[test]
 fn location_with_policy_mode_agents_has_one_leader() {
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), follower(2)]);
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Location), follower(2)]);
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::AgentPolicy);
     });
@@ -134,7 +134,7 @@ fn location_with_policy_mode_agents_has_one_leader() {
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), net_set(&expected));
 }
 
-/// The tenant's nodes: (those with a Peer in the hub, held ones, skipped ones).
+/// The tenant's nodes: (nodes with a Peer in the hub, held nodes, skipped nodes).
 fn outcome(mesh_plan: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
     let report = &mesh_plan.clusters["tenant"];
     let held = report.held.keys().map(String::as_str).collect();
@@ -148,10 +148,10 @@ fn outcome(mesh_plan: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) 
 
 #[test]
 fn silent_leader_is_replaced() {
-    // kg on k1 died. The other kg elected k2, which now has the WireGuard address that is still in k1's annotation.
-    let mut elected = kg(2, Granularity::Location);
-    elected.wireguard_ip = kg(1, Granularity::Location).wireguard_ip;
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), elected, follower(3)]);
+    // kg on k1 is dead. The other nodes' kg elected k2, which has the WireGuard address that is still in k1's annotation.
+    let mut elected = kg_node(2, Granularity::Location);
+    elected.wireguard_ip = kg_node(1, Granularity::Location).wireguard_ip;
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Location), elected, follower(3)]);
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().silent = true
     });
@@ -166,7 +166,7 @@ fn silent_leader_is_replaced() {
         "172.30.2.2/32",
     ];
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), net_set(&expected));
-    // The new leader restarts while the annotations of the dead one still exist.
+    // kg on the new leader restarts while the annotations of the dead node still exist.
     write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
@@ -177,7 +177,7 @@ fn silent_leader_is_replaced() {
 #[test]
 fn leader_is_chosen_in_the_order_of_kg() {
     let leader_after = |change: fn(&mut BTreeMap<String, Node>)| {
-        let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg(n, Granularity::Location)));
+        let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg_node(n, Granularity::Location)));
         edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         outcome(&mesh_plan).0.join(" ")
@@ -216,7 +216,7 @@ fn leader_is_chosen_in_the_order_of_kg() {
 
 #[test]
 fn address_of_silent_node_goes_to_the_active_one() {
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     write_plan(&mesh, &mut seen);
     // kg removed k1 from its topology and gave its address to k2.
     edit(&mut seen, &secret("tenant"), |m| {
@@ -225,7 +225,7 @@ fn address_of_silent_node_goes_to_the_active_one() {
     assert_eq!(
         outcome(&plan_mesh(&mesh, &seen).1),
         (vec!["k1", "k2"], vec!["k2"], vec![]),
-        "both check in, so kg may be renumbering"
+        "kg checks in for both nodes, so it may be assigning new addresses"
     );
     let silent = |held_for| {
         let mut seen = seen.clone();
@@ -237,18 +237,18 @@ fn address_of_silent_node_goes_to_the_active_one() {
     };
     let (mesh_plan, later) = (silent(None), silent(Some(HOLD)));
     assert_eq!(outcome(&mesh_plan), (vec!["k1", "k2"], vec!["k1"], vec![]));
-    let living = net_set(&["10.2.2.0/24", "100.66.2.1/32", "172.30.2.2/32"]);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), living);
+    let prefixes_of_k2 = net_set(&["10.2.2.0/24", "100.66.2.1/32", "172.30.2.2/32"]);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), prefixes_of_k2);
     assert_eq!(
         outcome(&later),
         (vec!["k2"], vec![], vec![("k1", Reason::WGIPDuplicate)])
     );
-    assert_eq!(*allowed(&later, "mgmt", "m--tenant--k2"), living);
+    assert_eq!(*allowed(&later, "mgmt", "m--tenant--k2"), prefixes_of_k2);
 }
 
 #[test]
 fn anchor_moves_from_a_silent_to_an_active_node() {
-    let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let (mut mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     let service: IpNet = "10.97.0.0/16".parse().unwrap();
     mesh.clusters[1].allowed.push(service);
     write_plan(&mesh, &mut seen);
@@ -306,8 +306,8 @@ fn held_nodes_are_reported_after_half_a_minute() {
             _ => None,
         })
     };
-    let gone = BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), Reason::NodeNoPublicKey)));
-    assert_eq!([at(1), at(29), at(30)], [None, None, Some(("mgmt".to_owned(), gone))]);
+    let held = BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), Reason::NodeNoPublicKey)));
+    assert_eq!([at(1), at(29), at(30)], [None, None, Some(("mgmt".to_owned(), held))]);
 
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("x").unwrap();
@@ -321,7 +321,7 @@ fn held_nodes_are_reported_after_half_a_minute() {
 
 #[test]
 fn node_without_kg_check_in_is_reported() {
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     assert_eq!(degraded(&plan_mesh(&mesh, &seen).1).0, "AllServed");
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().silent = true
@@ -330,7 +330,7 @@ fn node_without_kg_check_in_is_reported() {
                    annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
                    run any more, remove its annotations";
     assert_eq!(degraded(&plan_mesh(&mesh, &seen).1), ("KgSilent", message.to_owned()));
-    // Annotations that kg left behind do not matter on a node that an agent in full mode serves.
+    // On a node that an agent in full mode serves, annotations that kg left behind are ignored.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().server = Server::Agent
     });
@@ -338,33 +338,33 @@ fn node_without_kg_check_in_is_reported() {
 }
 
 #[test]
-fn omitted_internal_ip_for_kg_is_reported() {
-    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
-    let unserved = |seen: &Observations| {
+fn internal_ip_omitted_from_peer_for_kg_is_reported() {
+    let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
+    let omitted = |seen: &Observations| {
         let (_, mesh_plan) = plan_mesh(&mesh, seen);
         mesh_plan.facts.into_iter().find_map(|fact| match fact {
             Fact::HostNetworkNotServed { cluster, target, nodes } => Some((cluster, target, nodes)),
             _ => None,
         })
     };
-    assert_eq!(unserved(&seen), None, "wg-agent serves the target");
+    assert_eq!(omitted(&seen), None, "wg-agent serves the target");
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
     });
     let both = BTreeSet::from(["k1", "k2"].map(str::to_owned));
-    assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), both)));
+    assert_eq!(omitted(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), both)));
     // k1 has another endpoint.
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("k1").unwrap();
         node.force_endpoint = Claim::Valid(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));
     });
     let one = BTreeSet::from(["k2".to_owned()]);
-    assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), one)));
+    assert_eq!(omitted(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), one)));
 }
 
 #[test]
 fn quarantine_fact_names_targets_that_remove_peers() {
-    let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
+    let (mut mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full)]);
     let message = |mesh: &Mesh, seen: &Observations| {
         let (_, mesh_plan) = plan_mesh(mesh, seen);
         let fact = mesh_plan.facts.iter().find_map(|fact| match fact {
@@ -374,11 +374,12 @@ fn quarantine_fact_names_targets_that_remove_peers() {
         (fact.unwrap(), mesh_plan.targets["tenant"].peers.len())
     };
     mesh.clusters[0].quarantine = true;
-    let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";
-    let but = format!("{whole}, except its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
-    assert_eq!(message(&mesh, &seen), (but, 0));
+    let all_kept = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";
+    let some_removed =
+        format!("{all_kept}, except its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
+    assert_eq!(message(&mesh, &seen), (some_removed, 0));
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().server = Server::Agent
     });
-    assert_eq!(message(&mesh, &seen), (whole.to_owned(), 2));
+    assert_eq!(message(&mesh, &seen), (all_kept.to_owned(), 2));
 }

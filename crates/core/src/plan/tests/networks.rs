@@ -30,7 +30,7 @@ fn anchor_moves_only_when_it_is_not_eligible() {
         );
     });
     write_plan(&mesh, &mut later);
-    assert_eq!(anchors(&later), first, "a new node does not become the anchor");
+    assert_eq!(anchors(&later), first, "a new node does not replace the anchor");
 
     let anchor = first[0].rsplit("--").next().unwrap().to_owned();
     edit(&mut later, &ClusterIdentity::Local, |m| {
@@ -89,7 +89,7 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
                 .any(|f| matches!(f, Fact::NetworksOverlap { lost: false, .. }))
         );
     }
-    // An entry that grows into networks of the other one is refused, and keeps the networks that it had.
+    // An entry whose new networks overlap those of another entry is refused, and keeps the networks that it had.
     newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
     newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
     older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);
@@ -233,7 +233,7 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(mesh_plan.targets["tenant"].services, BTreeMap::new());
     assert!(
-        mesh_plan.egress[0].message.contains("not ours"),
+        mesh_plan.egress[0].message.contains("already exists"),
         "{}",
         mesh_plan.egress[0].message
     );

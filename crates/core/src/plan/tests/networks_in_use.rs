@@ -14,7 +14,7 @@ fn in_use(mesh: &Mesh, seen: &Observations) -> Vec<(String, String)> {
 }
 
 #[test]
-fn node_addresses_in_anothers_network_are_reported_once() {
+fn node_addresses_in_other_members_network_are_reported_once() {
     let mesh = two_clusters();
     let mut seen = seen();
     assert_eq!(in_use(&mesh, &seen), []);
@@ -45,7 +45,7 @@ fn node_addresses_in_anothers_network_are_reported_once() {
 }
 
 #[test]
-fn kg_wireguard_network_around_anothers_network_is_reported() {
+fn kg_network_that_contains_other_members_network_is_reported() {
     let mesh = two_clusters();
     let reported_with = |server: Server| {
         let mut seen = seen();
@@ -56,7 +56,7 @@ fn kg_wireguard_network_around_anothers_network_is_reported() {
         });
         in_use(&mesh, &seen)
     };
-    // kg routes the whole WireGuard network into its interface, wg-agent only its own address.
+    // kg routes the whole WireGuard network into its interface, wg-agent only the node's own address.
     let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
                    addresses are lost or enter the mesh. Give this cluster another network";
     assert_eq!(reported_with(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);

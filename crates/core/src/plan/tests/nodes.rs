@@ -1,4 +1,4 @@
-//! Tests the Peer that a node gets in other members: addresses, endpoint, granularity.
+//! Tests the Peer of a node in other members: addresses, endpoint, granularity.
 
 use super::*;
 
@@ -24,8 +24,8 @@ fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
 #[test]
 fn node_with_invalid_claim_is_skipped_with_reason() {
     let mesh = two_clusters();
-    type Spoil = fn(&mut Node);
-    let table: [(Reason, Spoil); 8] = [
+    type MakeInvalid = fn(&mut Node);
+    let table: [(Reason, MakeInvalid); 8] = [
         (Reason::NodePodCIDROutOfRange, |n| {
             n.pod_cidrs = vec![Claim::Valid("0.0.0.0/0".parse().unwrap())]
         }),
@@ -43,11 +43,11 @@ fn node_with_invalid_claim_is_skipped_with_reason() {
             n.force_endpoint = Claim::Valid(Endpoint::Ip("127.0.0.1:51820".parse().unwrap()));
         }),
     ];
-    for (reason, spoil) in table {
+    for (reason, make_invalid) in table {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| {
             let mut bad = node(2, 2);
-            spoil(&mut bad);
+            make_invalid(&mut bad);
             m.nodes.insert("bad".into(), bad);
         });
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
@@ -77,9 +77,9 @@ fn endpoint_in_target_networks_needs_endpoint_networks() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let spec = &mesh_plan.targets["mgmt"].peers["m--tenant--x"].spec;
     assert_eq!((spec.endpoint.clone(), spec.persistent_keepalive), (None, 25));
-    let back = &mesh_plan.targets["tenant"].peers["m--mgmt--a"].spec;
+    let reverse = &mesh_plan.targets["tenant"].peers["m--mgmt--a"].spec;
     assert_eq!(
-        back.persistent_keepalive, 25,
+        reverse.persistent_keepalive, 25,
         "a node without an endpoint must keep its NAT binding alive"
     );
 
@@ -95,9 +95,9 @@ fn peer_for_kg_omits_internal_ip_that_is_its_endpoint() {
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.1/32"]));
     let mut seen = seen();
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
-    let whole = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), whole);
-    // A Node that has just joined publishes nothing yet. It does not count as served by kg.
+    let with_internal_ip = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), with_internal_ip);
+    // A Node that has just joined and publishes nothing yet does not count as served by kg.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.insert(
             "new".into(),
@@ -108,7 +108,7 @@ fn peer_for_kg_omits_internal_ip_that_is_its_endpoint() {
         );
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), whole);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), with_internal_ip);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::Kilo)
     });
@@ -168,7 +168,7 @@ fn masqueraded_member_exposes_only_wireguard_addresses() {
 }
 
 #[test]
-fn masqueraded_policy_keeps_networks_of_unseen_nodes() {
+fn masqueraded_policy_keeps_networks_of_unobserved_nodes() {
     let mut mesh = two_clusters();
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     let mut seen = seen();
@@ -187,13 +187,13 @@ fn masqueraded_policy_keeps_networks_of_unseen_nodes() {
     assert_eq!(
         policy(&blank),
         before,
-        "its annotations are missing, and its Peer is held"
+        "the Node's annotations are missing, and the Node is held"
     );
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     assert_eq!(
         policy(&seen),
         before,
-        "it was not observed since the controller started"
+        "the member was not observed since the controller started"
     );
 }

@@ -1,9 +1,9 @@
-//! Tests that each key, prefix and object has one owner among meshes, hubs and people.
+//! Tests that each key, prefix and object has one owner: a mesh, another hub or a person.
 
 use super::*;
 
 #[test]
-fn peer_of_old_operator_is_adopted_by_changing_labels() {
+fn predecessor_peer_is_adopted_by_changing_labels() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -28,7 +28,7 @@ fn peer_of_old_operator_is_adopted_by_changing_labels() {
 fn foreign_peer_keeps_its_name_key_and_prefixes() {
     let mesh = two_clusters();
     let mut seen = seen();
-    let theirs = |n: u8, net: &str| ObservedPeer {
+    let foreign_peer = |n: u8, net: &str| ObservedPeer {
         owner: Owner::default(),
         spec: Ok(PeerSpec {
             public_key: key(n),
@@ -43,7 +43,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
         m.peers
             .as_mut()
             .unwrap()
-            .insert("m--tenant--x".into(), theirs(99, "10.2.1.0/24"));
+            .insert("m--tenant--x".into(), foreign_peer(99, "10.2.1.0/24"));
     });
     let (plan, _) = plan_mesh(&mesh, &seen);
     let steps = diff(
@@ -55,14 +55,14 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
     assert_eq!(peers.len(), 1);
     assert_eq!(peers[0].item.name(), "m--tenant--x-meshes");
     let Item::Peer(_, Some(spec)) = &peers[0].item else {
-        panic!("a Peer")
+        panic!("expected a Peer")
     };
     assert_eq!(spec.allowed_ips, net_set(&["100.66.2.1/32"]));
 
     // The second name may be taken, too.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let peers = m.peers.as_mut().unwrap();
-        peers.insert("m--tenant--x-meshes".into(), theirs(98, "10.2.1.0/24"));
+        peers.insert("m--tenant--x-meshes".into(), foreign_peer(98, "10.2.1.0/24"));
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let names: Vec<_> = mesh_plan.targets["mgmt"].peers.keys().collect();
@@ -72,7 +72,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
         m.peers
             .as_mut()
             .unwrap()
-            .insert("laptop".into(), theirs(33, "192.0.2.1/32"));
+            .insert("laptop".into(), foreign_peer(33, "192.0.2.1/32"));
     });
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
@@ -104,33 +104,35 @@ fn copied_key_stays_with_the_local_cluster() {
 
 // threat: key-of-silent-member
 #[test]
-fn copied_key_stays_with_an_unseen_owner() {
+fn copied_key_stays_with_an_unobserved_owner() {
     let mut mesh = two_clusters();
-    mesh.clusters
-        .insert(1, entry("evil", secret("evil"), &["10.3.0.0/16", "100.66.3.0/24"]));
+    mesh.clusters.insert(
+        1,
+        entry("hostile", secret("hostile"), &["10.3.0.0/16", "100.66.3.0/24"]),
+    );
     let mut seen = seen();
-    seen.members.insert(secret("evil"), Observation::Fresh(member(&[])));
+    seen.members.insert(secret("hostile"), Observation::Fresh(member(&[])));
     write_plan(&mesh, &mut seen);
     let copy = Node {
         public_key: Claim::Valid(key(33)),
         ..node(3, 1)
     };
-    edit(&mut seen, &secret("evil"), |m| {
+    edit(&mut seen, &secret("hostile"), |m| {
         m.nodes.insert("e".into(), copy);
     });
-    // The controller restarts, and the victim's API server does not answer yet.
-    let victim = seen
+    // The controller restarts, and the API server of the key's owner does not answer yet.
+    let owner = seen
         .members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()))
         .unwrap();
     let before = seen.members[&ClusterIdentity::Local].fresh().unwrap().peers.clone();
     write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
-    seen.members.insert(secret("tenant"), victim);
+    seen.members.insert(secret("tenant"), owner);
     write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
-    let skipped: Vec<_> = mesh_plan.clusters["evil"]
+    let skipped: Vec<_> = mesh_plan.clusters["hostile"]
         .skipped
         .iter()
         .map(|s| (s.node.as_str(), s.reason))
@@ -140,7 +142,7 @@ fn copied_key_stays_with_an_unseen_owner() {
 }
 
 #[test]
-fn key_of_existing_peer_of_unseen_member_is_not_reused() {
+fn existing_peer_key_of_unobserved_member_is_not_reused() {
     let mut mesh = two_clusters();
     mesh.clusters
         .push(entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]));
@@ -180,7 +182,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         });
         let mut owners = BTreeMap::new();
         for (node, mesh) in peers {
-            assert_eq!(owners.insert(node, mesh), None, "one key, one Peer");
+            assert_eq!(owners.insert(node, mesh), None, "a key has more than one Peer");
         }
         let carriers = plan
             .meshes
@@ -190,7 +192,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         assert_eq!(
             carriers.filter(|peer| peer.spec.allowed_ips.contains(&service)).count(),
             1,
-            "one carrier"
+            "an anchored network has one anchor"
         );
         owners
     };
@@ -281,7 +283,7 @@ fn objects_of_another_hub_are_not_changed() {
             .map(|s| (s.action, s.item.name(), s.fields))
             .collect::<Vec<_>>()
     };
-    assert_eq!(touched(&mesh), vec![], "its key is taken, so no Peer is created either");
+    assert_eq!(touched(&mesh), vec![], "the node's key is taken, so no Peer is created");
     assert_eq!(
         touched(&Mesh {
             deleting: true,

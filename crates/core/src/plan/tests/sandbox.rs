@@ -1,4 +1,4 @@
-//! Tests the objects planned in the target and in the sandbox: a sandbox reaches only the Services granted to it.
+//! Tests the objects that are planned for a sandbox, in the target and in the sandbox: it reaches only the Services granted to it.
 
 use super::*;
 use crate::{
@@ -112,8 +112,8 @@ pub(super) fn mesh_with_sandbox() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// The closed policy for `nb` in `mgmt`, planned until the old Peers of `nb` there are deleted.
-fn closed() -> PolicySpec {
+/// The closed policy for `nb` in `mgmt`, which is planned until the old Peers of `nb` in `mgmt` are deleted.
+fn closed_policy() -> PolicySpec {
     PolicySpec {
         sources: net_set(&["100.66.3.0/24"]),
         networks: net_set(&["100.66.3.0/24"]),
@@ -136,7 +136,7 @@ fn granted(mesh: &Mesh, seen: &Observations) -> Vec<GrantedPort> {
     granted
 }
 
-fn of_postgres(port: &str) -> GrantedPort {
+fn postgres_grant(port: &str) -> GrantedPort {
     GrantedPort {
         service: postgres(),
         port: port.into(),
@@ -187,7 +187,7 @@ fn sandboxes_and_standard_members_are_not_connected() {
 }
 
 #[test]
-fn malformed_endpoint_does_not_cost_a_sandbox_node_its_access() {
+fn sandbox_node_with_malformed_endpoint_keeps_access() {
     let (mesh, mut seen) = mesh_with_sandbox();
     let before = planned_access(&mesh, &seen);
     edit(&mut seen, &secret("nb"), |m| {
@@ -211,7 +211,7 @@ fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
         edit(&mut seen, &ClusterIdentity::Local, change);
         write_plan(&mesh, &mut seen);
         let (_, plan) = plan_mesh(&mesh, &seen);
-        assert_eq!(granted(&mesh, &seen), [of_postgres("pg")]);
+        assert_eq!(granted(&mesh, &seen), [postgres_grant("pg")]);
         assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
         assert!(plan.egress[0].ready, "{}", message(&plan));
     }
@@ -253,7 +253,7 @@ fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     assert_eq!(planned_access(&mesh, &seen).nodes.len(), 0);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
-    // While the Node that owns the key publishes none, the sandbox gets the key. It loses it when the Node publishes it again.
+    // While the Node that owns the key publishes no key, the sandbox gets it. The sandbox loses it when the Node publishes it again.
     let mut without_key = seen.clone();
     edit(&mut without_key, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
@@ -285,7 +285,7 @@ fn duplicate_key_stays_with_sandbox_that_uses_it() {
     node.public_key = Claim::Valid(*own.keys().next().unwrap());
     seen.members
         .insert(secret("copy"), Observation::Fresh(member(&[("s", node)])));
-    // Also while the owner is not observed.
+    // The owner keeps the key even while it is not observed.
     for unseen in [false, true] {
         if unseen {
             seen.members

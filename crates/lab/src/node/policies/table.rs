@@ -1,9 +1,8 @@
 //! Renders the NetworkPolicies that apply to one node's pods as a script for `nft -f`.
 //!
-//! The semantics are those of `kubectl explain networkpolicy`: a pod that a policy selects accepts, in that policy's
-//! directions, only what some policy that selects it allows, and replies. A packet to a ClusterIP is matched after
-//! DNAT, by the pod's address. Packets from a pod to its own node are matched as well; packets from the node to its
-//! pods always pass.
+//! The semantics are those of `kubectl explain networkpolicy`: if policies of a direction select a pod, then only replies
+//! and packets that one of these policies allows pass in that direction. A packet to a ClusterIP is matched after DNAT, by
+//! the pod's address. Packets from a pod to its own node are matched as well; packets from the node to its pods always pass.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -18,7 +17,7 @@ use kube::core::{Selector, SelectorExt};
 
 use super::Objects;
 
-/// All objects of the cluster on which policies depend.
+/// All objects of the cluster from which the table is rendered.
 pub(super) struct ClusterObjects<'a> {
     pub(super) policies: &'a Objects<NetworkPolicy>,
     pub(super) pods: &'a Objects<Pod>,
@@ -39,7 +38,7 @@ impl Direction {
         }
     }
 
-    /// The fields of a packet with the address of the selected pod, and with the address of its peer.
+    /// The nft fields with the address of the selected pod and with the address of the pod's peer.
     const fn address_fields(self) -> (&'static str, &'static str) {
         match self {
             Self::Egress => ("saddr", "daddr"),
@@ -48,7 +47,7 @@ impl Direction {
     }
 }
 
-/// A running pod that has addresses of its own.
+/// A running pod that has its own addresses.
 struct AddressedPod<'a> {
     pod: &'a Pod,
     addresses: Vec<IpAddr>,
@@ -115,7 +114,7 @@ impl<'a> ClusterObjects<'a> {
         })
     }
 
-    /// Match expressions; a packet that matches one of them passes.
+    /// Match expressions of a policy. A packet that matches one of them passes.
     fn rules(
         &self,
         local: &AddressedPod<'_>,
@@ -141,7 +140,7 @@ impl<'a> ClusterObjects<'a> {
         out
     }
 
-    /// Match expressions for the addresses that these peers select, each with its pod, if it is one.
+    /// Match expressions for the addresses that these peers select, each with the pod that has the address, if any.
     fn peers(
         &self,
         peers: &[NetworkPolicyPeer],
@@ -237,14 +236,14 @@ fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<S
     }
 }
 
-/// A missing or empty selector matches everything, an invalid one nothing.
+/// Whether the selector matches. A missing or empty selector matches all labels, an invalid selector none.
 fn selected(selector: Option<&LabelSelector>, labels: Option<&BTreeMap<String, String>>) -> bool {
     let none = BTreeMap::new();
     let selector = selector.cloned().unwrap_or_default();
     Selector::try_from(selector).is_ok_and(|selector| selector.matches(labels.unwrap_or(&none)))
 }
 
-/// `None` = the pod has no address, uses the host's network, or has ended, so that its address may be reused.
+/// `None` = the pod has no address, uses the host's network, or has terminated, so that its address may be reused.
 fn addressed(pod: &Pod) -> Option<AddressedPod<'_>> {
     let status = pod.status.as_ref()?;
     let has_ended = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));

@@ -1,23 +1,22 @@
 //! Finds, creates, configures and removes the WireGuard interface over rtnetlink.
 //!
-//! An interface belongs to the agent if its alias says so ([`ALIAS`]). The kernel accepts no alias when it creates a
-//! link. So a link is created as [`UNFINISHED`] and gets its real name last: under that name, a device is always
-//! complete.
+//! An interface belongs to the agent if its alias is [`ALIAS`]. The kernel accepts no alias when it creates a link. So a
+//! link is created as [`TEMPORARY_NAME`] and gets its real name last: a link with the real name is always complete.
 
 use clustermesh_netlink::{Error, Socket, link};
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use crate::device::ALIAS;
 
-/// The name of a link while it is created; 15 characters.
-const UNFINISHED: &str = "clustermesh-new";
+/// The name of a link until it is configured. 15 characters is the longest name that the kernel accepts.
+const TEMPORARY_NAME: &str = "clustermesh-new";
 
 /// An existing link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Link {
     pub(super) index: u32,
     pub(super) kind: Kind,
-    /// Whether its alias is the agent's.
+    /// Whether its alias is [`ALIAS`].
     pub(super) is_ours: bool,
     pub(super) mtu: u32,
     pub(super) is_up: bool,
@@ -51,13 +50,13 @@ pub(super) fn by_index(socket: &Socket, index: u32) -> Result<Option<Link>, Erro
 /// Creates a WireGuard link, down, with a temporary name, and returns its index. `EOPNOTSUPP` = this kernel has no
 /// WireGuard. If it is a module, the kernel loads it.
 pub(super) fn create(socket: &Socket) -> Result<u32, Error> {
-    // Left by a process that was killed while it created a link.
-    if let Some(left) = by_name(socket, UNFINISHED)?
-        && left.kind == Kind::Wireguard
+    // A process that was killed while it created a link leaves this one.
+    if let Some(leftover) = by_name(socket, TEMPORARY_NAME)?
+        && leftover.kind == Kind::Wireguard
     {
-        link::delete(socket, left.index)?;
+        link::delete(socket, leftover.index)?;
     }
-    let index = link::create(socket, UNFINISHED, InfoKind::Wireguard)?;
+    let index = link::create(socket, TEMPORARY_NAME, InfoKind::Wireguard)?;
     link::set(socket, index, vec![LinkAttribute::IfAlias(ALIAS.to_owned())])?;
     Ok(index)
 }

@@ -1,14 +1,14 @@
 //! Encodes peer changes as WireGuard netlink messages (linux/wireguard.h). Each change touches only the peers that it
 //! names.
 //!
-//! Three workarounds for what the netlink interface lacks:
-//! - **Removing one allowed IP.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves it
+//! The netlink interface lacks three operations, which have workarounds:
+//! - **Remove one allowed IP.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves the peer
 //!   without any for a moment. So the allowed IP moves to a temporary peer, which the same message removes.
-//! - **Starting a handshake.** Turning keepalive on sends a keepalive at once, which needs a handshake if there is no
-//!   session. So the message sets keepalive off, on, and to its configured value. Sending a packet into the tunnel
+//! - **Start a handshake.** Turning persistent keepalive on sends a keepalive at once, which starts a handshake if there
+//!   is no session. So the message turns it off, on, and sets its configured value. Sending a packet into the tunnel
 //!   instead would need an exception in the firewall.
-//! - **Using a new preshared key at once.** The kernel uses it from the next handshake on, up to two minutes later. So
-//!   one message removes the peer and adds it again; it loses its session and its counters.
+//! - **Use a new preshared key at once.** The kernel uses it from the next handshake on, up to two minutes later. So the
+//!   peer is removed and added again. It loses its session and its counters.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ use std::{
     num::NonZeroU16,
 };
 
-use clustermesh_agent_core::device::{Ledger, PeerChange, PeerSpec, PeerUpdate, Peers};
+use clustermesh_agent_core::device::{IndexedPeers, PeerChange, PeerSpec, PeerUpdate, Peers};
 use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
 use netlink_packet_core::Nla;
@@ -26,32 +26,32 @@ use netlink_packet_wireguard::{
 };
 use sha2::{Digest, Sha256};
 
-/// Bytes of peer entries in one message, so that it fits into a page together with headers.
+/// The maximum size of the peer entries in one message, so that they fit into a page together with the headers.
 const MESSAGE_BYTES: usize = 2_000;
-/// Allowed IPs in one entry; a peer with more has several entries.
+/// The limit of allowed IPs in one entry; a peer with more has several entries.
 const ALLOWED_IPS_PER_ENTRY: usize = 40;
 
 /// The live endpoint of each peer, which may differ from the configured one.
 pub(super) type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
-/// The messages with the entries that apply `changes` to a device that has `peers`.
+/// Encodes `changes` as messages for a device that has `peers`.
 pub(super) fn plan(peers: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
     let mut peers = peers.clone();
-    let mut ledger = Ledger::new(&mut peers);
+    let mut indexed = IndexedPeers::new(&mut peers);
     for change in changes {
-        let before = ledger.peers().get(change.key()).map(|spec| spec.allowed_ips.clone());
-        let known = before.is_some();
-        ledger.apply(change);
+        let before = indexed.peers().get(change.key()).map(|spec| spec.allowed_ips.clone());
+        let exists = before.is_some();
+        indexed.apply(change);
         match change {
             PeerChange::Add(key, spec) => {
-                if known {
+                if exists {
                     entries.push(remove_entry(key));
                 }
                 add_peer(key, spec, spec.endpoint, &mut entries);
             }
             PeerChange::Update(key, update) => {
-                let Some((spec, before)) = ledger.peers().get(key).zip(before) else {
+                let Some((spec, before)) = indexed.peers().get(key).zip(before) else {
                     continue;
                 };
                 if update.preshared_key.is_some() {
@@ -63,14 +63,14 @@ pub(super) fn plan(peers: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) 
                     update_peer(key, spec, update, removed, &mut entries);
                 }
             }
-            PeerChange::Remove(key) if known => entries.push(remove_entry(key)),
+            PeerChange::Remove(key) if exists => entries.push(remove_entry(key)),
             PeerChange::Remove(_) => {}
         }
     }
     messages(entries)
 }
 
-/// Messages that start a handshake with every peer that has an endpoint.
+/// Encodes messages that start a handshake with every peer that has an endpoint.
 pub(super) fn start_handshakes(peers: &Peers) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
     for (key, spec) in peers.iter().filter(|(_, spec)| spec.endpoint.is_some()) {
@@ -88,7 +88,7 @@ fn add_peer(key: &PublicKey, spec: &PeerSpec, endpoint: Option<SocketAddr>, entr
         first.push(Attribute::PresharedKey(*secret.expose()));
     }
     first.extend(endpoint.map(Attribute::Endpoint));
-    // A peer without an endpoint cannot send, so its keepalive is set to the final value.
+    // No handshake can be started with a peer without an endpoint, so its keepalive is set to the final value.
     if endpoint.is_none() {
         first.push(Attribute::PersistentKeepalive(seconds(spec.keepalive)));
     }
@@ -117,8 +117,8 @@ fn update_peer(
     } = update;
     if !removed.is_empty() {
         let temporary = temporary_key(key);
-        let taken = chunks(&removed).into_iter();
-        entries.extend(taken.map(|chunk| WireguardPeer(vec![Attribute::PublicKey(*temporary.as_bytes()), chunk])));
+        let moved = chunks(&removed).into_iter();
+        entries.extend(moved.map(|chunk| WireguardPeer(vec![Attribute::PublicKey(*temporary.as_bytes()), chunk])));
         entries.push(remove_entry(&temporary));
     }
     if let Some(endpoint) = endpoint {
@@ -137,7 +137,7 @@ fn update_peer(
     );
 }
 
-/// Sets keepalive off, on, and to its configured value: turning it on sends a packet.
+/// Turns persistent keepalive off and on, which sends a packet, and sets its configured value.
 fn toggle_keepalive(key: &PublicKey, keepalive: Option<NonZeroU16>, entries: &mut Vec<WireguardPeer>) {
     let on = keepalive.or(NonZeroU16::new(25));
     let mut values = vec![0, seconds(on)];
@@ -169,9 +169,9 @@ fn remove_entry(key: &PublicKey) -> WireguardPeer {
     WireguardPeer(attributes.into())
 }
 
-/// The key of the temporary peer to which allowed IPs of `key` move. No private key for it is known.
+/// The key of the temporary peer to which allowed IPs of `key` move. It is a hash, so nobody has its private key.
 fn temporary_key(key: &PublicKey) -> PublicKey {
-    let digest = Sha256::new_with_prefix("clustermesh wg-agent heir")
+    let digest = Sha256::new_with_prefix("clustermesh wg-agent temporary peer")
         .chain_update(key.as_bytes())
         .finalize();
     PublicKey::new(digest.into())
@@ -196,8 +196,8 @@ fn allowed_ip(net: &IpNet) -> WireguardAllowedIp {
     ])
 }
 
-/// Splits entries into messages. Their order is kept, and the kernel handles messages in order, so a split changes
-/// nothing.
+/// Splits entries into messages and keeps their order. The kernel handles messages in order, so the result is the same as
+/// with one message.
 fn messages(entries: Vec<WireguardPeer>) -> Vec<Vec<WireguardPeer>> {
     let mut messages: Vec<Vec<WireguardPeer>> = Vec::new();
     let mut room = 0;

@@ -1,9 +1,9 @@
-//! The kernel's WireGuard as a [`Device`]: manages the interface over rtnetlink and the configuration over generic
-//! netlink.
+//! Implements [`Device`] with the kernel's WireGuard: manages the interface over rtnetlink and the configuration over
+//! generic netlink.
 //!
-//! The device outlives the process: dropping it leaves the tunnels working, and the next process takes it over with
-//! sessions, counters and the endpoints that peers roamed to. A request is a system call that the kernel answers before
-//! it returns, so there is no thread and no task.
+//! The kernel device outlives the process: the tunnels keep working, and the next process takes the device over with its
+//! sessions, counters and live endpoints. The kernel answers a netlink request before the system call returns, so no
+//! thread and no task is needed.
 
 mod link;
 mod messages;
@@ -38,13 +38,14 @@ pub struct Kernel {
     interface: String,
     index: u32,
     configuration: Configuration,
-    /// For the interface.
+    /// The rtnetlink socket.
     links: Socket,
-    /// For the configuration.
+    /// The generic netlink socket.
     wireguard: Socket,
+    /// The id of WireGuard's generic netlink family.
     family: u16,
-    /// The peers as last configured or observed. Endpoints are the configured ones, which the kernel forgets when a
-    /// peer roams; for a peer of an earlier process, the one it had when this process took over.
+    /// The peers as last configured or observed, with their configured endpoints, which the kernel forgets when a peer
+    /// roams. A peer that an earlier process configured has the endpoint that it had when this process took over.
     configured: Mutex<Peers>,
 }
 
@@ -52,31 +53,32 @@ impl Kernel {
     /// Creates the interface, or takes over the one of an earlier process, and brings it up.
     ///
     /// # Errors
-    /// [`DeviceError::NoKernelWireguard`]; the name belongs to another program's interface; the port is taken. Nothing
-    /// new is left behind then, and existing state stays.
+    /// [`DeviceError::NoKernelWireguard`]; an interface of another program has this name; the port is in use. After an
+    /// error, nothing new is left behind, and existing state stays.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         let links = open_links()?;
         let adopted = match find_link(&links, interface)? {
             Some(link) if !link.is_ours => return Err(DeviceError::Exists(interface.to_owned())),
             Some(link) if link.kind == Kind::Wireguard => Some(link),
             other => {
-                // First, so that on a kernel without WireGuard the userspace backend's interface stays.
+                // On a kernel without WireGuard this fails, and the interface of the userspace backend stays.
                 let made = link::create(&links).map_err(|source| no_wireguard(interface, source))?;
                 if other.is_some() {
                     if let Err(error) = userspace::remove_interface(interface) {
                         let _ = netlink_link::delete(&links, made);
                         return Err(error);
                     }
-                    // boringtun counts the leap seconds in, the kernel does not; peers take an older timestamp for a replay.
+                    // boringtun's TAI64N timestamps include 27 leap seconds, the kernel's do not. Peers reject an older timestamp
+                    // as a replay.
                     tracing::warn!(
                         interface,
                         "this node moves from the userspace backend to the kernel's: for the first 27 s peers refuse the handshakes that \
-                         it begins, because the userspace backend's timestamps are 27 s ahead. Handshakes that peers begin are answered"
+                         it initiates, because the userspace backend's timestamps are 27 s ahead. Handshakes that peers initiate succeed"
                     );
                 }
                 let device = Self::with_link(interface, made, configuration, links).and_then(Self::finish);
                 return device.inspect_err(|_| {
-                    // The first error is the one to report.
+                    // An error here would hide the first one, so it is ignored.
                     if let Ok(links) = open_links() {
                         let _ = netlink_link::delete(&links, made);
                     }
@@ -109,7 +111,7 @@ impl Kernel {
         })
     }
 
-    /// Configures a new link. The name is set last.
+    /// Configures a new link, renames it and brings it up.
     fn finish(self) -> Result<Self, DeviceError> {
         let Configuration {
             private_key,
@@ -129,7 +131,7 @@ impl Kernel {
         ];
         netlink_link::set(&self.links, self.index, name).map_err(|source| match source.errno() {
             Some(Errno::EXIST) => DeviceError::Exists(self.interface.clone()),
-            _ => self.error("name", source),
+            _ => self.error("rename", source),
         })?;
         self.set_up(*listen_port)?;
         Ok(self)
@@ -150,10 +152,10 @@ impl Kernel {
             peers = peers.len(),
             "took over the device of an earlier process"
         );
-        // First of all: a new private key starts handshakes with these peers.
+        // Must precede `change`, because `set_key` starts handshakes with these peers.
         *self.configured() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
-        // The kernel device's own configuration; the private key in it does not matter, because `same_key` tells
-        // whether it must be replaced.
+        // The configuration in the kernel. Its private key stays that of `wanted`: whether the key must be set is decided
+        // by `same_key`.
         let mut existing = wanted.clone();
         existing.listen_port = listen_port;
         existing.fwmark = fwmark;
@@ -168,7 +170,7 @@ impl Kernel {
     }
 
     fn change(&mut self, wanted: &Configuration, new_key: bool) -> Result<(), DeviceError> {
-        // One request each, so that the old configuration stays if the port is taken.
+        // One request for each value, the port first, so that the old configuration stays if the port is in use.
         if wanted.listen_port != self.configuration.listen_port {
             self.set_port(wanted.listen_port)?;
             self.configuration.listen_port = wanted.listen_port;
@@ -190,7 +192,7 @@ impl Kernel {
 
     fn set_port(&self, port: u16) -> Result<(), DeviceError> {
         self.set(vec![WireguardAttribute::ListenPort(port)])
-            .map_err(|source| self.listen(port, source))
+            .map_err(|source| self.listen_error(port, source))
     }
 
     fn set_mark(&self, mark: u32) -> Result<(), DeviceError> {
@@ -205,10 +207,10 @@ impl Kernel {
 
     /// Brings the link up, which binds the port.
     fn set_up(&self, port: u16) -> Result<(), DeviceError> {
-        netlink_link::set_up(&self.links, self.index).map_err(|source| self.listen(port, source))
+        netlink_link::set_up(&self.links, self.index).map_err(|source| self.listen_error(port, source))
     }
 
-    /// Sets the private key and starts a handshake with every peer: the old sessions end with the old key.
+    /// Sets the private key, which ends all sessions, and starts a handshake with every peer.
     fn set_key(&self, key: &StaticSecret) -> Result<(), DeviceError> {
         self.set(vec![WireguardAttribute::PrivateKey(key.to_bytes())])
             .map_err(|source| self.error("set the private key of", source))?;
@@ -246,7 +248,7 @@ impl Kernel {
         if dump.name == self.interface {
             Ok(dump)
         } else {
-            // The interface was renamed: routes and rules by its name no longer match.
+            // The interface was renamed, so the routes and rules that use its name do not match.
             Err(DeviceError::Gone(self.interface.clone()))
         }
     }
@@ -262,7 +264,7 @@ impl Kernel {
         }
     }
 
-    fn listen(&self, port: u16, source: Error) -> DeviceError {
+    fn listen_error(&self, port: u16, source: Error) -> DeviceError {
         match source.errno() {
             Some(Errno::ADDRINUSE) => DeviceError::Listen {
                 port,
@@ -290,7 +292,7 @@ impl Device for Kernel {
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
         let ends_session =
             |change: &PeerChange| matches!(change, PeerChange::Update(_, update) if update.preshared_key.is_some());
-        // Such a peer is removed and added again, which needs its live endpoint.
+        // `messages::plan` removes such a peer and adds it again with its live endpoint.
         let live = if changes.iter().any(ends_session) {
             let peers = self.read()?.peers.into_iter();
             peers
@@ -363,7 +365,7 @@ impl Device for Kernel {
         })
     }
 
-    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+    fn repair(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
         let Configuration {
             private_key,
             listen_port,

@@ -1,4 +1,4 @@
-//! Assembles the kernel's dump of a WireGuard device from its messages.
+//! Parses the netlink messages of a WireGuard device dump.
 
 use std::{
     collections::BTreeMap,
@@ -19,19 +19,19 @@ use netlink_packet_wireguard::{
 };
 use zeroize::Zeroize;
 
-/// A kernel device.
+/// The values in a dump of a kernel device.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct DeviceDump {
     pub(super) name: String,
-    /// `None` = there is no private key.
+    /// `None` = the device has no private key.
     pub(super) public_key: Option<[u8; 32]>,
     pub(super) listen_port: u16,
     pub(super) fwmark: u32,
-    /// The endpoint of a peer is the one that the kernel uses now, in its spec too.
+    /// The peers. The endpoint is the live one in both structs.
     pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
 }
 
-/// Assembles one dump. A peer with many allowed IPs is spread over several messages.
+/// Parses one dump. A peer with many allowed IPs is spread over several messages.
 pub(super) fn parse_dump(messages: Vec<WireguardMessage>, now: SystemTime) -> DeviceDump {
     let mut seen = DeviceDump::default();
     for attribute in messages.into_iter().flat_map(|message| message.attributes) {
@@ -41,14 +41,15 @@ pub(super) fn parse_dump(messages: Vec<WireguardMessage>, now: SystemTime) -> De
             WireguardAttribute::PrivateKey(mut key) => key.zeroize(),
             WireguardAttribute::ListenPort(port) => seen.listen_port = port,
             WireguardAttribute::Fwmark(mark) => seen.fwmark = mark,
-            WireguardAttribute::Peers(peers) => peers.into_iter().for_each(|one| peer(&mut seen, one, now)),
+            WireguardAttribute::Peers(peers) => peers.into_iter().for_each(|peer| add_peer(&mut seen, peer, now)),
             _ => {}
         }
     }
     seen
 }
 
-fn peer(seen: &mut DeviceDump, peer: WireguardPeer, now: SystemTime) {
+/// Adds the attributes of `peer` to those that earlier messages of the dump contained.
+fn add_peer(seen: &mut DeviceDump, peer: WireguardPeer, now: SystemTime) {
     let key = peer.0.iter().find_map(|attribute| match attribute {
         Attribute::PublicKey(key) => Some(PublicKey::new(*key)),
         _ => None,
@@ -69,22 +70,22 @@ fn peer(seen: &mut DeviceDump, peer: WireguardPeer, now: SystemTime) {
             Attribute::LastHandshake(at) => stats.handshake_age = age(at.seconds, at.nano_seconds, now),
             Attribute::RxBytes(bytes) => stats.rx_bytes = bytes,
             Attribute::TxBytes(bytes) => stats.tx_bytes = bytes,
-            Attribute::AllowedIps(ranges) => spec.allowed_ips.extend(ranges.iter().filter_map(range)),
+            Attribute::AllowedIps(all) => spec.allowed_ips.extend(all.iter().filter_map(allowed_ip)),
             _ => {}
         }
     }
 }
 
-/// The age of a handshake; zero seconds = never. The kernel reports wall-clock time: after the clock was set back, a
-/// handshake may lie in the future and counts as age 0.
+/// The age of a handshake at the given time; `None` = no handshake yet, which the kernel reports as time 0. The kernel
+/// uses wall-clock time: after the clock was set back, a handshake may lie in the future and has age 0.
 fn age(seconds: i64, nanoseconds: i64, now: SystemTime) -> Option<Duration> {
     let at = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
     (!at.is_zero()).then(|| now.duration_since(SystemTime::UNIX_EPOCH + at).unwrap_or_default())
 }
 
-fn range(range: &WireguardAllowedIp) -> Option<IpNet> {
+fn allowed_ip(attributes: &WireguardAllowedIp) -> Option<IpNet> {
     let (mut address, mut length) = (None, None);
-    for attribute in &range.0 {
+    for attribute in &attributes.0 {
         match attribute {
             WireguardAllowedIpAttr::IpAddr(ip) => address = Some(*ip),
             WireguardAllowedIpAttr::Cidr(bits) => length = Some(*bits),

@@ -58,7 +58,7 @@ fn listed_namespace() -> Namespace {
 fn snapshot_is_complete_once_granted_namespaces_answer() {
     assert!(!GatewaySnapshot::default().is_complete());
     let mut snapshot = granted();
-    assert!(!snapshot.is_complete(), "not followed yet");
+    assert!(!snapshot.is_complete(), "not watched yet");
     snapshot.namespaces.insert("team".to_owned(), Namespace::default());
     assert!(!snapshot.is_complete(), "not listed yet");
     let mut failed = snapshot.clone();
@@ -72,7 +72,7 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
 
 // threat: gateway-api-away
 #[test]
-fn namespace_that_cannot_be_watched_closes_in_time() {
+fn namespace_that_cannot_be_watched_is_closed_after_a_while() {
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
     let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * REFUSAL_GRACE);
     let sink = SnapshotSink::<ParsedService> {
@@ -90,7 +90,7 @@ fn namespace_that_cannot_be_watched_closes_in_time() {
         let status = serde_json::from_value(json!({"code": code, "message": "no"})).unwrap();
         watcher::Error::WatchStartFailed(kube::Error::Api(status))
     };
-    let fail = |namespace: Namespace, code| {
+    let closed_by = |namespace: Namespace, code| {
         store.change(|snapshot| snapshot.namespaces.insert("team".to_owned(), namespace).is_none());
         sink.failed(&error(code));
         store.snapshot().namespaces["team"].closed
@@ -99,27 +99,35 @@ fn namespace_that_cannot_be_watched_closes_in_time() {
         failing: Instant::now().checked_sub(time).map(|since| (since, failure)),
         ..listed_namespace()
     };
-    assert_eq!(fail(Namespace::default(), 403), Some(Failure::Refused), "never read");
-    assert_eq!(fail(listed_namespace(), 403), None, "refused just now");
     assert_eq!(
-        fail(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
+        closed_by(Namespace::default(), 403),
+        Some(Failure::Refused),
+        "never read"
+    );
+    assert_eq!(closed_by(listed_namespace(), 403), None, "refused just now");
+    assert_eq!(
+        closed_by(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
         Some(Failure::Refused)
     );
     sink.change(|_| false);
     assert_eq!(store.snapshot().namespaces["team"].closed, None, "answered again");
     assert_eq!(
-        fail(failing_for(REFUSAL_GRACE, Failure::Failed), 503),
+        closed_by(failing_for(REFUSAL_GRACE, Failure::Failed), 503),
         None,
-        "failing for a while"
+        "failing for less than the timeout"
     );
     let long = || failing_for(2 * REFUSAL_GRACE, Failure::Failed);
-    assert_eq!(fail(long(), 503), None, "the API server does not answer at all");
+    assert_eq!(closed_by(long(), 503), None, "the API server does not answer at all");
     store.set_answering(true);
-    assert_eq!(fail(long(), 503), None, "it has only just begun to answer");
+    assert_eq!(
+        closed_by(long(), 503),
+        None,
+        "the API server has answered only recently"
+    );
     store.lock().answers_since = Instant::now().checked_sub(2 * REFUSAL_GRACE);
-    assert_eq!(fail(long(), 503), Some(Failure::Failed));
+    assert_eq!(closed_by(long(), 503), Some(Failure::Failed));
     store.set_answering(false);
-    assert_eq!(fail(long(), 503), None, "it has stopped answering");
+    assert_eq!(closed_by(long(), 503), None, "the API server has stopped answering");
 }
 
 #[test]

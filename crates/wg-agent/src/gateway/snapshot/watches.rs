@@ -23,17 +23,18 @@ use crate::{
     source::watch::{WatchSink, WatchedKind, watch_kind},
 };
 
-/// How long a namespace is still watched after its last grant. A new grant within this time needs no new list.
+/// How long a namespace is watched after its last grant was removed. A new grant within this time needs no new list.
 const KEEP_WATCHING: Duration = Duration::from_secs(600);
-/// SandboxAccesses in one page of a list. The largest have more than a megabyte, and a gateway's container has 256 MB.
+/// The number of SandboxAccesses in one page of a list. An object can be larger than a megabyte, and the
+/// container of a gateway has 256 MB.
 const PAGE: u32 = 8;
 /// Pause after a request without an answer.
 const RETRY: Duration = Duration::from_secs(1);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A starting API server refuses everything until it has read its roles. This is how
-/// long a namespace that was listed before stays open.
+/// How long a namespace that was listed stays open while the API server refuses access. A starting API server refuses all
+/// requests until it has read its roles.
 pub(super) const REFUSAL_GRACE: Duration = Duration::from_secs(30);
 
 pub(super) type KindSelector<V> =
@@ -42,15 +43,15 @@ pub(super) type KindSelector<V> =
 /// Puts the objects of one watch into the snapshot.
 pub(super) struct SnapshotSink<V> {
     pub(super) store: Store,
-    /// For messages, and the key of the error.
+    /// The watched kind, such as `Services of namespace team`, for messages and as the key of [`GatewaySnapshot`]'s errors.
     pub(super) kind: String,
-    /// The namespace, for Services and EndpointSlices.
+    /// The namespace of Services and EndpointSlices; `None` for other kinds.
     pub(super) namespace: Option<String>,
     pub(super) select: KindSelector<V>,
 }
 
 impl<V> SnapshotSink<V> {
-    /// Notes how watching the namespace fails, or that it works; true = this changes what is served.
+    /// Records the failure to watch the namespace; `None` = it is watched. True = [`Namespace::closed`] changed.
     fn set_failure(&self, snapshot: &mut GatewaySnapshot, failure: Option<Failure>) -> bool {
         let answers_since = snapshot.answers_since;
         let namespace = self
@@ -60,13 +61,13 @@ impl<V> SnapshotSink<V> {
         let Some(namespace) = namespace else { return false };
         let since = namespace.failing.map_or_else(Instant::now, |(since, _)| since);
         namespace.failing = failure.map(|failure| (since, failure));
-        let counts = |failure: &Failure| match failure {
+        let closes_namespace = |failure: &Failure| match failure {
             Failure::Refused => !namespace.is_listed() || since.elapsed() >= REFUSAL_GRACE,
-            // While the API server answers no requests at all, the timeout of the whole table counts instead, and
-            // connections can continue later.
+            // While the API server answers no requests at all, the timeout of the table closes all grants instead, and
+            // connections can continue when it is renewed.
             Failure::Failed => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
-        let closed = failure.filter(counts);
+        let closed = failure.filter(closes_namespace);
         std::mem::replace(&mut namespace.closed, closed) != closed
     }
 }
@@ -144,7 +145,7 @@ pub(in crate::gateway) fn start_watches(
 struct NamespaceWatch {
     stop: CancellationToken,
     tasks: JoinSet<()>,
-    /// If no Service of it is granted any more: when to stop.
+    /// When to stop; `None` = a Service of the namespace is granted.
     until: Option<tokio::time::Instant>,
 }
 
@@ -160,7 +161,7 @@ async fn watch_namespaces(client: Client, store: Store, mut wanted: GrantedNames
             namespace_watch.until.is_some_and(|until| until <= now)
         });
         for (name, mut namespace_watch) in ended.collect::<Vec<_>>() {
-            // The old watches must have ended before new ones begin, or both would write to the same place.
+            // Wait until the old watches have ended, because they and new ones would write to the same entry.
             namespace_watch.stop.cancel();
             while namespace_watch.tasks.join_next().await.is_some() {}
             store.change(|snapshot| {
@@ -237,8 +238,8 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
     }
 }
 
-/// Sends a request to the API server at an interval. Grants are renewed only while it answers; an idle watch proves
-/// nothing.
+/// Sends a request to the API server at an interval. Grants are renewed only while it answers, because an idle watch does
+/// not show whether the API server is reachable.
 pub(in crate::gateway) async fn probe_api_server(
     client: Client,
     store: Store,

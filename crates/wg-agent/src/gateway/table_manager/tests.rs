@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, os::unix::fs::PermissionsExt, process::Command, thread, time::Duration};
 
 use clustermesh_agent_core::{
-    gateway::{Balancer, Frame, Grant, SandboxId},
+    gateway::{Balancer, Grant, RuleParameters, SandboxId},
     numbers::NFT_TABLE,
 };
 use clustermesh_core::mesh::{ObjectName, Protocol};
@@ -11,10 +11,10 @@ use nix::sched::{CloneFlags, unshare};
 
 use super::*;
 
-/// Too little for 5,000 grants in one transaction, enough for one step.
+/// The limit of nft's address space: too small for 5,000 grants in one transaction, large enough for one step.
 const ADDRESS_SPACE_KB: u32 = 40_000;
-/// The number of grants with one endpoint in one step.
-const PART: u16 = 1428;
+/// The number of grants with one endpoint that fit into one step.
+const STEP_GRANTS: u16 = 1428;
 const SANDBOX: SandboxId = SandboxId(7);
 
 fn table(grants: u16) -> Table {
@@ -30,12 +30,12 @@ fn table(grants: u16) -> Table {
                 v4: vec![endpoint],
                 ..Balancer::default()
             },
-            standing: [endpoint].into(),
+            allowed_endpoints: [endpoint].into(),
         };
         ((SANDBOX, Protocol::Tcp, 20000 + number), grant)
     };
     Table {
-        frame: Frame {
+        parameters: RuleParameters {
             interface: "wg0".parse().unwrap(),
             listen_port: 51820,
             admin_port: 9587,
@@ -58,13 +58,13 @@ fn is_open() -> bool {
     list(&["set", "inet", NFT_TABLE, "alive"]).contains("\"wg0\" timeout")
 }
 
-fn grants() -> usize {
+fn count_grants() -> usize {
     list(&["map", "inet", NFT_TABLE, "services4"])
         .matches(" : goto choose4-1")
         .count()
 }
 
-/// Runs the test with a manager in a network namespace of its own, whose `nft` has little memory.
+/// Runs the test in a new network namespace, with a manager whose `nft` has little memory.
 fn in_namespace(test: impl AsyncFnOnce(TableManager) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let program = directory.path().join("nft");
@@ -85,7 +85,7 @@ fn in_namespace(test: impl AsyncFnOnce(TableManager) + Send + 'static) {
     }
 }
 
-fn soon() -> Instant {
+fn in_ten_minutes() -> Instant {
     Instant::now() + Duration::from_secs(600)
 }
 
@@ -96,44 +96,50 @@ async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
             return step;
         }
     }
-    panic!("no end");
+    panic!("not finished after 99 steps");
 }
 
 #[test]
 fn large_table_is_opened_by_its_last_step() {
     in_namespace(async |mut table_manager| {
         let desired = table(3000);
-        table_manager.renew(soon()).await.expect("nothing to renew");
-        for grants_then in [PART, 2 * PART] {
+        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
+        for grants in [STEP_GRANTS, 2 * STEP_GRANTS] {
             assert!(!table_manager.converge(&desired).await.expect("a step").finished);
-            table_manager.renew(soon()).await.expect("a renewal");
-            assert_eq!((grants(), is_open()), (grants_then.into(), false));
+            table_manager.renew(in_ten_minutes()).await.expect("a renewal");
+            assert_eq!((count_grants(), is_open()), (grants.into(), false));
         }
         assert!(table_manager.converge(&desired).await.expect("a step").finished);
-        assert_eq!((grants(), is_open()), (3000, true));
+        assert_eq!((count_grants(), is_open()), (3000, true));
     });
 }
 
 #[test]
 fn many_grants_at_once_fit_into_little_memory() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(soon()).await.expect("nothing to renew");
+        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
         assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
         assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
-        // The grant that was open stays open.
-        assert_eq!((grants(), is_open()), (5000, true));
+        // The table stays open.
+        assert_eq!((count_grants(), is_open()), (5000, true));
         assert_eq!(finish(&mut table_manager, &table(1)).await, 4);
-        assert_eq!((grants(), is_open()), (1, true));
+        assert_eq!((count_grants(), is_open()), (1, true));
     });
 }
 
 #[test]
-fn table_that_shrinks_while_it_is_written_is_opened() {
+fn table_that_shrinks_between_steps_is_opened() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(soon()).await.expect("nothing to renew");
-        assert!(!table_manager.converge(&table(PART + 1)).await.expect("a step").finished);
-        assert_eq!(finish(&mut table_manager, &table(PART)).await, 1);
-        assert_eq!((grants(), is_open()), (PART.into(), true));
+        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
+        assert!(
+            !table_manager
+                .converge(&table(STEP_GRANTS + 1))
+                .await
+                .expect("a step")
+                .finished
+        );
+        assert_eq!(finish(&mut table_manager, &table(STEP_GRANTS)).await, 1);
+        assert_eq!((count_grants(), is_open()), (STEP_GRANTS.into(), true));
     });
 }
 
@@ -147,7 +153,7 @@ fn table_deleted_between_steps_is_written_from_the_start() {
             .status();
         assert!(deleted.expect("run nft").success() && !table_manager.is_current());
         assert_eq!(finish(&mut table_manager, &desired).await, 3);
-        assert_eq!(grants(), 3000);
+        assert_eq!(count_grants(), 3000);
     });
 }
 

@@ -22,7 +22,7 @@ use crate::{
 
 type Agent = Reconciler<Routing, firewall::Memory>;
 
-/// An agent, its published annotations, and its directory.
+/// Returns an agent, its published annotations, and its directory.
 fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str| directory.path().join(name);
@@ -70,7 +70,7 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile:
     (agent, published, directory)
 }
 
-/// A cluster in which kg wrote `last-seen` so many seconds ago, or removed it (`None`).
+/// A cluster in which kg wrote `last-seen` `kg` seconds ago, or removed that annotation (`None`).
 fn cluster(kg: Option<u64>) -> Store {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     let own = ParsedNode {
@@ -89,7 +89,7 @@ fn cluster(kg: Option<u64>) -> Store {
     store
 }
 
-/// An agent's routes in the kernel, with kg's own address on the interface.
+/// The agent's routes in the kernel, with kg's address on the interface.
 fn agent_routes() -> Routes {
     routes::desired(&routes::Plan {
         addresses: ["100.66.0.9".parse().unwrap()].into(),
@@ -106,7 +106,7 @@ async fn table_exists(agent: &mut Agent) -> bool {
 #[tokio::test]
 async fn agent_removes_its_state_when_kg_is_back() {
     let device = MemoryDevice::new();
-    let (mut agent, published, _directory) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
+    let (mut agent, published, _directory) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
     agent.device.open = Some(OpenDevice {
         device: Box::new(device.clone()),
         mtu: 1380,
@@ -117,14 +117,14 @@ async fn agent_removes_its_state_when_kg_is_back() {
     agent.deps.kernel.firewall.backend().run("table").await.unwrap();
     agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);
-    let kgs = Routes {
+    let kg_routes = Routes {
         addresses: agent_routes().addresses,
         ..Routes::default()
     };
-    assert_eq!(agent.deps.kernel.routing.routes, kgs);
+    assert_eq!(agent.deps.kernel.routing.routes, kg_routes);
     assert!(!table_exists(&mut agent).await);
     assert!(agent.device.open.is_none() && agent.applied.is_none());
-    // kg took the kernel device over.
+    // kg takes the kernel device over.
     assert!(!device.is_closed());
     let withdrawn = DesiredAnnotations {
         status: [(NODE_AGENT, None)].into(),
@@ -134,13 +134,13 @@ async fn agent_removes_its_state_when_kg_is_back() {
     // kg exits and removes the annotation; it may restart at once.
     agent.deps.cluster.store = cluster(None);
     assert!(!agent.pass().await);
-    assert_eq!(agent.deps.kernel.routing.routes, kgs);
+    assert_eq!(agent.deps.kernel.routing.routes, kg_routes);
     assert!(!table_exists(&mut agent).await);
 }
 
 #[tokio::test]
 async fn table_of_policy_mode_is_not_removed() {
-    let (mut agent, ..) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
+    let (mut agent, ..) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
     agent.deps.kernel.firewall.backend().run("table").await.unwrap();
     agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);

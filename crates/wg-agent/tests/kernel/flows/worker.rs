@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use clustermesh_tests::path::{Capture, Family, Worker, apply, ask, serve, source_of};
+use clustermesh_tests::path::{Capture, Family, Worker, apply, request, serve, source_of};
 
 pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static Family) {
     let w = Worker::new(f);
@@ -10,45 +10,45 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     serve(&w.worker_pod, f.worker_pod, 8080);
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.echo(9091);
-    let by_eth0 = |why: &str| {
+    let assert_replies_by_eth0 = |why: &str| {
         assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
         assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");
         assert!(w.mesh.hub_pod.pings(f.worker), "{why}");
     };
-    by_eth0("the tunnel is up");
+    assert_replies_by_eth0("the tunnel is up");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&w.worker, f.hub_pod, 8080), f.worker_wireguard);
 
-    // The requests come from a hub pod whose address is a thrown prefix: those through the tunnel are still answered
-    // through the tunnel.
+    // The address of the requesting hub pod is a thrown prefix. Requests that arrive through the tunnel must still be
+    // answered through the tunnel.
     let mut thrown = w.inputs.clone();
     thrown.throw.insert(f.hub_pod.parse::<IpAddr>().unwrap().into());
     apply(&w.worker, &thrown);
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
-    by_eth0("the client is a thrown prefix");
+    assert_replies_by_eth0("the client is a thrown prefix");
 
     let mut alone = w.inputs.clone();
     alone.peers.clear();
     apply(&w.worker, &alone);
-    by_eth0("there is no Peer");
+    assert_replies_by_eth0("there is no Peer");
     for (interface, filter) in [("all", "1"), ("eth0", "1"), ("default", "1")] {
         w.worker
             .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), filter);
     }
-    by_eth0("the reverse path filter is strict");
+    assert_replies_by_eth0("the reverse path filter is strict");
     apply(&w.worker, &w.inputs);
-    by_eth0("the tunnel is back");
+    assert_replies_by_eth0("the tunnel is restored");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
-    // UDP from an unbound socket fails here: its route is looked up before netfilter can mark the reply, and is
-    // `unreachable`. For this reason a fallback route into the device (`METRIC_FALLBACK`) precedes `unreachable`.
+    // This works for TCP only. A UDP reply from an unbound socket fails: its first route lookup is before netfilter can
+    // mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes `unreachable`.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),
         f.hub_pod,
-        "the device is gone"
+        "the device is deleted"
     );
-    assert!(ask(&w.worker_pod, f.hub_pod, 8080).is_err());
+    assert!(request(&w.worker_pod, f.hub_pod, 8080).is_err());
 }
 
 pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'static Family) {
@@ -69,7 +69,7 @@ pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'stati
     apply(&w.worker, &alone);
     reaches("there is no Peer");
     w.worker.ip("link del kilo0");
-    reaches("the device is gone");
+    reaches("the device is deleted");
 }
 
 pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static Family) {
@@ -78,7 +78,7 @@ pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static 
     // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
     w.node_port(30080, f.hub2_pod);
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
-    // The endpoint sees the anchor's address: here the first hub node is the anchor for the second one's pods.
+    // The source address at the endpoint is the anchor's: the first hub node is the anchor for the second node's pods.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
     assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
 }

@@ -1,5 +1,5 @@
-//! Sets up the testbed of hostile_packets: a victim, a friend with which it exchanges packets all the time, and a
-//! stranger on a link of its own.
+//! Sets up the testbed of `hostile_packets`: a victim, a friend (a peer that exchanges packets with the victim all the
+//! time), and an attacker (a compromised peer). Friend and attacker each have their own link to the victim.
 
 mod raw_peer;
 
@@ -26,17 +26,17 @@ use x25519_dalek::StaticSecret;
 pub(crate) use self::raw_peer::{RawPeer, udp};
 use clustermesh_tests::netns::{NetNs, unique_name, veth, wait_until};
 
-/// Inner addresses are 10.9.0.n.
+/// The victim's number. The node with number `n` has the inner address 10.9.0.n.
 pub(crate) const VICTIM: u8 = 1;
 pub(crate) const FRIEND: u8 = 2;
 /// A peer of the victim from which the attacks come.
-pub(crate) const STRANGER: u8 = 3;
+pub(crate) const ATTACKER: u8 = 3;
 pub(crate) const PORT: u16 = 51820;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
-/// A longer gap between replies is a stall, even on a busy machine.
+/// A gap between replies longer than this is a stall, even on a busy machine.
 pub(crate) const STALL: Duration = Duration::from_secs(5);
 /// The limit of memory growth during an attack.
-pub(crate) const MEMORY: u64 = 64 << 20;
+pub(crate) const MEMORY_LIMIT: u64 = 64 << 20;
 const ECHO: u16 = 7;
 
 pub(crate) fn secret(number: u8) -> StaticSecret {
@@ -59,16 +59,16 @@ pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
 /// The outer addresses of one family, and other parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outer {
-    /// The victim's three links: its own address and the other end's.
-    pub(crate) wires: [[IpAddr; 2]; 3],
-    /// The victim's address on the link to the stranger.
+    /// The victim's three links: the victim's address and the address of the other end.
+    pub(crate) links: [[IpAddr; 2]; 3],
+    /// The victim's address on the link to the attacker.
     pub(crate) victim: IpAddr,
-    pub(crate) stranger: IpAddr,
+    pub(crate) attacker: IpAddr,
     prefix: u8,
-    /// Further addresses of the stranger: their network, and its n-th address.
+    /// The network of further addresses of the attacker, and a function that returns the n-th of them.
     pub(crate) range: &'static str,
     pub(crate) nth: fn(u32) -> IpAddr,
-    /// Workers of each device.
+    /// Number of worker threads of each device, in each direction.
     workers: usize,
 }
 
@@ -81,13 +81,13 @@ const fn v6(net: u16, node: u16) -> IpAddr {
 }
 
 pub(crate) static V4: Outer = Outer {
-    wires: [
+    links: [
         [v4([192, 0, 2], 1), v4([192, 0, 2], 2)],
         [v4([198, 51, 100], 1), v4([198, 51, 100], 3)],
         [v4([203, 0, 113], 1), v4([203, 0, 113], 4)],
     ],
     victim: v4([198, 51, 100], 1),
-    stranger: v4([198, 51, 100], 3),
+    attacker: v4([198, 51, 100], 3),
     prefix: 24,
     range: "198.18.0.0/15",
     nth: |number| Ipv4Addr::from_bits(Ipv4Addr::new(198, 18, 0, 0).to_bits() + number).into(),
@@ -95,12 +95,12 @@ pub(crate) static V4: Outer = Outer {
 };
 
 pub(crate) static V6: Outer = Outer {
-    wires: [[v6(1, 1), v6(1, 2)], [v6(2, 1), v6(2, 3)], [v6(3, 1), v6(3, 4)]],
+    links: [[v6(1, 1), v6(1, 2)], [v6(2, 1), v6(2, 3)], [v6(3, 1), v6(3, 4)]],
     victim: v6(2, 1),
-    stranger: v6(2, 3),
+    attacker: v6(2, 3),
     prefix: 64,
     range: "fd99::/32",
-    // One /64 each: a whole /64 counts as one source.
+    // Each address is in its own /64, because rate limits count a whole /64 as one source.
     nth: |number| Ipv6Addr::from_bits((0xfd99 << 112) + (u128::from(number) << 64) + 1).into(),
     workers: 2,
 };
@@ -109,7 +109,7 @@ pub(crate) struct Testbed {
     pub(crate) outer: &'static Outer,
     pub(crate) victim: NetNs,
     pub(crate) friend: NetNs,
-    pub(crate) stranger: NetNs,
+    pub(crate) attacker: NetNs,
     pub(crate) device: Userspace,
     pub(crate) interface: String,
     _friends: Userspace,
@@ -117,15 +117,15 @@ pub(crate) struct Testbed {
 
 impl Testbed {
     pub(crate) fn new(outer: &'static Outer) -> Self {
-        let (victim, friend, stranger) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("stranger"));
-        outer.wire(0, &victim, &friend);
-        outer.wire(1, &victim, &stranger);
-        let [at, friend_at] = outer.wires[0].map(|address| SocketAddr::new(address, PORT));
+        let (victim, friend, attacker) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("attacker"));
+        outer.add_link(0, &victim, &friend);
+        outer.add_link(1, &victim, &attacker);
+        let [at, friend_at] = outer.links[0].map(|address| SocketAddr::new(address, PORT));
         let (interface, device) = open(
             outer,
             &victim,
             VICTIM,
-            &[peer(FRIEND, Some(friend_at)), peer(STRANGER, None)],
+            &[peer(FRIEND, Some(friend_at)), peer(ATTACKER, None)],
         );
         let (_, friends) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(at))]);
         wait_until("a ping from the friend", TIMEOUT, || friend.pings("10.9.0.1"));
@@ -133,15 +133,15 @@ impl Testbed {
             outer,
             victim,
             friend,
-            stranger,
+            attacker,
             device,
             interface,
             _friends: friends,
         }
     }
 
-    /// The victim's listen address, as seen by the stranger.
-    pub(crate) fn victim_at(&self) -> SocketAddr {
+    /// The victim's WireGuard endpoint for the attacker.
+    pub(crate) fn victim_endpoint(&self) -> SocketAddr {
         SocketAddr::new(self.outer.victim, PORT)
     }
 
@@ -174,8 +174,8 @@ impl Testbed {
 
 impl Outer {
     /// Creates one of the victim's links: `eth<number>` there, `eth0` at the other end.
-    pub(crate) fn wire(&self, number: usize, victim: &NetNs, other: &NetNs) {
-        let [ours, theirs] = self.wires[number].map(|address| format!("{address}/{}", self.prefix));
+    pub(crate) fn add_link(&self, number: usize, victim: &NetNs, other: &NetNs) {
+        let [ours, theirs] = self.links[number].map(|address| format!("{address}/{}", self.prefix));
         veth(victim, &format!("eth{number}"), &[&ours], other, "eth0", &[&theirs]);
     }
 }
@@ -201,44 +201,44 @@ pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) 
     (interface, device)
 }
 
-/// Continuous requests from the friend to the victim; the longest gap between replies is checked at the end.
+/// Continuous requests from the friend to the victim. [`Self::finish`] checks the longest gap between replies.
 pub(crate) struct Conversation {
     stop: Arc<AtomicBool>,
     answers: Arc<AtomicU64>,
     echo: JoinHandle<()>,
-    asking: JoinHandle<Duration>,
+    requester: JoinHandle<Duration>,
 }
 
 impl Conversation {
     pub(crate) fn start(testbed: &Testbed) -> Self {
         let echo = testbed.inner_socket(ECHO);
-        let asking = testbed.friend.enter(|| {
+        let requester = testbed.friend.enter(|| {
             let socket = UdpSocket::bind("10.9.0.2:0").expect("bind");
             socket.connect(("10.9.0.1", ECHO)).expect("connect");
             socket
         });
-        asking
+        requester
             .set_read_timeout(Some(Duration::from_millis(20)))
             .expect("a timeout");
         let stop = Arc::new(AtomicBool::new(false));
         let answers = Arc::new(AtomicU64::new(0));
-        let (echoes, asks, counted) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
+        let (echo_stop, requester_stop, counted) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
         Self {
             stop,
             answers,
             echo: std::thread::spawn(move || {
                 let mut buffer = [0; 64];
-                while !echoes.load(Ordering::Acquire) {
+                while !echo_stop.load(Ordering::Acquire) {
                     if let Ok((length, from)) = echo.recv_from(&mut buffer) {
                         let _ = echo.send_to(&buffer[..length], from);
                     }
                 }
             }),
-            asking: std::thread::spawn(move || {
+            requester: std::thread::spawn(move || {
                 let (mut longest, mut last) = (Duration::ZERO, Instant::now());
-                while !asks.load(Ordering::Acquire) {
-                    let _ = asking.send(b"are you there?");
-                    if asking.recv(&mut [0; 64]).is_ok() {
+                while !requester_stop.load(Ordering::Acquire) {
+                    let _ = requester.send(b"are you there?");
+                    if requester.recv(&mut [0; 64]).is_ok() {
                         counted.fetch_add(1, Ordering::Release);
                         longest = longest.max(last.elapsed());
                         last = Instant::now();
@@ -249,7 +249,7 @@ impl Conversation {
         }
     }
 
-    /// Waits for further replies, during an attack.
+    /// Waits for 20 more replies.
     pub(crate) fn wait_for_answers(&self) {
         let before = self.answers.load(Ordering::Acquire);
         wait_until("replies to the friend during the attack", TIMEOUT, || {
@@ -257,23 +257,22 @@ impl Conversation {
         });
     }
 
-    /// Ends the conversation. Fails if there was a stall.
+    /// Stops the requests. Fails if there was a stall.
     pub(crate) fn finish(self) {
         self.wait_for_answers();
         self.stop.store(true, Ordering::Release);
-        let longest = self.asking.join().expect("the requesting thread");
+        let longest = self.requester.join().expect("the requesting thread");
         self.echo.join().expect("the echo thread");
         let answers = self.answers.load(Ordering::Acquire);
-        println!("{answers} answers, at most {longest:?} apart");
+        println!("{answers} replies, at most {longest:?} apart");
         assert!(longest < STALL, "{longest:?} without a reply");
     }
 }
 
-/// Environment variable of a process that runs one test.
+/// Environment variable that is set in a process that runs one test.
 const SINGLE_TEST: &str = "CLUSTERMESH_TEST_ALONE";
 
-/// Runs the test of this path in a process of its own. Otherwise memory that an earlier test has freed would hide
-/// growth.
+/// Runs the test with this path in its own process. Otherwise memory that an earlier test has freed would hide growth.
 pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
     if env::var_os(SINGLE_TEST).is_some() {
         return test();
@@ -283,7 +282,7 @@ pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
         .args(["--exact", name, "--test-threads=1", "--nocapture"])
         .env(SINGLE_TEST, "1")
         .output()
-        .expect("start this program once more");
+        .expect("start this program again");
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     print!("{out}");
     eprint!("{err}");
@@ -291,7 +290,7 @@ pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
 }
 
 /// Resident memory of this process, in bytes.
-pub(crate) fn resident() -> u64 {
+pub(crate) fn resident_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").expect("/proc/self/status");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")).expect("VmRSS");

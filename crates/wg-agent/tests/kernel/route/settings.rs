@@ -1,4 +1,4 @@
-//! Sysctls: those that the agent writes, and those that it can only report.
+//! Tests the sysctls that the agent writes, and those that it can only report.
 
 use super::*;
 
@@ -42,7 +42,7 @@ fn read_only_proc_sets_interface_sysctls_over_netlink() {
     let wanted = sysctl::desired(&"kilo0".parse().unwrap(), &"eth0".parse().unwrap(), &Routes::default());
     let wanted: Vec<Sysctl> = wanted.into_iter().filter(|s| s.write).collect();
     let missing: Vec<String> = ns.enter(|| {
-        // In a mount namespace of this thread, /proc/sys is read-only as in a container.
+        // This thread gets its own mount namespace, in which /proc/sys is read-only as in a container.
         use nix::{
             mount::{MsFlags, mount},
             sched::{CloneFlags, unshare},

@@ -1,4 +1,4 @@
-//! Routing tables with many routes, of the agent and of others.
+//! Tests routing tables with many routes of the agent and of other programs.
 
 use super::*;
 
@@ -21,15 +21,15 @@ fn thirty_thousand_foreign_routes_hide_no_event() {
             .build()
             .unwrap();
         let mut watch = runtime.block_on(async { Watch::open("kilo0".parse().unwrap()).unwrap() });
-        let mut next_event = |patience| {
+        let mut next_event = |timeout| {
             runtime.block_on(async {
-                let next = tokio::time::timeout(Duration::from_millis(patience), watch.changed());
+                let next = tokio::time::timeout(Duration::from_millis(timeout), watch.changed());
                 next.await.ok().map(Result::unwrap)
             })
         };
-        while next_event(300).is_some() {} // of the device that was just made
+        while next_event(300).is_some() {} // events of the new device
         let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
-        // More events than the socket's buffer holds.
+        // More events than fit into the socket's buffer.
         batch(
             &ns,
             (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
@@ -47,13 +47,13 @@ fn thirty_thousand_foreign_routes_hide_no_event() {
 }
 
 /// The output of `ip monitor route` while `act` runs.
-fn monitored(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
+fn monitor_routes(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
     let file = tempfile::NamedTempFile::new().unwrap();
     let mut command = std::process::Command::new("ip");
     command.args(["-4", "monitor", "route"]).stdout(file.reopen().unwrap());
     let _monitor = ns.spawn_command(&mut command);
     let output = || std::fs::read_to_string(file.path()).unwrap();
-    // Once it reports this route, it is listening.
+    // When `ip monitor` reports this route, it receives all later events.
     wait_for("ip monitor to listen", Duration::from_secs(5), || {
         ns.ip("route replace 192.0.2.1 dev eth0");
         ns.ip("route del 192.0.2.1 dev eth0");
@@ -88,6 +88,7 @@ fn change_among_ten_thousand_routes_is_one_message() {
         ..Plan::default()
     };
     let first = pass(&ns, &desired(&all));
+    // The Peers' routes, the `unreachable` route, the default route of the tunnel's table, and two rules.
     assert_eq!((first.done.len(), first.failed.len()), (10_000 + 1 + 1 + 2, 0));
     let shown = ns.sh("ip -4 route show table 5182 | grep -c kilo0");
     assert_eq!(shown.trim(), "10000");
@@ -96,25 +97,25 @@ fn change_among_ten_thousand_routes_is_one_message() {
         ..all.clone()
     };
     let narrower = Plan {
-        sizes: [(net(7).into(), 1328)].into(),
+        mtus: [(net(7).into(), 1328)].into(),
         ..one_less.clone()
     };
-    let gone = net(9_999);
+    let removed = net(9_999);
     assert_eq!(
-        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 1)),
+        monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 1)),
         [format!(
-            "Deleted {gone} dev kilo0 table 5182 proto 117 scope link metric 20"
+            "Deleted {removed} dev kilo0 table 5182 proto 117 scope link metric 20"
         )]
     );
     assert_eq!(
-        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
+        monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
         [""; 0]
     );
-    let replaced = monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 2));
+    let replaced = monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 2));
     assert_eq!(replaced.len(), 2, "{replaced:?}");
     ns.ip(&format!("route del {} table 5182 metric 20", net(1234)));
     assert_eq!(
-        monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 1)),
+        monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 1)),
         [format!(
             "{} dev kilo0 table 5182 proto 117 scope link metric 20",
             net(1234)

@@ -1,4 +1,4 @@
-//! Tests of dropped packets: counted, reported to local senders by ICMP, and without effect.
+//! Tests dropped packets: they have no effect, are counted, and are reported to local senders by ICMP.
 
 use clustermesh_agent_core::device::PeerChange;
 use clustermesh_tests::netns::wait_until;
@@ -25,13 +25,13 @@ pub(super) fn packet_without_a_peer_gets_an_icmp_error(options: Options) {
     // A peer without endpoint, and an address without a peer.
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
-        let ping_reports = |address: &str, words: &str| {
+        let assert_ping_reports = |address: &str, error: &str| {
             let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
             let output = String::from_utf8_lossy(&output.stdout);
-            assert!(output.contains(words), "{address}: {output}");
+            assert!(output.contains(error), "{address}: {output}");
         };
-        ping_reports(v4, "Destination Host Unreachable");
-        ping_reports(v6, "Address unreachable");
+        assert_ping_reports(v4, "Destination Host Unreachable");
+        assert_ping_reports(v6, "Address unreachable");
     }
     assert_eq!(node.observe().drops["no_endpoint"], 2);
 }
@@ -54,7 +54,7 @@ pub(super) fn inner_source_outside_allowed_ips_is_dropped(options: Options) {
     assert_eq!(
         counters(&a.ns),
         [0, 1],
-        "the kernel got only the packet from the allowed address"
+        "the interface receives only the packet from the allowed address"
     );
 }
 
@@ -63,17 +63,18 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
     let [a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     let before = a.stats(2);
-    let mut noise = 0x9e37_79b9_u32;
+    // A xorshift random number generator.
+    let mut random = 0x9e37_79b9_u32;
     let mut next = move || {
-        noise ^= noise << 13;
-        noise ^= noise >> 17;
-        noise ^= noise << 5;
-        noise
+        random ^= random << 13;
+        random ^= random >> 17;
+        random ^= random << 5;
+        random
     };
     b.ns.enter(|| {
         let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
         for round in 0..20_000_u32 {
-            // Datagrams of each message type: the right length, lengths next to it, and random ones.
+            // Datagrams of each message type, with the right length, lengths near it, and random lengths.
             let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
             let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
             for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {

@@ -1,4 +1,4 @@
-//! Tests of endpoints, listen port and fwmark after restarts and changes.
+//! Tests endpoints, listen port and fwmark after restarts and changes.
 
 use std::time::{Duration, Instant};
 
@@ -17,19 +17,19 @@ pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Opti
         assert_eq!(
             a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
             Some(1),
-            "the interface is gone"
+            "the interface still exists"
         );
         assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", a.interface)).exists());
         a.open();
         let began = Instant::now();
         a.add(2, Some("192.0.2.2:51820"));
-        // From the side that still has the old session.
+        // The ping comes from the side that still has the old session.
         wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
         println!("round {round}: {:?}", began.elapsed());
     }
 }
 
-pub(super) fn changed_endpoint_of_a_silent_peer_is_tried_at_once(options: Options) {
+pub(super) fn changed_endpoint_of_unreachable_peer_is_tried_at_once(options: Options) {
     let (mut a, mut b) = (Node::new(1, options), Node::new(2, options));
     veth(&a.ns, "eth0", &["192.0.2.1/24"], &b.ns, "eth0", &["192.0.2.2/24"]);
     b.add(1, None);

@@ -1,4 +1,4 @@
-//! Tests of the interface: whether it is ours, and that it outlives its process.
+//! Tests the interface: the agent uses only its own, and it remains when the process exits.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use wg_agent::device::{
 
 use super::{Node, Options, PORT, TIMEOUT, counters, node_pair, secret};
 
-pub(super) fn foreign_interfaces_are_left_alone_with_a_clear_error(options: Options) {
+pub(super) fn foreign_interfaces_are_kept_and_reported(options: Options) {
     let ns = NetNs::new("errors");
     let open = |interface: &str, port| {
         let configuration = Configuration {
@@ -32,12 +32,12 @@ pub(super) fn foreign_interfaces_are_left_alone_with_a_clear_error(options: Opti
     let _device = ns
         .enter(|| Userspace::open_with(&first, &configuration, options))
         .expect("open a device");
-    let busy = open(&first, 1).expect_err("our own, still open");
+    let busy = open(&first, 1).expect_err("the interface is open");
     assert!(matches!(&busy, DeviceError::Exists(name) if *name == first), "{busy}");
     ns.ip("link add foreign type veth peer name other");
     ns.ip("tuntap add dev kept mode tun");
     for interface in ["foreign", "kept"] {
-        let error = open(interface, 1).expect_err("someone else's");
+        let error = open(interface, 1).expect_err("another program's interface");
         assert!(
             error
                 .to_string()
@@ -52,14 +52,14 @@ pub(super) fn foreign_interfaces_are_left_alone_with_a_clear_error(options: Opti
     assert_eq!(
         ns.output("ip", &["link", "show", &other]).status.code(),
         Some(1),
-        "nothing is left behind"
+        "an interface is left behind"
     );
     for name in ["", "much-too-long-name", "a/b", "with space"] {
         assert!(matches!(open(name, 1), Err(DeviceError::Name(_))), "{name:?}");
     }
 }
 
-pub(super) fn interface_outlives_its_process_and_is_taken_over(options: Options) {
+pub(super) fn interface_remains_after_process_and_is_reused(options: Options) {
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
     a.ns.ip(&format!("route add 10.50.0.0/16 dev {}", a.interface));
@@ -76,20 +76,20 @@ pub(super) fn interface_outlives_its_process_and_is_taken_over(options: Options)
     };
     let before = shown(&a);
     assert_eq!(before.1, "clustermesh wg-agent");
-    // Dropped without close, as if the process had ended.
+    // The device is dropped without `close`, as if the process was killed.
     drop(a.device.take());
     assert_eq!(shown(&a), before);
-    assert!(!a.reaches(2) && !a.ns.pings("10.50.0.1"), "no process carries packets");
+    assert!(!a.reaches(2) && !a.ns.pings("10.50.0.1"), "no process forwards packets");
     a.ns.sh("nft 'add table inet t { chain out { type filter hook output priority 0; ip daddr 10.9.0.0/24 oifname eth0 counter; }; }'");
     assert!(!a.reaches(2));
     assert_eq!(counters(&a.ns), [0], "no packet leaves by another interface");
     let device =
         a.ns.enter(|| Userspace::open_with(&a.interface, &a.configuration, options));
-    a.device = Some(Box::new(device.expect("taken over")));
+    a.device = Some(Box::new(device.expect("reuse the interface")));
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
     assert_eq!(shown(&a), before);
-    // A leftover interface is removed, unless a process has it open.
+    // `remove_interface` removes the agent's interface, unless a process has it open.
     let in_use =
         a.ns.enter(|| remove_interface(&a.interface))
             .expect_err("the interface is in use");
@@ -101,7 +101,7 @@ pub(super) fn interface_outlives_its_process_and_is_taken_over(options: Options)
         Some(1)
     );
     a.ns.ip(&format!("tuntap add dev {} mode tun", a.interface));
-    assert!(!a.ns.enter(|| remove_interface(&a.interface)).expect("left alone"));
+    assert!(!a.ns.enter(|| remove_interface(&a.interface)).expect("not removed"));
 }
 
 pub(super) fn interface_with_older_flags_is_recreated(options: Options) {

@@ -1,4 +1,4 @@
-//! Tests of traffic: complete, in order, and unaffected by changes of other peers.
+//! Tests that traffic arrives completely and in order, and that changes of other peers do not affect it.
 
 use std::{
     net::SocketAddr,
@@ -15,7 +15,7 @@ use wg_agent::device::Device;
 
 use super::{Node, Options, TIMEOUT, node_pair, public, spec};
 
-pub(super) fn two_devices_carry_ping_and_tcp_and_wg_reads_them(options: Options) {
+pub(super) fn ping_and_tcp_pass_and_wg_shows_the_peer(options: Options) {
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || a.reaches(2));
     assert!(b.reaches(1));
@@ -52,7 +52,7 @@ pub(super) fn two_devices_carry_ping_and_tcp_and_wg_reads_them(options: Options)
     assert!(!refused.status.success() && a.observe().peers.contains_key(&public(2)));
 }
 
-pub(super) fn outer_packets_over_ipv6_are_carried(options: Options) {
+pub(super) fn tunnel_works_over_an_ipv6_underlay(options: Options) {
     let (mut a, mut b) = (Node::new(1, options), Node::new(2, options));
     veth(&a.ns, "eth0", &["2001:db8::1/64"], &b.ns, "eth0", &["2001:db8::2/64"]);
     a.add(2, Some("[2001:db8::2]:51820"));
@@ -65,7 +65,7 @@ pub(super) fn outer_packets_over_ipv6_are_carried(options: Options) {
     );
 }
 
-pub(super) fn changes_of_one_peer_leave_another_session_alone(options: Options) {
+pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
     let [mut a, b] = node_pair(options);
     let c = {
         let mut c = Node::new(3, options);
@@ -99,7 +99,7 @@ pub(super) fn changes_of_one_peer_leave_another_session_alone(options: Options) 
             for changes in [
                 vec![PeerChange::Add(public(3), spec(3, Some("198.51.100.3:51820")))],
                 vec![PeerChange::Update(public(3), moved)],
-                // Changes of the flow's own peer that must keep its session.
+                // Changes of the flow's own peer that must not end its session.
                 vec![PeerChange::Update(
                     public(2),
                     PeerUpdate {
@@ -117,7 +117,7 @@ pub(super) fn changes_of_one_peer_leave_another_session_alone(options: Options) 
         }
     });
     assert!(rounds > 20, "only {rounds} rounds of changes during the flow");
-    // No new handshake: it is only older.
+    // The age of the last handshake shows that there was no new one.
     let now = a.stats(2).handshake_age.expect("a handshake");
     let expected = age + began.elapsed();
     assert!(
@@ -125,10 +125,10 @@ pub(super) fn changes_of_one_peer_leave_another_session_alone(options: Options) 
         "{now:?}, expected {expected:?}"
     );
     a.add(3, Some("198.51.100.3:51820"));
-    wait_until("the changed peer, added again", TIMEOUT, || c.reaches(1));
+    wait_until("a ping from the peer that was added again", TIMEOUT, || c.reaches(1));
 }
 
-/// A namespace lent to a thread.
+/// A reference to a namespace, as a value that a thread can copy.
 #[derive(Clone, Copy)]
 struct NetNsRef<'a>(&'a NetNs);
 
@@ -139,9 +139,9 @@ pub(super) fn large_datagrams_arrive_whole_and_in_order_in_both_families(options
         let receiver = b.ns.enter(|| std::net::UdpSocket::bind(to)).expect("bind");
         receiver.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         let sender = a.ns.enter(|| std::net::UdpSocket::bind(from)).expect("bind");
-        // Equal datagrams, which the kernel may hand over as one packet, in lengths around the limits.
+        // Datagrams of equal length, which the kernel may pass to the device as one packet, with lengths around the limits.
         for length in [1_u16, 63, 64, 65, 1000, 1372, 1392, 1400, 4000, 60_000] {
-            // No more than the receiver's socket buffer holds.
+            // No more datagrams than fit into the receiver's socket buffer.
             let count = if length > 1500 { 2 } else { 16 };
             let datagrams: Vec<Vec<u8>> = (0..count).map(|number: u8| vec![number; usize::from(length)]).collect();
             for datagram in &datagrams {
@@ -165,7 +165,7 @@ pub(super) fn many_flows_to_one_peer_cause_no_deadlock(options: Options) {
             scope.spawn(move || {
                 let socket = ns.enter(|| std::net::UdpSocket::bind("10.9.0.1:0")).expect("bind");
                 for _ in 0..4_000 {
-                    // Errors of a full queue are ignored, and no socket has to listen.
+                    // Errors of a full queue and ICMP errors (no socket listens) are ignored.
                     let _ = socket.send_to(&[7; 600], ("10.9.0.2", 7100 + number));
                 }
             });
@@ -180,5 +180,5 @@ pub(super) fn many_flows_to_one_peer_cause_no_deadlock(options: Options) {
     let (device, peers) = finished.recv_timeout(TIMEOUT).expect("the device answers");
     a.device = Some(device);
     assert_eq!(peers, 1);
-    wait_until("a ping each way", TIMEOUT, || a.reaches(2) && b.reaches(1));
+    wait_until("a ping in each direction", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }

@@ -15,7 +15,7 @@ use super::{DB, POD};
 /// The node's addresses, and the NodePort of the gateway.
 pub(super) const NODE: [&str; 2] = ["10.10.0.2", "fd00:10::2"];
 pub(super) const NODE_PORT: u16 = 30820;
-/// The ClusterIPs of the Service of [`DB`].
+/// The ClusterIPs of the Service whose endpoints are [`DB`].
 pub(super) const CLUSTER_IPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
 
 pub(super) struct KubeProxy {
@@ -37,7 +37,7 @@ impl KubeProxy {
             json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node"}, "status": {"addresses": addresses}}),
         );
         let wireguard = json!({"port": 51820, "nodePort": NODE_PORT, "protocol": "UDP", "targetPort": 51820});
-        serve(
+        create_service(
             &api,
             "gateway",
             "NodePort",
@@ -46,7 +46,7 @@ impl KubeProxy {
             POD,
         );
         let sql = json!({"port": 5432, "protocol": "TCP", "targetPort": TCP});
-        serve(&api, "db", "ClusterIP", CLUSTER_IPS, sql, DB);
+        create_service(&api, "db", "ClusterIP", CLUSTER_IPS, sql, DB);
 
         let files = tempfile::tempdir().expect("a directory");
         let kubeconfig = files.path().join("kubeconfig");
@@ -58,7 +58,7 @@ impl KubeProxy {
             "--hostname-override=node",
             "--cluster-cidr=10.10.0.0/16,fd00:10::/32",
             "--kube-api-content-type=application/json",
-            // These sysctls belong to the host.
+            // 0 = do not change these sysctls.
             "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0",
             "--conntrack-tcp-timeout-close-wait=0",
@@ -73,7 +73,7 @@ impl KubeProxy {
     }
 }
 
-fn serve(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port: Value, backends: [&str; 2]) {
+fn create_service(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port: Value, endpoints: [&str; 2]) {
     let (number, protocol) = (port["targetPort"].clone(), port["protocol"].clone());
     let metadata = json!({"name": name, "namespace": "team"});
     let families = ["IPv4", "IPv6"];
@@ -85,7 +85,7 @@ fn serve(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port: Value, b
                      "ipFamilyPolicy": "RequireDualStack", "externalTrafficPolicy": "Cluster", "ports": [port]},
         }),
     );
-    for (family, address) in families.into_iter().zip(backends) {
+    for (family, address) in families.into_iter().zip(endpoints) {
         let metadata = json!({"name": format!("{name}-{}", family.to_lowercase()), "namespace": "team",
                               "labels": {"kubernetes.io/service-name": name}});
         api.put(

@@ -7,12 +7,12 @@ use super::*;
 /// One simulation of two peers that initiate at once.
 struct Simulation {
     peers: [TestPeer; 2],
-    /// Datagrams in flight: arrival time and a counter, to the receiver and the datagram.
+    /// Datagrams in flight with their receiver, by arrival time and a counter that makes the key unique.
     wire: BTreeMap<(Instant, u32), (usize, Vec<u8>)>,
     counter: u32,
-    /// How many of each peer's first datagrams are lost.
+    /// How many of each peer's next datagrams are lost.
     to_lose: [u32; 2],
-    /// The longest delay of a datagram, microseconds.
+    /// The longest delay of a datagram, in microseconds.
     delay: u32,
     duplicate: bool,
     began: Instant,
@@ -45,13 +45,14 @@ impl Simulation {
         };
         for peer in 0..2 {
             let sent = simulation.peers[peer].initiate_handshake(now);
-            simulation.deliver(peer, sent, now, rng);
+            simulation.transmit(peer, sent, now, rng);
         }
         simulation
     }
 
-    fn deliver(&mut self, from: usize, sent: Sent, now: Instant, rng: &mut TestRng) {
-        for datagram in sent.network {
+    /// Puts the datagrams that a peer sent on the wire, and records its first inner packet and its next tick.
+    fn transmit(&mut self, from: usize, sent: Sent, now: Instant, rng: &mut TestRng) {
+        for datagram in sent.datagrams {
             if self.to_lose[from] > 0 {
                 self.to_lose[from] -= 1;
                 continue;
@@ -87,19 +88,19 @@ impl Simulation {
         if let Some(entry) = self.wire.first_entry().filter(|entry| entry.key().0 <= now) {
             let (to, datagram) = entry.remove();
             let sent = self.peers[to].receive(&datagram, now);
-            self.deliver(to, sent, now, rng);
+            self.transmit(to, sent, now, rng);
             return;
         }
         for peer in 0..2 {
             if self.next_tick[peer].is_some_and(|at| at <= now) {
                 self.next_tick[peer] = None;
                 let sent = self.peers[peer].tick(now);
-                self.deliver(peer, sent, now, rng);
+                self.transmit(peer, sent, now, rng);
             }
             if self.next_send[peer] <= now {
                 self.next_send[peer] = now + Duration::from_millis(300);
                 let sent = self.peers[peer].send(&packet(1), now);
-                self.deliver(peer, sent, now, rng);
+                self.transmit(peer, sent, now, rng);
             }
         }
     }

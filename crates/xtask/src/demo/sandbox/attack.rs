@@ -1,5 +1,5 @@
-//! Shows an attack by the sandbox's administrator, who routes every address into the tunnel and scans it: with the grant, and after its
-//! revocation.
+//! Shows an attack by the administrator of the sandbox, who routes every address into the tunnel and scans it: with the grant, and
+//! after the revocation of the grant.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,14 +8,14 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Attacker, Echo, Gateway};
+use clustermesh_lab::{Attacker, EchoWatch, Gateway};
 use futures::future::try_join_all;
 
 use super::{Demo, HUB, OpenSockets, SANDBOX, Scene};
 
-/// A flow without an answer for this time counts as closed.
+/// A UDP flow counts as closed if no answer arrives for this time.
 const SILENCE: Duration = Duration::from_secs(1);
-/// The kind of an address, by the first words of its description.
+/// The beginning of an address's description, and the printed name of such addresses.
 const KINDS: [(&str, &str); 8] = [
     ("node ", "of nodes"),
     ("WireGuard ", "of nodes' tunnels"),
@@ -28,10 +28,10 @@ const KINDS: [(&str, &str); 8] = [
 ];
 
 impl Demo<'_> {
-    /// Scans through each gateway in turn, and revokes the grant while everything is routed through the last one.
+    /// Scans through one gateway after the other, and revokes the grant while every address is routed through the last gateway.
     pub(super) async fn attack_through_tunnel(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
-            "root of notebooks attacks: it revokes the controller's rights, and routes everything into the tunnel",
+            "root of notebooks attacks: revokes the controller's rights, and routes every address into the tunnel",
         );
         let worker = scene
             .sandbox
@@ -42,44 +42,44 @@ impl Demo<'_> {
             .to_owned();
         let attacker = Attacker::new(scene.lab, SANDBOX, &worker).await?;
         println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
-        let mut every = scene
+        let mut sockets = scene
             .sandbox
-            .sockets_beyond(&[&scene.hub, &scene.member], &BTreeSet::new())
+            .foreign_sockets(&[&scene.hub, &scene.member], &BTreeSet::new())
             .await?;
-        scene.through.add_to(&mut every);
-        let addresses: BTreeSet<IpAddr> = every.keys().map(SocketAddr::ip).collect();
-        print_what_is_scanned(&every, &addresses);
+        scene.grant.add_to(&mut sockets);
+        let addresses: BTreeSet<IpAddr> = sockets.keys().map(SocketAddr::ip).collect();
+        print_scan_scope(&sockets, &addresses);
         let mut all = BTreeMap::new();
-        for gateway in &scene.through.gateways {
-            let (chosen, name) = (&gateway.peer, &gateway.name);
+        for gateway in &scene.grant.gateways {
+            let (peer, name) = (&gateway.peer, &gateway.name);
             println!(
-                "$ kubectl --context {SANDBOX} patch peer {chosen} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
+                "$ kubectl --context {SANDBOX} patch peer {peer} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
                 addresses.len()
             );
-            let left = attacker.leads_through(chosen, &addresses).await?;
+            let left = attacker.route_through(peer, &addresses).await?;
             for ip in &left {
                 println!(
-                    "  Its own agent keeps {ip} on eth0 although a Peer contains it: its next hop, scanned above."
+                    "  The agent of notebooks keeps {ip} on eth0, although a Peer contains it: it is the next hop. It was scanned above."
                 );
             }
-            all = every.clone();
+            all = sockets.clone();
             all.retain(|socket, _| !left.contains(&socket.ip()));
-            let granted = OpenSockets::granted(&scene.through.through(gateway));
-            for from in &scene.askers {
-                // Wait for a session: without one, WireGuard stages only some of a scan's first packets and drops the others.
-                scene.lab.until_open(from, &granted.tcp).await?;
+            let granted = OpenSockets::granted(&scene.grant.through(gateway));
+            for from in &scene.clients {
+                // Wait for a session: without a session, WireGuard stages only some of the first packets of a scan and drops the others.
+                scene.lab.wait_for_open_sockets(from, &granted.tcp).await?;
             }
             let found = self.scan_all(scene, &all, &granted).await?;
-            for (from, found) in scene.askers.iter().zip(found) {
+            for (from, found) in scene.clients.iter().zip(found) {
                 let outcome = if found == granted {
-                    Ok(format!("{found}: what is granted, and nothing else"))
+                    Ok(format!("{found}: exactly the grant"))
                 } else {
                     Err(format!("{found}; granted: {granted}"))
                 };
-                self.check(&format!("{from}, all of it through {name}"), outcome);
+                self.check(&format!("{from}, through {name}"), outcome);
             }
         }
-        let last = scene.through.gateways.last().context("mgmt has no gateway")?;
+        let last = scene.grant.gateways.last().context("mgmt has no gateway")?;
         self.revoke_grant(scene, &all, last).await
     }
 
@@ -90,55 +90,57 @@ impl Demo<'_> {
         wanted: &OpenSockets,
     ) -> anyhow::Result<Vec<OpenSockets>> {
         let scans = scene
-            .askers
+            .clients
             .iter()
             .map(|from| OpenSockets::scan_with_retries(scene.lab, from, all.keys().copied(), wanted));
         try_join_all(scans).await
     }
 
-    /// Revokes the grant, and measures how long it stays usable. `gateway` is the one through which everything is routed.
+    /// Revokes the grant, and measures how long it remains usable. Every address is routed through `gateway`.
     async fn revoke_grant(
         &mut self,
         scene: &Scene<'_>,
         all: &BTreeMap<SocketAddr, String>,
         gateway: &Gateway,
     ) -> anyhow::Result<()> {
-        self.title("the grant is taken back: the controller still writes in mgmt, where that is enough");
-        let granted = OpenSockets::granted(&scene.through.through(gateway));
-        let socket = *granted.udp.first().context("nothing is granted there")?;
+        self.title("the grant is revoked: the controller still writes in mgmt, and that is enough");
+        let granted = OpenSockets::granted(&scene.grant.through(gateway));
+        let socket = *granted.udp.first().context("no UDP port is granted")?;
         let watch = |from| scene.lab.watch_udp(from, socket);
-        let watches: Vec<Echo> = scene.askers.iter().map(watch).collect::<Result<_, _>>()?;
+        let watches: Vec<EchoWatch> = scene.clients.iter().map(watch).collect::<Result<_, _>>()?;
         for watch in &watches {
-            watch.answered_after(now()?).await?;
+            watch.wait_for_echo_after(now()?).await?;
         }
         let mesh = scene.product.mesh_with(&[SANDBOX], &[]);
-        println!("$ kubectl --context {HUB} apply -f -   # the same without egress; {socket}/UDP is asked every 10 ms");
+        println!(
+            "$ kubectl --context {HUB} apply -f -   # the same mesh without egress; every 10 ms a datagram is sent to {socket}/UDP"
+        );
         let changed_at = now()?;
         scene.hub.apply(&mesh).await?;
-        let mut lasts = Vec::new();
-        for (from, watch) in scene.askers.iter().zip(&watches) {
-            let last = watch.silent_for(SILENCE).await?;
+        let mut last_answers = Vec::new();
+        for (from, watch) in scene.clients.iter().zip(&watches) {
+            let last = watch.wait_for_silence(SILENCE).await?;
             let after = last.unwrap_or_default().saturating_sub(changed_at);
             self.check(
-                &format!("{from}: the last packet came"),
+                &format!("{from}: the last answer arrived"),
                 Ok(format!("{after} ms after kubectl was called")),
             );
-            lasts.push(last);
+            last_answers.push(last);
         }
         let found = self.scan_all(scene, all, &OpenSockets::default()).await?;
-        for ((from, found), (watch, last)) in scene.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
+        for ((from, found), (watch, last)) in scene.clients.iter().zip(found).zip(watches.iter().zip(last_answers)) {
             let outcome = match watch.answers().pop() {
-                again if again != last => Err(format!("it answers again, {again:?} after {last:?}")),
+                again if again != last => Err(format!("it answered again at {again:?}, after {last:?}")),
                 _ if found != OpenSockets::default() => Err(found.to_string()),
-                _ => Ok(format!("of {} sockets nothing answers", all.len())),
+                _ => Ok(format!("none of {} sockets answers", all.len())),
             };
-            self.check(&format!("{from}, all of it through {}", gateway.name), outcome);
+            self.check(&format!("{from}, through {}", gateway.name), outcome);
         }
         Ok(())
     }
 }
 
-fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
+fn print_scan_scope(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
     let owners: BTreeMap<IpAddr, &String> = all.iter().map(|(socket, what)| (socket.ip(), what)).collect();
     let count = |begins: &str| owners.values().filter(|what| what.starts_with(begins)).count();
     let kinds = KINDS.map(|(begins, words)| (count(begins), words));
@@ -152,14 +154,14 @@ fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSe
         kinds.join(", ")
     );
     println!(
-        "  each at {} ports, TCP and UDP, which are all that are open anywhere there, NodePorts too:",
+        "  each at {} ports, TCP and UDP: all that are open at any of them, including NodePorts:",
         ports.len()
     );
     println!("    {}", ports.join(" "));
-    println!("  (The lab's etcd listens at the loopback of its own machine: 2379 and 2380 are scanned, too.)");
+    println!("  (etcd in the lab listens only at loopback; its ports 2379 and 2380 are scanned, too.)");
 }
 
-/// Milliseconds since 1970, as in an [`Echo`]'s answers.
+/// Milliseconds since 1970, like the times of [`EchoWatch::answers`].
 fn now() -> anyhow::Result<u128> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis())
 }

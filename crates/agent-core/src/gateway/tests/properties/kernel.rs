@@ -1,4 +1,4 @@
-//! A model of the kernel's nftables: it takes only lines of the known forms, and only what the kernel would accept.
+//! A model of nftables in the kernel. It accepts only lines of the known forms, and no transaction that the kernel would refuse.
 
 use super::*;
 
@@ -65,7 +65,7 @@ fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
     })
 }
 
-/// A line of a script, after the lines of `render::frame`.
+/// A command of a script, after the lines of `render::base_table`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Line<'a> {
     AddElement(&'a str, &'a str, Option<&'a str>),
@@ -78,7 +78,7 @@ enum Line<'a> {
     DeleteLimit(&'a str),
 }
 
-/// Parses `SET { KEY : DATA, .. }`, or without data.
+/// Parses `SET { KEY : DATA, .. }`, or `SET { KEY, .. }`.
 fn elements(text: &str, with_data: bool) -> Option<Vec<(&str, &str, Option<&str>)>> {
     let (set, rest) = text.strip_suffix(" }")?.split_once(" { ")?;
     let (parts, data_part) = form(set)?;
@@ -161,7 +161,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// A model of the kernel's table, without the rules of `render::frame`.
+/// A model of the kernel's table, without the rules of `render::base_table`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Kernel {
     elements: BTreeMap<(String, String), Option<String>>,
@@ -171,18 +171,18 @@ pub(super) struct Kernel {
 
 impl Kernel {
     /// Applies a script at least as strictly as the kernel does. A part that is added must not exist, and the parts that it refers to
-    /// must. A part that is deleted must exist, and no other may refer to it.
+    /// must exist. A part that is deleted must exist, and no other part may refer to it.
     pub(super) fn apply(&mut self, script: &str) -> Result<(), String> {
         for line in script.lines() {
             let parsed = Line::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
-            if !parsed.into_iter().all(|one| self.line(one)) {
+            if !parsed.into_iter().all(|one| self.apply_line(one)) {
                 return Err(format!("refused: {line} of\n{script}"));
             }
         }
         self.check_backends()
     }
 
-    /// There is an endpoint for every number that a chain can compute (by numgen or jhash), and there are no other endpoints.
+    /// Checks that there is an endpoint for every index that a chain can compute (by numgen or jhash), and no other endpoint.
     fn check_backends(&self) -> Result<(), String> {
         let mut backends = BTreeSet::new();
         for ((set, key), data) in &self.elements {
@@ -202,12 +202,12 @@ impl Kernel {
                 backends.insert((format!("backends{family}"), format!("{key} . {at:#010x}")));
             }
         }
-        let there = self.elements.keys().filter(|(set, _)| set.starts_with("backends"));
-        let there: BTreeSet<_> = there.cloned().collect();
-        if there == backends {
+        let existing = self.elements.keys().filter(|(set, _)| set.starts_with("backends"));
+        let existing: BTreeSet<_> = existing.cloned().collect();
+        if existing == backends {
             Ok(())
         } else {
-            Err(format!("{there:?} for {backends:?}"))
+            Err(format!("{existing:?} instead of {backends:?}"))
         }
     }
 
@@ -215,7 +215,7 @@ impl Kernel {
         self.elements.values().any(|other| other.as_deref() == Some(data))
     }
 
-    fn line(&mut self, line: Line<'_>) -> bool {
+    fn apply_line(&mut self, line: Line<'_>) -> bool {
         match line {
             Line::AddElement(set, key, data) => {
                 self.is_free(set, key)
@@ -228,8 +228,8 @@ impl Kernel {
             Line::DeleteElement(set, key) => {
                 let removed = self.elements.remove(&(set.to_owned(), key.to_owned())).is_some();
                 let used = match set {
-                    "open" => self.elements.iter().any(|((set, place), data)| {
-                        set == "grants" && data.as_ref().is_some_and(|id| format!("{place} . {id}") == key)
+                    "open" => self.elements.iter().any(|((set, port), data)| {
+                        set == "grants" && data.as_ref().is_some_and(|id| format!("{port} . {id}") == key)
                     }),
                     _ => false,
                 };
@@ -253,7 +253,7 @@ impl Kernel {
         }
     }
 
-    /// No element of an interval map overlaps another.
+    /// Whether a network overlaps no other element of its interval map.
     fn is_free(&self, set: &str, key: &str) -> bool {
         let Ok(network) = key.parse::<IpNet>() else { return true };
         let others = self.elements.keys().filter(|(other, _)| other == set);
@@ -265,7 +265,7 @@ impl Kernel {
         set == family && others.map(|(_, key)| net(key)).all(|other| !overlap(&other, &network))
     }
 
-    /// Whether what an element refers to exists: its chain or limit, or for a grant the element of `open` that lets its packets in.
+    /// Whether the part that an element refers to exists: its chain or limit, or the element of `open` that belongs to a grant.
     fn has_references(&self, set: &str, key: &str, data: Option<&str>) -> bool {
         let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
         let Some(data) = data else { return true };
@@ -280,12 +280,12 @@ impl Kernel {
     }
 }
 
-/// The model after the whole table was written.
-pub(super) fn written(table: &Table) -> Result<Kernel, String> {
+/// The model of the kernel after the whole `table` was written.
+pub(super) fn kernel_with_table(table: &Table) -> Result<Kernel, String> {
     let script = update(None, table).unwrap_or_default();
     let lines = script
-        .strip_prefix(&render::frame(&table.frame))
-        .ok_or("the rules do not come first")?;
+        .strip_prefix(&render::base_table(&table.parameters))
+        .ok_or("the script does not start with the rules")?;
     let mut kernel = Kernel::default();
     kernel.apply(lines)?;
     Ok(kernel)

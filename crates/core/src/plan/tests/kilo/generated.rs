@@ -13,8 +13,9 @@ struct Tenant {
     allowed: Vec<&'static str>,
     anchored: Option<Vec<&'static str>>,
     anchors: u16,
+    /// For each node: whether its kg is stopped.
     stopped: Vec<bool>,
-    /// kg serves the hub, too.
+    /// Whether kg serves the hub, too.
     hub_has_kg: bool,
 }
 
@@ -41,8 +42,8 @@ fn tenant() -> impl Strategy<Value = Tenant> {
             let nodes = (1..=count).map(|n| {
                 let west = two_locations && n > 2;
                 let node = match (location, n == 1 || (west && n == 3)) {
-                    (false, _) => kg(n, Granularity::Full),
-                    (true, true) => kg(n, Granularity::Location),
+                    (false, _) => kg_node(n, Granularity::Full),
+                    (true, true) => kg_node(n, Granularity::Location),
                     (true, false) => follower(n),
                 };
                 Node {
@@ -68,7 +69,7 @@ fn tenant() -> impl Strategy<Value = Tenant> {
 }
 
 impl Tenant {
-    fn whole(&self) -> (Mesh, Observations) {
+    fn mesh_and_observations(&self) -> (Mesh, Observations) {
         let (mut mesh, mut seen) = (two_clusters(), seen());
         let entry = &mut mesh.clusters[1];
         entry.allowed.extend(nets(&self.allowed));
@@ -86,7 +87,7 @@ impl Tenant {
         (mesh, seen)
     }
 
-    fn stop(&self, seen: &mut Observations) {
+    fn stop_nodes(&self, seen: &mut Observations) {
         edit(seen, &secret("tenant"), |m| {
             let stopped = m.nodes.values_mut().zip(&self.stopped).filter(|(_, stopped)| **stopped);
             stopped.for_each(|(node, _)| stop_kg(node));
@@ -99,11 +100,11 @@ proptest! {
 
     #[test]
     fn restart_of_any_kg_causes_no_writes(tenant in tenant()) {
-        let (mesh, mut seen) = tenant.whole();
+        let (mesh, mut seen) = tenant.mesh_and_observations();
         write_plan(&mesh, &mut seen);
         prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
         let before = plan_mesh(&mesh, &seen).1;
-        tenant.stop(&mut seen);
+        tenant.stop_nodes(&mut seen);
         prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
         let after = plan_mesh(&mesh, &seen).1;
         prop_assert_eq!(&after.clusters["tenant"].skipped, &vec![]);
@@ -112,8 +113,8 @@ proptest! {
 
     #[test]
     fn anchored_network_contains_no_node_address(tenant in tenant()) {
-        let (mesh, mut seen) = tenant.whole();
-        tenant.stop(&mut seen);
+        let (mesh, mut seen) = tenant.mesh_and_observations();
+        tenant.stop_nodes(&mut seen);
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
         let peers = mesh_plan.targets["mgmt"].peers.values();
@@ -123,15 +124,16 @@ proptest! {
         }).collect();
         for peer in peers {
             let planned_node = &nodes[&peer.node];
-            let near = nodes.values().filter(|node| node.location == planned_node.location && node.granularity != Some(Granularity::Full));
-            let own: BTreeSet<IpAddr> = near.chain([planned_node]).flat_map(|node| node.internal_ips.iter().copied()).collect();
+            let same_location = nodes.values().filter(|node| node.location == planned_node.location);
+            let same_segment = same_location.filter(|node| node.granularity != Some(Granularity::Full));
+            let own: BTreeSet<IpAddr> = same_segment.chain([planned_node]).flat_map(|node| node.internal_ips.iter().copied()).collect();
             for net in peer.spec.allowed_ips.iter().filter(|net| !owned.contains(net)) {
                 let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
-                let held = addresses.find(|address| net.contains(*address));
-                // An operator may anchor the nodes' network if wg-agent serves the hub: it marks its outer packets, so they do not
+                let contained = addresses.find(|address| net.contains(*address));
+                // An operator may anchor the nodes' network if wg-agent serves the hub: wg-agent marks its outer packets, so they do not
                 // use the route.
-                let meant = tenant.anchored.is_some() && !tenant.hub_has_kg;
-                prop_assert!(held.is_none_or(|at| meant || (*net == IpNet::from(*at) && own.contains(at))), "{net}: {peer:?}");
+                let is_allowed = tenant.anchored.is_some() && !tenant.hub_has_kg;
+                prop_assert!(contained.is_none_or(|at| is_allowed || (*net == IpNet::from(*at) && own.contains(at))), "{net}: {peer:?}");
             }
         }
     }

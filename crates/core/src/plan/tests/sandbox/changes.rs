@@ -1,4 +1,4 @@
-//! Tests changes of a sandbox's profile, grants or quarantine: which objects exist after each write.
+//! Tests which objects exist after each write if the profile, grants or quarantine of a sandbox change.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();
     let steps = diff(&plan, &ClusterIdentity::Local, &member);
-    let look = |member: &Member| {
+    let state_of = |member: &Member| {
         let policy = member
             .policies
             .as_ref()
@@ -17,13 +17,13 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
         let peers = member.peers.as_ref().unwrap().values();
         let peers = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some("nb"));
         let open = policy.as_ref().is_some_and(|policy| !policy.closed);
-        let enters = member.accesses.as_ref().unwrap().contains_key("m--nb");
-        (open, peers.count() > 0, enters)
+        let has_access = member.accesses.as_ref().unwrap().contains_key("m--nb");
+        (open, peers.count() > 0, has_access)
     };
-    let mut states = vec![look(&member)];
+    let mut states = vec![state_of(&member)];
     for step in &steps {
         apply(&mut member, std::slice::from_ref(step));
-        states.push(look(&member));
+        states.push(state_of(&member));
     }
     states.dedup();
     states
@@ -31,7 +31,7 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
 
 // threat: profile-tightened
 #[test]
-fn stricter_profile_closes_first_and_looser_opens_last() {
+fn profile_change_closes_policy_first_and_adds_peers_last() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
     let sandbox = mesh.clone();
@@ -62,7 +62,7 @@ fn stricter_profile_closes_first_and_looser_opens_last() {
 
 // threat: profile-tightened
 #[test]
-fn stricter_profile_closes_an_unseen_member() {
+fn stricter_profile_closes_an_unobserved_member() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
     let sandbox = mesh.clone();
@@ -125,12 +125,12 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
         let (_, plan) = plan_mesh(&mesh, &seen);
         if profile == Profile::ClusterMeshed {
             let networks = net_set(&["10.3.0.0/16", "100.66.3.0/24"]);
-            let shut = PolicySpec {
+            let closed = PolicySpec {
                 sources: networks.clone(),
                 networks,
-                ..closed()
+                ..closed_policy()
             };
-            assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, shut);
+            assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, closed);
         } else {
             assert_eq!(granted(&mesh, &seen), []);
         }
@@ -145,7 +145,7 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
 
 // threat: profile-tightened
 #[test]
-fn member_set_to_standard_is_closed_before_peers_go() {
+fn member_set_to_standard_is_closed_before_peer_deletion() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     mesh.clusters[1].profile = Profile::Standard;

@@ -1,4 +1,4 @@
-//! Tests how a sandbox enters a member through gateways: the SandboxAccess in the member, the gateways' Peers in the sandbox.
+//! Tests the objects by which a sandbox uses gateways: the SandboxAccess in the member, the gateways' Peers in the sandbox.
 
 use super::*;
 use crate::observe::AccessNode;
@@ -9,7 +9,7 @@ fn access(seen: &Observations) -> AccessSpec {
 }
 
 fn postgres_port(access: &AccessSpec) -> u16 {
-    let mut grants = access.grants.iter().filter(|(_, port)| **port == of_postgres("pg"));
+    let mut grants = access.grants.iter().filter(|(_, port)| **port == postgres_grant("pg"));
     grants.next().unwrap().0.1
 }
 
@@ -21,7 +21,7 @@ fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     let target = &planned.targets["mgmt"];
     assert!(target.peers.values().all(|peer| peer.source != "nb"));
     assert!(target.policies.values().all(|policy| policy.source != "nb"));
-    // A member without a grant for the sandbox gets no object of it.
+    // A member that grants the sandbox nothing gets no object of the sandbox.
     assert_eq!(sources(&planned, "tenant"), ["mgmt", "mgmt"]);
     assert_eq!(
         planned.targets["tenant"].policies.keys().collect::<Vec<_>>(),
@@ -46,7 +46,7 @@ fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     };
     assert_eq!(access.networks, net_set(&["100.66.3.0/24"]));
     assert_eq!(access.nodes.values().collect::<Vec<_>>(), [&node]);
-    assert_eq!(access.grants.values().collect::<Vec<_>>(), [&of_postgres("pg")]);
+    assert_eq!(access.grants.values().collect::<Vec<_>>(), [&postgres_grant("pg")]);
 
     let (_, planned) = plan_mesh(&mesh, &seen);
     let sandbox = &planned.targets["nb"];
@@ -256,7 +256,7 @@ fn gateway_network_is_not_routed_to_other_members() {
     let range: IpNet = "100.127.255.0/28".parse().unwrap();
     mesh.clusters[0].allowed.push(range);
     edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
-    // Whether `tenant` has the range in a Peer, and whether a policy of `mgmt` opens it.
+    // Whether `tenant` has the range in a Peer, and whether a policy in `mgmt` allows it.
     let routed_and_open = |plan: &MeshPlan| {
         let peers = plan.targets["tenant"].peers.values();
         let mut nets = peers.flat_map(|peer| &peer.spec.allowed_ips);
@@ -264,10 +264,10 @@ fn gateway_network_is_not_routed_to_other_members() {
         let mut open = policies.flat_map(|policy| policy.spec.allow.iter().chain(&policy.spec.anchored));
         (nets.any(|net| *net == range), open.any(|net| *net == range))
     };
-    // Without gateways it is an anchored network like any other, and the status stores that.
+    // Without gateways, the range is an anchored network like any other, and the status lists it.
     let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(routed_and_open(&plan), (true, true));
-    mesh.clusters[0].carriers = plan.clusters["mgmt"].anchored.clone();
+    mesh.clusters[0].previous_anchors = plan.clusters["mgmt"].anchored.clone();
     for (number, address) in ["100.127.255.1", "100.127.255.2"].into_iter().enumerate() {
         let (name, mut gateway) = gateway(u8::try_from(number).unwrap(), true);
         gateway.addresses = [address.parse().unwrap()].into();
@@ -294,7 +294,7 @@ fn gateway_port_of_a_grant_is_stable() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     let first = postgres_port(&access(&seen));
-    // Another grant is added before it.
+    // Another grant is added before the first one.
     mesh.clusters[2].egress.insert(0, grant(postgres(), &[9187], "metrics"));
     write_plan(&mesh, &mut seen);
     assert_eq!((postgres_port(&access(&seen)), access(&seen).grants.len()), (first, 2));
@@ -328,7 +328,7 @@ fn quarantine_removes_grants_and_keeps_nodes() {
 }
 
 #[test]
-fn unseen_sandbox_keeps_its_nodes_in_sandbox_access() {
+fn unobserved_sandbox_keeps_nodes_in_sandbox_access() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     let before = access(&seen);
@@ -343,7 +343,7 @@ fn unseen_sandbox_keeps_its_nodes_in_sandbox_access() {
     assert_eq!(access(&seen).nodes, before.nodes);
     assert_eq!(
         access(&seen).grants.values().collect::<Vec<_>>(),
-        [&of_postgres("metrics")]
+        [&postgres_grant("metrics")]
     );
     let mut empty = member;
     empty.nodes.clear();
@@ -404,8 +404,8 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
 
 // threat: profile-tightened
 #[test]
-fn old_peers_of_a_sandbox_are_closed_then_deleted() {
-    for seen_now in [true, false] {
+fn old_sandbox_peers_are_denied_and_then_deleted() {
+    for is_observed in [true, false] {
         let (mesh, mut seen) = mesh_with_sandbox();
         let old = ObservedPeer {
             owner: Owner {
@@ -425,13 +425,13 @@ fn old_peers_of_a_sandbox_are_closed_then_deleted() {
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             m.peers.as_mut().unwrap().insert("m--nb--s".into(), old);
         });
-        if !seen_now {
+        if !is_observed {
             seen.members
                 .insert(secret("nb"), Observation::Unreachable("refused".into()));
         }
         // While the Peer exists, a closed policy denies its traffic.
         let (_, planned) = plan_mesh(&mesh, &seen);
-        assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed());
+        assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed_policy());
         for _ in 0..3 {
             write_plan(&mesh, &mut seen);
         }

@@ -9,7 +9,7 @@ use super::*;
 fn confined_mesh_grants_only_services_that_allow_it() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[0].confined_to = Some("team-x".into());
-    assert_eq!(granted(&mesh, &seen), [of_postgres("pg")]);
+    assert_eq!(granted(&mesh, &seen), [postgres_grant("pg")]);
     mesh.clusters[0].confined_to = Some("lab".into());
     assert_eq!(granted(&mesh, &seen), []);
     let (_, plan) = plan_mesh(&mesh, &seen);
@@ -49,13 +49,13 @@ fn service_of_a_sandbox_is_not_mirrored() {
     assert_eq!(plan.targets["mgmt"].services, BTreeMap::new());
     assert_eq!(
         message(&plan),
-        "cluster \"nb\" has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
+        "cluster \"nb\" has isolationProfile sandbox: its pods have no address in the mesh, so its Services cannot be granted"
     );
 }
 
 // threat: granted-slice-redirected
 #[test]
-fn unresolved_grant_is_reported_and_affects_no_other() {
+fn unresolved_grant_is_reported_and_affects_no_other_grant() {
     type Change = fn(&mut Member);
     let cases: [(&str, Change); 5] = [
         ("does not exist", |m| drop(m.services.remove(&postgres()))),
@@ -116,7 +116,7 @@ fn unreachable_endpoints_are_left_out_of_the_mirror() {
     let (found, message) = report(&seen);
     assert_eq!(found, 1);
     assert!(message.contains("(192.0.2.9)"), "{message}");
-    // Endpoints of the other family are usually the same pods, so they are left out without a message.
+    // Endpoints of the other family usually belong to the same pods, so they are left out without a message.
     endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
     endpoints(&mut seen, &["fd00:1:0:2::9"]);
@@ -160,7 +160,7 @@ fn grant_without_free_gateway_port_is_reported() {
     let not_yet = "the SandboxAccess in cluster \"mgmt\" does not contain this grant yet";
     assert_eq!(
         set_other_grants(20_000..29_999),
-        (vec![of_postgres("pg")], not_yet.to_owned())
+        (vec![postgres_grant("pg")], not_yet.to_owned())
     );
 }
 
@@ -168,7 +168,7 @@ fn grant_without_free_gateway_port_is_reported() {
 fn two_grants_of_one_service_grant_each_port_once() {
     let (mut mesh, seen) = mesh_with_sandbox();
     mesh.clusters[2].egress.push(grant(postgres(), &[9187], "metrics"));
-    let both = [of_postgres("metrics"), of_postgres("pg")];
+    let both = [postgres_grant("metrics"), postgres_grant("pg")];
     assert_eq!(granted(&mesh, &seen), both);
     mesh.clusters[2].egress.push(grant(postgres(), &[], "all"));
     assert_eq!(granted(&mesh, &seen), both);

@@ -1,7 +1,7 @@
-//! Tests that a revocation which is not in effect in some member is reported, with the member and the reason.
+//! Tests that a revocation that is not in effect in a member is reported, with the member and the reason.
 
 use super::*;
-use crate::pending::{Pending, Why, pending};
+use crate::pending::{PendingReason, PendingRevocation, find_pending};
 
 /// The mesh with a sandbox, after its plan was written.
 fn written_mesh() -> (Mesh, Observations) {
@@ -10,10 +10,10 @@ fn written_mesh() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-fn pending_revocations(mesh: &Mesh, seen: &Observations, unwritten: &[(&str, &str)]) -> Vec<Pending> {
+fn pending_revocations(mesh: &Mesh, seen: &Observations, unwritten: &[(&str, &str)]) -> Vec<PendingRevocation> {
     let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &TestNaming);
-    let words = |(name, why): &(&str, &str)| ((*name).to_owned(), (*why).to_owned());
-    pending(mesh, &plan, seen, &unwritten.iter().map(words).collect())
+    let owned = |(name, why): &(&str, &str)| ((*name).to_owned(), (*why).to_owned());
+    find_pending(mesh, &plan, seen, &unwritten.iter().map(owned).collect())
         .into_iter()
         .collect()
 }
@@ -24,12 +24,12 @@ fn make_stale(seen: &mut Observations, identity: &ClusterIdentity) {
     *observation = Observation::Stale(member, "no answer".into());
 }
 
-fn not_closed(quarantine: bool, source: &str, target: &str, why: &str) -> Pending {
-    Pending {
+fn still_open(quarantine: bool, source: &str, target: &str, why: &str) -> PendingRevocation {
+    PendingRevocation {
         quarantine,
         source: source.into(),
         target: target.into(),
-        why: Why::Open(why.into()),
+        why: PendingReason::Open(why.into()),
     }
 }
 
@@ -39,21 +39,25 @@ fn quarantine_is_pending_until_the_closed_policy_exists() {
     let (mut mesh, mut seen) = written_mesh();
     assert_eq!(pending_revocations(&mesh, &seen, &[]), []);
     mesh.clusters[1].quarantine = true;
-    // Pending before it is written, while writing fails, while the mesh is paused, and while the API server does not answer.
-    let now = |why| [not_closed(true, "tenant", "mgmt", why)];
-    assert_eq!(pending_revocations(&mesh, &seen, &[]), now("it is being written"));
+    // The quarantine is pending before it is written, while writing fails, while the mesh is paused, and while the API server
+    // does not answer.
+    let pending_because = |why| [still_open(true, "tenant", "mgmt", why)];
+    assert_eq!(
+        pending_revocations(&mesh, &seen, &[]),
+        pending_because("it is being written")
+    );
     assert_eq!(
         pending_revocations(&mesh, &seen, &[("mgmt", "forbidden")]),
-        now("forbidden")
+        pending_because("forbidden")
     );
     mesh.paused = true;
     assert_eq!(
         pending_revocations(&mesh, &seen, &[]),
-        now("the ClusterMesh is paused, so nothing is written")
+        pending_because("the ClusterMesh is paused, so nothing is written")
     );
     mesh.paused = false;
     make_stale(&mut seen, &ClusterIdentity::Local);
-    assert_eq!(pending_revocations(&mesh, &seen, &[]), now("no answer"));
+    assert_eq!(pending_revocations(&mesh, &seen, &[]), pending_because("no answer"));
     assert_eq!(
         pending_revocations(&mesh, &seen, &[])[0].message(),
         "cluster \"tenant\" is quarantined, and this is not yet in effect in cluster \"mgmt\": no answer"
@@ -72,7 +76,7 @@ fn quarantine_is_pending_until_the_closed_policy_exists() {
 }
 
 #[test]
-fn revocation_in_unseen_member_is_unknown() {
+fn revocation_in_unobserved_member_is_unknown() {
     let (mut mesh, mut seen) = written_mesh();
     mesh.clusters[2].quarantine = true;
     write_plan(&mesh, &mut seen);
@@ -82,25 +86,28 @@ fn revocation_in_unseen_member_is_unknown() {
     let message =
         "cluster \"nb\" is quarantined, and it is not known whether cluster \"mgmt\" enforces this: connection refused";
     assert_eq!(
-        pending_revocations.iter().map(Pending::message).collect::<Vec<_>>(),
+        pending_revocations
+            .iter()
+            .map(PendingRevocation::message)
+            .collect::<Vec<_>>(),
         [message]
     );
 }
 
 // threat: closing-not-written
 #[test]
-fn revoked_grant_or_profile_is_pending_until_written() {
+fn revoked_grant_and_stricter_profile_are_pending() {
     let (mut mesh, mut seen) = written_mesh();
     make_stale(&mut seen, &ClusterIdentity::Local);
     let egress = std::mem::take(&mut mesh.clusters[2].egress);
-    let revoked = [not_closed(false, "nb", "mgmt", "no answer")];
+    let revoked = [still_open(false, "nb", "mgmt", "no answer")];
     assert_eq!(
         (pending_revocations(&mesh, &seen, &[]), revoked[0].reason()),
         (revoked.clone().into(), "RevokePending")
     );
     mesh.clusters[2].egress = egress.clone();
     assert_eq!(pending_revocations(&mesh, &seen, &[]), []);
-    // Another port instead of the granted one is pending; an additional port is not.
+    // If another port replaces the granted one, the granted one is revoked. An additional port revokes nothing.
     mesh.clusters[2].egress[0].ports = grant(postgres(), &[9187], "postgres").ports;
     assert_eq!(pending_revocations(&mesh, &seen, &[]), revoked);
     mesh.clusters[2].egress[0].ports = grant(postgres(), &[9187, 5432], "postgres").ports;
@@ -109,6 +116,6 @@ fn revoked_grant_or_profile_is_pending_until_written() {
     mesh.clusters[1].profile = Profile::Standard;
     assert_eq!(
         pending_revocations(&mesh, &seen, &[]),
-        [not_closed(false, "tenant", "mgmt", "no answer")]
+        [still_open(false, "tenant", "mgmt", "no answer")]
     );
 }

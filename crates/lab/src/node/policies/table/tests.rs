@@ -151,7 +151,7 @@ table inet policies {
 }
 
 #[test]
-fn policies_of_one_pod_add_up_and_leave_ingress_open() {
+fn egress_policies_of_pod_add_up_and_leave_ingress_open() {
     let egress = |cidr: &str| json!({"podSelector": {}, "policyTypes": ["Egress"], "egress": [{"to": [{"ipBlock": {"cidr": cidr}}]}]});
     let mut second = policy(egress("10.0.0.2/32"));
     second["metadata"]["name"] = "second".into();
@@ -162,21 +162,21 @@ fn policies_of_one_pod_add_up_and_leave_ingress_open() {
 }
 
 #[test]
-fn policy_without_types_closes_egress_only_with_egress_rules() {
-    let types = |spec: serde_json::Value| {
+fn policy_without_types_restricts_egress_only_with_egress_rules() {
+    let has_chains = |spec: serde_json::Value| {
         let rendered = TestCluster::new(&pods(), &[policy(spec)]).render();
         ["egress_2_ip", "ingress_2_ip"].map(|chain| rendered.contains(&format!("chain {chain}")))
     };
-    assert_eq!(types(json!({"podSelector": {}})), [false, true]);
-    assert_eq!(types(json!({"podSelector": {}, "egress": [{}]})), [true, true]);
+    assert_eq!(has_chains(json!({"podSelector": {}})), [false, true]);
+    assert_eq!(has_chains(json!({"podSelector": {}, "egress": [{}]})), [true, true]);
     assert_eq!(
-        types(json!({"podSelector": {}, "policyTypes": ["Egress"]})),
+        has_chains(json!({"podSelector": {}, "policyTypes": ["Egress"]})),
         [true, false]
     );
 }
 
 #[test]
-fn remote_host_network_and_ended_pods_get_no_chain() {
+fn remote_host_network_and_terminated_pods_get_no_chain() {
     let mut all = pods();
     let mut on_host = pod("tenant", "host", json!({}), "172.30.1.11", "172.30.1.11");
     on_host["spec"]["hostNetwork"] = true.into();

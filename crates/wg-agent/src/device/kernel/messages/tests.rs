@@ -8,16 +8,16 @@ fn key(number: u8) -> PublicKey {
     PublicKey::new([number; 32])
 }
 
-fn ranges(texts: &[&str]) -> BTreeSet<IpNet> {
+fn allowed_ips(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-fn at(text: &str) -> Option<SocketAddr> {
+fn socket(text: &str) -> Option<SocketAddr> {
     Some(text.parse().unwrap())
 }
 
-/// Renders each entry as a line, such as `1 update-only endpoint=.. +10.0.0.0/8`. The key is its first byte, or
-/// `temporary`.
+/// Renders each entry as a line, such as `1 update-only endpoint=.. +10.0.0.0/8`. A key is rendered as its first byte,
+/// or as `temporary`.
 fn lines(messages: &[Vec<WireguardPeer>]) -> Vec<String> {
     messages.iter().flatten().map(entry).collect()
 }
@@ -48,19 +48,19 @@ fn entry(peer: &WireguardPeer) -> String {
 }
 
 #[test]
-fn new_peer_gets_a_handshake_by_toggled_keepalive() {
+fn toggled_keepalive_starts_handshake_with_new_peer() {
     let spec = PeerSpec {
-        endpoint: at("192.0.2.1:51820"),
+        endpoint: socket("192.0.2.1:51820"),
         keepalive: None,
         preshared_key: PresharedKey::new([5; 32]),
-        allowed_ips: ranges(&["10.1.0.0/16", "fd01::/64"]),
+        allowed_ips: allowed_ips(&["10.1.0.0/16", "fd01::/64"]),
     };
-    let silent = PeerSpec {
+    let without_endpoint = PeerSpec {
         endpoint: None,
         keepalive: NonZeroU16::new(10),
         ..PeerSpec::default()
     };
-    let changes = [PeerChange::Add(key(1), spec), PeerChange::Add(key(2), silent)];
+    let changes = [PeerChange::Add(key(1), spec), PeerChange::Add(key(2), without_endpoint)];
     assert_eq!(
         lines(&plan(&Peers::new(), &LiveEndpoints::new(), &changes)),
         [
@@ -75,29 +75,29 @@ fn new_peer_gets_a_handshake_by_toggled_keepalive() {
 
 #[test]
 fn removed_allowed_ip_moves_to_a_temporary_peer() {
-    let held: Peers = [
+    let peers: Peers = [
         (
             key(1),
             PeerSpec {
-                allowed_ips: ranges(&["10.1.0.0/16", "10.2.0.0/16"]),
+                allowed_ips: allowed_ips(&["10.1.0.0/16", "10.2.0.0/16"]),
                 ..PeerSpec::default()
             },
         ),
         (
             key(2),
             PeerSpec {
-                allowed_ips: ranges(&["10.3.0.0/16"]),
+                allowed_ips: allowed_ips(&["10.3.0.0/16"]),
                 ..PeerSpec::default()
             },
         ),
     ]
     .into();
     let update = PeerUpdate {
-        endpoint: at("192.0.2.1:7"),
+        endpoint: socket("192.0.2.1:7"),
         keepalive: Some(NonZeroU16::new(9)),
-        add_allowed_ips: ranges(&["10.3.0.0/16"]),
-        // The last allowed IP is not the peer's, so no peer loses it.
-        remove_allowed_ips: ranges(&["10.2.0.0/16", "10.9.0.0/16"]),
+        add_allowed_ips: allowed_ips(&["10.3.0.0/16"]),
+        // The peer does not have the last allowed IP, so no peer loses it.
+        remove_allowed_ips: allowed_ips(&["10.2.0.0/16", "10.9.0.0/16"]),
         ..PeerUpdate::default()
     };
     let changes = [
@@ -107,7 +107,7 @@ fn removed_allowed_ip_moves_to_a_temporary_peer() {
         PeerChange::Update(key(3), PeerUpdate::default()),
     ];
     assert_eq!(
-        lines(&plan(&held, &LiveEndpoints::new(), &changes)),
+        lines(&plan(&peers, &LiveEndpoints::new(), &changes)),
         [
             "temporary +10.2.0.0/16",
             "temporary remove",
@@ -122,11 +122,11 @@ fn removed_allowed_ip_moves_to_a_temporary_peer() {
 
 #[test]
 fn new_preshared_key_recreates_the_peer_at_its_live_endpoint() {
-    let held: Peers = [(
+    let peers: Peers = [(
         key(1),
         PeerSpec {
-            endpoint: at("192.0.2.1:1"),
-            allowed_ips: ranges(&["10.1.0.0/16"]),
+            endpoint: socket("192.0.2.1:1"),
+            allowed_ips: allowed_ips(&["10.1.0.0/16"]),
             ..PeerSpec::default()
         },
     )]
@@ -137,7 +137,7 @@ fn new_preshared_key_recreates_the_peer_at_its_live_endpoint() {
         ..PeerUpdate::default()
     };
     assert_eq!(
-        lines(&plan(&held, &live, &[PeerChange::Update(key(1), update)])),
+        lines(&plan(&peers, &live, &[PeerChange::Update(key(1), update)])),
         [
             "1 remove",
             "1 replace psk=8 endpoint=192.0.2.77:1 +10.1.0.0/16",

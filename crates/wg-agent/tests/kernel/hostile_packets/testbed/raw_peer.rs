@@ -7,18 +7,18 @@ use x25519_dalek::StaticSecret;
 
 use super::{TIMEOUT, Testbed, VICTIM, secret};
 
-/// WireGuard over a plain socket of the stranger. It can send what no real device would.
+/// A WireGuard peer on a UDP socket of the attacker. It can send messages and inner packets that no real device sends.
 pub(crate) struct RawPeer {
     core: Tunn,
     pub(crate) socket: UdpSocket,
 }
 
 impl RawPeer {
-    /// A peer with the private key `own` and a source port of its own.
+    /// A peer with the private key `own` and its own source port.
     pub(crate) fn new(testbed: &Testbed, own: StaticSecret) -> Self {
-        let socket = testbed.stranger.enter(|| {
-            let socket = UdpSocket::bind((testbed.outer.stranger, 0)).expect("bind");
-            socket.connect(testbed.victim_at()).expect("connect");
+        let socket = testbed.attacker.enter(|| {
+            let socket = UdpSocket::bind((testbed.outer.attacker, 0)).expect("bind");
+            socket.connect(testbed.victim_endpoint()).expect("connect");
             socket
         });
         socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
@@ -37,7 +37,7 @@ impl RawPeer {
         }
     }
 
-    /// Makes a session with the victim. Returns the initiation.
+    /// Establishes a session with the victim. Returns the initiation.
     pub(crate) fn handshake(&mut self) -> Vec<u8> {
         let initiation = self.initiation();
         self.socket.send(&initiation).expect("send");
