@@ -10,9 +10,9 @@ const TICKS_PER_SECOND: f64 = 100.0;
 /// CPU seconds used so far.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Cpu {
-    /// By the whole machine.
+    /// CPU seconds of the whole machine.
     pub(crate) machine: f64,
-    /// By the given processes, in user and kernel mode.
+    /// CPU seconds of the given processes, in user and kernel mode.
     pub(crate) daemons: f64,
 }
 

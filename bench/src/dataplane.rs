@@ -1,4 +1,4 @@
-//! `cargo xtask bench dataplane`: measures every variant once in each round. Each round starts with another variant, so that other load on
+//! `cargo xtask bench dataplane`: measures every variant in each round. Each round starts with another variant, so that other load on
 //! the machine, and the state that a variant leaves behind, affect all variants equally.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// One round of two seconds, only with the underlay's offload: shows that everything works, not how fast.
     #[arg(long)]
     quick: bool,
-    /// Only compare the kernel backend with `wg` by hand, in the virtual machine.
+    /// Only compare the kernel backend with a device that is configured by hand with `wg`, in the virtual machine.
     #[arg(long, conflicts_with = "only")]
     vm: bool,
     /// Only these variants.
@@ -60,7 +60,7 @@ pub(crate) struct Measured {
     pub(crate) machine: report::Machine,
     pub(crate) seconds: u32,
     pub(crate) samples: Vec<Sample>,
-    /// Measurements with many idle peers, one for each round.
+    /// Measurements with many idle peers: in each round, one for each variant that is a program.
     pub(crate) crowds: Vec<(Variant, IdlePeers)>,
     /// The variants that could not be built or measured, and why; the other results are valid.
     pub(crate) failed: Vec<String>,
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if *vm {
         return kernel::in_machine(seconds, rounds, *output);
     }
-    let underlays: &[bool] = if *quick { &[true] } else { &[true, false] };
+    let udp_offload_settings: &[bool] = if *quick { &[true] } else { &[true, false] };
     let all = <Variant as clap::ValueEnum>::value_variants();
     let mut measured = Measured {
         machine: report::Machine::here(),
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             programs.insert(*variant, program);
         }
     }
-    let measured = measure(measured, &programs, rounds, underlays)?;
+    let measured = measure(measured, &programs, rounds, udp_offload_settings)?;
     report::print(&measured, *output)
 }
 
@@ -118,7 +118,7 @@ fn measure(
     mut measured: Measured,
     programs: &BTreeMap<Variant, Option<PathBuf>>,
     rounds: u32,
-    underlays: &[bool],
+    udp_offload_settings: &[bool],
 ) -> anyhow::Result<Measured> {
     let wire = Wire::new()?;
     let keys = Keys::new(&wire)?;
@@ -128,7 +128,7 @@ fn measure(
         .map(|(variant, program)| (*variant, program.as_ref()))
         .collect();
     for round in 1..=rounds {
-        for &udp_offload in underlays {
+        for &udp_offload in udp_offload_settings {
             wire.set_udp_offload(udp_offload)?;
             for &(variant, program) in &order {
                 let sample = sample(variant, program, udp_offload, &wire, &keys, measured.seconds);

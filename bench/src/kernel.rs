@@ -26,8 +26,8 @@ const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
 /// Time to boot, and to set up each run on an emulated processor.
 const SETUP: Duration = Duration::from_secs(300);
-/// The real time that an emulated second of one variant may take, with other programs on the machine.
-const EMULATED: Duration = Duration::from_secs(60);
+/// Real time for one variant in one round, for each second of `--seconds`, while other programs use the machine.
+const LIMIT_PER_SECOND: Duration = Duration::from_secs(60);
 
 /// Arguments of `cargo xtask bench kernel`.
 #[derive(Debug, clap::Args)]
@@ -115,7 +115,7 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
         command.extend([flag.to_owned(), value]);
     }
     let machine = Machine {
-        limit: SETUP + EMULATED * seconds * rounds * Variant::ALL.len() as u32,
+        limit: SETUP + LIMIT_PER_SECOND * seconds * rounds * Variant::ALL.len() as u32,
         // The clock counts instructions, so ratios have no noise. It does not show the effect of parallel execution on a real processor.
         clock: Clock::Instructions,
         ..Machine::default()
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let mut samples = Vec::new();
     for round in 1..=*rounds {
-        // The first variant of a round is the last of the next.
+        // Each round starts one variant later, so that no variant is always the first.
         let mut order = Variant::ALL;
         order.rotate_left(round as usize % Variant::ALL.len());
         for variant in order {

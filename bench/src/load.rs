@@ -17,9 +17,9 @@ use crate::{
 };
 
 /// UDP payload of an IPv4 packet of 64 bytes.
-const SMALL: usize = 64 - 20 - 8;
+const SMALL_PAYLOAD: usize = 64 - 20 - 8;
 /// A request without reply for this time counts as lost.
-const LOST: Duration = Duration::from_secs(1);
+const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 /// The default port of iperf3.
 pub(crate) const IPERF_PORT: u16 = 5201;
 /// The port of the UDP echo server.
@@ -69,7 +69,7 @@ struct IperfSum {
     retransmits: u64,
 }
 
-/// Runs an iperf3 server in this namespace until the result is dropped.
+/// Runs an iperf3 server in the end's network namespace until the result is dropped.
 pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     let mut command = end.command("iperf3");
     command.arg("-s").stdout(Stdio::null()).stderr(Stdio::null());
@@ -126,23 +126,23 @@ pub(crate) fn latency(wire: &Wire, target: &str, during: Duration) -> anyhow::Re
 
 /// Like [`latency`], with this socket as the server: packets to [`ECHO_PORT`] of the target reach it.
 pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
-    server.set_read_timeout(Some(LOST))?;
+    server.set_read_timeout(Some(LOSS_TIMEOUT))?;
     let client = connect(&wire.ends[0], target, ECHO_PORT)?;
-    client.set_read_timeout(Some(LOST))?;
+    client.set_read_timeout(Some(LOSS_TIMEOUT))?;
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| echo(server, &done));
         let latency = measure_round_trips(&client, during);
         done.store(true, Ordering::Release);
         // Wake the server, so that it checks the flag at once.
-        let _ = client.send(&[0; SMALL]);
+        let _ = client.send(&[0; SMALL_PAYLOAD]);
         latency
     })
 }
 
 /// Echoes datagrams until `stop` is set. It checks `stop` after each datagram and each timeout of its socket.
 pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
-    let mut buffer = [0; SMALL];
+    let mut buffer = [0; SMALL_PAYLOAD];
     while !stop.load(Ordering::Acquire) {
         if let Ok((length, from)) = server.recv_from(&mut buffer) {
             let _ = server.send_to(&buffer[..length], from);
@@ -153,14 +153,14 @@ pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
 fn measure_round_trips(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
     let mut trips = Vec::new();
     let mut lost = 0;
-    let mut buffer = [0; SMALL];
+    let mut buffer = [0; SMALL_PAYLOAD];
     let began = Instant::now();
     for number in 0_u64.. {
         let sent_at = Instant::now();
         if sent_at.duration_since(began) >= during {
             break;
         }
-        let mut request = [0; SMALL];
+        let mut request = [0; SMALL_PAYLOAD];
         request[..8].copy_from_slice(&number.to_be_bytes());
         let has_reply = client.send(&request).is_ok()
             && loop {
@@ -181,10 +181,10 @@ fn measure_round_trips(client: &UdpSocket, during: Duration) -> anyhow::Result<L
         bail!("no request was answered");
     }
     trips.sort_unstable();
-    let at = |share: f64| trips[((trips.len() - 1) as f64 * share).round() as usize].as_secs_f64();
+    let quantile = |share: f64| trips[((trips.len() - 1) as f64 * share).round() as usize].as_secs_f64();
     Ok(Latency {
-        p50: at(0.5),
-        p99: at(0.99),
+        p50: quantile(0.5),
+        p99: quantile(0.99),
         lost,
     })
 }
@@ -193,13 +193,13 @@ fn measure_round_trips(client: &UdpSocket, during: Duration) -> anyhow::Result<L
 /// CPU time from the tunnel.
 pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyhow::Result<f64> {
     let sink = bind(&wire.ends[1], target, SINK_PORT)?;
-    sink.set_read_timeout(Some(LOST))?;
+    sink.set_read_timeout(Some(LOSS_TIMEOUT))?;
     let source = connect(&wire.ends[0], target, SINK_PORT)?;
     let done = AtomicBool::new(false);
     let received = AtomicU64::new(0);
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut buffer = [0; SMALL];
+            let mut buffer = [0; SMALL_PAYLOAD];
             while !done.load(Ordering::Acquire) {
                 if sink.recv(&mut buffer).is_ok() {
                     received.fetch_add(1, Ordering::Relaxed);
@@ -210,7 +210,7 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
             // If this fails, the sender competes with the tunnel; the figures are lower, but still valid.
             let _ = rustix::process::setpriority_process(None, 19);
             while !done.load(Ordering::Acquire) {
-                let _ = source.send(&[0; SMALL]);
+                let _ = source.send(&[0; SMALL_PAYLOAD]);
             }
         });
         // Let the queues fill first.

@@ -1,4 +1,4 @@
-//! Builds the programs to compare: ours from this checkout, the others at pinned versions into a cache.
+//! Builds the programs to compare: our device from this checkout, and wireguard-go at a pinned version into a cache.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub(crate) fn build_our_device() -> anyhow::Result<PathBuf> {
     Ok(target()?.join("release/examples/device"))
 }
 
-/// Builds the current wireguard-go (tools/wireguard/go.mod).
+/// Builds wireguard-go at the version in tools/wireguard/go.mod.
 pub(crate) fn build_wireguard_go() -> anyhow::Result<PathBuf> {
     Ok(tools::build(&[ArtefactSet::WireguardGo])?.path("wireguard-go")?)
 }

@@ -80,7 +80,9 @@ impl Time {
             Self::Replaced => "gateway's pod deleted: its address answers again, same UDP flow",
             Self::ReplacedSilent => "gateway's pod deleted: longest silence of that flow",
             Self::ConnectionWaited => "gateway's pod deleted: longest wait of a new connection to the Service",
-            Self::ConnectionLate => "gateway's pod deleted: start of the last connection that waits over 500 ms",
+            Self::ConnectionLate => {
+                "gateway's pod deleted: start of the last connection that waits over 500 ms (0 = none)"
+            }
         }
     }
 }
@@ -90,11 +92,13 @@ struct Measured {
     /// The gateways' backend: `kernel` or `userspace`.
     backend: String,
     times: BTreeMap<Time, Vec<u128>>,
-    /// Restarts of a gateway's container that changed its public key, and Peers in the sandbox that were written because of restarts.
+    /// Restarts of a gateway's container that changed its public key.
     keys_changed: u32,
+    /// Peers in the sandbox that were written because of restarts.
     peers_written: usize,
-    /// New connections while a gateway's pod was replaced, and how many of them did not open within three seconds.
+    /// New connections while a gateway's pod was replaced.
     connections: u64,
+    /// How many of `connections` did not open within three seconds.
     connections_lost: u64,
     samples: Vec<Sample>,
     /// The resources of each idle gateway.
@@ -149,7 +153,7 @@ impl Measured {
     }
 }
 
-/// The smallest value that is at least as large as that share of the values.
+/// The smallest value that is at least as large as `share` of all values.
 fn quantile(sorted: &[u128], share: f64) -> u128 {
     #[allow(
         clippy::cast_possible_truncation,
@@ -207,8 +211,8 @@ fn markdown(measured: &Measured, args: &Args) -> String {
             args.seconds
         ));
     }
-    let names: std::collections::BTreeSet<Option<usize>> = samples.iter().map(|sample| sample.grants).collect();
-    for grants in names {
+    let grant_counts: std::collections::BTreeSet<Option<usize>> = samples.iter().map(|sample| sample.grants).collect();
+    for grants in grant_counts {
         let values = |value: fn(&Sample) -> f64| samples.iter().filter(|s| s.grants == grants).map(value).collect();
         let cells = [
             spread(values(|s| s.gigabits_per_second), 3),

@@ -180,7 +180,8 @@ fn variants(all: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Va
     all.collect()
 }
 
-/// The median (the lower of two in the middle), with minimum and maximum if there is more than one value.
+/// The median (the lower of two in the middle), with minimum and maximum if there is more than one value; `-` without values.
+/// NaN is no value.
 pub(crate) fn spread(mut values: Vec<f64>, digits: usize) -> String {
     values.retain(|value| !value.is_nan());
     values.sort_by(f64::total_cmp);

@@ -140,9 +140,9 @@ fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Dis
 /// What happened during the run.
 struct Events {
     disturbances: Vec<(Duration, Disturbance)>,
-    /// Handshakes that the near end reported, counted by their times.
+    /// Handshakes of the first end: the number of different times that it reported for its latest handshake.
     handshakes: usize,
-    /// Bytes that the far end received.
+    /// Bytes that the other end received.
     received_bytes: f64,
 }
 
@@ -299,7 +299,7 @@ fn markdown(until: Duration, events: &Events, replies: &[Replies]) -> String {
     text
 }
 
-/// The cause of a stall: the last disturbance before its end, unless that was more than 10 s before its beginning.
+/// The cause of a stall: the last disturbance before the stall ended. `None` if the stall began 10 s or more after that disturbance.
 fn cause(disturbances: &[(Duration, Disturbance)], stall: Stall) -> Option<Disturbance> {
     let end = stall.began + stall.length;
     let last = disturbances.iter().rev().find(|(at, _)| *at <= end)?;
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn stall_is_caused_by_the_disturbance_just_before_it() {
+    fn stall_is_caused_by_the_last_disturbance_before_its_end() {
         let events = [(s(100), Disturbance::Restart), (s(130), Disturbance::Roam)];
         let stall = |began, length| Stall {
             began: s(began),

@@ -19,6 +19,7 @@ use crate::{
 
 /// MTU of every tunnel: 1500 minus the overhead of WireGuard over IPv6.
 pub(crate) const MTU: &str = "1420";
+/// The WireGuard listen port of both ends.
 pub(crate) const PORT: &str = "51820";
 
 /// The program that forwards the packets.
@@ -40,7 +41,7 @@ pub(crate) enum Variant {
 }
 
 impl Variant {
-    /// The name in the tables, with the measured version.
+    /// The name in the tables; for a program of another project, with the measured version.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Veth => "plain veth",
@@ -108,7 +109,8 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts the program and waits until it can be configured; it has no peer yet.
+    /// Starts the program and waits until it can be configured. Only our device starts with `peer`; the other programs get
+    /// their peer in [`open`].
     fn start(variant: Variant, program: &Path, end: &End, keys: &Keys, peer: Option<&str>) -> anyhow::Result<Self> {
         let interface = interface(end);
         let program = program.to_str().context("a program whose path is not UTF-8")?;
@@ -154,6 +156,7 @@ impl Daemon {
             pipes: pipes.map(|(stdin, stdout)| (stdin, BufReader::new(stdout))),
         };
         if daemon.pipes.is_some() {
+            // Our device prints a line when it is ready.
             daemon.line()?;
         } else {
             let socket = daemon.socket();
@@ -208,7 +211,7 @@ impl Drop for Daemon {
 /// A tunnel that answers pings.
 pub(crate) struct Tunnel {
     daemons: Vec<Daemon>,
-    /// The far end's address.
+    /// The far end's address in the tunnel, or on the wire if there is no tunnel.
     pub(crate) target: String,
 }
 
@@ -267,7 +270,7 @@ fn interface(end: &End) -> String {
     format!("bn{}x{}", std::process::id(), end.number)
 }
 
-/// Deletes the interface that outlived our killed process.
+/// Deletes the interface of our device, which remains after its process was killed.
 fn delete_interface(end: &End) -> anyhow::Result<()> {
     let interface = interface(end);
     if end.output("ip", &["link", "show", "dev", &interface])?.status.success() {
@@ -305,7 +308,7 @@ fn open(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, 
             ],
         )?;
     }
-    // `replace`, because an interface that outlived its process has the address already.
+    // `replace`, because the interface of an earlier process may remain and have the address already.
     end.ip(&format!("addr replace {}/24 dev {interface}", end.inner()))?;
     end.ip(&format!("link set {interface} mtu {MTU} up"))?;
     Ok(daemon)
@@ -348,7 +351,7 @@ pub(crate) fn measure_idle(variant: Variant, program: &Path, wire: &Wire, keys: 
         programmed = timed(&["addconf", &daemon.interface, path])?;
         after = cpu::resident(daemon.running.pid())?;
         let allowed_ips = format!("{},102.0.0.0/24", allowed_ips(17).join(","));
-        // boringtun-cli cannot change an existing peer.
+        // boringtun-cli cannot change an existing peer. Which of the peers is changed does not matter.
         changed = timed(&["set", &daemon.interface, "peer", &key(17), "allowed-ips", &allowed_ips]).ok();
     }
     Ok(IdlePeers {
@@ -358,7 +361,7 @@ pub(crate) fn measure_idle(variant: Variant, program: &Path, wire: &Wire, keys: 
     })
 }
 
-/// A configuration with the peers that our example adds for `idle`.
+/// A configuration with the peers that our device (`crates/wg-userspace/examples/device.rs`) adds for `idle`.
 fn configuration() -> String {
     let mut text = String::new();
     for number in 0..IDLE_PEERS {

@@ -1,7 +1,7 @@
 //! Creates two network namespaces with a veth between them, and runs programs in them.
 //!
 //! A namespace has no name and no mount, only a file descriptor of this process. The kernel removes it when this process exits for any
-//! reason, and kills the programs in it.
+//! reason. [`End::command`] makes the kernel kill the programs in it, too.
 
 use std::{
     fs::File,

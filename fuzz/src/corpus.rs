@@ -124,8 +124,8 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect(variable))
 }
 
-/// Runs a fuzz target, which returns whether an input was useful. At least `least` percent of the mutations must be useful;
-/// otherwise the run would test almost nothing.
+/// Runs a fuzz target. It returns whether the input was useful, that is, valid enough to be processed and not only refused. At
+/// least `least` percent of the mutations must be useful; otherwise the run would test almost nothing.
 fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);
     let mut files: Vec<_> = fs::read_dir(&directory)
@@ -181,7 +181,7 @@ fn mutated_peers_and_policies_compile_to_a_safe_node_state() {
 
 // threat: crafted-offload
 #[test]
-fn mutated_offload_headers_never_split_beyond_the_packet() {
+fn split_with_mutated_offload_header_stays_in_the_packet() {
     run_target("superpacket", ROUNDS, 40, packets::superpacket);
 }
 

@@ -22,7 +22,7 @@ use kube::{ResourceExt, api::DynamicObject};
 use serde_json::Value;
 use wg_agent::source::objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
 
-/// Parses a JSON object as every kind with which its fields agree.
+/// Parses a JSON object as every kind whose type accepts it.
 pub fn object(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
         return false;
@@ -128,6 +128,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
     assert_allowed_ips_have_one_owner(&out);
     assert_routes_stay_in_the_mesh(&inputs, &out);
     let text = render(&out.firewall);
+    // The table has no such command, so only injected text could contain it.
     assert!(!text.contains("flush"), "{text}");
     let from_mesh = text
         .split("chain from_mesh {")
@@ -138,6 +139,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
         last.is_some_and(|rule| rule.trim().starts_with("counter drop")),
         "{text}"
     );
+    // A short name may also be a word of the table.
     for name in inputs.policies.keys().filter(|name| name.len() > 20) {
         assert!(!text.contains(name.as_str()), "the text of nftables contains {name:?}");
     }
@@ -194,7 +196,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         pods_elsewhere: BTreeSet::new(),
         peers,
         policies,
-        narrow: Default::default(),
+        peer_mtus: Default::default(),
     }
 }
 
@@ -214,14 +216,17 @@ fn assert_allowed_ips_have_one_owner(out: &Compiled) {
 
 fn assert_routes_stay_in_the_mesh(inputs: &Inputs, out: &Compiled) {
     let mesh_routes = || out.routes.routes.iter().filter(|route| route.table == TABLE);
-    let closed = mesh_routes().filter(|route| route.kind == Kind::Unreachable);
-    let closed: BTreeSet<_> = closed.map(|route| route.prefix).collect();
+    let unreachable = mesh_routes().filter(|route| route.kind == Kind::Unreachable);
+    let unreachable: BTreeSet<_> = unreachable.map(|route| route.prefix).collect();
     for route in mesh_routes() {
         assert!(route.prefix.prefix_len() > 0, "{route} is a default route");
-        assert!(covered(&route.prefix, &closed), "no unreachable route covers {route}");
-        let pods = inputs.node.pod_cidrs.iter().any(|pods| overlap(pods, &route.prefix));
         assert!(
-            !pods || route.kind == Kind::Throw,
+            covered(&route.prefix, &unreachable),
+            "no unreachable route covers {route}"
+        );
+        let overlaps_pods = inputs.node.pod_cidrs.iter().any(|pods| overlap(pods, &route.prefix));
+        assert!(
+            !overlaps_pods || route.kind == Kind::Throw,
             "{route} overlaps the pod CIDR of this node"
         );
     }

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use wg_userspace::fuzzing::{self, Coalescer, HEADER, Header, Segments, complete_checksum};
 
-/// Splits a packet that follows its virtio-net header, as a TUN device passes it, and joins the parts again.
+/// Splits a packet that follows its virtio-net header, as a TUN device passes it, and joins the parts again. If the header describes no
+/// large packet, only completes the checksum.
 pub fn superpacket(bytes: &[u8]) -> bool {
     let Some((header, packet)) = bytes.split_first_chunk::<HEADER>() else {
         return false;

@@ -123,7 +123,7 @@ impl<'a> Operator<'a> {
     /// Runs a script of bash in the directory, with the hub as the current context.
     async fn shell(&self, script: &str) -> Output {
         let directory = self.directory.path().display();
-        // Commands in the background keep the output open.
+        // Commands that still run in the background would keep the output open, so they are killed at the end.
         let script = format!("trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}");
         let words = [
             "env",
@@ -288,7 +288,8 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     let metrics = operator.run("metrics.md", "port-forward", &[]).await;
     assert!(metrics.contains("clustermesh_"), "{metrics}");
 
-    // An agent outside the DaemonSet, and an agent beside kg: the API server takes their objects.
+    // An agent outside the DaemonSet, and an agent on a node of kg. No such agent runs here: this checks that the API server accepts
+    // their objects and credentials.
     let values = [("NODE=node-1", "NODE=mgmt-1"), ("https://HOST:6443", &*api(&hub))];
     operator.run("install.md", "NODE=node-1", &values).await;
     operator

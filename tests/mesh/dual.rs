@@ -159,7 +159,7 @@ fn bridge_address(web: &RunningPod) -> IpAddr {
 
 /// WireGuard addresses are IPv4 here; allowedNetworks also contains the nodes' own IPv6 addresses and their pod ranges.
 /// For a host's packets, the kernel chooses the source address that has the longest common prefix with the destination
-/// (RFC 6724, rule 8).
+/// (RFC 6724, rule 8): to a pod the address on the pods' bridge, to a node the node's own address.
 async fn hosts_send_from_a_published_address(mesh: &Mesh<'_>) {
     for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in servers {

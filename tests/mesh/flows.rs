@@ -1,6 +1,6 @@
 //! Tests every kind of flow between Routed members on two whole clusters: which server answers, which source address it
-//! sees, and which destinations are closed. Even when an agent dies or the mesh is deleted, only
-//! WireGuard packets may pass between the clusters.
+//! sees, and which destinations cannot be reached. No packet of a tunnel may pass unencrypted, not even when an agent dies
+//! or the mesh is deleted.
 
 use std::{
     collections::BTreeSet,
@@ -171,6 +171,7 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
             );
             for from in clients {
                 for (client, source) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+                    // Only the hub's allowedNetworks contain the addresses of its nodes.
                     if server.starts_with(HUB) {
                         let to = IpAddr::from(node.address());
                         let answer = mesh.wait_for_answer(&client, &url(to, 9090)).await;
@@ -407,7 +408,7 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
         }
     };
     all_are_closed("agent dead").await;
-    // Then another program deletes our policy routing rules, so that only the firewall drops the packets.
+    // Delete our policy routing rules, as another program could, so that only the firewall drops the packets.
     let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
     let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
     let is_ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
@@ -455,6 +456,7 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
         flows.push((node.pod_spawn("pod-stream", from.ip, stream).unwrap(), "3 after"));
         flows.push((node.spawn("host-stream", stream).unwrap(), "3 after"));
     }
+    // `stream-get` prints "3 after ... ms" for the round trip number 3.
     for (flow, marker) in &mut flows {
         flow.wait_for_log(marker, PATIENCE).await.unwrap();
     }

@@ -266,9 +266,13 @@ async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandb
                     Err(format!("{pods:?} from {sources:?}"))
                 }
             };
-            wait_until(format!("{service} to give {from} every answer"), PATIENCE, all)
-                .await
-                .unwrap();
+            wait_until(
+                format!("{service} to answer {from} from every pod through every gateway"),
+                PATIENCE,
+                all,
+            )
+            .await
+            .unwrap();
         }
     }
     let udp = sandbox.service_socket("store", 9000).await;
@@ -434,6 +438,7 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, sandb
         let on_underlay = attacker.route_through(&chosen, &addresses).await.unwrap();
         assert_eq!(on_underlay, BTreeSet::new());
         let granted = env.granted_sockets(sandbox, gateway).await;
+        // Each of `POD_SERVICES` has one granted TCP port with a server, and `store` one granted UDP port.
         assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);
         for from in sandbox.clients() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the

@@ -1,5 +1,6 @@
-//! Tests the flows with kube-proxy in iptables mode on whole clusters, and that they work again after another program
-//! has flushed a node's nftables ruleset. The test in `flows` uses kube-proxy in nftables mode.
+//! Tests the flows with kube-proxy in iptables mode on whole clusters, and that the agent restores its table and pods reach
+//! each other after another program has flushed a node's nftables ruleset. The test in `flows` uses kube-proxy in nftables
+//! mode.
 
 use std::time::Instant;
 
@@ -25,7 +26,7 @@ async fn kube_proxy_in_iptables_mode_keeps_sources_and_services() {
     let captured = capture.stop().await.unwrap();
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
 
-    flushed_ruleset_is_restored(&mesh).await;
+    agents_table_is_restored_after_flush(&mesh).await;
 }
 
 async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
@@ -48,14 +49,16 @@ async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
     // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
     // itself.
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
-    let all = |source| {
+    let expected_answers = |source| {
         mesh.hub_webs
             .iter()
             .map(|to| mesh.expected_answer(to, source))
             .collect::<Vec<Answer>>()
     };
-    mesh.assert_answers(&pod(from), &url(service, 80), &all(from.ip)).await;
-    mesh.assert_answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
+    mesh.assert_answers(&pod(from), &url(service, 80), &expected_answers(from.ip))
+        .await;
+    let answers = expected_answers(mesh.wireguard[&from.node]);
+    mesh.assert_answers(&host(&from.node), &url(service, 80), &answers)
         .await;
     // A ClusterIP of the hub is reached through the anchor. The hub's kube-proxy chooses the pod.
     let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
@@ -63,7 +66,7 @@ async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
     assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
 }
 
-async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
+async fn agents_table_is_restored_after_flush(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let node: Node<'_> = mesh.lab.node(&from.node);
     node.exec(["nft", "flush", "ruleset"]).await.unwrap();

@@ -29,8 +29,8 @@ const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 /// Ports at which the worker's host serves HTTP and echoes datagrams. The sockets are bound to no address, so the
 /// kernel chooses the source address of replies.
-const HTTP: u16 = 9090;
-const ECHO: u16 = 9091;
+const HTTP_PORT: u16 = 9090;
+const ECHO_PORT: u16 = 9091;
 
 #[tokio::test]
 async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
@@ -71,6 +71,7 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     let captured = capture.stop().await.unwrap();
     assert_eq!(env.unencrypted(&captured).await, Vec::<String>::new());
     assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
+    // Each of the two hub pods has sent three datagrams.
     let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
     assert!(tcp > 0 && udp >= 6, "{tcp} TCP and {udp} UDP replies on eth0");
 
@@ -85,7 +86,9 @@ struct TestEnv<'a> {
     lab: &'a Lab,
     member: Cluster<'a>,
     worker: Node<'a>,
+    /// The web servers in the hub.
     hub_webs: Vec<RunningPod>,
+    /// The web servers in the member.
     webs: Vec<RunningPod>,
     /// The hub's ClusterIP at which the member reaches its API server.
     api: IpAddr,
@@ -126,7 +129,11 @@ impl<'a> TestEnv<'a> {
         let probe = self.lab.directory().join("mesh-probe");
         std::fs::copy(clustermesh_lab::workspace_program("lab-probe").unwrap(), &probe).unwrap();
         let probe = probe.display().to_string();
-        let (http, echo, name) = (format!(":{HTTP}"), format!(":{ECHO}"), format!("NODE={WORKER}"));
+        let (http, echo, name) = (
+            format!(":{HTTP_PORT}"),
+            format!(":{ECHO_PORT}"),
+            format!("NODE={WORKER}"),
+        );
         let args = ["env", &name, &probe, "serve", &http];
         let mut serving = self.worker.spawn("host-service", args).unwrap();
         serving.wait_for_log("serving on", PATIENCE).await.unwrap();
@@ -173,7 +180,7 @@ impl<'a> TestEnv<'a> {
         let eth0 = self.worker.address();
         let probe = self.lab.directory().join("mesh-probe").display().to_string();
         for from in &self.hub_webs {
-            let to = format!("{eth0}:{ECHO}");
+            let to = format!("{eth0}:{ECHO_PORT}");
             let args = [&probe, "udp-send", &to, "datagram", "3"];
             let output = self.lab.run_at(&pod(from), &args).await.unwrap();
             let lines: Vec<&str> = output.stdout.lines().collect();
@@ -188,7 +195,7 @@ impl<'a> TestEnv<'a> {
     async fn connections_get_replies_on_eth0(&self, when: &str) {
         for from in &self.hub_webs {
             let answer = self
-                .wait_for_answer(&pod(from), &url(self.worker.address(), HTTP))
+                .wait_for_answer(&pod(from), &url(self.worker.address(), HTTP_PORT))
                 .await;
             assert_eq!(answer, expected_answer(WORKER, WORKER, from.ip), "{when}: {from:?}");
         }
@@ -271,9 +278,9 @@ impl<'a> TestEnv<'a> {
         assert_eq!(ready["status"], "True", "{node:#}");
     }
 
-    /// Captured packets that the worker sent through eth0 into the mesh's networks. Ignored are WireGuard packets,
-    /// packets to the API server and the next hop, replies of the host's servers, and ICMP errors for WireGuard's
-    /// closed port.
+    /// Captured packets that the worker sent through eth0 into the hub's networks or to the hub's nodes. Ignored are WireGuard packets,
+    /// packets to the API server and the next hop, replies of the host's servers and of NodePorts, and ICMP errors
+    /// for WireGuard's closed port.
     async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();
@@ -286,7 +293,7 @@ impl<'a> TestEnv<'a> {
         let filter = format!(
             "ether src {mac} and not udp port 51820 and (dst net {pods} or dst net {services} or dst net {wireguard}{nodes}) \
              and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {a}.{b}.{c}.1 \
-             and not (src host {eth0} and (tcp src port {HTTP} or udp src port {ECHO} or tcp src portrange 30000-32767))",
+             and not (src host {eth0} and (tcp src port {HTTP_PORT} or udp src port {ECHO_PORT} or tcp src portrange 30000-32767))",
             mac = self.mac().await,
             pods = plan.pod_cidr,
             services = plan.service_cidr,
@@ -303,7 +310,7 @@ impl<'a> TestEnv<'a> {
         let mut counts = [0; 2];
         for (count, port) in counts
             .iter_mut()
-            .zip([format!("tcp src port {HTTP}"), format!("udp src port {ECHO}")])
+            .zip([format!("tcp src port {HTTP_PORT}"), format!("udp src port {ECHO_PORT}")])
         {
             let filter = format!("ether src {mac} and src host {eth0} and {port}");
             *count = captured.packets(&filter).await.unwrap().len();
@@ -334,8 +341,9 @@ impl<'a> TestEnv<'a> {
         .unwrap();
         self.mesh_is_closed(hub).await;
         self.api_server_answers("agent dead").await;
-        // Checks TCP only. The socket of a UDP reply has no mark, so the kernel looks up its route before any nftables
-        // hook can set the mark, and without the agent that route is unreachable.
+        // Checks TCP only: the socket of an accepted TCP connection has the underlay mark (`tcp_fwmark_accept`). A UDP
+        // server's socket has none, so the kernel looks up the route of the reply before any nftables hook can set the
+        // mark. Without the agent, the route that it finds is unreachable.
         self.connections_get_replies_on_eth0("agent dead").await;
         // Then another program deletes our policy routing rules, so that only the firewall drops the packets.
         for preference in ["1000", "1001"] {
@@ -358,6 +366,7 @@ impl<'a> TestEnv<'a> {
         assert_ne!(tcp, 0, "connections were answered on eth0");
     }
 
+    /// Checks that no request crosses the mesh in either direction, and that no ping reaches the hub's pods.
     async fn mesh_is_closed(&self, hub: &Cluster<'_>) {
         let cluster_ip = hub.cluster_ip("default", "web").await.unwrap();
         let mut urls = Vec::new();

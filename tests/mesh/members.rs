@@ -1,6 +1,6 @@
-//! Tests a mesh without an entry for the hub, as Helm charts write it for the clusters of one namespace. Its members
-//! are two whole clusters of one node each. The hub is only an API server and the controller; it has no node and no
-//! agent.
+//! Tests a mesh without an entry for the hub. A user's Helm chart may render such a mesh for the tenant clusters of one
+//! namespace. Its members are two whole clusters of one node each. The hub is only an API server and the controller; it
+//! has no node and no agent.
 
 use clustermesh_lab::{LabPlan, NAMESPACE, Product, Tunnel, wait_until};
 use clustermesh_tests::test_env::{LATER, TestEnv};

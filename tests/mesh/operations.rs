@@ -15,7 +15,7 @@ use std::{
 
 use clustermesh_lab::{AGENT_NAMESPACE, Cluster, Lab, MESH, NAMESPACE, Node, wait_until};
 use credentials::{frozen_member_api_server_changes_only_a_condition, new_token_is_used_without_restart_or_write};
-use links::{broken_links, link_down_is_reported, status_of_healthy_node_matches_kernel};
+use links::{broken_links, link_down_is_reported, status_of_healthy_node_matches_wg_show};
 use restarts::{
     agent_restart_restores_flows, flow_survives_agent_upgrade_and_key_rotation, published_key, wireguard_address,
 };
@@ -38,7 +38,7 @@ async fn mesh_survives_operations_and_cleanup_leaves_nothing() {
 
     processes_have_exactly_the_rights_of_deploy(&mesh).await;
     agent_token_cannot_change_another_node(&mesh).await;
-    status_of_healthy_node_matches_kernel(&mesh).await;
+    status_of_healthy_node_matches_wg_show(&mesh).await;
     flow_survives_changes_of_other_nodes_and_agents(&mesh).await;
     flow_survives_agent_upgrade_and_key_rotation(&mesh).await;
     replaced_controller_rewrites_nothing_and_works(&mut mesh).await;
@@ -68,6 +68,7 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     let server_address = format!("{}:5201", to.ip);
     let get = [&mesh.probe(), "stream-get", &server_address, "600"];
     let mut stream = mesh.lab.node(&from.node).pod_spawn("stream-get", from.ip, get).unwrap();
+    // It prints "N after ... ms" for round trip number N.
     stream.wait_for_log("10 after", PATIENCE).await.unwrap();
 
     let start = Instant::now();

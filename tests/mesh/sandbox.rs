@@ -1,6 +1,6 @@
 //! Tests a sandbox that enters the hub through gateway pods, on whole clusters. The pods come from deploy/gateway.yaml
-//! unchanged. The sandbox reaches the Service that is granted to it and nothing else, even if its administrator adds
-//! every address to the allowed IPs of the gateways' Peers.
+//! unchanged. Through the tunnel, the sandbox reaches the Service that is granted to it and nothing else, even if its
+//! administrator adds every address to the allowed IPs of the gateways' Peers.
 
 mod gateways;
 mod race;
@@ -52,8 +52,8 @@ async fn sandbox_reaches_only_grants_through_gateways() {
     hub_nodes_have_no_trace_of_sandbox(&env).await;
     verified::verify_lists_grants_and_reports_other_open_sockets(&env).await;
     let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
-    let scanned = upheavals::disturbed_gateway_opens_nothing_more(&env, &attacker).await;
-    race::fast_changes_of_grants_open_nothing_more(&env, &scanned).await;
+    let scanned = upheavals::disturbed_gateway_opens_no_other_port(&env, &attacker).await;
+    race::fast_changes_of_grants_open_no_other_port(&env, &scanned).await;
     revoked_grant_and_deleted_mesh_close_everything(&env, &scanned).await;
 }
 
@@ -186,7 +186,8 @@ async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
     for (cluster, has_gateways) in [(&env.hub, true), (&env.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
             let ip = socket.ip().to_string();
-            // The sandbox knows the nodes at whose ports it dials the gateways. Every cluster has these two Services.
+            // The sandbox's Peers contain the addresses of the hub's nodes, because their host ports lead to the gateways. The
+            // two Services are ignored, because every cluster has them.
             let known =
                 has_gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
             assert!(
@@ -317,8 +318,12 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
     for chosen in &attacker.peers {
         let on_underlay = attacker.route_through(chosen, &addresses).await.unwrap();
         assert_eq!(on_underlay, BTreeSet::new());
-        let at = env.gateway_of(chosen).await.address;
-        let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
+        let gateway = env.gateway_of(chosen).await.address;
+        let granted: BTreeSet<SocketAddr> = granted
+            .iter()
+            .filter(|socket| socket.ip() == gateway)
+            .copied()
+            .collect();
         for from in env.clients() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
             // others.

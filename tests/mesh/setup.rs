@@ -26,15 +26,15 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-/// A kubeconfig with one context for each cluster, of the cluster's name. `of` = the kubeconfig of one cluster.
+/// A kubeconfig with one context for each cluster, which has the cluster's name. `kubeconfig_of` returns the kubeconfig of one cluster.
 pub(crate) fn operator_kubeconfig<'a, 'b: 'a>(
     clusters: impl IntoIterator<Item = &'a Cluster<'b>>,
-    of: impl Fn(&Cluster<'b>) -> String,
+    kubeconfig_of: impl Fn(&Cluster<'b>) -> String,
 ) -> String {
-    let mut all = Kubeconfig::default();
+    let mut merged = Kubeconfig::default();
     for cluster in clusters {
         let name = cluster.plan().name.clone();
-        let mut one = Kubeconfig::from_yaml(&of(cluster)).unwrap();
+        let mut one = Kubeconfig::from_yaml(&kubeconfig_of(cluster)).unwrap();
         one.clusters[0].name.clone_from(&name);
         one.auth_infos[0].name.clone_from(&name);
         one.contexts[0].name.clone_from(&name);
@@ -42,9 +42,9 @@ pub(crate) fn operator_kubeconfig<'a, 'b: 'a>(
         context.cluster.clone_from(&name);
         context.user = Some(name.clone());
         one.current_context = Some(name);
-        all = all.merge(one).unwrap();
+        merged = merged.merge(one).unwrap();
     }
-    serde_json::to_string(&all).unwrap()
+    serde_json::to_string(&merged).unwrap()
 }
 
 /// Starts two clusters of two nodes each.
@@ -168,8 +168,8 @@ impl<'a> Mesh<'a> {
         path.display().to_string()
     }
 
-    /// Captured packets between the clusters that are not WireGuard packets. Ignored are ICMP errors of closed UDP
-    /// ports, and connections to the member's API server, which the controller makes over the underlay.
+    /// Captured packets between the clusters that are not WireGuard packets. This ignores ICMP errors from closed UDP
+    /// ports, and the controller's connections to the member's API server, which use the underlay.
     pub(crate) async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let api = self.member.plan().api_address();
         let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";
@@ -184,8 +184,8 @@ impl<'a> Mesh<'a> {
         first(captured.packets(&filter).await.unwrap())
     }
 
-    /// Captured IPv6 packets between two dual-stack clusters. There must be none outside the tunnel, whose outer
-    /// packets are IPv4.
+    /// Captured IPv6 packets between two dual-stack clusters. The tunnel's outer packets are IPv4, so all of these
+    /// packets are unencrypted.
     pub(crate) async fn unencrypted_v6(&self, captured: &Captured) -> Vec<String> {
         first(captured.packets(&self.between_v6()).await.unwrap())
     }

@@ -91,7 +91,7 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
     }
 }
 
-/// The address of a DNS pod, which no export selects.
+/// The address of a CoreDNS pod, which no export selects. If no pod has CoreDNS's usual label, takes the first pod in kube-system.
 async fn unexported_pod_ip(lab: &Lab) -> IpAddr {
     let pods = json(
         &lab.cluster(HUB),

@@ -197,7 +197,7 @@ impl<'a> TestEnv<'a> {
         let near = self.node_of(gateway).await.unwrap();
         let server = self.hub_webs.iter().find(|web| web.node != near.name()).unwrap();
         let nodes = [near, self.lab.node(&server.node)];
-        let port = granted.tcp.first().unwrap();
+        let port = granted.tcp_ports.first().unwrap();
         let request = async || {
             let url = url(gateway.wireguard, *port);
             wait_until(format!("an answer of {server:?}"), PATIENCE, async || {
@@ -233,8 +233,8 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// The sandbox's node always sends from one UDP port to one NodePort, so the conntrack entry for the old pod would
-    /// never expire by itself.
+    /// Deletes a gateway's pod, and waits until the sandbox reaches the new pod at the same NodePort. The sandbox's node
+    /// keeps sending from one UDP port to this NodePort, so the conntrack entry for the old pod never expires by itself.
     async fn replaced_gateway_is_dialled_at_same_node_port(&self) {
         let before = self.granted().await.gateways.remove(0);
         let node = self.node_of(&before).await.unwrap();
@@ -257,7 +257,10 @@ impl<'a> TestEnv<'a> {
         let dialled = self.granted().await.gateways;
         assert!(dialled.contains(gateway), "{gateway:?} is none of {dialled:?}");
         for from in self.clients() {
-            self.lab.wait_for_open_sockets(&from, &after.tcp()).await.unwrap();
+            self.lab
+                .wait_for_open_sockets(&from, &after.tcp_sockets())
+                .await
+                .unwrap();
         }
         self.assert_dialled_at(&self.node_of(gateway).await.unwrap(), gateway)
             .await;
@@ -278,7 +281,8 @@ impl<'a> TestEnv<'a> {
         );
     }
 
-    /// Checks that the hub has no Peer and no PeerPolicy, and that its nodes do not know the sandbox's WireGuard address.
+    /// Checks that the hub has no Peer and no PeerPolicy CRD, and that on the nodes of its gateways no kernel state contains
+    /// the sandbox's name or WireGuard address.
     async fn hub_has_no_trace_of_sandbox(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         assert_eq!(peers["items"], json!([]));
@@ -288,7 +292,7 @@ impl<'a> TestEnv<'a> {
             kinds.contains("sandboxaccesses") && !kinds.contains("peerpolicies"),
             "{kinds}"
         );
-        let inside = wireguard(&self.sandbox, &self.sandbox_web.node).await.to_string();
+        let wireguard_address = wireguard(&self.sandbox, &self.sandbox_web.node).await.to_string();
         let kernel: [&[&str]; 6] = [
             &["ip", "address"],
             &["ip", "rule"],
@@ -309,7 +313,7 @@ impl<'a> TestEnv<'a> {
                 text.contains(&gateway.pod.to_string()) && text.contains(&underlay_address),
                 "{text}"
             );
-            for word in [SANDBOX, &inside] {
+            for word in [SANDBOX, &wireguard_address] {
                 assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
             }
         }
@@ -320,7 +324,7 @@ impl<'a> TestEnv<'a> {
         let granted = self.granted().await;
         let mut all = self
             .sandbox
-            .foreign_sockets(&[&self.hub], &granted.tcp())
+            .foreign_sockets(&[&self.hub], &granted.tcp_sockets())
             .await
             .unwrap();
         granted.add_to(&mut all);
@@ -329,7 +333,7 @@ impl<'a> TestEnv<'a> {
         for (gateway, from) in granted.gateways.iter().zip(self.clients()) {
             let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
             assert_eq!(on_underlay, BTreeSet::new());
-            let granted = granted.through(gateway).tcp();
+            let granted = granted.through(gateway).tcp_sockets();
             // Establish the session first: until then, WireGuard drops some of a scan's packets.
             self.lab.wait_for_open_sockets(&from, &granted).await.unwrap();
             let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
@@ -338,7 +342,7 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// Waits until the conditions of the ClusterMesh are good, for a hub with these nodes.
+    /// Waits until the conditions of the ClusterMesh are good. `with` describes the hub's nodes in the error.
     async fn mesh_conditions_are_good(&self, with: &str) {
         let expected = [("Ready", "True"), ("EgressResolved", "True")];
         let what = format!("good conditions with {with}");
@@ -374,7 +378,7 @@ fn node_ports() -> String {
 
 fn kg_annotations(cluster: &Cluster<'_>, node: &Node<'_>, number: u8) -> Value {
     let wireguard = cluster.plan().wireguard_cidr;
-    let inside = wireguard.hosts().nth(number.into()).unwrap();
+    let wireguard_address = wireguard.hosts().nth(number.into()).unwrap();
     json!({
         names::KILO_DISCOVERED_ENDPOINTS: "{}",
         names::KILO_ENDPOINT: format!("{}:51820", node.address()),
@@ -382,7 +386,7 @@ fn kg_annotations(cluster: &Cluster<'_>, node: &Node<'_>, number: u8) -> Value {
         names::KILO_INTERNAL_IP: format!("{}/24", node.address()),
         names::KILO_KEY: STANDARD.encode([number; 32]),
         names::KILO_LAST_SEEN: now(),
-        names::KILO_WIREGUARD_IP: format!("{inside}/{}", wireguard.prefix_len()),
+        names::KILO_WIREGUARD_IP: format!("{wireguard_address}/{}", wireguard.prefix_len()),
     })
 }
 

@@ -1,5 +1,6 @@
 //! Damages the kernel state of a node with a real agent. The agent must repair and count all damage, and follow changes
-//! of the underlay. All waits end before the agent's periodic check, so that only kernel events can trigger the repair.
+//! of the underlay. Each wait for a repair is shorter than the agent's resync interval, so a repair without a kernel event is
+//! usually too late.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +13,7 @@ use kube::{Api, api::PostParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
-/// Shorter than the periodic check of 30 s.
+/// Shorter than the agent's resync interval of 30 s, which starts again with each pass.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The agent's rules, routes and addresses, as `ip` shows them.
@@ -78,7 +79,7 @@ async fn drift_is_repaired_and_underlay_changes_are_followed() {
         .map(|(a, b)| (a.to_owned(), b.to_owned()))
         .expect("an address");
     let mut counted = 0;
-    for (damage, routes) in [
+    for (damage, repaired) in [
         (format!("ip route del {} table 5182", tenant.pods), 1),
         ("ip rule del pref 1001".to_owned(), 1),
         // The kernel removes a device's IPv4 routes with its last IPv4 address.
@@ -109,7 +110,7 @@ async fn drift_is_repaired_and_underlay_changes_are_followed() {
         .await
         .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
         println!("{damage}: repaired after {} ms", start.elapsed().as_millis());
-        counted += routes;
+        counted += repaired;
         wait_until("the repairs to be counted", TIMEOUT, async || {
             let now = repairs(&clusters, mgmt).await;
             if now.get("routes") == Some(&counted) {

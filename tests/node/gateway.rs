@@ -9,13 +9,13 @@ use std::{collections::BTreeSet, io::ErrorKind, time::Duration};
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
     attacker::{RawSender, packets},
-    traffic::{TCP, TcpConnection, UdpFlow},
+    traffic::{TCP_PORT, TcpConnection, UdpFlow},
 };
 use serde_json::json;
 
 use testbed::{
-    DB, ENDPOINT_CONNECTIONS, GATEWAY, LOG, OTHER, POD, SANDBOX_CONNECTIONS, SQL, TIMEOUT, Testbed, grant, hostile, ip,
-    limits, refusals, socket_addr,
+    DB, ENDPOINT_CONNECTIONS, GATEWAY, HOST_PORT, LOG_PORT, OTHER, POD, SANDBOX_CONNECTIONS, SQL_PORT, TIMEOUT,
+    Testbed, grant, hostile, ip, limits, refusals, socket_addr,
 };
 
 // threat: gateway-ungranted
@@ -33,12 +33,12 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     namespace_without_rolebinding_is_refused(&testbed).await;
     grants_are_reached_in_both_families(&testbed).await;
     masqueraded_source_port_differs_from_tunnel_port(&testbed).await;
-    ungranted_destinations_are_closed(&testbed);
+    ungranted_destinations_are_unreachable(&testbed);
     endpoint_changes_are_followed(&testbed).await;
     terminating_endpoint_keeps_its_connections(&testbed).await;
     grant_without_ready_endpoint_refuses_connections(&testbed).await;
     sandboxes_have_separate_grants(&testbed).await;
-    port_with_another_grant_ends_old_connections(&testbed).await;
+    moved_gateway_port_ends_old_connections(&testbed).await;
     unanswered_flow_ends_with_its_grant(&testbed).await;
     revoked_grant_ends_its_connections_at_once(&testbed).await;
     hostile::underlay_packets_leave_no_conntrack_entry(&testbed);
@@ -51,9 +51,9 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     limits::endpoint_icmp_error_reaches_the_sandbox(&testbed).await;
     refusals::only_invalid_parts_are_refused(&testbed).await;
     refusals::refused_sandbox_access_is_not_applied(&testbed).await;
-    refusals::stolen_token_grants_no_access(&testbed).await;
+    refusals::stolen_gateway_token_gives_no_access(&testbed).await;
     limits::thousands_of_grants_are_written_and_removed(&testbed).await;
-    limits::largest_sandbox_access_is_served(&testbed, &gateway).await;
+    limits::largest_sandbox_access_fits_into_the_memory_limit(&testbed, &gateway).await;
     lifecycle::deleted_table_is_restored(&testbed).await;
     lifecycle::restarted_container_is_the_same_gateway(&testbed, &mut gateway, &arguments).await;
     lifecycle::grants_expire_without_an_api_server(&testbed).await;
@@ -70,7 +70,8 @@ async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
         .await;
     assert_eq!(status["wireguardIPs"], json!(GATEWAY));
     let [v4, v6] = POD;
-    // The last endpoint is the hostPort named in the SandboxGateway of deploy/gateway.yaml.
+    // The last endpoint is the node's address with `spec.nodePort` of the SandboxGateway in deploy/gateway.yaml. The sandboxes use
+    // HOST_PORT, which the testbed forwards to the gateway.
     assert_eq!(
         status["endpoints"],
         json!([format!("{v4}:51820"), format!("[{v6}]:51820"), "172.30.1.11:51821"])
@@ -78,7 +79,7 @@ async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
     assert_eq!(status["backend"], testbed::backend());
     let key = status["publicKey"].as_str().expect("a key").parse().expect("a key");
     for sandbox in &testbed.sandboxes {
-        sandbox.tunnel.set_peer(key, socket_addr("172.30.1.11", 31820));
+        sandbox.tunnel.set_peer(key, socket_addr("172.30.1.11", HOST_PORT));
     }
     testbed.wait_until_ready().await;
 }
@@ -86,7 +87,7 @@ async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
 // threat: stolen-gateway-token
 async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    let grants = [grant("db", "sql", "TCP", SQL_PORT), grant("db", "log", "UDP", LOG_PORT)];
     testbed.write_access("m--a", a.access(&grants)).await;
     let status = testbed.wait_for_status("the namespace to be refused", |status| {
         status["refused"][0]["reason"] == "ServiceUnknown"
@@ -103,7 +104,7 @@ async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
     );
     let message = status["refused"][0]["message"].to_string();
     assert!(message.contains(remedy), "{message}");
-    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL)), None);
+    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
     let words: Vec<&str> = remedy.split_whitespace().skip(1).collect();
     testbed.cluster().kubectl(words).await.expect("bind the role");
     testbed.apply_access("m--a", a.access(&grants)).await;
@@ -112,11 +113,11 @@ async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
 async fn grants_are_reached_in_both_families(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
-        a.wait_for_answer_from(socket_addr(gateway, SQL), "db").await;
+        a.wait_for_answer_from(socket_addr(gateway, SQL_PORT), "db").await;
         // Pods see the gateway as the source.
         let seen = Some(format!("db {pod}"));
-        assert_eq!(a.tcp_reply(socket_addr(gateway, SQL)), seen);
-        assert_eq!(a.udp_reply(socket_addr(gateway, LOG)), seen);
+        assert_eq!(a.tcp_reply(socket_addr(gateway, SQL_PORT)), seen);
+        assert_eq!(a.udp_reply(socket_addr(gateway, LOG_PORT)), seen);
     }
 }
 
@@ -134,7 +135,7 @@ async fn masqueraded_source_port_differs_from_tunnel_port(testbed: &Testbed) {
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     wait_until("the pod to get a datagram", TIMEOUT, async || {
         for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
-            raw.send(to, &packets::udp(from, to, (51820, LOG)))
+            raw.send(to, &packets::udp(from, to, (51820, LOG_PORT)))
                 .map_err(|error| error.to_string())?;
         }
         let counters = db.run("nft", &["list", "chain", "inet", "ports", "in"]);
@@ -154,30 +155,30 @@ async fn masqueraded_source_port_differs_from_tunnel_port(testbed: &Testbed) {
 }
 
 // threat: gateway-ungranted
-fn ungranted_destinations_are_closed(testbed: &Testbed) {
+fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let closed = [
-        (GATEWAY[0], LOG),
-        (GATEWAY[1], LOG),
+    let ungranted = [
+        (GATEWAY[0], LOG_PORT),
+        (GATEWAY[1], LOG_PORT),
         (GATEWAY[0], 9587),
         (GATEWAY[1], 9587),
         (POD[0], 9587),
-        (DB[0], TCP),
-        (DB[1], TCP),
-        (OTHER[0], TCP),
+        (DB[0], TCP_PORT),
+        (DB[1], TCP_PORT),
+        (OTHER[0], TCP_PORT),
         // The gateway and these pods both serve this port.
-        (DB[0], SQL),
-        (DB[1], SQL),
-        (OTHER[1], SQL),
+        (DB[0], SQL_PORT),
+        (DB[1], SQL_PORT),
+        (OTHER[1], SQL_PORT),
         ("10.10.1.1", 22),
     ];
-    for (address, port) in closed {
+    for (address, port) in ungranted {
         assert_eq!(a.tcp_reply(socket_addr(address, port)), None, "{address} {port}");
     }
-    assert_eq!(a.udp_reply(socket_addr(GATEWAY[0], SQL)), None);
+    assert_eq!(a.udp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
     let before = testbed.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
-    // A later rule would drop these packets as well, but only after conntrack has reassembled fragments.
+    // The chain `first` must drop them, before conntrack reassembles fragments. A later chain would drop them, too.
     assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
     // Neither pods nor the other sandbox can connect to a sandbox. The other sandbox has no grant in this step.
     let listener =
@@ -188,15 +189,15 @@ fn ungranted_destinations_are_closed(testbed: &Testbed) {
         assert!(TcpConnection::open(ns, to).is_none(), "from {}", ns.name);
     }
     assert_eq!(b.tcp_reply(to), None);
-    assert_eq!(b.tcp_reply(socket_addr(GATEWAY[0], SQL)), None);
+    assert_eq!(b.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
 }
 
 async fn endpoint_changes_are_followed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG));
+    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     assert!(flow.request().is_some_and(|answer| answer.starts_with("db")));
     testbed.write_endpoints("db", &[OTHER]).await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     // By itself, conntrack would keep a UDP flow at the removed endpoint.
     wait_until("the flow to reach the other endpoint", TIMEOUT, async || {
         match flow.request() {
@@ -210,7 +211,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
     testbed.write_endpoints("db", &[DB, OTHER]).await;
     let mut seen = BTreeSet::new();
     wait_until("both endpoints to answer", TIMEOUT, async || {
-        seen.extend(a.tcp_reply(socket_addr(GATEWAY[1], SQL)));
+        seen.extend(a.tcp_reply(socket_addr(GATEWAY[1], SQL_PORT)));
         if seen.len() == 2 {
             Ok(())
         } else {
@@ -224,7 +225,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
         .await;
     wait_until("only one endpoint to answer", TIMEOUT, async || {
         let all: BTreeSet<_> = (0..12)
-            .filter_map(|_| a.tcp_reply(socket_addr(GATEWAY[0], SQL)))
+            .filter_map(|_| a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)))
             .collect();
         if all.len() == 1 {
             Ok(())
@@ -239,20 +240,21 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
         .await;
     testbed.write_endpoints("db", &[DB]).await;
     // Both endpoints may answer until the last change is applied.
-    a.wait_for_answers_only_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answers_only_from(socket_addr(GATEWAY[0], SQL_PORT), "db")
+        .await;
 }
 
 // threat: gateway-revoked-connection
 async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some_and(|answer| answer.starts_with("db")));
     let ready = json!({"ready": true, "serving": true, "terminating": false});
     let terminating = json!({"ready": false, "serving": true, "terminating": true});
     testbed
         .write_endpoints_with("db", &[(DB, terminating), (OTHER, ready)])
         .await;
-    a.wait_for_answers_only_from(socket_addr(GATEWAY[0], SQL), "other")
+    a.wait_for_answers_only_from(socket_addr(GATEWAY[0], SQL_PORT), "other")
         .await;
     assert!(
         connection.request().is_some_and(|answer| answer.starts_with("db")),
@@ -268,20 +270,21 @@ async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     assert!(
-        a.tcp_reply(socket_addr(GATEWAY[0], SQL))
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT))
             .is_some_and(|answer| answer.starts_with("other"))
     );
     testbed.write_endpoints("db", &[DB]).await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }
 
 async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
     testbed.write_endpoints("db", &[]).await;
     wait_until("connections to be refused", TIMEOUT, async || {
-        let connect = || std::net::TcpStream::connect_timeout(&socket_addr(GATEWAY[0], SQL), Duration::from_secs(1));
+        let connect =
+            || std::net::TcpStream::connect_timeout(&socket_addr(GATEWAY[0], SQL_PORT), Duration::from_secs(1));
         match a.ns.enter(connect).map_err(|error| error.kind()) {
             Err(ErrorKind::ConnectionRefused) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -289,7 +292,12 @@ async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    for (address, port) in [(DB[0], SQL), (DB[1], SQL), (DB[0], LOG), (DB[0], TCP)] {
+    for (address, port) in [
+        (DB[0], SQL_PORT),
+        (DB[1], SQL_PORT),
+        (DB[0], LOG_PORT),
+        (DB[0], TCP_PORT),
+    ] {
         assert_eq!(
             (
                 a.tcp_reply(socket_addr(address, port)),
@@ -301,16 +309,16 @@ async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
     }
     assert_eq!(connection.request(), None);
     testbed.write_endpoints("db", &[DB]).await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }
 
 // threat: gateway-revoked-connection
 async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let unanswered_datagrams = || testbed.unanswered_datagrams.load(std::sync::atomic::Ordering::Acquire);
-    let granted = |port| [grant("db", "sql", "TCP", SQL), grant("db", port, "UDP", LOG)];
+    let granted = |port| [grant("db", "sql", "TCP", SQL_PORT), grant("db", port, "UDP", LOG_PORT)];
     testbed.apply_access("m--a", a.access(&granted("mute"))).await;
-    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG));
+    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     let before = unanswered_datagrams();
     wait_until("the pod to get datagrams", TIMEOUT, async || {
         flow.send();
@@ -340,63 +348,68 @@ async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
 // threat: gateway-ungranted
 async fn sandboxes_have_separate_grants(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    // The same gateway port, for another Service.
+    // Sandbox b gets the gateway port that sandbox a uses, for another Service.
     testbed
-        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL_PORT)]))
         .await;
-    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     assert!(
-        a.tcp_reply(socket_addr(GATEWAY[0], SQL))
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT))
             .is_some_and(|answer| answer.starts_with("db"))
     );
-    assert_eq!(b.udp_reply(socket_addr(GATEWAY[0], LOG)), None);
+    assert_eq!(b.udp_reply(socket_addr(GATEWAY[0], LOG_PORT)), None);
 }
 
 // threat: gateway-revoked-connection
-async fn port_with_another_grant_ends_old_connections(testbed: &Testbed) {
+async fn moved_gateway_port_ends_old_connections(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some_and(|answer| answer.starts_with("db")));
     testbed
         .apply_access(
             "m--a",
-            a.access(&[grant("web", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+            a.access(&[
+                grant("web", "sql", "TCP", SQL_PORT),
+                grant("db", "log", "UDP", LOG_PORT),
+            ]),
         )
         .await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     assert_eq!(connection.request(), None, "the old connection");
 }
 
 // threat: gateway-revoked-connection
 async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG));
+    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     assert!(flow.request().is_some());
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // Several connections, because a new source port of the gateway could equal the old one by chance.
-    let mut others = [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection"));
+    // Without a reset by the gateway, the database would still reset each connection that gets another source port at the gateway.
+    // Of several connections, one would most likely keep its port.
+    let mut others =
+        [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;
     assert_eq!((flow.request(), connection.request()), (None, None));
-    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL)), None);
-    assert!(b.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some());
-    // A sandbox without nodes has no peer.
-    let mut spec = b.access(&[grant("web", "sql", "TCP", SQL)]);
+    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
+    assert!(b.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some());
+    // For a sandbox without nodes the gateway has no peer.
+    let mut spec = b.access(&[grant("web", "sql", "TCP", SQL_PORT)]);
     spec["nodes"] = json!([]);
     testbed.apply_access("m--b", spec).await;
-    assert_eq!(b.tcp_reply(socket_addr(GATEWAY[0], SQL)), None);
+    assert_eq!(b.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
     testbed
-        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+        .apply_access("m--b", b.access(&[grant("web", "sql", "TCP", SQL_PORT)]))
         .await;
     testbed
         .apply_access(
             "m--a",
-            a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+            a.access(&[grant("db", "sql", "TCP", SQL_PORT), grant("db", "log", "UDP", LOG_PORT)]),
         )
         .await;
     b.tunnel.restart_session();
-    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
     // The grant is restored, but earlier connections get a reset.
     let answers: Vec<_> = others.iter_mut().map(TcpConnection::request).collect();
     assert_eq!(answers, vec![None; others.len()]);

@@ -1,6 +1,6 @@
-//! Checks the packets of a cluster-meshed member against a real agent. Root on the member's node floods allowed and
-//! forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses (packet counters) in
-//! the pods, on machines around the node and at the member count the packets that arrive. Needs root.
+//! Tests that a real agent drops the forbidden packets of a cluster-meshed member. Root on the member's node floods
+//! allowed and forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses (packet
+//! counters) in the pods, on machines around the node and at the member count the packets that arrive. Needs root.
 
 mod testbed;
 
@@ -30,7 +30,11 @@ async fn hostile_member_reaches_only_allowed_destinations() {
     unavailable_api_server_changes_nothing(&mut testbed).await;
     deleted_tables_are_restored(&mut testbed).await;
 
-    assert_eq!(testbed.unsent(), BTreeMap::new());
+    assert_eq!(
+        testbed.unsent(),
+        BTreeMap::new(),
+        "the attacker's own kernel refused to send packets"
+    );
 }
 
 async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
@@ -46,7 +50,7 @@ async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
     testbed.wait_for_answers("stopped, and started again").await;
     testbed.assert_only_allowed_traffic("SIGTERM").await;
 
-    // A copy of the program, started as soon as the old agent has released its lock.
+    // The upgrade starts a copy of the program as soon as the old agent has exited.
     let files = tempfile::tempdir().expect("a directory");
     let newer = files.path().join("wg-agent");
     std::fs::copy(agent_program(), &newer).expect("copy the program");
@@ -77,7 +81,7 @@ async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
     testbed.assert_only_allowed_traffic("an API server outage").await;
 }
 
-/// Packets that pass while there is no table are ignored: only the table protects the node from a member.
+/// Packets that pass while the node has no nftables table are ignored: only the table protects the node from a member.
 async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         match how {
@@ -100,7 +104,8 @@ async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     }
 }
 
-/// Checks the witness itself. If it counted a packet twice, that packet would look like one that is not allowed.
+/// Checks the witness itself. If it reported a packet twice, a forbidden packet that [`deleted_tables_are_restored`] ignores could
+/// appear again in the next check, and fail it.
 #[test]
 fn witness_counts_each_packet_once_while_its_set_grows() {
     let ns = NetNs::new("loopback");

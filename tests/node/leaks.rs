@@ -227,7 +227,7 @@ impl Testbed {
 }
 
 /// Gives a site's node IPv6, forwarding, a pod, and CNI rules that masquerade packets to destinations outside the
-/// cluster's pod network. Packets that escape the mesh leave by the default routes.
+/// cluster's pod network. Packets that leak out of the tunnel leave by the default routes.
 async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetNs) {
     let (site, ipv6) = (clusters.site(index), &IPV6[index]);
     let [address, gateway, _] = IPV4[index];
@@ -300,7 +300,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     clusters.wait_until_ready(mgmt).await;
     sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
-    // Positive control: without a mesh, the capture shows the senders' packets. It would also show later leaks.
+    // Positive control: without a mesh, a capture shows the senders' packets. So the capture below would show leaks.
     tenant_agent.terminate(TIMEOUT).await.expect("it ends");
     let cleanup = clusters.command(tenant, &["cleanup"]);
     clusters.host(tenant).exec(cleanup).await.expect("cleanup");
@@ -371,7 +371,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     senders.wait_for_answers("the agent is started again").await;
 
     step("the agent is upgraded");
-    // A copy of the program, started as soon as the old agent has released its lock.
+    // The upgrade starts a copy of the program as soon as the old agent has exited.
     let files = tempfile::tempdir().expect("a directory");
     let newer = files.path().join("wg-agent");
     std::fs::copy(agent_program(), &newer).expect("copy the program");
@@ -417,7 +417,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     ] {
         step(line);
         testbed.damage(line).await;
-        // One external change at a time: while one part is missing, the others keep the node closed.
+        // One external change at a time: while one part is missing, the others keep packets off the underlay.
         testbed.wait_until_restored(line).await;
         senders.wait_for_answers(line).await;
     }

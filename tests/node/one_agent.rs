@@ -61,7 +61,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ("192.0.2.1:1", "node.example.org:4711")
     );
 
-    // The WireGuard address survives a restart, and a younger Node that claims it too.
+    // The node keeps its WireGuard address after a restart, and when a younger Node claims the same address.
     assert!(
         agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
@@ -177,6 +177,7 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
             .await
             .expect("read the node's state")
             .stdout;
+        // 5182 and 5183 are the agent's routing tables.
         let is_ours = |line: &&str| {
             [site.interface.as_str(), "5182", "5183", "clustermesh"]
                 .iter()
@@ -321,7 +322,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(TENANT);
     let host = clusters.host(site);
-    // State that Cilium leaves on a node and in its cluster.
+    // What Cilium creates: its interface on the node, and its ConfigMap in the cluster.
     let link = [
         "ip",
         "link",
@@ -373,7 +374,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
     };
     assert_reported(why, "bpf.hostLegacyRouting=true").await;
 
-    // kube-proxy changes to IPVS and back while the agent runs.
+    // While the agent runs, Cilium is removed and kube-proxy changes to mode ipvs, and later to another mode.
     let link = [
         "ip",
         "link",

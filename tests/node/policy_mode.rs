@@ -19,11 +19,11 @@ use nix::sched::{CloneFlags, setns};
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// kg's WireGuard address of the node.
-const KG: &str = "100.66.1.7";
+const KG_ADDRESS: &str = "100.66.1.7";
 /// A second address of the node's pod, which the policy denies.
-const DENIED: &str = "10.10.1.77";
+const DENIED_ADDRESS: &str = "10.10.1.77";
 /// A laptop with a manual Peer, which is no member of any mesh.
-const LAPTOP: &str = "10.99.0.2";
+const LAPTOP_ADDRESS: &str = "10.99.0.2";
 
 /// wireguard-go and annotations, as kg creates them. Dropping it removes the control socket.
 struct Kg {
@@ -54,7 +54,7 @@ impl Kg {
         let script = format!(
             "umask 077; wg genkey > {key}
             wg set {interface} listen-port 51820 private-key {key}
-            ip addr add {KG}/24 dev {interface}
+            ip addr add {KG_ADDRESS}/24 dev {interface}
             ip link set {interface} mtu 1420 up
             wg show {interface} public-key",
             key = key.display()
@@ -63,7 +63,7 @@ impl Kg {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let annotations = BTreeMap::from([
             (KILO_KEY, public_key.trim().to_owned()),
-            (KILO_WIREGUARD_IP, format!("{KG}/24")),
+            (KILO_WIREGUARD_IP, format!("{KG_ADDRESS}/24")),
             (KILO_ENDPOINT, format!("{}:51820", site.address)),
             (KILO_INTERNAL_IP, format!("{}/16", site.address)),
             (KILO_GRANULARITY, "full".to_owned()),
@@ -85,7 +85,7 @@ impl Kg {
     async fn add_peer(&self, clusters: &TwoClusters, site: &Site, remote: &Site) {
         let annotations = clusters.wait_for_published(remote).await;
         let spec = peer(remote, &annotations).spec;
-        let more = format!("{LAPTOP}/32");
+        let more = format!("{LAPTOP_ADDRESS}/32");
         let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
         let interface = &site.interface;
         let routes: String = allowed
@@ -154,8 +154,8 @@ fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send
     std::thread::spawn(run).join().expect("the thread inside the namespace")
 }
 
-/// Creates a pod with the pod address of a site, which the node had before, and with further addresses. A listener on
-/// the node itself would be subject to other firewall rules.
+/// Creates a network namespace as a pod of a site. Moves the site's pod address from the node's `lo` to the pod, and adds
+/// the addresses `more`. The tests need a pod, because packets to an address of the node itself pass other firewall rules.
 async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let gateway = site.pods.replace(".0/24", ".1");
@@ -231,7 +231,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let kg = Kg::start(&clusters, mgmt).await;
-    let mgmt_pod = make_pod(&clusters, mgmt, "mgmt-pod", &[DENIED]).await;
+    let mgmt_pod = make_pod(&clusters, mgmt, "mgmt-pod", &[DENIED_ADDRESS]).await;
     let tenant_pod = make_pod(&clusters, tenant, "tenant-pod", &[]).await;
     let _full_agent = clusters.agent(tenant, "agent-tenant");
     // In add-on mode, kg does not masquerade pods. The CNI masquerades packets that leave the cluster.
@@ -244,7 +244,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     clusters.write_all_peers().await;
     kg.add_peer(&clusters, mgmt, tenant).await;
     // The laptop's address is an allowed IP of the same peer, so kg accepts its packets without any mesh.
-    let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
+    let laptop = format!("ip addr add {LAPTOP_ADDRESS}/32 dev lo");
     clusters
         .host(tenant)
         .exec(["sh", "-ec", &laptop])
@@ -259,17 +259,17 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     })
     .await
     .expect("the tunnel");
-    for (address, port) in [(mgmt.pod, 8080), (DENIED, 8080)] {
+    for (address, port) in [(mgmt.pod, 8080), (DENIED_ADDRESS, 8080)] {
         serve(Path::new(&mgmt_pod.path()), address, port);
     }
     for port in [8080, 10250] {
-        serve(&clusters.host(mgmt).netns(), KG, port);
+        serve(&clusters.host(mgmt).netns(), KG_ADDRESS, port);
     }
     serve(Path::new(&tenant_pod.path()), tenant.pod, 8080);
-    let closed = Err(std::io::ErrorKind::TimedOut);
+    let timed_out = Err(std::io::ErrorKind::TimedOut);
     let patch = serde_json::json!({"spec": {
         "infrastructurePorts": [{"port": 10250, "protocol": "TCP"}],
-        "deny": [{"to": [format!("{DENIED}/32")], "ports": [{"port": 8080, "protocol": "TCP"}]}],
+        "deny": [{"to": [format!("{DENIED_ADDRESS}/32")], "ports": [{"port": 8080, "protocol": "TCP"}]}],
     }});
     let policies = clusters.policies(mgmt).await;
     policies
@@ -280,17 +280,21 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     // Without the agent, kg accepts all packets from its peers' allowed IPs, and the CNI masquerades the pod.
     for port in [8080, 10250] {
         assert_eq!(
-            seen_source(&tenant_pod, tenant.pod, KG, port),
+            seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, port),
             Ok(tenant.pod.to_owned())
         );
     }
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, DENIED, 8080),
+        seen_source(&tenant_pod, tenant.pod, DENIED_ADDRESS, 8080),
         Ok(tenant.pod.to_owned())
     );
-    assert_eq!(seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
+    assert_eq!(
+        seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
+        Ok(KG_ADDRESS.to_owned())
+    );
 
     let before = foreign_state(&clusters, mgmt).await;
+    // As in its container, the agent has only NET_ADMIN and a read-only /proc/sys.
     let args = [
         "unshare",
         "--mount",
@@ -328,21 +332,25 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         Ok(tenant.pod.to_owned())
     );
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG, 8080),
-        closed,
+        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 8080),
+        timed_out,
         "the node's own address"
     );
-    assert!(tenant_pod.pings(KG));
+    assert!(tenant_pod.pings(KG_ADDRESS));
     assert_eq!(
         seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
         Ok(mgmt.pod.to_owned())
     );
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG, 10250),
-        closed,
+        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
+        timed_out,
         "an infrastructure port"
     );
-    assert_eq!(seen_source(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
+    assert_eq!(
+        seen_source(&tenant_pod, tenant.pod, DENIED_ADDRESS, 8080),
+        timed_out,
+        "denied"
+    );
     assert_eq!(foreign_state(&clusters, mgmt).await, before);
 
     // Addresses outside all meshes are ignored.
@@ -372,7 +380,11 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     })
     .await
     .expect("the table");
-    assert_eq!(seen_source(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
+    assert_eq!(
+        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
+        timed_out,
+        "after a flush"
+    );
 
     // Without a PeerPolicy a member reaches nothing, although kg still has its peer.
     policies
@@ -393,7 +405,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     for _ in 0..2 {
         assert_eq!(
             seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
-            closed,
+            timed_out,
             "the Peer is deleted"
         );
     }
@@ -404,7 +416,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
         seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
-        closed,
+        timed_out,
         "the agent is stopped"
     );
     let cleanup = clusters
@@ -426,7 +438,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     assert!(!left.contains("clustermesh"), "{left}");
     assert!(!clusters.annotations(mgmt).await.contains_key(NODE_AGENT));
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG, 10250),
+        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
         Ok(tenant.pod.to_owned())
     );
     drop(kg);

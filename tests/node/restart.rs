@@ -249,8 +249,8 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
         .await
         .expect("replace the Peer");
-    // After the restart, this node knows the peer's endpoint only from its last WireGuard session. The pings
-    // go from this node to the peer, so this node must use that endpoint.
+    // After the restart, the agent can know the peer's endpoint only from the session before the restart. The pings go from
+    // this node to the peer, so the agent must have kept that endpoint.
     wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("the agent exits").success(),
@@ -327,7 +327,7 @@ async fn agent_output_never_contains_the_private_key() {
 
     // Each output contains an expected text: otherwise the search for the private key proves nothing.
     for (what, expected) in [
-        ("log of the first start", "made this node's key"),
+        ("log of the first start", "created a private key for this node"),
         ("log", "TRACE"),
         ("log", public.as_str()),
         ("/metrics", "wg_agent_peers"),
@@ -386,7 +386,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     assert!(stderr.contains(&next), "{stderr}");
     let again = clusters.host(mgmt).try_exec(rotate()).await.expect("run");
     assert!(
-        !again.status.success() && again.stderr.contains("already waiting"),
+        !again.status.success() && again.stderr.contains("a rotation to this key is under way"),
         "{}",
         again.stderr
     );

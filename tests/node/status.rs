@@ -44,7 +44,7 @@ fn phantom() -> Peer {
     peer
 }
 
-/// Runs `wg-agent status` on a node: exit code, standard output and standard error.
+/// Runs a `wg-agent status` command on the node of a site. Returns exit code, standard output and standard error.
 async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, String, String) {
     let site = clusters.site(site);
     let output = clusters.host(site).try_exec(words).await.expect("run wg-agent status");
@@ -66,7 +66,7 @@ async fn wait_for_links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
 }
 
 #[tokio::test]
-async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
+async fn peer_that_is_down_is_reported_everywhere_until_removed() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
     let (code, _, stderr) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
@@ -167,7 +167,7 @@ async fn silent_peer_is_reported_everywhere_until_it_is_removed() {
     assert_eq!(code, 2);
 }
 
-/// A substitute for the policy in deploy/agent.yaml, which applies to a ServiceAccount that this test does not use.
+/// An admission policy for all accounts. That of deploy/agent.yaml applies to a ServiceAccount that this test does not use.
 const ADMISSION: &str = r#"
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
@@ -203,6 +203,7 @@ async fn agent_without_admission_policy_is_ready_and_reports_it() {
         "{code}: {text}"
     );
     assert!(agent.log().contains("no admission policy restricts"), "{}", agent.log());
+    // The agent tests the admission policy with a dry run, which changes nothing.
     let labels = clusters
         .nodes(tenant)
         .await

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// The kernel state that the agent has created, as `ip` and `nft` show it.
+/// The kernel state that the agent has created, as `ip` and `nft` show it. Its rules and routes have the protocol number 117.
 async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
     let site = clusters.site(index);
     let mut out = Vec::new();
@@ -274,7 +274,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     let many: Vec<String> = (0..10_000)
         .map(|n| format!("10.20.{}.{}/32", n / 250 + 120, n % 250))
         .collect();
-    let all = [
+    let invalid_peers = [
         (invalid(0, &|spec| spec.public_key = "not a key".into()), "Unreadable"),
         (
             invalid(1, &|spec| spec.allowed_ips = vec!["10.20.9.0/33".into()]),
@@ -299,7 +299,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
             "ApiServerAddress",
         ),
     ];
-    for (peer, _) in &all {
+    for (peer, _) in &invalid_peers {
         peers
             .create(&PostParams::default(), peer)
             .await
@@ -328,7 +328,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     .await
     .expect("metrics");
     let log = first.log();
-    for (peer, reason) in &all {
+    for (peer, reason) in &invalid_peers {
         let name = peer.metadata.name.as_deref().unwrap_or_default();
         let lines = log
             .lines()
@@ -340,7 +340,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     clusters.pings(tenant, mgmt).await.expect("the valid Peer still works");
     clusters.wait_until_ready(mgmt).await;
     // The agent still reaches its API server: it notices the deletions.
-    for (peer, _) in &all {
+    for (peer, _) in &invalid_peers {
         clusters
             .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
             .await;
@@ -397,6 +397,7 @@ async fn deleted_kernel_state_is_restored() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(mgmt, tenant).await;
     let table = ["nft", "list", "table", "inet", "clustermesh"];
+    // The preferences of the agent's rules are 1000 and 1001, its routing tables are 5182 and 5183.
     for (what, deletion) in [
         ("the firewall table", "nft delete table inet clustermesh".to_owned()),
         ("the whole ruleset", "nft flush ruleset".to_owned()),

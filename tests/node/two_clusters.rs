@@ -15,7 +15,7 @@ use clustermesh_api::{
     policy::{Allow, PeerPolicy, PeerPolicySpec},
 };
 use clustermesh_lab::{Lab, LabPlan, Node as Host, Running, wait_until};
-use clustermesh_tests::agent::{CONFINED, agent_program};
+use clustermesh_tests::agent::{AGENT_PRIVILEGES, agent_program};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client,
@@ -32,6 +32,7 @@ pub(crate) struct Site {
     pub(crate) address: &'static str,
     /// The node's pod network.
     pub(crate) pods: &'static str,
+    /// An address in `pods`, from which the tests ping. The node itself has it.
     pub(crate) pod: &'static str,
     /// The network from which the node gets its WireGuard address.
     pub(crate) wireguard: &'static str,
@@ -49,7 +50,7 @@ pub(crate) const MGMT: usize = 0;
 pub(crate) const TENANT: usize = 1;
 
 impl Drop for TwoClusters {
-    /// Removes the lock and control socket of killed agents: all network namespaces share the directory of these files.
+    /// Removes the lock and the sockets of killed agents: all network namespaces share the directory of these files.
     fn drop(&mut self) {
         for site in &self.sites {
             let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", site.interface));
@@ -144,7 +145,7 @@ impl TwoClusters {
                 .await
                 .expect("add a host");
             host.exec([agent_program(), "prepare"]).await.expect("prepare the node");
-            // The node itself has the pod's address: the tests need only its source address, and no pod.
+            // The node itself has the pod's address, because the tests need the address but no pod.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
                 .expect("an address");
@@ -223,7 +224,7 @@ impl TwoClusters {
 
     /// Like [`Self::agent`], with `file` mounted as `/etc/resolv.conf`, as the kubelet does.
     pub(crate) fn agent_with_resolvers(&self, site: &Site, log: &str, file: &std::path::Path) -> Running {
-        let script = format!("mount --bind '{}' /etc/resolv.conf; {CONFINED}", file.display());
+        let script = format!("mount --bind '{}' /etc/resolv.conf; {AGENT_PRIVILEGES}", file.display());
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", &script, "sh"]
             .map(String::from)
             .into();
@@ -238,7 +239,7 @@ impl TwoClusters {
 
     /// Like [`Self::agent`], with these environment variables and arguments.
     pub(crate) fn agent_as(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
-        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh", "env"]
+        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", AGENT_PRIVILEGES, "sh", "env"]
             .map(String::from)
             .into();
         words.extend(variables.iter().map(ToString::to_string));

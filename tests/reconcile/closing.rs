@@ -1,5 +1,5 @@
-//! Tests that a quarantine and a revoked grant take effect at once where the API server answers, and are reported as
-//! pending where it does not.
+//! Tests that a quarantine takes effect at once where the API server answers, and that a quarantine and a revoked grant are
+//! reported as pending where it does not.
 
 use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
@@ -29,7 +29,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         env.hub().kubectl(words).await.unwrap();
     };
     annotate("kilo-clustermesh.io/quarantine=tenant-b,tenant-bb").await;
-    let closed = async |cluster: &str, want: bool| {
+    let wait_until_closed_is = async |cluster: &str, want: bool| {
         wait_until(
             format!("{cluster} to be closed: {want}"),
             SOON,
@@ -41,7 +41,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         .await
         .unwrap();
     };
-    closed("mgmt", true).await;
+    wait_until_closed_is("mgmt", true).await;
     let message = env
         .until_condition("PolicyEnforced", "False/QuarantinePending", SOON)
         .await;
@@ -70,7 +70,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
 
     annotate("kilo-clustermesh.io/quarantine-").await;
     for cluster in ["mgmt", "tenant-a"] {
-        closed(cluster, false).await;
+        wait_until_closed_is(cluster, false).await;
     }
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 }
@@ -95,6 +95,7 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
     env.apply_mesh(&mesh).await;
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
+    // A separate step, which is here because it needs a sandbox with a grant.
     hostile::hostile_sandbox_changes_nothing_in_other_clusters(&env).await;
 
     let frozen = env.lab.cluster("tenant-a");

@@ -43,7 +43,7 @@ enum Flood {
     Line,
     /// An endless number of Nodes, in pages of normal size; no Node exceeds a limit.
     Objects,
-    /// Error responses.
+    /// All requests; the responses are errors.
     Error,
     /// `/version`.
     Version,
@@ -104,7 +104,7 @@ impl Flood {
 struct Server {
     flood: Flood,
     address: SocketAddr,
-    /// Number of endless responses that have begun.
+    /// Number of endless responses that have begun. [`Flood::Objects`] has none, so its server counts every response that ends.
     floods: Arc<AtomicUsize>,
 }
 

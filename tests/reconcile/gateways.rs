@@ -11,7 +11,8 @@ use crate::sandbox;
 
 const GATEWAYS: &str = "clustermesh-gateway";
 
-/// Creates the objects of two gateways in the cluster `name` with number `m`. Their addresses are 100.64.m.240 and .241.
+/// Creates the objects of two gateways in the cluster `name`, whose number is `m`. The addresses of the gateways are 100.64.m.240
+/// and .241.
 pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
     let cluster = env.lab.cluster(name);
     let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": GATEWAYS}});
@@ -212,14 +213,15 @@ async fn sandbox_enters_through_ready_gateways() {
         access["metadata"]["resourceVersion"]
     );
 
-    // A restart changes nothing, a quarantine removes every grant, and the deletion of the mesh removes everything.
+    // The SandboxAccess survives a restart of the controller and a quarantine, which removes its grants. The deletion of the mesh
+    // removes it and the sandbox's Peers.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
     let _controller = env.start_controller().await;
     env.until_read(2).await;
     mesh["spec"]["clusters"][1]["quarantine"] = json!(true);
     env.apply_mesh(&mesh).await;
-    let closed = wait_until("the grants to be removed", SOON, async || {
+    let without_grants = wait_until("the grants to be removed", SOON, async || {
         let access = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
         if access["spec"]["grants"].is_null() {
             Ok(access)
@@ -227,7 +229,7 @@ async fn sandbox_enters_through_ready_gateways() {
             Err(access.to_string())
         }
     });
-    assert_eq!(closed.await.unwrap()["metadata"]["uid"], uid);
+    assert_eq!(without_grants.await.unwrap()["metadata"]["uid"], uid);
     mesh["spec"]["clusters"][1]["quarantine"] = json!(false);
     env.apply_mesh(&mesh).await;
     assert_eq!(until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await, [port]);

@@ -1,5 +1,5 @@
-//! Tests a sandbox with a hostile administrator, on real API servers: whatever this administrator writes into the sandbox,
-//! it has no effect in another cluster.
+//! Tests a sandbox with a hostile administrator, on real API servers: whatever this administrator writes into the sandbox
+//! changes nothing in other clusters except the SandboxAccess of the sandbox.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -53,7 +53,8 @@ async fn until_mirrored(env: &TestEnv) {
     .unwrap();
 }
 
-/// The resourceVersions of the controller's objects outside the sandbox, without [`ACCESS`].
+/// The resourceVersions of the controller's objects outside the sandbox, without [`ACCESS`] and the mesh, whose status reports
+/// the sandbox's Nodes.
 async fn versions_outside_sandbox(env: &TestEnv) -> BTreeMap<String, String> {
     let mut versions = env.versions().await;
     versions.retain(|object, _| !object.starts_with("notebooks ") && !object.starts_with(ACCESS) && object != "mesh");
@@ -70,8 +71,9 @@ async fn writes(env: &TestEnv) -> u64 {
         .sum()
 }
 
-/// Waits until at least `want` writes have been made since the count was `before`, and none follow. Checks that there were
-/// at most `most`: a plan that is made during a write repeats this write, which counts although it changes nothing.
+/// Waits until at least `want` writes have been made since the count was `before`, and no further write follows. Fails if there
+/// were more than `most`. `most` exceeds `want`, because a plan that is made during a write repeats this write. The repeated write
+/// counts although it changes nothing.
 async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
     let found = wait_until(format!("{want} writes, and then none"), SOON, async || {
         let found = writes(env).await - before;
@@ -176,11 +178,11 @@ async fn nodes_with_false_claims_are_skipped_or_limited(env: &TestEnv) {
     // Nodes whose false claim is in a field that is ignored for a sandbox are registered like any other: with one
     // address and no endpoint.
     let like_others = [(14, "range"), (15, "internal"), (16, "endpoint"), (17, "long")];
-    let mut own: BTreeMap<String, Value> = like_others
+    let mut registered: BTreeMap<String, Value> = like_others
         .map(|(n, what)| (format!("{what}-{n}"), json!([key(3, n), [format!("100.64.3.{n}")]])))
         .into();
-    own.insert("notebooks-1".to_owned(), json!([key(3, 1), ["100.64.3.1"]]));
-    until_nodes(env, &own).await;
+    registered.insert("notebooks-1".to_owned(), json!([key(3, 1), ["100.64.3.1"]]));
+    until_nodes(env, &registered).await;
     let want = [
         ("address-12", "WGIPOutOfRange"),
         ("address-13", "WGIPOutOfRange"),
@@ -209,8 +211,8 @@ async fn nodes_with_false_claims_are_skipped_or_limited(env: &TestEnv) {
     let words = ["delete", "nodes"].map(str::to_owned).into_iter();
     let words = words.chain(claims.iter().map(|(n, what, _)| format!("{what}-{n}")));
     env.lab.cluster("notebooks").kubectl(words).await.unwrap();
-    own.retain(|node, _| node == "notebooks-1");
-    until_nodes(env, &own).await;
+    registered.retain(|node, _| node == "notebooks-1");
+    until_nodes(env, &registered).await;
     assert_eq!(env.peers("notebooks").await.len(), 2);
 }
 

@@ -19,21 +19,26 @@ use serde_json::{Value, json};
 
 use crate::writes::{audit, until_passes};
 
+/// The Peer of the first leader in the east.
 const LEADER: &str = "prod--tenant-a--tenant-a-1";
+/// The Peer of the other node in the east, which is elected when the leader's kg dies.
 const ELECTED: &str = "prod--tenant-a--tenant-a-2";
+/// The Peer of the only node in the west.
 const WEST: &str = "prod--tenant-a--tenant-a-3";
 
 /// A node that runs kg.
 struct KgNode {
     cluster: &'static str,
+    /// The number of the cluster. The node's address is 198.51.m.n, its pod network 10.m.n.0/24.
     m: u8,
+    /// The number of the node.
     n: u8,
     granularity: &'static str,
     region: &'static str,
     /// Empty if another node is the leader of its location.
     wireguard_ip: &'static str,
     /// Whether an agent in policy mode also runs on the node.
-    agent: bool,
+    has_agent: bool,
 }
 
 impl KgNode {
@@ -72,7 +77,7 @@ impl KgNode {
         let nodes: Api<Node> = Api::all(client.clone());
         let pods = format!("10.{}.{}.0/24", self.m, self.n);
         let mut annotations = json!({"kilo.squat.ai/cni-compatibility-ip": ""});
-        if self.agent {
+        if self.has_agent {
             let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "policy"});
             annotations[names::NODE_AGENT] = json!(agent.to_string());
         }
@@ -104,7 +109,7 @@ struct Fleet {
 
 impl Fleet {
     async fn start(env: &TestEnv) -> Self {
-        let kg = |cluster, m, n, granularity, region, wireguard_ip, agent| {
+        let kg = |cluster, m, n, granularity, region, wireguard_ip, has_agent| {
             Arc::new(KgNode {
                 cluster,
                 m,
@@ -112,7 +117,7 @@ impl Fleet {
                 granularity,
                 region,
                 wireguard_ip,
-                agent,
+                has_agent,
             })
         };
         let nodes = vec![
@@ -143,8 +148,8 @@ impl Fleet {
         self.nodes.iter().find(|kg| kg.name() == name).unwrap()
     }
 
-    /// Starts to check in for all nodes. kg does so every 30 s; with the shorter period here, no node becomes silent on a
-    /// loaded machine.
+    /// Starts a task that checks in for each node on which kg runs. kg checks in every 30 s; the task does so every 5 s, so that no
+    /// node becomes silent on a loaded machine.
     fn check_in(&self) {
         let (nodes, clients) = (self.nodes.clone(), self.clients.clone());
         let checking_in = Arc::clone(&self.checking_in);
@@ -267,7 +272,7 @@ async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     assert_eq!(allowed_ips_of(&env, LEADER).await, of_leader);
     assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
 
-    // Step 4: kg is dead on the leader, tenant-a-1. The other node of its location is elected and publishes the same address.
+    // Step 4: kg is dead on the leader, tenant-a-1. The other node of its location is elected and publishes the leader's WireGuard address.
     // After a minute without a check-in, the Peer of the elected node replaces that of the dead node. The status reports it.
     env.annotate(
         "tenant-a",

@@ -30,7 +30,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     env.create_node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
     let during = env.until_peers("mgmt", &all, SOON).await;
-    // A request to the frozen server fails after 5 s at the earliest, so no pass has waited for such a request.
+    // A request to the frozen server fails after 5 s at the earliest, so a shorter pass has not waited for one.
     let (passes, short) = passes(&env).await;
     assert!(
         passes > 0 && passes == short,
@@ -150,7 +150,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     let (env, controller) = TestEnv::start_meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
 
-    // The old Secret still exists. Its session is used until the session of the new Secret has read the cluster.
+    // The old Secret still exists. The controller keeps the session with the old kubeconfig until the new session has read the cluster.
     env.write_secret_as("renamed", &env.kubeconfig("tenant-a").await).await;
     let mut mesh = env.mesh();
     mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");
@@ -159,11 +159,12 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         "the session of the renamed Secret to have read the cluster",
         SOON,
         async || {
+            // Both sessions respond and know their cluster's UID; the renamed Secret is in its session and in the mesh.
             let state = env.page("/debug/state").await;
-            let known = state.matches("\"silent\": null,\n").count();
+            let responsive = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();
             let pending = state.matches("\"uid\": null").count();
-            if known >= 2 && pending == 0 && named > 1 {
+            if responsive >= 2 && pending == 0 && named > 1 {
                 Ok(())
             } else {
                 Err(state)
@@ -172,7 +173,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     )
     .await
     .unwrap();
-    // After these changes have been written in both directions, all earlier decisions have been written, too.
+    // The Peers of these new nodes are the last writes in both directions: once they exist, all earlier writes have been sent.
     env.create_node("tenant-a", 2, 2).await;
     env.create_node("mgmt", 1, 2).await;
     env.until_peers(

@@ -153,7 +153,7 @@ async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
         .await
         .unwrap();
 
-    // The CRD accepts a network of any size.
+    // The CRD accepts a network of any size; the controller refuses the mesh.
     let mut too_wide = env.mesh();
     too_wide["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
     env.apply_mesh(&too_wide).await;
@@ -164,7 +164,7 @@ async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
         let peers: Vec<String> = env.peers(cluster).await.into_keys().collect();
         assert_eq!(peers, Vec::<String>::new(), "{cluster}");
     }
-    // The valid mesh is served at once.
+    // The next, valid spec gets its Peers at once.
     env.apply_mesh(&env.mesh()).await;
     env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }

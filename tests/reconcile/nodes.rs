@@ -96,7 +96,7 @@ async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
         before["prod--tenant-a--tenant-a-1"]
     );
 
-    // Each Event was published once: none has a series.
+    // Each Event was published once: none has a series. The first column is the reason, the second one the count of the series.
     let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     let series_counts = |word: &str| {
         let lines = events.lines().filter(|line| line.starts_with(word));

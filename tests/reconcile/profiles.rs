@@ -34,7 +34,7 @@ struct Write {
 enum Openness {
     /// Whether it has allowed IPs other than single addresses.
     Peer { wide: bool },
-    /// Whether it allows more than granted endpoints.
+    /// Whether it is not closed: it has the profile cluster-meshed, or allows something.
     Policy { wide: bool },
 }
 
@@ -180,7 +180,7 @@ impl Recorder {
         objects.iter().any(peer) && policy != Some(&Openness::Policy { wide: false })
     }
 
-    /// Checks that `source` is not open after any write between `first` and `last`: its first write must already close it.
+    /// Checks the writes between `first` and `last`: from the first write for `source` on, `source` is not open.
     fn assert_closed_from(&self, first: usize, last: usize, source: &str, what: &str) {
         let writes = self.writes();
         let of_source = |write: &Write| write.name == source || write.name.starts_with(&format!("{source}--"));
@@ -295,14 +295,14 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
             first.push(recorder.wait_until_caught_up(&env, cluster).await);
         }
         env.apply_mesh(&with_profile(env.mesh(), profile)).await;
-        // Expected objects: of the sandbox in the hub, of the sandbox in tenant-a, of the hub in the sandbox.
+        // Expected objects: of `notebooks` in the hub, of `notebooks` in tenant-a, of the hub in `notebooks`.
         let (hub, tenant, own) = match profile {
             "cluster-meshed" => (
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // The Peers are the gateways of the hub, and the policy allows only replies.
+            // The Peers are the gateways of the hub. Their policy allows only replies, but it is not closed.
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };

@@ -123,6 +123,7 @@ async fn removed_cluster_is_in_status_until_clean_or_given_up() {
     env.until_peers("mgmt", &[], SOON).await;
     let message = env.until_condition("Ready", "False/Deleting", SOON).await;
     assert!(message.contains("force-cleanup=tenant-b"), "{message}");
+    // The annotation for another cluster does not give up tenant-b.
     annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-a").await;
     until_removed_clusters(&env, |rows| rows.len() == 1).await;
     annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
@@ -141,7 +142,8 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Adds a second mesh of the same clusters with other networks, and waits until the controller has read both clusters.
+/// Adds a second mesh of mgmt and tenant-a with other networks. Waits until the controller has read both clusters, and does not
+/// have the first mesh any more.
 async fn add_second_mesh(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");
@@ -158,8 +160,8 @@ async fn add_second_mesh(env: &TestEnv) {
     wait_until("both clusters to be read", LATER, async || {
         let state = env.page("/debug/state").await;
         let fresh = state.matches("\"observation\": \"Fresh\"").count();
-        let only = !state.contains("clustermesh/prod");
-        if fresh == 2 && only { Ok(()) } else { Err(state) }
+        let is_gone = !state.contains("clustermesh/prod");
+        if fresh == 2 && is_gone { Ok(()) } else { Err(state) }
     })
     .await
     .unwrap();

@@ -74,11 +74,11 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     drop(controller);
     let mut before = env.versions().await;
     let spec = |mesh: ClusterMesh| serde_json::to_value(mesh.spec).unwrap();
-    let served = spec(env.get_mesh().await.unwrap());
+    let spec_before = spec(env.get_mesh().await.unwrap());
 
     let controller = env.start_controller().await;
     until_read(&env).await;
-    // When the Peer of this new node exists, all writes that the restart has caused have been sent, too.
+    // The Peer of this new node is the last write: once it exists, all writes that the restart has caused have been sent.
     env.create_node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     env.until_peers("mgmt", &peers, SOON).await;
@@ -89,5 +89,5 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
         versions.remove("mesh");
     }
     assert_eq!(after, before, "{}", controller.log());
-    assert_eq!(spec(env.get_mesh().await.unwrap()), served);
+    assert_eq!(spec(env.get_mesh().await.unwrap()), spec_before);
 }

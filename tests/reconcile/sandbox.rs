@@ -77,8 +77,8 @@ async fn sandbox_contains_only_data_of_its_grant() {
     create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
     create_service(&env, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
     gateways::install(&env, "mgmt", 1).await;
-    let closed = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
-    let _controller = env.start_controller_for(NAMESPACE, &closed).await;
+    let additional_ports = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
+    let _controller = env.start_controller_for(NAMESPACE, &additional_ports).await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
@@ -128,9 +128,9 @@ async fn sandbox_contains_only_data_of_its_grant() {
     let written = policies(&env, "notebooks").await;
     let policy = &written["prod--mgmt"].spec;
     assert!(policy.allow.is_empty(), "{policy:?}");
-    // The infrastructure ports that the operator adds are closed in addition to the default ones.
+    // The policy closes the ports of `--infrastructure-port` in addition to the ten default ones.
     let closed: Vec<_> = (policy.infrastructure_ports.iter())
-        .map(|closed| (closed.port, closed.protocol))
+        .map(|infrastructure| (infrastructure.port, infrastructure.protocol))
         .collect();
     assert_eq!(closed.len(), 12, "{closed:?}");
     for port in [(8132, Protocol::Tcp), (53, Protocol::Udp), (10250, Protocol::Tcp)] {
@@ -225,7 +225,7 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     env.apply_mesh(&mesh).await;
     let message = env.until_condition("Ready", "False/NetworksNotAllowed", SOON).await;
     assert!(
-        message.contains("\"notebooks\" has 128.0.0.0/8") && message.contains(&flag[..20]),
+        message.contains("\"notebooks\" has 128.0.0.0/8") && message.contains(&format!("{NAMESPACE}=sandbox,")),
         "{message}"
     );
     let accesses = async || gateways::get(&env, "mgmt", &["sandboxaccesses"]).await["items"].clone();
@@ -236,7 +236,7 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on the Service");
     assert!(message.contains(&remedy), "{message}");
-    let grants = async |want: usize| {
+    let wait_for_grants = async |want: usize| {
         wait_until(format!("{want} grants"), SOON, async || {
             let accesses = accesses().await;
             match accesses[0]["spec"]["grants"].as_array().map_or(0, Vec::len) {
@@ -247,7 +247,7 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
         .await
         .unwrap();
     };
-    grants(0).await;
+    wait_for_grants(0).await;
 
     let annotate = async |change: &str| {
         let words = ["annotate", "--overwrite", "service", "postgres", "-n", "team-x", change];
@@ -255,10 +255,11 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     };
     annotate(&format!("kilo-clustermesh.io/allowed-from=other, {NAMESPACE}")).await;
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    grants(2).await;
+    // The entry names no ports, so it grants both ports of the Service.
+    wait_for_grants(2).await;
 
     // The owner of the Service revokes its consent; the mesh does not change.
     annotate("kilo-clustermesh.io/allowed-from-").await;
     env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
-    grants(0).await;
+    wait_for_grants(0).await;
 }

@@ -75,7 +75,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
     );
     let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     assert!(
-        message.contains("default/taken") && message.contains("not ours"),
+        message.contains("default/taken") && message.contains("already exists"),
         "{message}"
     );
 

@@ -19,7 +19,8 @@ async fn broken_tunnels_are_in_status_until_repaired() {
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // Writes the annotation of an agent. Some of the links below belong to no member, as a hostile node might write.
+    // Writes the annotation of an agent. A key is MESH_NAMESPACE/MESH/MEMBER. As a hostile node might do, some of the links below
+    // name another mesh or no member.
     let publish_links = async |n: u8, links: serde_json::Value| {
         let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
         let node = format!("mgmt-{n}");
@@ -60,6 +61,7 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         "{message}"
     );
     env.until_condition("Ready", "True/Meshed", SOON).await;
+    // The controller limits the numbers of a node to the number of tunnels, here 2: all of mgmt-2's count as down.
     let false_links = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
     publish_links(2, false_links).await;
     until_broken_links(&[("mgmt", "tenant-a", 1, 4)]).await;

@@ -1,5 +1,5 @@
-//! Tests when the controller writes: nothing after a restart, into members while the hub is down, and in conflict with
-//! another field manager.
+//! Tests when the controller writes: it writes nothing after a restart without changes, writes into members while the hub
+//! is down, and reports a field manager that reverts its writes.
 
 use std::collections::BTreeMap;
 
@@ -52,7 +52,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     env.until_condition("Degraded", "True/NodesSkipped", SOON).await;
-    // One pass publishes at most twenty Events.
+    // One pass publishes at most twenty Events: one for Ready, one for the field, and 18 for nodes.
     wait_until("the Events of the field and the nodes", SOON, async || {
         let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
         let complete = events.contains("SpecAdjusted") && events.matches("is left out").count() == 18;

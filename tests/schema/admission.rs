@@ -10,6 +10,7 @@ const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 const CONTROLLER: &str = "system:serviceaccount:clustermesh:clustermesh-controller";
 const AGENT: &str = "system:serviceaccount:clustermesh-agent:wg-agent";
 const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
+/// The lists in the ConfigMap `clustermesh-admission` that the tests use.
 const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48\n  \
                      services: team-x, team-y/db, team-z/db:sql";
 
@@ -41,8 +42,8 @@ fn policy(name: &str, managed: bool) -> Value {
 
 /// A SandboxAccess with these grants: namespace, Service and port name.
 fn access(grants: &[(&str, &str, &str)]) -> Value {
-    let grants = grants.iter().zip(20_000..).map(|((namespace, name, port), at)| {
-        json!({"service": {"namespace": namespace, "name": name}, "port": port, "protocol": "TCP", "gatewayPort": at})
+    let grants = grants.iter().zip(20_000..).map(|((namespace, name, port), gateway_port)| {
+        json!({"service": {"namespace": namespace, "name": name}, "port": port, "protocol": "TCP", "gatewayPort": gateway_port})
     });
     json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": "prod--nb", "labels": labels(true)},
@@ -177,9 +178,9 @@ async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServe
         let path = format!("{kind}/own");
         assert_eq!(verdict(controller.put(&path, &own).await), Err(unlabelled.clone()));
         assert_eq!(verdict(controller.delete(&path).await), Err(unlabelled.clone()));
-        let taken = with(own, "/metadata/labels", labels(true));
+        let adopted = with(own, "/metadata/labels", labels(true));
         assert_eq!(
-            verdict(controller.put(&format!("{path}?dryRun=All"), &taken).await),
+            verdict(controller.put(&format!("{path}?dryRun=All"), &adopted).await),
             Ok(())
         );
         assert_eq!(verdict(admin.delete(&path).await), Ok(()));
@@ -220,9 +221,10 @@ async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {
     assert_eq!(create(controller, &valid()).await, Ok(()));
     let closed = with(with(valid(), "/spec/allow", json!([])), "/spec/anchored", json!([]));
     assert_eq!(create(controller, &closed).await, Ok(()));
-    let members: Vec<String> = (0..8192).map(|n| format!("10.20.{}.{}/32", n / 256, n % 256)).collect();
+    // The maximum number of sources in the CRD must not exceed the cost limit of CEL expressions.
+    let sources: Vec<String> = (0..8192).map(|n| format!("10.20.{}.{}/32", n / 256, n % 256)).collect();
     assert_eq!(
-        create(controller, &with(valid(), "/spec/sources", json!(members))).await,
+        create(controller, &with(valid(), "/spec/sources", json!(sources))).await,
         Ok(())
     );
 
@@ -433,7 +435,7 @@ async fn agent_writes_only_annotations_of_its_own_node() {
     let key = annotations("kilo.squat.ai/key", json!("k"));
     assert_eq!(agent.patch("/api/v1/nodes/n1", &key).await.map(drop), Ok(()));
     assert_eq!(host.patch("/api/v1/nodes/n2", &key).await.map(drop), Ok(()));
-    let own = |node: &str| {
+    let not_own_node = |node: &str| {
         format!(
             "an agent may write only its own Node, and this token does not belong to a pod on {node}; an agent outside the DaemonSet needs \
              the account clustermesh-agent/wg-agent.{node}"
@@ -442,9 +444,24 @@ async fn agent_writes_only_annotations_of_its_own_node() {
     let only_annotations = "an agent may write only annotations of its Node".to_owned();
     let foreign_annotation = |name: &str| format!("an agent may not write the annotation {name}");
     for (client, node, change, message) in [
-        (&agent, "n2", annotations("kilo.squat.ai/key", json!("x")), own("n2")),
-        (&unbound, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
-        (&host, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
+        (
+            &agent,
+            "n2",
+            annotations("kilo.squat.ai/key", json!("x")),
+            not_own_node("n2"),
+        ),
+        (
+            &unbound,
+            "n1",
+            annotations("kilo.squat.ai/key", json!("j")),
+            not_own_node("n1"),
+        ),
+        (
+            &host,
+            "n1",
+            annotations("kilo.squat.ai/key", json!("j")),
+            not_own_node("n1"),
+        ),
         (
             &agent,
             "n1",

@@ -194,7 +194,7 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
 }
 
 #[tokio::test]
-async fn every_field_is_stored_with_its_defaults() {
+async fn mesh_with_every_field_is_stored_and_defaulted() {
     let server = ApiServer::start().await;
     let spec = json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
@@ -263,7 +263,7 @@ async fn largest_mesh_stays_within_cost_limit_of_rules() {
     let name = |index: usize| format!("c{index:02}{}", "x".repeat(60));
     let clusters: Vec<Value> = (0..100)
         .map(|index| {
-            let network = |at: usize| format!("fd00:{index:04x}:{at:04x}:0000:0000:0000:0000:0000/48");
+            let network = |number: usize| format!("fd00:{index:04x}:{number:04x}:0000:0000:0000:0000:0000/48");
             // The rules search lists. A match at the end makes the search as expensive as possible.
             let last = if index == 99 { name(98) } else { name(99) };
             let mut entry = json!({
@@ -271,7 +271,7 @@ async fn largest_mesh_stays_within_cost_limit_of_rules() {
                 "allowedNetworks": (0..64).map(network).collect::<Vec<_>>(),
                 "anchoredNetworks": vec![network(63); 16],
                 "endpointNetworks": (0..64).map(network).collect::<Vec<_>>(),
-                "egress": (0..64).map(|at| json!({"service": {"cluster": last, "namespace": "n", "name": format!("s{at}")}})).collect::<Vec<_>>(),
+                "egress": (0..64).map(|number| json!({"service": {"cluster": last, "namespace": "n", "name": format!("s{number}")}})).collect::<Vec<_>>(),
             });
             if index == 0 {
                 entry["local"] = json!(true);

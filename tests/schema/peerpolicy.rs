@@ -19,7 +19,7 @@ fn policy() -> Value {
 }
 
 #[tokio::test]
-async fn peerpolicy_rules_refuse_with_a_remedy() {
+async fn invalid_field_is_refused_with_its_path() {
     let server = ApiServer::start().await;
     let mut stored = server.dry_run(POLICIES, &policy()).await.unwrap();
     let mut expected = policy()["spec"].clone();

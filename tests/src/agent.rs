@@ -9,6 +9,6 @@ pub fn agent_program() -> &'static str {
 }
 
 /// A shell script that runs its arguments with only the privileges of the DaemonSet: NET_ADMIN, and a read-only
-/// `/proc/sys`.
-pub const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+/// `/proc/sys`. It must run in a mount namespace of its own.
+pub const AGENT_PRIVILEGES: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                             exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";

@@ -33,7 +33,7 @@ const PACE: Duration = Duration::from_millis(8);
 const QUEUE_LIMIT: u64 = 1 << 18;
 /// The longest pause of a flood, in units of [`PACE`].
 const MAX_PAUSE: u32 = 20;
-/// Time between two requests of a prober, and its time limit for each reply.
+/// Time between two requests of a prober, and the time limit for a reply over UDP.
 const REQUEST_PACE: Duration = Duration::from_millis(50);
 /// After this time without a reply a prober starts a new session, because a restarted target has lost the old session.
 const SESSION_TIMEOUT: Duration = Duration::from_millis(400);
@@ -215,8 +215,8 @@ fn request(to: SocketAddr) -> std::io::Result<()> {
 }
 
 /// Echoes everything that arrives at one UDP and one TCP port of this address, until the process exits.
-pub fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
-    let socket = ns.enter(|| UdpSocket::bind((at, udp))).expect("bind");
+pub fn echo(ns: &NetNs, address: IpAddr, udp_port: u16, tcp_port: u16) {
+    let socket = ns.enter(|| UdpSocket::bind((address, udp_port))).expect("bind");
     thread::spawn(move || {
         let mut buffer = [0; 2048];
         loop {
@@ -225,7 +225,7 @@ pub fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
             }
         }
     });
-    let listener = ns.enter(|| TcpListener::bind((at, tcp))).expect("listen");
+    let listener = ns.enter(|| TcpListener::bind((address, tcp_port))).expect("listen");
     thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             thread::spawn(move || {
@@ -311,12 +311,13 @@ impl ReceiveQueue {
     }
 }
 
-/// Sends as fast as the target reads: a full socket queue of the target would delay the packets of all peers by seconds.
+/// Sends arbitrary packets in rounds. Waits up to `MAX_PAUSE` between rounds until the target has read most of its socket queue: a
+/// full queue would delay the packets of all peers by seconds.
 pub struct Flood {
     rounds: Arc<AtomicU64>,
     /// Counts of packets that the attacker's own kernel refused to send, by error. They never reach the target.
     unsent: Arc<Mutex<BTreeMap<String, u64>>>,
-    packets_per_round: usize,
+    kinds_per_round: usize,
     started_at: Instant,
     _thread: BackgroundThread,
 }
@@ -366,7 +367,7 @@ impl Flood {
         Self {
             rounds,
             unsent,
-            packets_per_round: number,
+            kinds_per_round: number,
             started_at: Instant::now(),
             _thread: work,
         }
@@ -391,9 +392,9 @@ impl Flood {
         self.started_at
     }
 
-    /// The number of [`FloodPacket`]s in a round.
-    pub fn packets_per_round(&self) -> usize {
-        self.packets_per_round
+    /// The number of [`FloodPacket`]s in a round. One of them may contain several packets.
+    pub fn kinds_per_round(&self) -> usize {
+        self.kinds_per_round
     }
 
     pub fn unsent(&self) -> BTreeMap<String, u64> {

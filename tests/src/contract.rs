@@ -38,13 +38,13 @@ macro_rules! each_device_test {
             replies_come_from_the_contacted_address
             new_private_key_makes_new_sessions
             allowed_ips_move_between_peers_without_a_gap
-            free_port_is_used_and_used_port_changes_nothing
+            free_port_is_opened_and_port_in_use_changes_nothing
             outer_packets_carry_the_current_fwmark
             deleted_device_is_reported_and_can_be_reopened
             external_device_changes_are_reported_and_repaired
             unroutable_inner_packet_gets_an_icmp_error
             foreign_interface_is_not_changed
-            change_among_five_thousand_peers_touches_only_one
+            change_of_one_of_5000_peers_keeps_all_others
             closed_device_leaves_nothing
         }
     };
@@ -180,7 +180,7 @@ fn prefixes<R: FromIterator<IpNet>>(texts: &[&str]) -> R {
     texts.iter().map(|text| text.parse().expect("a prefix")).collect()
 }
 
-/// Two connected nodes, 192.0.2.1 and 192.0.2.2, that are peers of each other.
+/// Two nodes with a link between them (192.0.2.1 and 192.0.2.2) that are peers of each other.
 pub fn node_pair(backends: [Backend; 2]) -> [Node; 2] {
     let (mut a, mut b) = (Node::new(1, backends[0]), Node::new(2, backends[1]));
     connect(&a.ns, &b.ns);
@@ -194,6 +194,7 @@ fn connect(a: &NetNs, b: &NetNs) {
     veth(a, "eth0", &left, b, "eth0", &right);
 }
 
+/// A [`node_pair`] whose nodes already reach each other through the tunnel.
 fn connected_pair(backend: Backend) -> [Node; 2] {
     let [a, b] = node_pair([backend, backend]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));

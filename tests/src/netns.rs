@@ -17,7 +17,7 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// Time limit for connecting and for each read.
+/// Time limit for connecting, and for each read of the server in [`transfer`].
 const IO_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A network namespace whose loopback interface is up.
@@ -231,7 +231,8 @@ pub fn wait_until(what: &str, at_most: Duration, mut condition: impl FnMut() -> 
     wait_for(what, at_most, || condition().then_some(()));
 }
 
-/// Sends `bytes` bytes over one TCP connection to `address` in namespace `to`; both sides check the data.
+/// Sends `bytes` bytes over one TCP connection to `address` in namespace `to`. The receiver checks the data, the sender the
+/// number of bytes that the receiver reports.
 pub fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
     let address: SocketAddr = address.parse().expect("an address");
     let listener = to.enter(|| TcpListener::bind(address)).expect("listen");

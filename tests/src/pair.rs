@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use self::api::{Api, NODES, PEERS, POLICIES};
 use crate::{
-    agent::{CONFINED, agent_program},
+    agent::{AGENT_PRIVILEGES, agent_program},
     netns::{NetNs, Running, unique_name, veth, wait_for, wait_until},
 };
 
@@ -193,7 +193,7 @@ impl Site {
         let log = self.file(&format!("{}.log", unique_name("log")));
         let file = fs::File::create(&log).expect("a log");
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-ec", CONFINED, "sh"]);
+        command.args(["--mount", "sh", "-ec", AGENT_PRIVILEGES, "sh"]);
         command
             .args(self.command(program, backend, &[]))
             .stdin(Stdio::null())
@@ -239,7 +239,7 @@ impl Site {
     /// Writes the Peer and PeerPolicy of the other node, as the controller does.
     pub fn write_peer_of(&self, other: &Self) {
         self.api.put(PEERS, other.as_peer());
-        let all = |site: &Self| {
+        let networks = |site: &Self| {
             let n = site.number;
             vec![format!("10.{n}0.0.0/16"), format!("fd00:{n}0::/32"), site.wireguard()]
         };
@@ -248,8 +248,8 @@ impl Site {
             json!({
                 "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy", "metadata": {"name": other.node()},
                 "spec": {
-                    "source": other.node(), "sources": all(other), "networks": all(other),
-                    "allow": [{"to": all(self)}],
+                    "source": other.node(), "sources": networks(other), "networks": networks(other),
+                    "allow": [{"to": networks(self)}],
                 },
             }),
         );

@@ -84,7 +84,8 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
     (ns, inner)
 }
 
-/// Opens a real device whose outer packets use the other address family.
+/// Opens a real WireGuard device and adds `address` to eth0. Needed only if outer packets have another address
+/// family than inner ones; with equal families, the veth pair of [`tunnel`] is used instead.
 fn device(ns: &NetNs, address: &str, key: u8, mtu: u16) -> Userspace {
     let length = if address.contains(':') { "64" } else { "24" };
     let nodad = if address.contains(':') { " nodad" } else { "" };
@@ -125,7 +126,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     } else {
         (&hub_networks[..], &member_networks[..])
     };
-    // The second node of the hub has no Peer: the first node is the anchor of its address and pods.
+    // In the member, the hub's second node has no Peer: its address and pods are allowed IPs of the first node's Peer.
     let allowed = match hub {
         true => vec![f.member_pods, f.member_wireguards],
         false => vec![
@@ -194,7 +195,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             allowed_ips: prefixes(&allowed),
         }],
         policies: [("other".to_owned(), policy)].into(),
-        narrow: BTreeMap::new(),
+        peer_mtus: BTreeMap::new(),
     }
 }
 
@@ -270,7 +271,7 @@ impl Mesh {
         }
     }
 
-    /// Writes the DNAT rule of kube-proxy for a Service with one endpoint, on port 8080.
+    /// Writes the DNAT rule of kube-proxy from port 80 of a Service to port 8080 of its only endpoint.
     pub fn service(&self, ns: &NetNs, address: &str, endpoint: &str) {
         self.service_on(ns, address, endpoint, 8080);
     }
@@ -301,8 +302,8 @@ fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
     ));
 }
 
-/// Creates a veth pair that behaves like a tunnel: without neighbour discovery, the other end accepts packets to every
-/// routed address.
+/// Creates a veth pair named kilo0 that behaves like a tunnel: a packet to any address that is routed into one end arrives
+/// at the other, without neighbour discovery.
 pub fn tunnel(a: &NetNs, a_mtu: u16, b: &NetNs, b_mtu: u16) {
     veth(a, "kilo0", &[], b, "kilo0", &[]);
     for (ns, mtu) in [(a, a_mtu), (b, b_mtu)] {

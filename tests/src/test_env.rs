@@ -67,7 +67,8 @@ impl TestEnv {
         env
     }
 
-    /// Starts clusters with one node each, a controller, and a mesh of all of them, and waits until it is Ready.
+    /// Like [`Self::start`], with one Node object in each cluster, a running controller, and a mesh of all clusters that is
+    /// Ready.
     pub async fn start_meshed(names: &[&str]) -> (Self, Running) {
         let env = Self::start(names).await;
         for (m, name) in (1..).zip(names) {
@@ -392,7 +393,7 @@ impl TestEnv {
         .unwrap()
     }
 
-    /// The resourceVersion of every object that the controller writes, in every cluster.
+    /// The resourceVersions of the ClusterMesh, and in every cluster of all objects of the kinds that the controller writes there.
     pub async fn versions(&self) -> BTreeMap<String, String> {
         let mut versions = BTreeMap::new();
         for name in &self.names {

@@ -13,19 +13,20 @@ use std::{
 
 use crate::netns::{NetNs, unique_name};
 
-/// Default ports of [`serve_name`].
-pub const TCP: u16 = 8080;
-pub const UDP: u16 = 5000;
-/// A UDP port that receives and never answers.
-pub const MUTE: u16 = 5002;
+/// The usual TCP port for [`serve_name`].
+pub const TCP_PORT: u16 = 8080;
+/// The UDP port that [`serve_name`] uses with [`TCP_PORT`].
+pub const UDP_PORT: u16 = 5000;
+/// A UDP port whose datagrams are counted and never answered.
+pub const MUTE_PORT: u16 = 5002;
 /// Time limit for a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(700);
 
-/// Counts the datagrams that arrive at [`MUTE`].
+/// Counts the datagrams that arrive at [`MUTE_PORT`].
 pub fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     let counted = Arc::<AtomicU64>::default();
     let (socket, count) = (
-        ns.enter(|| UdpSocket::bind((address, MUTE))).expect("bind"),
+        ns.enter(|| UdpSocket::bind((address, MUTE_PORT))).expect("bind"),
         counted.clone(),
     );
     thread::spawn(move || {
@@ -36,17 +37,18 @@ pub fn count_datagrams(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
     counted
 }
 
-/// Answers every TCP and UDP request with `name` and the client's address.
-pub fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
-    let udp = if tcp == TCP { UDP } else { tcp };
-    let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
+/// Answers every request on a TCP port and a UDP port with `name` and the client's address. The UDP port is [`UDP_PORT`] if
+/// `tcp_port` is [`TCP_PORT`], else it has the same number.
+pub fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp_port: u16) {
+    let udp_port = if tcp_port == TCP_PORT { UDP_PORT } else { tcp_port };
+    let socket = ns.enter(|| UdpSocket::bind((address, udp_port))).expect("bind");
     thread::spawn(move || {
         let mut buffer = [0; 2048];
         while let Ok((_, from)) = socket.recv_from(&mut buffer) {
             let _ = socket.send_to(format!("{name} {}", from.ip()).as_bytes(), from);
         }
     });
-    let listener = ns.enter(|| TcpListener::bind((address, tcp))).expect("listen");
+    let listener = ns.enter(|| TcpListener::bind((address, tcp_port))).expect("listen");
     thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             thread::spawn(move || {
@@ -94,7 +96,7 @@ impl TcpConnection {
     }
 }
 
-/// A UDP socket with a fixed source port.
+/// A connected UDP socket. Its source port stays the same.
 pub struct UdpFlow(UdpSocket);
 
 impl UdpFlow {
@@ -121,7 +123,7 @@ impl UdpFlow {
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// Sends a datagram and returns the error that it causes.
+    /// Sends a datagram and returns the error: an ICMP error, or the timeout of the reply. `None` = a reply arrived.
     pub fn error(&self) -> Option<ErrorKind> {
         let sent = self.0.send(b"?");
         let received = sent.and_then(|_| self.0.recv(&mut [0; 100]));

@@ -42,13 +42,13 @@ impl Measured {
         &mut self,
         clusters: &TestClusters<'_>,
         rounds: u32,
-        closed: &[Value],
+        changed_members: &[Value],
         [closes, opens]: [Time; 2],
     ) -> anyhow::Result<()> {
         let flows = flows(clusters, &clusters.gateways().await?).await?;
         for round in 1..=rounds {
             tokio::time::sleep(PAUSE).await;
-            let changed_at = clusters.apply(closed).await?;
+            let changed_at = clusters.apply(changed_members).await?;
             for flow in &flows {
                 flow.wait_for_silence(SILENCE).await?;
             }
@@ -89,10 +89,10 @@ impl Measured {
         tokio::time::sleep(PAUSE).await;
         let pod = clusters.gateway_pod(&gateway.name).await?;
         let key = clusters.status(&gateway.name).await?["publicKey"].clone();
-        let (peers, old) = (clusters.peers().await?, clusters.process(&pod)?);
+        let (peers, old) = (clusters.peers().await?, clusters.gateway_pid(&pod)?);
         let changed_at = now();
         kill(Pid::from_raw(old), Signal::SIGKILL)?;
-        wait_until("the next process", TIMEOUT, async || match clusters.process(&pod) {
+        wait_until("the next process", TIMEOUT, async || match clusters.gateway_pid(&pod) {
             Ok(new) if new != old => Ok(()),
             other => Err(format!("{other:?}")),
         })
@@ -173,7 +173,7 @@ async fn flows(clusters: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Res
     Ok(flows)
 }
 
-/// Waits for a reply. Returns the length of the longest silence since that time, and when it ended.
+/// Waits for a reply. Returns the length of the longest time without a reply after `since`, and when it ended.
 async fn longest_silence(flow: &EchoWatch, since: u128) -> anyhow::Result<(u128, u128)> {
     flow.wait_for_echo_after(now()).await?;
     // The longest silence has ended if replies continue for this time.

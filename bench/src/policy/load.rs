@@ -63,7 +63,7 @@ pub(super) async fn idle(clusters: &TestClusters<'_>) -> anyhow::Result<Vec<Idle
     let mut before = Vec::new();
     for gateway in clusters.gateways().await? {
         let pod = clusters.gateway_pod(&gateway.name).await?;
-        let pid = u32::try_from(clusters.process(&pod)?)?;
+        let pid = u32::try_from(clusters.gateway_pid(&pod)?)?;
         before.push((gateway.name, pid, Cpu::now(&[pid])?));
     }
     tokio::time::sleep(Duration::from_secs(IDLE_SECONDS.into())).await;
@@ -86,7 +86,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
         let pod = clusters.gateway_pod(&gateway.name).await?;
         // Choose the gateway on the server's node, because the member's tunnel ends on that node, too.
         if pod.node == clusters.server.node {
-            chosen = Some((gateway, u32::try_from(clusters.process(&pod)?)?));
+            chosen = Some((gateway, u32::try_from(clusters.gateway_pid(&pod)?)?));
         }
     }
     let (gateway, pid) = chosen.context("no gateway on the server's node")?;

@@ -40,7 +40,7 @@ spec: {selector: {app: web}, ports: [{port: 9000, protocol: UDP}]}
 const EGRESS: &str = "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}, \
                       {service: {cluster: mgmt, namespace: default, name: load}}, \
                       {service: {cluster: mgmt, namespace: default, name: echo}}]";
-/// The number of ports of these Services, which is the number of the sandbox's grants.
+/// The number of grants in [`EGRESS`]: one for each Service, because each has one port.
 pub(super) const OWN_GRANTS: usize = 3;
 
 pub(super) fn plan() -> LabPlan {
@@ -193,8 +193,9 @@ impl<'a> TestClusters<'a> {
         pod.with_context(|| format!("no pod {gateway} runs"))
     }
 
-    /// The process of a gateway. The agent of its node has the same name.
-    pub(super) fn process(&self, pod: &RunningPod) -> anyhow::Result<i32> {
+    /// The pid of a gateway. The node's agent and the gateway's init container run the same program, the agent without
+    /// `--mode=gateway` and the init container with `prepare`.
+    pub(super) fn gateway_pid(&self, pod: &RunningPod) -> anyhow::Result<i32> {
         let is_gateway = |pid: &i32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let args: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
@@ -205,7 +206,7 @@ impl<'a> TestClusters<'a> {
         pids.next().with_context(|| format!("no gateway runs on {}", pod.node))
     }
 
-    /// The resourceVersion of every Peer of the sandbox.
+    /// The resourceVersion of every Peer in the sandbox's cluster, by name.
     pub(super) async fn peers(&self) -> anyhow::Result<BTreeMap<String, String>> {
         let peers = objects(self.sandbox.client().await?, "Peer", "peers", None);
         let list = peers.list_metadata(&ListParams::default()).await?;

@@ -24,13 +24,14 @@ pub const MAX_PARSED: usize = 16 * 1024 * 1024;
 const COPIES: usize = 3;
 
 /// Estimates, from the structure of streamed JSON, the memory of its `serde_json::Value`. Measured on a 64-bit platform: a map of
-/// one entry is a B-tree leaf of 640 bytes, and a non-empty array has room for four values of 32 bytes.
+/// one entry takes 640 bytes (a B-tree leaf of 632 and the allocator's overhead), and a non-empty array has room for four values of 32
+/// bytes.
 #[derive(Debug, Default)]
 struct Weight {
     bytes: usize,
     in_string: bool,
     escaped: bool,
-    /// `{` or `[` if the last structural byte opened a map or an array.
+    /// `{` or `[` if only white space has followed it yet, so that the map or array may be empty.
     opened: Option<u8>,
 }
 
@@ -79,7 +80,7 @@ struct Meter {
     is_watch: bool,
     /// Bytes of the response, or of the current line of a watch.
     length: usize,
-    /// The longest line so far. Readers keep a buffer of its size.
+    /// The highest `length` so far. kube keeps a buffer of this size, also after a shorter line of a watch.
     longest: usize,
     weight: Weight,
     charge: Charge,

@@ -26,6 +26,7 @@ type Lookup = dyn Fn(String) -> Pending<Vec<SocketAddr>> + Send + Sync;
 /// only the returned addresses, so a name whose addresses change between two look-ups (DNS rebinding) bypasses no check.
 #[derive(Clone)]
 pub(crate) struct Resolver {
+    /// Refuses the hub's API server, and addresses that are forbidden for every member, such as loopback.
     hub: HubHosts,
     port: u16,
     lookup: Arc<Lookup>,
@@ -168,6 +169,7 @@ mod tests {
         for (uri, answers) in [
             ("https://198.51.100.4:6443", &[][..]),
             ("https://node.example:6443", &[&["198.51.100.4"][..]][..]),
+            // The NAT64 form of the same IPv4 address.
             ("https://node.example:6443", &[&["64:ff9b::c633:6404"][..]][..]),
         ] {
             assert_eq!(dial(&hub, uri, answers).await.0, Err(refused.to_owned()), "{uri}");

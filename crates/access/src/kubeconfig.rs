@@ -14,7 +14,8 @@ use kube::config::{
 /// The largest kubeconfig that is accepted.
 const MAX_BYTES: usize = 512 * 1024;
 
-/// Why a kubeconfig is refused. Each message names the field and the remedy. No message repeats a value, which may be secret.
+/// Why a kubeconfig is refused. Each message names the problem, and the remedy if there is one. No message repeats a value, which may be
+/// secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// The text is not the YAML of a kubeconfig.
@@ -121,8 +122,8 @@ const REMEDY_STATIC: &str = "give the account a token or a client certificate in
 /// Reads the client configuration of a context (`None` = the current one).
 ///
 /// # Errors
-/// The kubeconfig does not parse, lacks a required field, or has a field that would make the controller run a program, read a file,
-/// accept an unverified server or reach a forbidden address.
+/// The kubeconfig is too large, does not parse, lacks a required field, or has a value or field that is not allowed, such as one that
+/// would run a program, read a file, accept an unverified server or reach a forbidden address.
 pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Config, Refused> {
     let clean = sanitise(text, context, hub)?;
     let invalid = Refused::Invalid {
@@ -336,7 +337,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
 }
 
-/// Refuses addresses that belong to the controller's own host or link, or to no host. An IPv6 address is also refused if a NAT64
+/// Refuses loopback and link-local addresses, and addresses that no host can have. An IPv6 address is also refused if a NAT64
 /// translator or a tunnel would convert it to such an IPv4 address.
 ///
 /// # Errors

@@ -58,11 +58,11 @@ pub enum MemberClientError {
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input. No
-/// member may have an address in `hub`. The memory of responses in transfer is charged to `account`.
+/// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input. That
+/// API server must not be one of the hub's, which `hub` lists. The memory of responses in transfer is charged to `account`.
 ///
 /// # Errors
-/// The kubeconfig is refused, see [`kubeconfig::read`]. Host names are resolved and checked at each connection, not here. If a name is
+/// The kubeconfig is refused, see [`kubeconfig::read`], or its certificates do not parse. Host names are resolved and checked at each connection, not here. If a name is
 /// refused, the request fails with [`Refused`] among its causes.
 pub async fn build_member_client(
     text: &[u8],

@@ -93,8 +93,8 @@ pub struct Inputs {
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster, by name.
     pub policies: BTreeMap<String, PolicySpec>,
-    /// MTUs of the peers whose path is too narrow for the device's MTU ([`crate::mtu::auto`]).
-    pub narrow: BTreeMap<PublicKey, u16>,
+    /// MTUs of the peers whose path MTU is too small for the device's MTU ([`crate::mtu::auto`]).
+    pub peer_mtus: BTreeMap<PublicKey, u16>,
 }
 
 /// The desired state of this node's kernel.
@@ -142,7 +142,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         .collect();
 
     let mtus = peers.iter().filter_map(|p| {
-        let peer_mtu = *inputs.narrow.get(&p.peer.public_key)?;
+        let peer_mtu = *inputs.peer_mtus.get(&p.peer.public_key)?;
         Some(p.allowed_ips.iter().filter_map(move |net| {
             let route_mtu = mtu::of_route(node.mtu, peer_mtu, Family::of(net))?;
             Some((*net, route_mtu))
@@ -204,9 +204,9 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 /// are its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
-/// them. In a Masqueraded cluster they contain only its WireGuard range, so every other source is translated to the device's address
-/// (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy exists, only the
-/// WireGuard addresses are published, because other members could not reply to other sources.
+/// them. In a Masqueraded cluster `allow` contains only WireGuard addresses, so every other source is translated to the device's
+/// address (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy exists, the
+/// agent does not know allowedNetworks, so only the WireGuard addresses count as published.
 #[must_use]
 pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
     let allowed = aggregate(policies.iter().flat_map(PolicySpec::allowed));
@@ -244,12 +244,12 @@ impl Accepted<'_> {
 /// Selects the Peers to program, with one owner for each key and each allowed IP.
 ///
 /// When an anchor moves, the controller writes the new owner's Peer before it removes the network from the old one. So the newer of
-/// two claims wins, and the older Peer keeps its other allowed IPs.
+/// two claims to a network wins, and the older Peer keeps its other allowed IPs. Of two Peers with the same key, the older one is left out.
 fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
     order.sort_by(|a, b| (b.revision, &b.name).cmp(&(a.revision, &a.name)));
     let mut keys: BTreeMap<PublicKey, &str> = BTreeMap::new();
-    let mut taken: BTreeSet<IpNet> = BTreeSet::new();
+    let mut claimed_networks: BTreeSet<IpNet> = BTreeSet::new();
     let mut out = Vec::new();
     for peer in order {
         if let Some((reason, message)) = refuse::peer(inputs, networks, peer) {
@@ -269,7 +269,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             .allowed_ips
             .iter()
             .map(IpNet::trunc)
-            .filter(|net| taken.insert(*net))
+            .filter(|net| claimed_networks.insert(*net))
             .collect();
         let mut endpoints: Vec<SocketAddr> = peer.endpoint.map(refuse::canonical).into_iter().collect();
         for candidate in peer.candidates.iter().copied().map(refuse::canonical) {

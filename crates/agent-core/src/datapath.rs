@@ -11,12 +11,13 @@ pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str
     if is("datapath-mode", &["netkit", "netkit-l2"]) {
         return Some("datapath-mode is netkit");
     }
-    // Host routing in BPF needs masquerading in BPF and the kube-proxy replacement, and can be switched off.
-    let masquerades = is("enable-bpf-masquerade", &["true"])
+    // Host routing in BPF needs masquerading in BPF (unless Cilium masquerades in neither family) and the kube-proxy replacement, and
+    // can be switched off.
+    let needs_no_iptables = is("enable-bpf-masquerade", &["true"])
         || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
     let replaces = is("kube-proxy-replacement", &["true", "strict"]);
     let legacy = is("enable-host-legacy-routing", &["true"]);
-    (masquerades && replaces && !legacy)
+    (needs_no_iptables && replaces && !legacy)
         .then_some("kube-proxy-replacement and masquerading in BPF imply host routing in BPF")
 }
 

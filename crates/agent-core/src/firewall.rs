@@ -1,5 +1,5 @@
-//! Computes the nftables table of a node as typed values, renders it as text for `nft`, and derives the smallest transaction from
-//! one table to the next. A backend in `wg-agent` runs `nft`.
+//! Computes the nftables table of a node as typed values, renders it as text for `nft`, and derives the transactions that turn
+//! one table into the next. A backend in `wg-agent` runs `nft`.
 //!
 //! The chains are fixed except for a few numbers and names ([`RuleParameters`]). Everything that changes with Peers and policies is a set
 //! element, so such a change rewrites no rule. Only typed values are rendered, never text from an object.
@@ -46,7 +46,7 @@ pub enum Scope {
     #[default]
     Tunnel,
     /// Another program owns the device and its routes, and also uses it for other traffic. The table filters only packets from the
-    /// tunnel with a mesh source, and keeps the published sources of packets to the mesh from being masqueraded.
+    /// tunnel with a mesh source, and exempts packets to the mesh with a published source from masquerading.
     Mesh,
 }
 

@@ -66,7 +66,7 @@ pub struct Settings {
     pub endpoint_connections: u32,
 }
 
-/// A SandboxAccess object. `Err` is the message of a value that does not parse.
+/// A SandboxAccess object. A value of a field that does not parse is an `Err` with the message.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Access {
     /// Name of the object.
@@ -163,7 +163,7 @@ pub struct Compiled {
     pub routes: BTreeSet<IpNet>,
     /// The firewall table.
     pub table: Table,
-    /// Names of the SandboxAccesses with at least one served network.
+    /// Names of the SandboxAccesses of which at least one network is routed and not refused.
     pub served: BTreeSet<String>,
     /// The parts that are left out.
     pub refused: BTreeSet<Refused>,

@@ -3,9 +3,9 @@
 //! ```text
 //! time since data was sent without any reply  ->             0 s           15 s          45 s
 //! the session is alive                                       |------------- up -----------|---- down ---->
-//! the session has expired                                    |- next table -|-------- down ------------->
+//! the session has expired                                    |-- as below --|-------- down ------------->
 //!
-//! everything was answered: age of the last handshake  ->     0 s               180 s        180 s + interval + 15 s
+//! otherwise: age of the last handshake  ->                   0 s               180 s        180 s + interval + 15 s
 //! with keepalives at an interval                             |------- up --------|--- up ---|---- down ---->
 //! without keepalives, and idle                               |------- up --------|------ unknown ---------->
 //!
@@ -42,7 +42,7 @@ pub enum PeerHealth {
     Up,
     /// The peer does not reply to packets that need a reply.
     Down,
-    /// No packet that needs a reply was sent to the peer.
+    /// The session is missing or expired, and no packet has waited for a reply long enough to call the peer down.
     Unknown,
 }
 
@@ -69,8 +69,8 @@ pub struct PeerActivity {
     pub has_endpoint: bool,
     /// Interval between keepalives; `None` = none are sent.
     pub keepalive: Option<Duration>,
-    /// Time since the first packet that needs a reply (more than [`max_keepalive_bytes`]) was sent without receiving anything; `None` =
-    /// everything was answered.
+    /// Time since the first packet that needs a reply was sent after the peer's last packet; `None` = no such packet was sent. A packet
+    /// needs a reply if more bytes were sent than keepalives take ([`max_keepalive_bytes`]).
     pub unanswered: Option<Duration>,
 }
 
@@ -154,7 +154,7 @@ mod tests {
             [0, 180, 181, 9999].map(idle),
             [PeerHealth::Up, PeerHealth::Up, PeerHealth::Unknown, PeerHealth::Unknown]
         );
-        let kept = |age| {
+        let with_keepalive = |age| {
             state(&PeerActivity {
                 handshake: Some(s(age)),
                 keepalive: Some(s(25)),
@@ -162,7 +162,7 @@ mod tests {
             })
         };
         assert_eq!(
-            [0, 180, 181, 220, 221].map(kept),
+            [0, 180, 181, 220, 221].map(with_keepalive),
             [
                 PeerHealth::Up,
                 PeerHealth::Up,
@@ -171,7 +171,7 @@ mod tests {
                 PeerHealth::Down
             ]
         );
-        let seldom = |age| {
+        let with_rare_keepalive = |age| {
             state(&PeerActivity {
                 handshake: Some(s(age)),
                 keepalive: Some(s(600)),
@@ -179,7 +179,7 @@ mod tests {
             })
         };
         assert_eq!(
-            [600, 795, 796].map(seldom),
+            [600, 795, 796].map(with_rare_keepalive),
             [PeerHealth::Up, PeerHealth::Up, PeerHealth::Down]
         );
         let sending = |age| {
@@ -268,7 +268,7 @@ mod tests {
         }
 
         #[test]
-        fn peer_with_a_live_session_that_replies_is_up(some in activity(), age in 0u64..=180, quiet in 0u64..=45) {
+        fn live_session_is_up_until_the_reply_timeout(some in activity(), age in 0u64..=180, quiet in 0u64..=45) {
             let alive = PeerActivity { handshake: Some(s(age)), unanswered: Some(s(quiet)), ..some };
             prop_assert_eq!(state(&alive), PeerHealth::Up);
         }
@@ -308,29 +308,29 @@ mod tests {
             [15, 16].map(|since| should_try_next_endpoint(&QUIET, s(since))),
             [false, true]
         );
-        let lives = PeerActivity {
+        let alive = PeerActivity {
             handshake: Some(s(100)),
             keepalive: Some(s(25)),
             ..QUIET
         };
-        assert!(!should_try_next_endpoint(&lives, s(9999)));
+        assert!(!should_try_next_endpoint(&alive, s(9999)));
         let idle = PeerActivity {
             handshake: Some(s(9999)),
             ..QUIET
         };
         assert!(!should_try_next_endpoint(&idle, s(9999)));
-        let kept = |age, unanswered: Option<u64>| PeerActivity {
+        let with_keepalive = |age, unanswered: Option<u64>| PeerActivity {
             handshake: Some(s(age)),
             keepalive: Some(s(25)),
             unanswered: unanswered.map(s),
             ..QUIET
         };
         assert!(
-            !should_try_next_endpoint(&kept(205, None), s(999)),
+            !should_try_next_endpoint(&with_keepalive(205, None), s(999)),
             "its keepalive has not triggered a handshake yet"
         );
-        assert!(!should_try_next_endpoint(&kept(205, Some(15)), s(999)));
-        assert!(should_try_next_endpoint(&kept(205, Some(16)), s(16)));
-        assert!(should_try_next_endpoint(&kept(221, None), s(16)));
+        assert!(!should_try_next_endpoint(&with_keepalive(205, Some(15)), s(999)));
+        assert!(should_try_next_endpoint(&with_keepalive(205, Some(16)), s(16)));
+        assert!(should_try_next_endpoint(&with_keepalive(221, None), s(16)));
     }
 }

@@ -40,7 +40,7 @@
 //!     api_servers: [].into(),
 //!     nodes: [].into(),
 //!     pods_elsewhere: [].into(),
-//!     narrow: [].into(),
+//!     peer_mtus: [].into(),
 //! };
 //! let compiled = compile(&inputs);
 //! assert!(compiled.peers.contains_key(&PublicKey::new([2; 32])));

@@ -1,7 +1,7 @@
 //! Computes the MTU of the device and of routes to peers, from the path MTUs to the peers' endpoints.
 //!
-//! The device gets the largest MTU that any peer can use; routes to other peers get their own, smaller MTU. So a peer behind a narrow
-//! link, or one that forges ICMP errors to look so, does not affect other peers. Packets on a route whose MTU is too large still
+//! The device's MTU fits the largest of the path MTUs; routes to the other peers get their own, smaller MTU. So a peer with a small
+//! path MTU, or one that forges ICMP errors that claim it, does not affect other peers. Packets on a route whose MTU is too large still
 //! arrive, because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
 //! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
@@ -13,8 +13,8 @@ use clustermesh_core::key::PublicKey;
 
 use crate::prefixes::Family;
 
-/// The smallest MTU of IPv6 (RFC 8200 §5) and of the device. Over an underlay with an MTU of 1280, the outer packets of such IPv6
-/// packets are fragmented.
+/// The smallest MTU of IPv6 (RFC 8200 §5) and of the device. Over an underlay with an MTU of 1280, the outer packets of inner packets
+/// of this size are fragmented.
 pub const MINIMUM: u16 = 1280;
 /// The smallest MTU of a route. Every IPv4 host accepts packets of this size (RFC 791 §3.1), so a smaller claim is an error or an
 /// attack.
@@ -53,8 +53,8 @@ impl Path {
 pub struct Sizes {
     /// The device's MTU.
     pub device: u16,
-    /// The MTUs of peers whose path carries less: multiples of 16, at least [`MINIMUM_IPV4_ROUTE`].
-    pub narrow: BTreeMap<PublicKey, u16>,
+    /// The MTUs of peers whose path does not allow the device's MTU: multiples of 16, at least [`MINIMUM_IPV4_ROUTE`].
+    pub peer_mtus: BTreeMap<PublicKey, u16>,
 }
 
 /// Computes the MTUs for `--mtu auto`. `underlay` is the MTU of the interface by which outer packets leave, `paths` are the known paths
@@ -65,12 +65,12 @@ pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let unknown = Path { mtu: underlay, outer }.inner_mtu();
     let widest = paths.values().map(|path| path.inner_mtu()).max();
     let device = widest.unwrap_or(unknown).max(MINIMUM);
-    let narrow = paths
+    let peer_mtus = paths
         .iter()
         .filter(|(_, path)| path.inner_mtu() < device)
         .map(|(key, path)| (*key, (path.inner_mtu() / PADDING * PADDING).max(MINIMUM_IPV4_ROUTE)))
         .collect();
-    Sizes { device, narrow }
+    Sizes { device, peer_mtus }
 }
 
 /// The MTU of a route to a peer with the MTU `peer`; `None` = the route needs none of its own. IPv6 routes get at least [`MINIMUM`].
@@ -129,12 +129,12 @@ mod tests {
     fn without_paths_the_device_fits_ipv6() {
         let alone = |mtu| auto(mtu, &BTreeMap::new());
         assert_eq!([1500, 1300].map(|mtu| alone(mtu).device), [1420, 1280]);
-        assert_eq!(alone(1300).narrow, BTreeMap::new());
+        assert_eq!(alone(1300).peer_mtus, BTreeMap::new());
     }
 
     // threat: forged-path-mtu
     #[test]
-    fn narrow_peer_does_not_affect_other_peers() {
+    fn peer_with_small_path_mtu_does_not_affect_others() {
         let got = auto(
             1500,
             &paths(&[
@@ -145,10 +145,10 @@ mod tests {
                 (100, Family::V4),
             ]),
         );
-        let narrow = [(1, 1408), (2, 1328), (3, 1200), (4, 576)];
+        let peer_mtus = [(1, 1408), (2, 1328), (3, 1200), (4, 576)];
         let want = Sizes {
             device: 1440,
-            narrow: narrow.map(|(n, size)| (PublicKey::new([n; 32]), size)).into(),
+            peer_mtus: peer_mtus.map(|(n, size)| (PublicKey::new([n; 32]), size)).into(),
         };
         assert_eq!(got, want);
     }
@@ -175,7 +175,7 @@ mod tests {
             let paths = paths(&made);
             let sizes = auto(1500, &paths);
             for (key, path) in &paths {
-                let size = sizes.narrow.get(key).copied().unwrap_or(sizes.device);
+                let size = sizes.peer_mtus.get(key).copied().unwrap_or(sizes.device);
                 let length = length.min(size);
                 let padded = length.next_multiple_of(PADDING).min(sizes.device);
                 // An MTU of 1280 may be too large for the path, but IPv6 needs it.

@@ -16,10 +16,10 @@ pub const RULE_MESH: u32 = 1001;
 
 /// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.
 ///
-/// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, which often sets our bits. In such a mark
-/// Cilium always sets at least one of the four bits (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000
-/// and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which it uses 0x000f0000. With kube-proxy in IPVS mode it uses the
-/// whole mask, which then has to be narrowed (0x000f0000 is enough only without IPVS).
+/// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, and so often sets our bits. Together with the
+/// identity Cilium always sets at least one of the four bits (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000
+/// and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which Calico uses 0x000f0000. With kube-proxy in IPVS mode, Calico
+/// uses the whole mask: then the user must exclude our two bits from it. A mask of only 0x000f0000 is too small for IPVS mode.
 pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;

@@ -71,9 +71,9 @@ pub struct Plan {
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes that stay on the underlay.
     pub throw: BTreeSet<IpNet>,
-    /// This node's underlay addresses that lie in `mesh`.
+    /// This node's underlay addresses. The first that lies in `mesh` is the source of the routes of its family into the device.
     pub underlay: BTreeSet<IpAddr>,
-    /// MTUs of the routes to those of `peers` whose path is too narrow for the device's MTU ([`crate::mtu`]).
+    /// MTUs of the routes to those of `peers` whose path MTU is too small for the device's MTU ([`crate::mtu`]).
     pub mtus: BTreeMap<IpNet, u16>,
 }
 
@@ -107,9 +107,9 @@ pub fn desired(plan: &Plan) -> Routes {
         });
     }
     for net in &plan.mesh {
-        // A UDP server that is not bound to an address has to reply from the underlay address in the mesh. The kernel looks up the route
-        // of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail. An unmarked packet on
-        // this fallback is dropped, because the device has no peer for its destination.
+        // A UDP server that is not bound to an address has to reply from the underlay address that lies in a mesh network. The kernel
+        // looks up the route of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail. An
+        // unmarked packet on this fallback is dropped, because the device has no peer for its destination.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),
@@ -233,7 +233,8 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     (!changes.is_empty()).then_some(changes)
 }
 
-/// Sort key of routes to add: first `throw` routes, then `unreachable` ones, then routes into the device.
+/// Sort key of routes to add: `throw` routes, `unreachable` routes, fallback routes, other routes into the device. Routes are deleted in
+/// the reverse order.
 const fn add_order(kind: &Kind, metric: u32) -> u8 {
     match (kind, metric) {
         (Kind::Throw | Kind::Other, _) => 0,

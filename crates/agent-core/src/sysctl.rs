@@ -25,7 +25,8 @@ pub struct Sysctl {
 pub enum Name {
     /// A setting of the network namespace: the path under `/proc/sys/net`.
     Global(&'static str),
-    /// An IPv4 setting of one interface: `ipv4/conf/<interface>/<name>`. The kernel uses the greater of this and `all`.
+    /// An IPv4 setting of one interface: `ipv4/conf/<interface>/<name>`. For the settings that [`desired`] returns, the kernel uses the
+    /// greater of this value and that of `all`.
     Interface(InterfaceName, &'static str),
 }
 
@@ -91,7 +92,8 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors must leave by the path by which their packet came",
         ));
-        // For a single interface this setting exists only in /proc, which NET_ADMIN alone cannot write. The device inherits the default.
+        // Netlink can write this setting of one interface for IPv4, but not for IPv6, and NET_ADMIN alone cannot write /proc. So
+        // `wg-agent prepare` sets the default, which the device inherits.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
             "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",

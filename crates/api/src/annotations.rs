@@ -47,6 +47,7 @@ impl NodeIdentity {
             (KILO_KEY, Some(self.public_key.to_string())),
             (KILO_WIREGUARD_IP, Some(self.wireguard_ip.to_string())),
             (KILO_ENDPOINT, self.endpoint.map(|endpoint| endpoint.to_string())),
+            // Empty if there is no address, as kg writes it.
             (
                 KILO_INTERNAL_IP,
                 Some(self.internal_ip.map(|net| net.to_string()).unwrap_or_default()),
@@ -174,7 +175,7 @@ impl Agent {
     /// Parses the annotation.
     ///
     /// # Errors
-    /// It is not a JSON object of this form. The error is a message for users.
+    /// It is too long, or not a JSON object of this form. The error is a message for users.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() > MAX_AGENT {
             return Err(format!("{} bytes, expected a few hundred", text.len()));

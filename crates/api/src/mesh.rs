@@ -80,8 +80,8 @@ pub struct ClusterMeshSpec {
     /// Write nothing and delete nothing for this mesh while true. The annotation `cluster.x-k8s.io/paused` does the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub paused: bool,
-    /// The member clusters. The cluster that stores this object may be one of them. If two entries make equal claims, for example to a
-    /// network, the earlier entry wins.
+    /// The member clusters. The cluster that stores this object may be one of them. If two entries claim a
+    /// network that none had before, the entry with `local: true` wins, otherwise the earlier one.
     #[schemars(length(min = 2, max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterEntry>,
@@ -129,7 +129,7 @@ pub struct ClusterEntry {
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
     /// Networks inside `allowedNetworks` that no single node owns, such as the Service network. They are reached through an anchor node,
-    /// which translates the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address; once the
+    /// which masquerades the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address; once the
     /// status lists such an entry as anchored, no Node can claim a part of it. An empty list anchors nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
@@ -163,7 +163,8 @@ pub struct ClusterEntry {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub egress: Vec<Egress>,
-    /// If true, every other member drops all packets from this one at once. Its objects are kept.
+    /// If true, every other member drops all packets from and to this one at once. Its objects are kept, except its Peers in members
+    /// whose nodes enforce no PeerPolicies: these are deleted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quarantine: bool,
 }

@@ -41,7 +41,7 @@ pub const PAUSED: &str = "cluster.x-k8s.io/paused";
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
 /// ClusterMesh annotation: entries to quarantine, comma-separated, in addition to those whose `quarantine` is true.
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
-/// Annotation that `clusterctl move` sets on an object before it deletes it here. The object was created on another hub.
+/// Annotation that `clusterctl move` sets on an object before it deletes the object in this hub. A copy exists in another hub.
 pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
 /// ClusterMesh annotation: clusters, comma-separated, whose objects are left in place if they cannot be removed. `true` = every cluster,
 /// while the ClusterMesh is being deleted.
@@ -66,7 +66,7 @@ pub const KILO_FORCE_ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
 pub const KILO_CLUSTERMESH_ENDPOINT: &str = "kilo.squat.ai/clustermesh-endpoint";
 /// Node annotation of Kilo: private address, `host/prefix`, or empty.
 pub const KILO_INTERNAL_IP: &str = "kilo.squat.ai/internal-ip";
-/// Node annotation of Kilo: Unix seconds of its last check-in, every 30 s.
+/// Node annotation of Kilo: Unix seconds of kg's last check-in, every 30 s.
 pub const KILO_LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 /// Node annotation of Kilo: `location`, `full` or `cross`.
 pub const KILO_GRANULARITY: &str = "kilo.squat.ai/granularity";
@@ -84,7 +84,7 @@ pub const KILO_DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints"
 /// The longest name of an object.
 const MAX_NAME: usize = 253;
 /// The length of the suffix: `-` and 8 hex digits.
-const SUFFIX: usize = 9;
+const SUFFIX_LENGTH: usize = 9;
 
 /// Names of written objects, for one hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,12 +94,12 @@ pub struct Names {
 }
 
 impl Naming for Names {
-    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
-        peer_name(&self.hub, mesh, cluster, node, taken)
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String {
+        peer_name(&self.hub, mesh, cluster, node, is_name_taken)
     }
 
-    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
-        policy_name(&self.hub, mesh, cluster, taken)
+    fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String {
+        policy_name(&self.hub, mesh, cluster, is_name_taken)
     }
 
     fn sandbox(&self, identity: &ClusterIdentity) -> String {
@@ -120,28 +120,28 @@ impl Naming for Names {
 }
 
 /// Makes the name of a Peer: `<mesh>--<cluster>--<node>`, as the predecessor does. A hash of hub, namespace, mesh, cluster and node
-/// (8 hex digits) is appended if that name is ambiguous, too long or invalid, or if it is `taken`: another owner's Peer has it.
+/// (8 hex digits) is appended if that name is ambiguous, too long or invalid, or if another owner's Peer has it (`is_name_taken`).
 #[must_use]
-pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
-    join(&[&mesh.name, cluster, node], taken, || {
+pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String {
+    join(&[&mesh.name, cluster, node], is_name_taken, || {
         hash(&[hub, &mesh.namespace, &mesh.name, cluster, node])
     })
 }
 
 /// Makes the name of a PeerPolicy: `<mesh>--<cluster>`, with a hash in the same cases as in [`peer_name`].
 #[must_use]
-pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> String {
-    join(&[&mesh.name, cluster], taken, || {
+pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String {
+    join(&[&mesh.name, cluster], is_name_taken, || {
         hash(&[hub, &mesh.namespace, &mesh.name, cluster])
     })
 }
 
-fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
+fn join(parts: &[&str], is_name_taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
     // Two nodes could get the same name if a part contains `--`, or is not a valid name (`a-`, `-b`).
     let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
-    if taken || ambiguous || readable.len() > MAX_NAME {
-        format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())
+    if is_name_taken || ambiguous || readable.len() > MAX_NAME {
+        format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX_LENGTH), hash())
     } else {
         readable
     }
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn taken_name_differs_by_hub_and_by_namespace() {
+    fn name_with_hash_differs_by_hub_and_by_namespace() {
         let name = |hub: &str, namespace: &str| {
             peer_name(
                 hub,

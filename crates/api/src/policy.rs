@@ -4,7 +4,7 @@
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
 )]
-#![allow(clippy::duplicated_attributes, reason = "two printer columns have one type")]
+#![allow(clippy::duplicated_attributes, reason = "two printer columns have the same type")]
 
 use clustermesh_core::mesh::Protocol;
 use kube::{CustomResource, KubeSchema};
@@ -74,7 +74,7 @@ pub struct PeerPolicySpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub infrastructure_ports: Vec<InfrastructurePort>,
-    /// Networks of this cluster that no node owns. Packets to them arrive at an anchor node, which translates them.
+    /// Networks of this cluster that no node owns. Packets to them arrive at an anchor node, which masquerades them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::networks")]
     pub anchored: Vec<String>,

@@ -16,7 +16,7 @@ pub(crate) const MAX_ANCHORED: u32 = 16;
 pub(crate) const MAX_SANDBOX_NODES: u32 = 5000;
 /// The limit of Service ports that one sandbox may reach in one cluster.
 pub(crate) const MAX_SANDBOX_GRANTS: u32 = 2048;
-/// The longest text of a network. An IPv6 prefix written out in full has 43 characters.
+/// The longest text of a network: an IPv6 address that ends in an IPv4 address has up to 45 characters, and `/128` has 4.
 const MAX_CIDR: u32 = 49;
 
 fn cidr() -> Schema {
@@ -81,8 +81,7 @@ pub(crate) fn anchors(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 64})
 }
 
-/// A port of a Service: its number, or its name (an IANA service name, at most 15 characters; Kubernetes allows 63 for
-/// the port of a Service).
+/// A port of a Service: its number, or its name (a DNS label of at most 63 characters).
 pub(crate) fn port_ref(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"x-kubernetes-int-or-string": true, "anyOf": [{"type": "integer"}, {"type": "string"}],
         "minimum": 1, "maximum": 65535, "maxLength": 63})

@@ -82,8 +82,8 @@ pub(crate) enum Command {
     /// create, get, delete jobs.batch; list pods; get pods/log. The controller's account in a
     /// member has none of these rights: name contexts of your own with --member-context.
     ///
-    /// Exit code: 0 all as planned; 1 a socket answers without a grant; 2 a socket could not be
-    /// probed, or an error; 3 no violation, but a granted socket does not answer.
+    /// Exit code: 0 all as planned; 1 violation: a socket answers that must not; 2 a socket could not
+    /// be probed, or an error; 3 no violation, but an allowed socket does not answer.
     #[command(verbatim_doc_comment)]
     Verify(VerifyArgs),
 }
@@ -149,14 +149,14 @@ pub(crate) struct InputArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "filename")]
     pub(crate) kubeconfig: Option<PathBuf>,
 
-    /// Context of the hub in that kubeconfig. Default: its current context
+    /// Context of the hub in the kubeconfig. Default: its current context
     #[arg(long, value_name = "CONTEXT", conflicts_with = "filename")]
     pub(crate) context: Option<String>,
 
-    /// Read the member that the meshes call NAME with a context of that kubeconfig; repeatable
+    /// Read the member that the meshes call NAME with a context of the hub's kubeconfig; repeatable
     ///
     /// Default: the kubeconfig in the Secret that the member's entry names, as in the controller. This needs the right to read
-    /// the Secret, and the API server must be reachable from here at the address in that kubeconfig.
+    /// the Secret, and the API server must be reachable from here at the address in the Secret's kubeconfig.
     #[arg(long = "member-context", value_name = "NAME=CONTEXT", value_parser = parse_member_context, conflicts_with = "filename")]
     pub(crate) members: Vec<(String, String)>,
 

@@ -94,20 +94,20 @@ impl Tree {
         }
     }
 
-    /// Returns the line of a field such as `spec.clusters[1].name`. If the field is missing, the line of its innermost parent.
+    /// Returns the line of a field such as `spec.clusters[1].name`. If the field is missing, the line of its innermost existing parent.
     pub(crate) fn line_of(&self, field: &str) -> u64 {
-        let mut at = self;
+        let mut innermost = self;
         for part in field.split(['.', '[']) {
             let next = match part.strip_suffix(']').map(str::parse) {
-                Some(Ok(index)) => at.item(index),
-                _ => at.get(part),
+                Some(Ok(index)) => innermost.item(index),
+                _ => innermost.get(part),
             };
             match next {
-                Some(next) => at = next,
+                Some(next) => innermost = next,
                 None => break,
             }
         }
-        at.line
+        innermost.line
     }
 }
 
@@ -255,7 +255,7 @@ impl<'a> DocumentReader<'a> {
     pub(crate) fn read(&mut self, path: &Path) -> Result<Vec<Document>, Vec<Problem>> {
         if path == Path::new("-") {
             let Some(stdin) = self.stdin.take() else {
-                return Err(vec![Problem::usage(
+                return Err(vec![Problem::other(
                     "- is given twice: standard input can be read once",
                 )]);
             };

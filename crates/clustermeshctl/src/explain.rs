@@ -1,7 +1,7 @@
 //! `clustermeshctl explain`: shows whether a connection is allowed, and why.
 //!
-//! It parses the two ends of the connection ([`end`]), finds their addresses in the input ([`locate`]), explains each pair of
-//! addresses ([`crate::explanation`]), and prints the answer ([`show`]).
+//! It parses the two ends of the connection ([`end`]), finds their addresses in the input ([`locate`]), explains the
+//! connection to each address of the destination ([`crate::explanation`]), and prints the answer ([`show`]).
 
 use std::{
     io::{Read, Write},
@@ -66,12 +66,12 @@ pub(crate) async fn run(
         input,
         output,
     } = args;
-    let (source, port) = end::parse(from).map_err(|why| vec![Problem::usage(format!("SRC {from:?}: {why}"))])?;
+    let (source, port) = end::parse(from).map_err(|why| vec![Problem::other(format!("SRC {from:?}: {why}"))])?;
     if port.is_some() {
         let why = format!("SRC {from:?}: leave the port out, because the client of a connection has no fixed port");
-        return Err(vec![Problem::usage(why)]);
+        return Err(vec![Problem::other(why)]);
     }
-    let (destination, port) = end::parse(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
+    let (destination, port) = end::parse(to).map_err(|why| vec![Problem::other(format!("DST {to:?}: {why}"))])?;
     let outcome = PlanResult::read(input, stdin, stderr).await?;
     let answer = answer(&outcome, (from, &source), (to, &destination, port.as_ref()))?;
     print(stdout, &show::render(&answer, *output)?)?;
@@ -100,7 +100,7 @@ fn answer(
     });
     let (sources, destinations) = match located {
         Ok(located) => located,
-        Err(locate::LocateError::Usage(why)) => return Err(vec![Problem::usage(why)]),
+        Err(locate::LocateError::Usage(why)) => return Err(vec![Problem::other(why)]),
         Err(locate::LocateError::NotFound(why)) => {
             answer.notes.push(why);
             return Ok(answer);
@@ -122,7 +122,8 @@ fn answer(
     Ok(answer)
 }
 
-/// Returns the source whose address has the same IP family as the destination. If there is none, the first source.
+/// Returns the first source whose address has the IP family of the destination, or that has no address. If there is none, the first
+/// source.
 fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
     let is_same_family = |source: &&Source| source.address.is_none_or(|address| address.is_ipv4() == to.is_ipv4());
     sources

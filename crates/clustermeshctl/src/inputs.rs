@@ -50,7 +50,7 @@ pub(crate) enum ReadResult {
 /// The results of reading all clusters.
 #[derive(Debug, Default)]
 pub(crate) struct ReadResults {
-    /// For each entry, the key of its cluster in `clusters`. A cluster without a key was not given.
+    /// For each entry, the key of its cluster in `clusters`. If an entry has no key here, its cluster was not given.
     pub(crate) names: BTreeMap<ClusterIdentity, String>,
     pub(crate) clusters: BTreeMap<String, ReadResult>,
 }
@@ -123,7 +123,7 @@ fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<Cluste
         .map(|name| {
             let known: BTreeSet<&str> = entries().map(|entry| entry.name.as_str()).collect();
             let known: Vec<&str> = known.into_iter().collect();
-            Problem::usage(format!(
+            Problem::other(format!(
                 "--cluster {name}: no mesh has an entry of that name; there are {}",
                 known.join(", ")
             ))
@@ -137,7 +137,7 @@ fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<Cluste
             .collect();
         let mut names = names.into_iter();
         match (names.next(), names.next()) {
-            (Some(one), Some(other)) => problems.push(Problem::usage(format!(
+            (Some(one), Some(other)) => problems.push(Problem::other(format!(
                 "--cluster {one} and --cluster {other} are the same cluster ({}): give one of them",
                 entry.identity
             ))),
@@ -156,7 +156,8 @@ fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<Cluste
     }
 }
 
-/// Returns the default of `--hub-id`, which its help text describes.
+/// Returns the default of `--hub-id`: the UID of the hub's Namespace kube-system, else the id that most Peers of these meshes have,
+/// else `unknown`. Peers of a hub that a mesh adopts (`adopt_hub`) are not counted.
 fn default_hub_id(
     meshes: &[Mesh],
     given: &BTreeMap<String, Objects>,
@@ -262,13 +263,13 @@ fn member(objects: &Objects) -> Member {
             node.silent = age >= checkin::SILENT_AFTER;
         }
     }
-    // Files do not show which CRDs are installed. Where kg publishes keys and no agent runs, nothing reads PeerPolicies, so the
-    // CRD counts as missing.
-    let runs_kg = nodes.values().any(|node| node.public_key != Claim::Absent);
+    // Files do not show which CRDs are installed. If Nodes have keys and no wg-agent runs, kg serves them and nothing reads PeerPolicies,
+    // so the CRD counts as missing.
+    let has_keys = nodes.values().any(|node| node.public_key != Claim::Absent);
     let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
     let has_policies = match objects.crds {
         Some(crds) => crds.policies,
-        None => runs_agent || !runs_kg || !objects.policies.is_empty(),
+        None => runs_agent || !has_keys || !objects.policies.is_empty(),
     };
     let has_peers = objects.crds.is_none_or(|crds| crds.peers);
     Member {

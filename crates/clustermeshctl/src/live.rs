@@ -40,15 +40,15 @@ impl LiveClusters {
     /// Reads the hub, then all members at the same time. A member that cannot be read becomes [`ReadResult::Unreadable`].
     ///
     /// # Errors
-    /// The hub cannot be read, or the command line names a cluster that no mesh has.
+    /// The hub cannot be read, or has no readable ClusterMesh, or the command line names a cluster that no mesh has.
     pub(crate) async fn read(args: &InputArgs, files: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
-        let hub = Hub::open(args).await.map_err(|why| vec![Problem::usage(why)])?;
+        let hub = Hub::open(args).await.map_err(|why| vec![Problem::other(why)])?;
         let mut notes = Vec::new();
-        let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::usage(why)])?;
+        let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::other(why)])?;
         if meshes.is_empty() {
             // The notes explain why each ClusterMesh was left out.
             let why = format!("the hub ({}) has no ClusterMesh that can be read", hub.url);
-            return Err(notes.into_iter().chain([why]).map(Problem::usage).collect());
+            return Err(notes.into_iter().chain([why]).map(Problem::other).collect());
         }
         let names = cluster_names(&meshes);
         check_names("--cluster", files.keys(), &names)?;
@@ -100,7 +100,7 @@ impl LiveClusters {
 /// prepended: `NAMESPACE/MESH/ENTRY`.
 fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     let mut named: Vec<(&ClusterIdentity, String)> = Vec::new();
-    let mut all = BTreeMap::new();
+    let mut names = BTreeMap::new();
     for mesh in meshes {
         for entry in &mesh.clusters {
             let known = named.iter().find(|(other, _)| other.same_cluster(&entry.identity));
@@ -116,10 +116,10 @@ fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
                     name
                 }
             };
-            all.insert(entry.identity.clone(), name);
+            names.insert(entry.identity.clone(), name);
         }
     }
-    all
+    names
 }
 
 /// Checks that every name in the values of a flag is the name of a cluster.
@@ -135,7 +135,7 @@ fn check_names<'n>(
             let mut known: Vec<&str> = names.values().map(String::as_str).collect();
             known.sort_unstable();
             known.dedup();
-            Problem::usage(format!(
+            Problem::other(format!(
                 "{flag} {name}: no mesh of the hub has an entry of that name; there are {}",
                 known.join(", ")
             ))
@@ -219,7 +219,7 @@ impl<'a> Hub<'a> {
                     notes.push(format!("warning: ClusterMesh {name}: {why}; it is left out"));
                     continue;
                 }
-                namespaces.confine(&mut mesh);
+                namespaces.reduce_to_allowed(&mut mesh);
             }
             meshes.push(mesh);
         }
@@ -227,7 +227,8 @@ impl<'a> Hub<'a> {
         Ok(meshes)
     }
 
-    /// Creates the client of a member: from `context` of the user's kubeconfig if given, else from the Secret.
+    /// Creates the client of a member: from `context` of the user's kubeconfig if given, else from the Secret. The hub's own entry
+    /// has no Secret and gets the client of the hub.
     async fn client_of(&self, identity: &ClusterIdentity, context: Option<&str>) -> Result<Client, String> {
         if let Some(context) = context {
             let config = clustermesh_access::read_own_config(self.args.kubeconfig.as_deref(), Some(context)).await;

@@ -156,7 +156,7 @@ fn unpack<'a>(
     }
 }
 
-/// The remedy for a file that has no objects.
+/// The remedy for a document that kubectl did not write in this form.
 const SAVE_AGAIN: &str = "save the objects with `kubectl get KIND -A -o yaml`";
 
 /// The number of ignored objects, by kind.

@@ -49,9 +49,9 @@ pub(crate) async fn run(
         Output::Table => table::render(&outcome),
         Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
             .map(|json| json + "\n")
-            .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as JSON: {error}"))])?,
+            .map_err(|error| vec![Problem::other(format!("the plan cannot be written as JSON: {error}"))])?,
         Output::Yaml => serde_saphyr::to_string(&report::Report::from(&outcome))
-            .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as YAML: {error}"))])?,
+            .map_err(|error| vec![Problem::other(format!("the plan cannot be written as YAML: {error}"))])?,
     };
     print(stdout, &text)?;
     let has_changes = outcome.steps.values().any(|steps| !steps.is_empty());
@@ -63,7 +63,7 @@ pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Proble
         Ok(()) => Ok(()),
         // A program that reads from the pipe, such as `head`, may close it early.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        Err(error) => Err(vec![Problem::usage(format!("standard output: {error}"))]),
+        Err(error) => Err(vec![Problem::other(format!("standard output: {error}"))]),
     }
 }
 
@@ -78,7 +78,7 @@ struct Input {
 }
 
 impl Input {
-    /// Reads only files if `--filename` is given, else the hub and its members.
+    /// With `--filename`, reads only files. Without it, reads the hub, and each member that has no file given by `--cluster`.
     async fn read(args: &InputArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
         let (filename, clusters) = (&args.filename, &args.clusters);
         let mut reader = DocumentReader::new(stdin);
@@ -91,7 +91,7 @@ impl Input {
             Vec::new()
         });
         if meshes.is_empty() && problems.is_empty() && !filename.is_empty() {
-            problems.push(Problem::usage("the files of --filename contain no ClusterMesh"));
+            problems.push(Problem::other("the files of --filename contain no ClusterMesh"));
         }
         let mut paths: BTreeMap<&str, Vec<&Path>> = BTreeMap::new();
         for (name, path) in clusters {
@@ -217,7 +217,7 @@ impl PlanResult {
         stderr: &mut dyn Write,
     ) -> Result<Self, Vec<Problem>> {
         let settings = Settings::with_infrastructure_ports(&args.infrastructure_ports);
-        let settings = settings.map_err(|why| vec![Problem::usage(why.to_string())])?;
+        let settings = settings.map_err(|why| vec![Problem::other(why.to_string())])?;
         let input = Input::read(args, stdin).await?;
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
@@ -310,7 +310,8 @@ impl PlanResult {
 }
 
 /// Whether a step is planned only because objects are missing in the input: the policy that the step creates may exist already,
-/// or the Service whose mirror the step deletes may still exist.
+/// the API server's addresses that the step removes from a policy may be in use, or the Service whose mirror the step deletes may
+/// still exist.
 fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {
     match (&step.item, step.action) {
         (Item::Policy(..), Action::Create) => target.not_listed.contains("PeerPolicy"),

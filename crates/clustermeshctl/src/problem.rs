@@ -5,7 +5,7 @@ use std::fmt;
 /// A position in a file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FilePosition {
-    /// The path that was given on the command line, or the path of a file in that folder. `-` = standard input.
+    /// The path of the file: as given on the command line, or inside a folder that was given. `-` = standard input.
     pub(crate) file: String,
     /// Counted from 1; 0 = the whole file.
     pub(crate) line: u64,
@@ -29,7 +29,7 @@ impl fmt::Display for FilePosition {
 /// An error that the user has to correct before anything can be planned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Problem {
-    /// `None` = the error is in the command line or in a running cluster.
+    /// `None` = the error is not in a file, but for example in the command line or in a running cluster.
     pub(crate) position: Option<FilePosition>,
     /// Kind and name of the object, its field, and the error: `Node w1: spec.podCIDRs: ...`.
     pub(crate) message: String,
@@ -37,7 +37,7 @@ pub(crate) struct Problem {
 
 impl Problem {
     /// A problem without a position in a file.
-    pub(crate) fn usage(message: impl Into<String>) -> Self {
+    pub(crate) fn other(message: impl Into<String>) -> Self {
         Self {
             position: None,
             message: message.into(),

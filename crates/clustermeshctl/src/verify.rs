@@ -34,11 +34,11 @@ use jobs::{Answers, Job};
 pub(crate) use sockets::UnderlayAllowed;
 use sockets::{ExcludedAddresses, Socket, Sockets};
 
-/// Exit code if a socket answers without a grant.
+/// Exit code if a socket answers that must not.
 const VIOLATION: u8 = 1;
 /// Exit code if a socket could not be probed. Errors of the command have the same code.
 pub(crate) const CANNOT_TELL: u8 = 2;
-/// Exit code if there is no violation, but a granted socket does not answer.
+/// Exit code if there is no violation, but an allowed socket does not answer.
 const UNANSWERED: u8 = 3;
 
 /// A network namespace from which connections are opened.
@@ -107,7 +107,7 @@ pub(crate) async fn run(
     if !args.input.filename.is_empty() {
         let why =
             "verify needs running clusters: leave --filename out, and name the hub with --kubeconfig and --context";
-        return Err(vec![Problem::usage(why)]);
+        return Err(vec![Problem::other(why)]);
     }
     let outcome = PlanResult::read(&args.input, stdin, stderr).await?;
     let check_names = |flag: &str, given: &[String]| {
@@ -115,7 +115,7 @@ pub(crate) async fn run(
         let unknown: Vec<Problem> = given
             .iter()
             .filter(|name| !is_known(name))
-            .map(|name| Problem::usage(format!("{flag} {name}: no mesh of the hub has an entry of that name")))
+            .map(|name| Problem::other(format!("{flag} {name}: no mesh of the hub has an entry of that name")))
             .collect();
         if unknown.is_empty() { Ok(()) } else { Err(unknown) }
     };
@@ -162,9 +162,9 @@ impl<'a> Verify<'a> {
         clusters
     }
 
-    /// Whether a cluster may reach only granted sockets, also on the underlay: if an entry has a stricter profile than
-    /// cluster-meshed, or is quarantined.
-    fn is_confined(&self, cluster: &ClusterIdentity) -> bool {
+    /// Whether a cluster may reach only allowed sockets, also on the underlay. True if an entry of the cluster has a
+    /// stricter profile than cluster-meshed, or is quarantined.
+    fn is_underlay_checked(&self, cluster: &ClusterIdentity) -> bool {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.any(|entry| entry.profile > Profile::ClusterMeshed || entry.quarantine)
@@ -258,8 +258,8 @@ impl<'a> Verify<'a> {
     ) -> Sockets {
         let mut selected = all.clone();
         selected.retain(|socket, _| !excluded.contains(*socket));
-        if !self.is_confined(from.identity) {
-            // Gateways serve only sandboxes, so they do not have to answer a source that is not confined.
+        if !self.is_underlay_checked(from.identity) {
+            // Gateways serve only sandboxes, so they do not have to answer a cluster-meshed member.
             let gateways = || to.read.member.gateways.values().flat_map(|gateway| &gateway.addresses);
             for (address, socket) in &mut selected {
                 socket.should_answer &= !gateways().any(|gateway| gateway.to_canonical() == address.ip());
@@ -314,7 +314,7 @@ impl<'a> Verify<'a> {
             explainer,
             source: &job.source,
             from: from.identity,
-            is_confined: self.is_confined(from.identity),
+            is_underlay_checked: self.is_underlay_checked(from.identity),
             device: &job.device,
             answers,
             interfaces: interfaces.get(&(job.source.cluster.clone(), job.source.node.clone())),

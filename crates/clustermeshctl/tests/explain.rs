@@ -68,7 +68,7 @@ fn explain_table_shows_verdict_rule_and_path() {
         ("tenant-a/default/app-0", "mgmt/team-x/web-0:8080"),
         ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:5432"),
         ("tenant-a/default/agent", "mgmt/h2"),
-        // Closed to every member.
+        // To the kubelet and to the API server, which are closed to every member.
         ("tenant-a/w1", "mgmt/h1:10250"),
         ("10.20.0.5", "mgmt/default/svc/kubernetes:443"),
         // From a sandbox: only granted Services are allowed, also by the name of the mirrored Service. No member reaches a sandbox.
@@ -261,7 +261,7 @@ fn path_shows_which_objects_are_written() {
 }
 
 #[test]
-fn invalid_input_exits_with_cannot_tell() {
+fn invalid_input_exits_with_code_2() {
     for (from, to, message) in [
         (
             "app-0",

@@ -451,7 +451,7 @@ fn objects_of_a_missing_mesh_are_left_unchanged() {
 }
 
 #[test]
-fn hub_id_defaults_to_system_uid_then_to_most_peers() {
+fn hub_id_defaults_to_kube_system_uid_then_to_peer_labels() {
     let hub = |flags: &str| {
         let plan = plan(&format!("{AGENTS}{flags} -o json")).json();
         let labels = &plan["meshes"][0]["targets"][0]["policies"][0]["metadata"]["labels"];

@@ -6,7 +6,7 @@
 use clustermesh_access::{bounds::over_budget, cause, kubeconfig::Refused};
 use kube::Error;
 
-/// The description of every failure without an HTTP response.
+/// The description of a failure without an HTTP response, unless a limit of memory or the check of the kubeconfig caused it.
 pub(crate) const NO_ANSWER: &str = "its API server does not answer";
 
 /// Makes text from a member safe to log and to show: one line, printable characters, at most 200 bytes.

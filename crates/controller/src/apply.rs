@@ -19,6 +19,7 @@ use crate::{api_error, feed::Changed, metrics::Metrics, session::tables::Tables}
 
 mod contested;
 mod queue;
+mod refused;
 mod write;
 
 use queue::{Queue, SentStep, key};
@@ -41,7 +42,7 @@ struct Inner {
     is_running: bool,
 }
 
-/// The client for writes into the member, and the data that decides about them.
+/// The member's client and feeds, and the rules that decide which of its objects belong to this hub.
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
@@ -168,7 +169,7 @@ impl MemberWriter {
                 () = crate::backoff::sleep_until(wait) => {}
             }
         }
-        // The queue is empty. If an object was written, the next pass reports the time as `lastSync`.
+        // The queue is empty. After a write, another pass must report the time since which the objects match the plan (`lastSync`).
         if has_written {
             self.changed.notify_one();
         }
@@ -182,7 +183,10 @@ impl MemberWriter {
         let action = step.action.as_str();
         self.metrics.record_write(kind, action, outcome.result());
         match &outcome {
-            Outcome::Unchanged | Outcome::Written { .. } => {
+            Outcome::Unchanged => {
+                tracing::info!(mesh = %step.mesh, action, kind, name, "not written: the object is already as planned");
+            }
+            Outcome::Written { .. } => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, fields = step.fields.join(","), "written");
             }
             Outcome::Conflict { by } => {
@@ -234,7 +238,8 @@ fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
     Outcome::Refused(match status.code {
         // Kubernetes' admission plugin puts this word into its message. The rest of the message is untrusted and not shown.
         403 | 422 if status.message.contains("ValidatingAdmissionPolicy") => format!(
-            "an admission policy of the cluster refuses it ({}): see the lists in the ConfigMap of deploy/admission.yaml there",
+            "an admission policy of the cluster refuses it ({}): see the lists in its ConfigMap \
+             clustermesh-admission (deploy/admission.yaml)",
             status.code
         ),
         403 => format!(

@@ -23,10 +23,10 @@ pub struct Args {
 
     /// Namespace whose ClusterMeshes may connect the hub itself (`local: true`). PROFILE is the least restrictive profile that
     /// their other entries may have: cluster-meshed (default), sandbox or standard. If CIDRs follow, allowedNetworks must be
-    /// inside them. `sandbox` requires CIDRs: without CIDRs no mesh of the namespace is accepted. Its meshes may grant Services
-    /// of the same namespace, and Services with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable;
-    /// `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else the namespace of the kubeconfig's
-    /// context, else `default`).
+    /// inside them. `sandbox` and `standard` require CIDRs: without CIDRs no mesh of the namespace is accepted. With these
+    /// profiles, meshes may grant only the hub's Services of the same namespace, and Services with the annotation
+    /// `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable; `*` = every namespace. Default: the controller's own namespace
+    /// (POD_NAMESPACE, else the namespace of the kubeconfig's context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE[,CIDR...]]")]
     pub hub_namespaces: Vec<HubNamespace>,
 
@@ -59,8 +59,8 @@ pub struct Args {
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8081")]
     pub listen: SocketAddr,
 
-    /// Serve /metrics to every client. Default: only to loopback clients, because its labels name every mesh and cluster, and
-    /// pods of every cluster-meshed member reach this port. Use it where a NetworkPolicy admits only your monitoring.
+    /// Serve /metrics to every client. Default: only to loopback clients, because the metrics name every mesh and cluster, and
+    /// pods of every cluster-meshed member reach this port. Use this flag where a NetworkPolicy admits only your monitoring.
     #[arg(long)]
     pub open_metrics: bool,
 

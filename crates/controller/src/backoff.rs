@@ -5,7 +5,7 @@ use std::time::Duration;
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use tokio::time::Instant;
 
-/// An exponential backoff with jitter for one cause. Attempts that fail during one pause extend it only once.
+/// An exponential backoff with jitter for one cause. Failures that are recorded during a pause do not extend it.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: ExponentialBackoff,
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn failures_during_one_pause_extend_the_backoff_once() {
+    async fn failures_during_a_pause_do_not_extend_it() {
         let start = Instant::now();
         let mut backoff = Backoff::new(start, Duration::from_secs(60));
         let first = backoff.until();

@@ -103,8 +103,8 @@ impl EventPublisher {
         }
     }
 
-    /// Publishes the notices in order, and stops when the hub does not answer. Returns the notices that need no further attempt, and
-    /// the error that stopped the publication.
+    /// Publishes the notices in order, and stops at an error that would also affect the next ones, for example if the hub does not
+    /// answer. Returns the notices that need no further attempt, and the error that stopped the publication.
     ///
     /// A notice that the hub refuses, or that exceeds [`MAX_EVENTS`], needs no further attempt: the status contains it.
     pub(crate) async fn publish(

@@ -83,7 +83,7 @@ struct Table<V> {
     was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
     denied_since: Option<tokio::time::Instant>,
-    /// The charge for the memory of the rows. `None` for tables of the hub, which is trusted.
+    /// The charge for the memory of the rows. `None` for tables of the hub, whose memory is not limited.
     charge: Option<Charge>,
 }
 
@@ -245,7 +245,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().malformed.clone()
     }
 
-    /// Sets the trust. Wakes the reconcile loop if it changed. Returns whether it changed.
+    /// Sets the trust; [`Trust::Absent`] also removes all rows. Wakes the reconcile loop if the trust changed or a refusal continues.
+    /// Returns whether the trust changed.
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         if table.trust == trust {
@@ -376,7 +377,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             table.charge = charge;
         }
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
-        let same = table.is_listed
+        let is_unchanged = table.is_listed
             && table.trust == trust
             && table.malformed == malformed_before
             && before.len() == table.rows.len()
@@ -389,7 +390,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.denied_since = None;
         table.trust = trust;
         drop(table);
-        if !same {
+        if !is_unchanged {
             self.changed.notify_one();
         }
     }

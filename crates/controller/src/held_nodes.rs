@@ -1,7 +1,8 @@
 //! Remembers since when the planner has held each Node.
 //!
-//! A held Node keeps its last Peer for at most [`HOLD`] although its annotations are gone, because kg removes them at each restart. The
-//! planner is pure and has no clock, so the reconcile loop measures the time and passes it to the planner.
+//! A held Node keeps its last Peer for at most [`HOLD`] although it publishes no key or no usable WireGuard address: at each restart kg
+//! removes its annotations, and publishes a new address late. The planner is pure and has no clock, so the reconcile loop measures the
+//! time and passes it to the planner.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,7 +1,7 @@
 //! Writes finalizers, status and Events of ClusterMeshes to the hub, in the background.
 //!
 //! Each pass of the reconcile loop sets the desired values ([`HubWriter::publish`]) and does not wait. A task of this module writes
-//! them. For each mesh only the values of the last pass are kept. A slow or unavailable hub delays only these writes, never a pass.
+//! them. For each mesh only the latest values are kept. A slow or unavailable hub delays only these writes, never a pass.
 
 use std::{
     collections::BTreeMap,
@@ -127,7 +127,7 @@ impl Job {
 enum Outcome {
     /// The write succeeded. Contains the notices whose Events need no further write.
     Done(Vec<Notice>),
-    /// The object changed in the meantime. The watch delivers its next version, which starts the next pass.
+    /// The object changed or was deleted in the meantime. The watch delivers the change, which starts the next pass.
     Outdated,
     /// The hub refused the write with this status code.
     Refused(u16),
@@ -213,10 +213,11 @@ impl Entry {
             }
         };
         match self.finalizer {
-            Some(FinalizerChange::Add) if !is_finalized(current) && is_due(WriteKind::Finalizer) => {
+            Some(FinalizerChange::Add) if !has_finalizer(current) && is_due(WriteKind::Finalizer) => {
                 return Ok(Job::AddFinalizer(Arc::clone(current)));
             }
-            Some(FinalizerChange::Remove) if is_finalized(current) => {
+            // The ClusterMesh disappears with its finalizer, so its status and Events are not written any more.
+            Some(FinalizerChange::Remove) if has_finalizer(current) => {
                 return if is_due(WriteKind::Finalizer) {
                     Ok(Job::RemoveFinalizer(Arc::clone(&self.object)))
                 } else {
@@ -280,8 +281,8 @@ impl Queue {
                 name: id.name.clone(),
             };
             let current = meshes.read(|rows| rows.get(&name).map(|row| Arc::clone(&row.value)));
-            let same = |current: &Arc<ClusterMesh>| current.metadata.uid == entry.object.metadata.uid;
-            let Some(current) = current.filter(same) else {
+            let is_same_object = |current: &Arc<ClusterMesh>| current.metadata.uid == entry.object.metadata.uid;
+            let Some(current) = current.filter(is_same_object) else {
                 entry.is_dirty = false;
                 continue;
             };
@@ -421,7 +422,7 @@ fn classify_error(error: &kube::Error, published: Vec<Notice>) -> Outcome {
 }
 
 /// Whether the ClusterMesh has our finalizer.
-pub(crate) fn is_finalized(object: &ClusterMesh) -> bool {
+pub(crate) fn has_finalizer(object: &ClusterMesh) -> bool {
     let finalizers = object.metadata.finalizers.iter().flatten();
     finalizers.into_iter().any(|name| name == FINALIZER)
 }

@@ -1,5 +1,5 @@
-//! The controller's metrics. Label values are fixed words, or names of meshes and clusters. Names of nodes are never label values,
-//! because their number is unbounded.
+//! The controller's metrics. Label values are fixed words, or names of meshes, of clusters and of the Secrets with their kubeconfigs.
+//! Names of nodes are never label values, because their number is unbounded.
 
 use std::{
     collections::BTreeMap,
@@ -47,6 +47,7 @@ struct StateLabels {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OverBudgetLabels {
+    /// The text of the member's `ClusterIdentity`, such as `Secret clustermesh/tenant-a-kubeconfig key value`.
     member: String,
     limit: &'static str,
 }

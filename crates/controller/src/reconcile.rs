@@ -186,7 +186,7 @@ impl Reconciler {
             outstanding,
             observed,
         };
-        finalize::drop_unfinalized_steps(&mut pass);
+        finalize::drop_steps_without_finalizer(&mut pass);
         self.write(&pass);
         let all_reported = self.report_status(&pass);
         self.update_debug_view(&pass);
@@ -202,6 +202,7 @@ impl Reconciler {
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if all_reported {
+            // At least 50 ms, so that times that are due in quick succession share a pass.
             next.max(Duration::from_millis(50))
         } else {
             next.min(PENDING_RESYNC)

@@ -23,12 +23,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, link_topic, node_topic, truncate};
 use crate::reconcile::RemovedRow;
 
-/// The status lists at most this many skipped nodes of a member. Only the listed nodes have Events.
+/// The status lists at most this many skipped nodes, and uncovered podCIDRs, of a member. Only the listed nodes have Events.
 const MAX_SKIPPED: usize = 20;
 /// The status lists at most this many removed clusters.
 const MAX_REMOVED: usize = 64;
 /// The status lists at most this many anchored networks of a member, and nodes of each network. The CRD has the same limit.
 const MAX_ANCHORED: usize = 64;
+/// The status lists at most this many grants. The CRD has the same limit.
+const MAX_EGRESS: usize = 1024;
 /// The longest message of a row in the status. The CRD has the same limit.
 const MAX_MESSAGE: usize = 1024;
 /// The longest message of a condition. Kubernetes has the same limit.
@@ -39,13 +41,16 @@ const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 pub(crate) struct MemberFacts {
     /// The observation is fresh: the API server answers, and all tables are current.
     pub(crate) is_fresh: bool,
+    /// UID of the member's kube-system namespace.
     pub(crate) uid: Option<String>,
+    /// The API server's version.
     pub(crate) version: Option<String>,
     /// `None` = the Nodes were not read yet.
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// The time since which all objects of the mesh in the member have matched the plan.
+    /// When the objects of the mesh in the member became as planned; until then, the time of the last pass. `None` = not known since
+    /// the controller started.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
@@ -282,7 +287,7 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
         .plan
         .egress
         .iter()
-        .take(1024)
+        .take(MAX_EGRESS)
         .filter_map(|grant| {
             Some(EgressStatus {
                 cluster: grant.cluster.clone(),

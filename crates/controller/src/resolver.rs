@@ -66,8 +66,7 @@ impl Resolver {
     }
 }
 
-/// Collects the host names that Nodes publish. Nodes of sandboxes are ignored, because a sandbox must not choose which names are looked
-/// up.
+/// Collects the host names that Nodes of cluster-meshed members publish. A sandbox must not choose which names are looked up.
 pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMember {
     let entries = meshes
         .iter()

@@ -42,8 +42,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
 /// Runs the controller until `stop` is cancelled.
 ///
 /// # Errors
-/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. If a cluster does not
-/// answer, this is no error: the controller waits for it.
+/// There is no usable kubeconfig, there are too many infrastructure ports, `--listen` cannot be bound, or the task that watches
+/// ClusterMeshes ends. If a cluster does not answer, this is no error: the controller waits for it.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Args {
         kubeconfig,
@@ -92,7 +92,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         dump: Arc::new(move || dump.lock().unwrap_or_else(PoisonError::into_inner).dump()),
     };
     let admin = Admin::bind(listen)?;
-    let served = tokio::spawn(admin.serve(state, stop.clone()));
+    let admin_task = tokio::spawn(admin.serve(state, stop.clone()));
 
     let id = tokio::select! {
         id = hub_identity(&client, hub_id) => id,
@@ -111,7 +111,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         labels: String::new(),
         fields: String::new(),
     };
-    let following = tokio::spawn(async move {
+    let watch_task = tokio::spawn(async move {
         // Nothing probes this connection, so no signal to resume is sent. A watch on a dead connection times out by itself.
         let (_resume, resumed) = tokio::sync::watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
@@ -120,7 +120,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     // start continues after a timeout.
     refresh_hub_addresses(&client, &hosts).await;
     let (refresh_client, refreshed_hosts) = (client.clone(), hosts.clone());
-    let refreshing = tokio::spawn(async move {
+    let refresh_task = tokio::spawn(async move {
         loop {
             tokio::time::sleep(ADDRESS_REFRESH).await;
             refresh_hub_addresses(&refresh_client, &refreshed_hosts).await;
@@ -128,6 +128,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     });
 
     let counted = metrics.clone();
+    // All charges together stay below twice this value (see [`Memory`]), so at least a quarter of the limit remains for other memory.
     let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
     let memory = Memory::new(memory, move |member, over| {
         // The level is debug because this may happen many times per minute. The feed logs once, with the reason, that it is not current.
@@ -168,7 +169,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             () = due => {}
             () = stop.cancelled() => break,
         }
-        if following.is_finished() {
+        if watch_task.is_finished() {
             anyhow::bail!("the task that watches ClusterMeshes ended unexpectedly");
         }
         let started = Instant::now();
@@ -177,6 +178,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             () = stop.cancelled() => break,
         };
         heartbeat.beat();
+        // Dropping both makes the controller ready.
         if meshes.trust() == Trust::Live && first_list.take().is_some() {
             first_plan.take();
         }
@@ -184,12 +186,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         pause = (took * 2).min(MAX_PAUSE);
         tokio::time::sleep(DEBOUNCE.saturating_sub(took)).await;
     }
-    following.abort();
-    refreshing.abort();
+    watch_task.abort();
+    refresh_task.abort();
     reconciler.stop_writing();
     reconciler.tasks.close();
     drain::within(DRAIN_TIMEOUT, reconciler.tasks.wait()).await;
-    drain::within(Duration::from_secs(2), served).await;
+    drain::within(Duration::from_secs(2), admin_task).await;
     tracing::info!("stopped; objects in the members stay as they are");
     Ok(())
 }

@@ -31,8 +31,7 @@ pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
-/// A problem is reported only after this time: a new session still waits for its first responses, and an API server may only be
-/// restarting.
+/// A problem is reported only after this time. A new session needs time for its first responses, and an API server for a restart.
 const GRACE: Duration = Duration::from_secs(6);
 
 /// The longest delay, in milliseconds, before a session connects again after the credentials were missing.
@@ -41,7 +40,7 @@ const MAX_RECONNECT_DELAY: u64 = 5_000;
 /// The objects that a session reads only because meshes need them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// Services that grants name: granted Services in the member that exports them, mirrored Services in the member that imports them.
+    /// Services in the grants: granted Services in the member that exports them, mirrored Services in the member that imports them.
     pub(crate) services: BTreeSet<ObjectName>,
     /// Namespaces whose pods are exported.
     pub(crate) pods: BTreeSet<String>,
@@ -189,7 +188,8 @@ impl Session {
         self.shared.tables.silence_due()
     }
 
-    /// Whether the observation has been stale for less than [`GRACE`]. Such a problem is not reported yet.
+    /// Whether the member has been without a fresh observation for less than [`GRACE`], so that its problem is not reported yet.
+    /// Missing credentials do not count.
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
         !matches!(connection.credentials, Credentials::Missing(_))

@@ -9,8 +9,8 @@ use std::{collections::BTreeMap, time::Duration};
 /// after 60 s.
 pub const SILENT_AFTER: Duration = Duration::from_secs(65);
 
-/// Returns the age of each node's last check-in. `now` is the observer's Unix time. A check-in in the future counts as `now`, so that
-/// one Node with a wrong clock does not make all the others look old.
+/// Returns the age of each node's last check-in, measured from the newest one. `now` is the observer's Unix time. If the newest check-in
+/// is in the future, ages are measured from `now`, so that one Node with a wrong clock does not make all the others look old.
 #[must_use]
 pub fn ages(last_seen: &BTreeMap<String, i64>, now: i64) -> BTreeMap<String, Duration> {
     let newest = last_seen.values().copied().max().unwrap_or(now).min(now);
@@ -37,7 +37,7 @@ mod tests {
     }
 
     #[test]
-    fn age_counts_from_newest_check_in_not_in_the_future() {
+    fn age_counts_from_newest_check_in_or_from_now() {
         let nodes = [("a", 1_000), ("b", 970), ("dead", 100)];
         let want = [("a".to_owned(), 0), ("b".to_owned(), 30), ("dead".to_owned(), 900)];
         // The clocks of the cluster are behind the observer's clock, or equal to it.

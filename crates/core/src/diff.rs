@@ -85,7 +85,7 @@ pub struct Step {
     pub action: Action,
     /// The object and its desired value.
     pub item: Item,
-    /// The ownership labels that the object should have.
+    /// The ownership labels that the object should have; for a delete, those that it has.
     pub owner: Owner,
     /// The fields that differ (updates only).
     pub fields: Vec<&'static str>,
@@ -121,6 +121,13 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
+/// Compares all kinds. The number of a step is its phase, the position in the order of [`diff`]:
+///
+/// - 0: PeerPolicies and SandboxAccesses, but see 8
+/// - 1 to 5: Peers ([`PeerOrder::phase`]); also deletes of EndpointSlices (3) and mirrored Services (4)
+/// - 6: mirrored Services
+/// - 7: EndpointSlices
+/// - 8: deletes of PeerPolicies
 fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     let mut steps: Vec<(u8, Step)> = Vec::new();
     if let Some(existing) = &member.peers {
@@ -139,7 +146,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |policy: &PolicySpec| differ.is_any_connected(&policy.networks);
+        let superseded = |_: &String, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
         let policies = differ.compare(existing.collect(), desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
@@ -158,7 +165,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, access)| (name.clone(), (access.source.clone(), access.spec.clone())))
                 .collect()
         });
-        let superseded = |access: &AccessSpec| differ.is_any_connected(&access.networks);
+        let superseded = |_: &String, access: &AccessSpec| differ.is_any_connected(&access.networks);
         let accesses = differ.compare(existing.collect(), desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
@@ -185,7 +192,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             .collect()
     });
     // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
-    let superseded = |_: &Mirror| false;
+    let superseded = |_: &ObjectName, _: &Mirror| false;
     let services = differ.compare(existing.collect(), desired, Item::Service, superseded, |old, new| {
         let mut fields = vec![];
         fields.extend((old.ports != new.ports).then_some("spec.ports"));
@@ -280,8 +287,8 @@ impl<'a> Differ<'a> {
     }
 
     /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept. An absent mesh may have been moved
-    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if another mesh connects the same
-    /// networks (`superseded`).
+    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if an active mesh replaces them
+    /// (`superseded`).
     fn mesh_allowing_delete(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
@@ -300,18 +307,21 @@ impl<'a> Differ<'a> {
         }
     }
 
+    /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if its own mesh is
+    /// absent ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
     fn compare<K: Ord + Clone, V: Clone>(
         &self,
         existing: BTreeMap<K, (&Owner, Option<&V>)>,
         desired: BTreeMap<K, (Owner, MeshId, V)>,
         item: impl Fn(K, Option<V>) -> Item,
-        superseded: impl Fn(&V) -> bool,
+        superseded: impl Fn(&K, &V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
     ) -> Vec<Step> {
         let mut steps = Vec::new();
         for (name, (owner, value)) in &existing {
             if !desired.contains_key(name)
-                && let Some(mesh) = self.mesh_allowing_delete(owner, || value.is_some_and(&superseded))
+                && let Some(mesh) =
+                    self.mesh_allowing_delete(owner, || value.is_some_and(|value| superseded(name, value)))
             {
                 let owner = (*owner).clone();
                 steps.push(Step {
@@ -365,7 +375,7 @@ impl<'a> Differ<'a> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |peer: &PeerSpec| self.is_any_connected(&peer.allowed_ips);
+        let superseded = |_: &String, peer: &PeerSpec| self.is_any_connected(&peer.allowed_ips);
         self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 
@@ -414,8 +424,16 @@ impl<'a> Differ<'a> {
             }
             slices
         });
-        let services: BTreeSet<String> = desired.values().map(|(.., (service, _))| service.clone()).collect();
-        let superseded = |(service, _): &ServiceAndSlice| services.contains(service);
+        let service_of = |name: &ObjectName, service: &str| ObjectName {
+            namespace: name.namespace.clone(),
+            name: service.to_owned(),
+        };
+        let services: BTreeSet<ObjectName> = desired
+            .iter()
+            .map(|(name, (.., (service, _)))| service_of(name, service))
+            .collect();
+        let superseded =
+            |name: &ObjectName, (service, _): &ServiceAndSlice| services.contains(&service_of(name, service));
         self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
             let differs = [
                 ("addressType", old.v6 != new.v6),

@@ -55,9 +55,9 @@ pub fn is_outdated(reported: &str, current: &str) -> bool {
 /// The value that [`applied_by_gateways`] returns for a gateway that is up to date.
 pub const APPLIED: &str = "applied";
 
-/// For each gateway of a member whose pod exists: [`APPLIED`] if every SandboxAccess that the gateway has applied is current, else
-/// the outdated ones with the applied generations. A SandboxAccess that the gateway has never applied opens nothing, so it does
-/// not count.
+/// Returns a report for each gateway with a pod: the SandboxAccesses that it enforces in an outdated generation or after their
+/// deletion, each with the enforced generation; [`APPLIED`] = there are none. A SandboxAccess that the gateway has never applied
+/// opens nothing, so it does not count. The result is empty if SandboxAccesses cannot be read.
 #[must_use]
 pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
     let Some(accesses) = &member.accesses else {

@@ -30,13 +30,14 @@ struct Rights {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HubNamespaces {
     namespaces: BTreeMap<String, Rights>,
-    /// The networks that the local entry may list in a namespace with a list of networks.
+    /// The networks that the local entry may list in a namespace whose networks are limited ([`Rights::networks`]).
     hub_networks: Vec<IpNet>,
 }
 
 impl HubNamespaces {
     /// Builds the rights from the flags. Without `--hub-namespace`, only `own`, the namespace in which the controller runs, may have
-    /// local entries. If a namespace has two flags, the networks of both and the more restrictive profile apply.
+    /// local entries. If a namespace has two flags, the more restrictive profile and the networks of both lists apply. A flag without a
+    /// list does not lift the other flag's limit.
     #[must_use]
     pub fn new(
         hub_namespaces: &[HubNamespace],
@@ -194,15 +195,16 @@ impl HubNamespaces {
     }
 
     /// Reduces a mesh to what its namespace allows: removes networks outside the lists, and resets the profile and quarantine of the
-    /// local entry. A refused mesh is also reduced, because it still takes part in the plan.
-    pub fn confine(&self, mesh: &mut Mesh) {
+    /// local entry. Sets [`Cluster::confined_to`] of the local entry. A refused mesh is also reduced, because it still takes part in the
+    /// plan.
+    pub fn reduce_to_allowed(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);
-        let is_restricted = rights.is_none_or(|rights| rights.networks.is_some());
-        let is_confined = rights.is_some_and(|rights| rights.profile_limit > Profile::ClusterMeshed);
+        let has_network_limit = rights.is_none_or(|rights| rights.networks.is_some());
+        let has_profile_limit = rights.is_some_and(|rights| rights.profile_limit > Profile::ClusterMeshed);
         for local in mesh.clusters.iter_mut().filter(|entry| is_local(entry)) {
-            local.confined_to = is_confined.then(|| namespace.clone());
-            if is_restricted {
+            local.confined_to = has_profile_limit.then(|| namespace.clone());
+            if has_network_limit {
                 local.profile = Profile::ClusterMeshed;
                 local.quarantine = false;
             }
@@ -212,7 +214,7 @@ impl HubNamespaces {
             mesh.clusters.iter_mut().for_each(|entry| entry.allowed.clear());
             return;
         };
-        if !is_restricted {
+        if !has_network_limit {
             return;
         }
         for entry in &mut mesh.clusters {
@@ -231,14 +233,14 @@ impl HubNamespaces {
 
 impl Rights {
     /// Reports the first entry with a less restrictive profile than the namespace allows. Also reports a local entry that restricts
-    /// the hub, if the namespace has a list of networks: the profile and quarantine of the hub in one mesh apply in all meshes.
+    /// the hub, if the networks of the namespace are limited: the profile and quarantine of the hub in one mesh apply in all meshes.
     fn forbidden_profile(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         let members = || clusters.iter().filter(|entry| !is_local(entry));
-        if let Some(wide) = members().find(|entry| entry.profile < self.profile_limit) {
+        if let Some(too_permissive) = members().find(|entry| entry.profile < self.profile_limit) {
             return Some(format!(
                 "entry {:?} has a profile that --hub-namespace does not allow in namespace {namespace}: set its isolationProfile to {} or \
                  a more restrictive one",
-                wide.name,
+                too_permissive.name,
                 self.profile_limit.as_str(),
             ));
         }

@@ -23,7 +23,7 @@ pub enum KeyError {
     LowOrder(String),
 }
 
-/// The points whose order divides 8, in the encodings that X25519 accepts (RFC 7748 §6.1: the shared secret would be zero).
+/// The points whose order divides 8 (RFC 7748 §6.1: the shared secret would be zero), in all encodings whose highest bit is 0.
 const LOW_ORDER: [[u8; 32]; 7] = {
     let mut p_minus_1 = [0xff; 32];
     p_minus_1[0] = 0xec;
@@ -37,6 +37,7 @@ const LOW_ORDER: [[u8; 32]; 7] = {
     [
         [0; 32],
         one,
+        // The next two have order 8.
         [
             0xe0, 0xeb, 0x7a, 0x7c, 0x3b, 0x41, 0xb8, 0xae, 0x16, 0x56, 0xe3, 0xfa, 0xf1, 0x9f, 0xc4, 0x6a, 0xda, 0x09,
             0x8d, 0xeb, 0x9c, 0x32, 0xb1, 0xfd, 0x86, 0x62, 0x05, 0x16, 0x5f, 0x49, 0xb8, 0x00,
@@ -65,6 +66,12 @@ impl PublicKey {
     }
 }
 
+/// X25519 ignores the highest bit of a key (RFC 7748 §5).
+fn is_low_order(mut bytes: [u8; 32]) -> bool {
+    bytes[31] &= 0x7f;
+    LOW_ORDER.contains(&bytes)
+}
+
 impl FromStr for PublicKey {
     type Err = KeyError;
 
@@ -72,7 +79,7 @@ impl FromStr for PublicKey {
         let bytes = STANDARD.decode(text).ok().and_then(|v| <[u8; 32]>::try_from(v).ok());
         match bytes {
             None => Err(KeyError::Malformed(text.chars().take(60).collect())),
-            Some(bytes) if LOW_ORDER.contains(&bytes) => Err(KeyError::LowOrder(text.to_owned())),
+            Some(bytes) if is_low_order(bytes) => Err(KeyError::LowOrder(text.to_owned())),
             Some(bytes) => Ok(Self(bytes)),
         }
     }
@@ -128,9 +135,12 @@ mod tests {
     // threat: weak-key
     #[test]
     fn points_of_low_order_are_refused() {
-        for bytes in LOW_ORDER {
-            let text = STANDARD.encode(bytes);
-            assert_eq!(text.parse::<PublicKey>(), Err(KeyError::LowOrder(text.clone())));
+        for mut bytes in LOW_ORDER {
+            for highest_bit in [0, 0x80] {
+                bytes[31] = bytes[31] & 0x7f | highest_bit;
+                let text = STANDARD.encode(bytes);
+                assert_eq!(text.parse::<PublicKey>(), Err(KeyError::LowOrder(text.clone())));
+            }
         }
     }
 }

@@ -21,9 +21,9 @@ pub type Source = (MeshId, String);
 /// The steps of one group of sources.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
-    /// Steps that revoke something: creates and updates of PeerPolicies, all steps of SandboxAccesses, updates of Peers that
-    /// only lose networks, and deletes of Peers, Services and EndpointSlices. The step of a Peer whose network moves to another
-    /// Peer is not among them, unless its key moves, too.
+    /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
+    /// them), all steps of SandboxAccesses, updates of Peers that only lose networks, and deletes of Peers, Services and
+    /// EndpointSlices. The step of a Peer whose network moves to another Peer is not among them, unless its key moves, too.
     pub closing: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,

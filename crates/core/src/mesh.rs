@@ -47,7 +47,7 @@ impl fmt::Display for MeshId {
 pub struct Mesh {
     /// Namespace and name of the object.
     pub id: MeshId,
-    /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a network that no mesh has been granted yet.
+    /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a network that was not accepted for any mesh yet.
     pub created: i64,
     /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
     pub paused: bool,
@@ -57,7 +57,7 @@ pub struct Mesh {
     pub adopt_hub: Option<String>,
     /// `spec.clusters`, in the order they were written.
     pub clusters: Vec<Cluster>,
-    /// `status.clusters[].acceptedNetworks`: the networks that an earlier plan granted to each entry, by entry name.
+    /// `status.clusters[].acceptedNetworks`: the networks that an earlier plan accepted for each entry, by entry name.
     pub accepted: BTreeMap<String, Vec<IpNet>>,
 }
 
@@ -198,15 +198,15 @@ pub struct Cluster {
     pub wireguard_port: u16,
     /// Keepalive interval in seconds; 0 = only where a NAT requires keepalives.
     pub persistent_keepalive: u16,
-    /// Networks of other members inside which this member's endpoints may lie (KubeVirt workers).
+    /// Networks of other members inside which this member's endpoints may lie, because its nodes are virtual machines (KubeVirt) there.
     pub endpoint_networks: Vec<IpNet>,
     /// Services of other members that are mirrored into this one.
     pub egress: Vec<Grant>,
-    /// Denies all traffic from this member, and keeps its objects.
+    /// Blocks all traffic from and to this member. Its objects are kept, except its Peers in members that do not enforce PeerPolicies.
     pub quarantine: bool,
-    /// Set on the local entry of a mesh whose namespace is restricted to its own Services: a grant may then name only Services
-    /// of this namespace of the hub, and Services that allow it ([`crate::observe::Service::allowed_from`]). `None` = any
-    /// Service.
+    /// Set on the local entry of a mesh whose namespace is limited to a profile stricter than cluster-meshed: the mesh may grant
+    /// only the hub's Services in this namespace, and those that allow the namespace
+    /// ([`crate::observe::Service::allowed_from`]). `None` = any Service.
     pub confined_to: Option<String>,
     /// The largest number of Nodes that are used; newer ones are skipped.
     pub max_nodes: usize,

@@ -90,9 +90,9 @@ pub struct Member {
     pub nodes: BTreeMap<String, Node>,
     /// All Peers by name, including those that this controller does not manage. `None` = the Peer CRD is not installed.
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
-    /// Managed PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves).
+    /// Managed PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves), or may not be read.
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
-    /// Managed SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed.
+    /// Managed SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed, or may not be read.
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
     /// Gateways, by the name of their SandboxGateway. A gateway that has published no public key is left out.
     pub gateways: BTreeMap<ObjectName, Gateway>,
@@ -212,7 +212,7 @@ pub struct Node {
     pub internal_ips: Vec<IpAddr>,
     /// Host part of `kilo.squat.ai/internal-ip`. `None` = other nodes of the location reach this node only through the tunnel.
     pub kilo_internal_ip: Option<IpAddr>,
-    /// `kilo.squat.ai/persistent-keepalive`, seconds: the node is behind NAT.
+    /// `kilo.squat.ai/persistent-keepalive`, seconds; 0 = none. Nodes behind NAT have it.
     pub persistent_keepalive: u16,
     /// `kilo.squat.ai/location`, else the topology label, else empty.
     pub location: String,
@@ -307,11 +307,11 @@ pub struct PolicySpec {
     /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
     /// Ports that are closed on the addresses of the target's nodes: every address of the agent's own node, the addresses in the
-    /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Only in pod CIDRs, a
-    /// connection to a Service may still reach them.
+    /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Exception: a connection to a
+    /// Service may still reach such a port at an address in a pod CIDR.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. No agent publishes an address
-    /// in them.
+    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. A node's addresses
+    /// in them are not published.
     pub anchored: BTreeSet<IpNet>,
     /// No packet may pass from or to the source: it is quarantined, or it is not cluster-meshed and its Peers are being
     /// deleted.
@@ -409,8 +409,8 @@ pub struct Service {
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// The IP families. A dual-stack Service has both, even if its cluster supports only one: requesting the other one again
-    /// would change nothing.
+    /// The IP families. A Service with a dual-stack `ipFamilyPolicy` counts as having both, even if its cluster supports only one:
+    /// another update could not add the missing family.
     pub families: Families,
     /// Hub namespaces whose meshes may grant this Service although they are restricted to Services of their own namespace
     /// (`kilo-clustermesh.io/allowed-from`).

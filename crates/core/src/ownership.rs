@@ -30,8 +30,8 @@ pub enum Ownership<'a> {
     Mesh(&'a MeshId),
     /// This hub wrote the object for a mesh that does not exist.
     Orphan,
-    /// This hub wrote the object, and the mesh label was removed later. The object is not deleted. A mesh that plans the same object,
-    /// by name and content, adopts it ([`can_readopt`]).
+    /// This hub wrote the object, and the mesh label was removed later. The object is not deleted. A mesh adopts it if it plans an
+    /// object of the same name (a Peer also with the same key) and the remaining labels allow it ([`can_readopt`]).
     Unlabelled,
     /// Another hub, a person or another program wrote the object.
     Foreign,

@@ -1,5 +1,5 @@
-//! Compares the planned with the observed policies, and finds revocations that are not yet in effect in a member because they could
-//! not be written there: a quarantine, a revoked grant, a more restrictive profile.
+//! Compares the planned with the observed policies, and finds revocations that are not known to be in effect in a member: of a
+//! quarantine, a revoked grant or a more restrictive profile.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,16 +12,16 @@ use crate::{
     plan::{Fact, MeshPlan, Plan},
 };
 
-/// A revocation that is not in effect in one target.
+/// A revocation that is not known to be in effect in one target.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PendingRevocation {
     /// `true` = the source is quarantined; `false` = a part of its access was revoked.
     pub quarantine: bool,
-    /// The member that still has access, by its entry's name.
+    /// The member whose access is revoked, by its entry's name.
     pub source: String,
-    /// The member to which the source has access, by its entry's name.
+    /// The member in which the revocation is not known to be in effect, by its entry's name.
     pub target: String,
-    /// Why the revocation is not in effect.
+    /// Why the revocation is not known to be in effect.
     pub why: PendingReason,
 }
 
@@ -68,7 +68,7 @@ impl PendingRevocation {
     }
 }
 
-/// Lists the revocations in the plan of one mesh that are not in effect. `unwritten` = members, by entry name, into which
+/// Lists the revocations in the plan of one mesh that are not known to be in effect. `unwritten` = members, by entry name, into which
 /// something could not be written, and why.
 #[must_use]
 pub fn find_pending(
@@ -95,16 +95,22 @@ pub fn find_pending(
         let reason = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            let is_linked = |source: &&&str| {
+            // Other revocations are found by comparing the plan with existing objects, which are not known here.
+            let needs_registration = |source: &&&str| {
                 let report = planned.clusters.get(**source);
-                **source != *name && report.is_some_and(|report| report.linked)
+                **source != *name && report.is_some_and(|report| report.needs_registration)
             };
-            found.extend(quarantined.iter().filter(is_linked).map(|source| PendingRevocation {
-                quarantine: true,
-                source: (*source).to_owned(),
-                target: name.clone(),
-                why: PendingReason::Unknown(reason.unwrap_or_default().to_owned()),
-            }));
+            found.extend(
+                quarantined
+                    .iter()
+                    .filter(needs_registration)
+                    .map(|source| PendingRevocation {
+                        quarantine: true,
+                        source: (*source).to_owned(),
+                        target: name.clone(),
+                        why: PendingReason::Unknown(reason.unwrap_or_default().to_owned()),
+                    }),
+            );
             continue;
         };
         let why = match (reason, unwritten.get(name)) {

@@ -39,8 +39,8 @@ pub use result::{
 };
 pub use settings::{INFRASTRUCTURE_PORTS, InfrastructurePort, Settings, SettingsError};
 
-/// How long a held node keeps its last Peer: its annotations are missing, or its WireGuard address is a duplicate while kg
-/// assigns new addresses (rule 9).
+/// How long a held node keeps its last Peer. A node is held if its annotations are missing, or if its WireGuard address is a
+/// duplicate while kg assigns new addresses (rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
 
 /// Held nodes are reported only after this time, because a restart of kg takes just seconds.
@@ -51,10 +51,10 @@ pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
 /// Builds the names of written objects. The implementation is in the API crate, which defines all names that users see.
 pub trait Naming {
-    /// Name of the Peer of `node`. `taken` = the readable name belongs to another object, so a hash is appended.
-    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String;
-    /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`.
-    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String;
+    /// Name of the Peer of `node`. `is_name_taken` = another owner's Peer has the readable name, so a hash is appended.
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String;
+    /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`. `is_name_taken` as in [`Self::peer`].
+    fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String;
     /// The id by which SandboxAccesses distinguish the sandboxes of a hub.
     fn sandbox(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of a mirrored Service for one IP family.
@@ -76,7 +76,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         let claimants = &plan.claimants;
         let planner = mesh::MeshPlanner {
             mesh,
-            all: &by_age,
+            all_meshes: &by_age,
             accepted: &accepted,
             seen,
             settings,

@@ -24,7 +24,7 @@ pub struct Condition {
 /// Derives the conditions of a mesh.
 ///
 /// - `unwritten`: members, by entry name, into which something could not be written, with the reason.
-/// - `leftovers`: clusters that were removed from the spec and whose objects cannot be deleted yet, with the reason.
+/// - `leftovers`: clusters that were removed from the spec, with the reason why the mesh's objects there are not deleted yet.
 /// - `broken`: links with tunnels that are down.
 /// - `outstanding`: the number of objects that differ from the plan, by (target entry, source entry).
 #[must_use]
@@ -114,7 +114,7 @@ fn ready_condition(
     for (name, report) in plan
         .clusters
         .iter()
-        .filter(|(_, report)| report.registered == 0 && report.linked)
+        .filter(|(_, report)| report.registered == 0 && report.needs_registration)
     {
         if problems.is_empty() && !report.accepted.is_empty() {
             problems.push(("NoNodes", format!("no Node of cluster {name:?} has a Peer yet")));
@@ -154,7 +154,7 @@ fn converging<'a>(
     outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
 ) -> Option<(&'static str, String)> {
     let total: usize = outstanding.clone().map(|(_, count)| count).sum();
-    // The first of the largest counts.
+    // The entry with the largest count; of several, the first (`max_by_key` returns the last).
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;

@@ -1,6 +1,7 @@
 //! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. It is read-only, and the dumped
 //! state contains no secrets. The state lists peers and connections, and untrusted hosts may reach the port, so `/debug/state` is
-//! served only to loopback clients. So is `/metrics` in a program whose port the agent's firewall does not close ([`Audience`]).
+//! served only to loopback clients. A program whose port the agent's firewall does not protect also restricts `/metrics` to them
+//! ([`Audience`]).
 
 use std::{
     collections::VecDeque,
@@ -55,7 +56,7 @@ pub struct State {
     pub registry: Arc<Registry>,
     /// The clients to which `/metrics` is served. Its labels name meshes and clusters.
     pub metrics_for: Audience,
-    /// `/readyz`: 200 with the remarks, or 503 with the pending items. Each of them is on its own line.
+    /// `/readyz`: 200, or 503 with the pending items; then the remarks in both cases. Each item and remark is on its own line.
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the silent loops. Each of them is on its own line.
     pub liveness: Liveness,
@@ -383,7 +384,7 @@ mod tests {
 
     // threat: gateway-port
     #[tokio::test]
-    async fn endpoint_bound_to_interfaces_answers_only_there() {
+    async fn endpoint_answers_on_its_interface_and_names_a_missing_one() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
         let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
         let (address, stop, served) = spawn(admin);
@@ -418,7 +419,7 @@ mod tests {
 
     // threat: admin-port-flood
     #[tokio::test(start_paused = true)]
-    async fn request_with_an_endless_head_is_closed() {
+    async fn connection_with_unfinished_request_head_is_closed() {
         let (address, _stop, _served) = serve_on_loopback().await;
         let mut stream = TcpStream::connect(address).await.expect("connects");
         stream
@@ -439,7 +440,7 @@ mod tests {
 
     // threat: controller-port
     #[tokio::test]
-    async fn state_and_restricted_metrics_are_for_loopback_only() {
+    async fn debug_state_and_loopback_metrics_refuse_remote_clients() {
         let state = |metrics_for| State {
             registry: Arc::new(metrics::registry("test", "1")),
             metrics_for,

@@ -3,7 +3,7 @@
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft limit is low because of programs that
-/// use select(2); neither this process nor its children use it. If the limit cannot be raised, the program logs that and continues.
+/// use select(2); neither this process nor its children call select. If the limit cannot be raised, the program logs that and continues.
 pub fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -1,7 +1,7 @@
 //! Code that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown and the admin endpoint.
 //!
 //! A program calls [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`] and [`admin::Admin::bind`], spawns
-//! [`admin::Admin::serve`], works until the token is cancelled, and waits for its remaining work with [`drain::within`].
+//! [`admin::Admin::serve`], works until the token of `on_signal` is cancelled, and waits for its remaining work with [`drain::within`].
 //!
 //! # Example
 //!

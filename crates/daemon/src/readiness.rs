@@ -19,7 +19,7 @@ enum Kind {
 }
 
 impl Readiness {
-    /// Creates an empty list, for which the program is ready.
+    /// Creates an empty list; with it, the program is ready.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -74,7 +74,7 @@ impl Readiness {
     }
 }
 
-/// One item of the list. Dropping the value removes the item.
+/// One item of the list: a pending item or a remark. Dropping the value removes the item.
 #[derive(Debug)]
 #[must_use = "the item is removed from the list when this value is dropped"]
 pub struct Pending {

@@ -13,7 +13,7 @@ use crate::{Cluster, Error, Lab, Result, TrafficClient, Workers};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
 
-/// A sandbox, its hub, and the policies between them.
+/// A sandbox, its hub, and the NetworkPolicies between them.
 #[derive(Debug)]
 pub struct Boundary<'a> {
     lab: &'a Lab,
@@ -98,8 +98,8 @@ impl Boundary<'_> {
         Ok(out)
     }
 
-    /// Every socket of the hub and the other clusters, without the sandbox's own addresses, and in addition the
-    /// admitted sockets and the gateways' WireGuard addresses.
+    /// The sockets to scan: those of the hub and of the other clusters, except at the sandbox's own addresses; those at
+    /// the gateways' WireGuard addresses; and the admitted ones.
     ///
     /// # Errors
     /// When an API server does not answer.
@@ -119,7 +119,7 @@ impl Boundary<'_> {
     }
 
     /// Applies the policies and waits until they are in force for `from`: every socket of `open` that is neither
-    /// admitted nor granted is closed.
+    /// admitted nor granted is closed. `open` = the sockets that were open without policies.
     ///
     /// # Errors
     /// When such a socket is still open after 90 s.

@@ -1,6 +1,6 @@
 //! Installs a datapath that bypasses netfilter, as Cilium's host routing with eBPF does. A `tc` program at the ingress
-//! of a node's links redirects packets between pods of different nodes to the other link. Netfilter in the node's
-//! network namespace never sees them.
+//! of a node's links redirects packets between pods of different nodes: from a pod's link to `eth0`, and from `eth0` to
+//! the bridge of the pods. Netfilter in the node's network namespace never sees them.
 //!
 //! ```text
 //!  pod -- veth -- [program] -----> eth0        toward pods of another node
@@ -8,8 +8,8 @@
 //! ```
 //! This module assembles the program itself, so that no BPF compiler is needed. It handles IPv4 on little-endian machines.
 //!
-//! With this datapath, a ClusterIP whose endpoint is on another node does not work: kube-proxy translates the packets in
-//! netfilter, and the replies bypass netfilter. Cilium replaces kube-proxy for that reason.
+//! With this datapath, a ClusterIP whose endpoint is on another node does not work: kube-proxy translates the requests in
+//! netfilter, and the replies bypass netfilter, so they keep the address of the endpoint. Cilium replaces kube-proxy for that reason.
 
 use ipnet::Ipv4Net;
 use serde_json::Value;
@@ -55,25 +55,25 @@ impl Node<'_> {
                 .ok_or_else(|| Error::Other(format!("{} has no link {name}", self.name())))
         };
         let (bridge, uplink) = (index(BRIDGE)?, index(UPLINK)?);
-        let ports: Vec<&str> = list(&links)
+        let pod_links: Vec<&str> = list(&links)
             .filter(|link| link["master"] == BRIDGE)
             .filter_map(|link| link["ifname"].as_str())
             .collect();
         let mut batch = String::new();
-        for link in ports.iter().chain([&UPLINK]) {
+        for link in pod_links.iter().chain([&UPLINK]) {
             batch += &format!("qdisc replace dev {link} clsact\n");
         }
         for (position, (name, range)) in ranges.iter().enumerate() {
-            let (at, to) = if *name == self.name() {
+            let (ingress_links, to) = if *name == self.name() {
                 (&[UPLINK][..], bridge)
             } else {
-                (&ports[..], uplink)
+                (&pod_links[..], uplink)
             };
             let file = format!("{}-to-{name}.o", self.name());
             let file = self.lab().directory().join(file);
             std::fs::write(&file, object(&program(*range, to)))
                 .map_err(Error::io(format!("write {}", file.display())))?;
-            for link in at {
+            for link in ingress_links {
                 batch += &format!(
                     "filter replace dev {link} ingress pref {pref} handle 1 bpf direct-action object-file {file} section {SECTION}\n",
                     pref = position + 1,
@@ -98,20 +98,21 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 ///
 /// Each instruction has: opcode, source and destination register, number of instructions to skip, value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
-    let node = u32::from(range.network()) + 1;
+    // Offsets are in bytes: of the destination in the IPv4 header, and of the protocol in `struct __sk_buff`.
+    let node_address = u32::from(range.network()) + 1;
     let ethernet_header = 14;
-    let destination = 16;
-    let protocol = 16;
+    let destination_offset = 16;
+    let protocol_offset = 16;
     let bpf_redirect_neigh = 152;
     let instructions: [(u8, u8, i16, u32); 15] = [
         // r6 = the packet: instruction 0x20 reads from it
         (0xbf, 0x16, 0, 0),
         // if packet.protocol (network byte order) != IPv4: jump to the end
-        (0x61, 0x62, protocol, 0),
+        (0x61, 0x62, protocol_offset, 0),
         (0x55, 0x02, 10, u16::to_be(0x0800).into()),
         // r0 = the destination address, in host byte order
-        (0x20, 0x00, 0, ethernet_header + destination),
-        (0x16, 0x00, 8, node),
+        (0x20, 0x00, 0, ethernet_header + destination_offset),
+        (0x16, 0x00, 8, node_address),
         (0x54, 0x00, 0, range.netmask().into()),
         (0x56, 0x00, 6, range.network().into()),
         // return bpf_redirect_neigh(to, NULL, 0, 0)

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use crate::command::{self, Running, argv};
 use crate::{Lab, Node, Result};
 
-/// A running capture of every frame on the underlay's bridge, or on one node's eth0.
+/// A running capture of the frames on the underlay's bridge, or on one node's eth0, that match a filter.
 #[derive(Debug)]
 pub struct Capture {
     tcpdump: Running,
@@ -51,7 +51,7 @@ impl Lab {
 }
 
 impl Node<'_> {
-    /// Captures all frames on this node's eth0, as [`Lab::capture`] does on the underlay.
+    /// Starts a capture on this node's eth0, as [`Lab::capture`] does on the underlay.
     ///
     /// # Errors
     /// As [`Lab::capture`].

@@ -33,8 +33,8 @@ fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()
 }
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When a panic drops it, it
-/// prints commands to inspect the lab, and copies the logs into the lab's cache directory.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When a panic drops it, it prints commands to
+/// inspect the lab, and copies the logs into the lab's cache directory, or keeps the lab if `CLUSTERMESH_LAB_KEEP` is set.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,
@@ -47,7 +47,7 @@ pub struct Lab {
 struct LabState {
     plan: LabPlan,
     tools: Tools,
-    /// Nodes and bare hosts in the order in which they joined, including nodes without power.
+    /// Nodes and bare hosts in the order in which they joined, including nodes that are powered off.
     nodes: Vec<NodePlan>,
 }
 
@@ -135,7 +135,7 @@ impl Lab {
         if plan.clusters.iter().any(|cluster| cluster.controllers) {
             self.write_base_images()?;
         }
-        // Workers in pods need the nodes that run these pods, so these clusters start last.
+        // A cluster whose nodes run in pods of another cluster starts after that other cluster.
         let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()
@@ -156,8 +156,8 @@ impl Lab {
         progress: &dyn Fn(&str),
     ) -> Result<()> {
         let cluster = self.cluster(&plan.name);
-        // Nodes boot while the API server starts.
         self.publish_api_to_pods(plan).await?;
+        // Nodes boot while the API server starts. Before kubelet they wait for `release_nodes`.
         for n in 1..=plan.nodes {
             self.boot(&self.plan_node(plan, n).await?).await?;
         }
@@ -213,7 +213,7 @@ impl Lab {
         &self.run.directory
     }
 
-    /// The programs that the lab runs. [`Tools::ensure`] provides further sets.
+    /// The programs that the lab runs. [`Tools::ensure`] builds further sets of programs.
     pub fn tools(&self) -> &Tools {
         &self.tools
     }

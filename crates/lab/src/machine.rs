@@ -223,13 +223,13 @@ struct Run {
 
 impl Run {
     fn new(kernel: &kernel::Kernel, command: &[String]) -> Result<Self> {
-        let all = lab_home()?.join("machines");
-        std::fs::create_dir_all(&all).map_err(Error::io(format!("create {}", all.display())))?;
-        sweep(&all);
-        let failed = || Error::io(format!("prepare a run in {}", all.display()));
+        let runs = lab_home()?.join("machines");
+        std::fs::create_dir_all(&runs).map_err(Error::io(format!("create {}", runs.display())))?;
+        sweep(&runs);
+        let failed = || Error::io(format!("prepare a run in {}", runs.display()));
         let directory = tempfile::Builder::new()
             .prefix("run.")
-            .tempdir_in(&all)
+            .tempdir_in(&runs)
             .map_err(failed())?;
         let lock = create_locked(directory.path())?;
         let here = std::env::current_dir().map_err(Error::io("find the current directory"))?;
@@ -271,8 +271,8 @@ fn create_locked(directory: &Path) -> Result<Flock<File>> {
 }
 
 /// Removes the directories of runs whose owner is dead.
-fn sweep(all: &Path) {
-    let directories = std::fs::read_dir(all)
+fn sweep(runs: &Path) {
+    let directories = std::fs::read_dir(runs)
         .into_iter()
         .flatten()
         .flatten()
@@ -312,7 +312,7 @@ fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// Looks for a program in PATH, as a shell does.
+/// Looks for a program in PATH, and then in the `sbin` directories, which the PATH of a user may lack.
 fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -340,16 +340,16 @@ mod tests {
 
     #[test]
     fn sweep_spares_a_directory_that_is_being_created() {
-        let all = tempfile::tempdir().unwrap();
+        let runs = tempfile::tempdir().unwrap();
         let is_done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_done.load(Ordering::Relaxed) {
-                    sweep(all.path());
+                    sweep(runs.path());
                 }
             });
             let swept = (0..2_000).find(|n| {
-                let directory = all.path().join(n.to_string());
+                let directory = runs.path().join(n.to_string());
                 std::fs::create_dir(&directory).unwrap();
                 let lock = create_locked(&directory);
                 let exists = directory.join(LOCK).exists();
@@ -364,16 +364,16 @@ mod tests {
 
     #[test]
     fn sweep_removes_only_directories_of_dead_runs() {
-        let all = tempfile::tempdir().unwrap();
+        let runs = tempfile::tempdir().unwrap();
         for name in ["alive", "dead", "new"] {
-            std::fs::create_dir(all.path().join(name)).unwrap();
+            std::fs::create_dir(runs.path().join(name)).unwrap();
         }
-        std::fs::write(all.path().join("dead").join(LOCK), "").unwrap();
-        let lock = File::create(all.path().join("alive").join(LOCK)).unwrap();
+        std::fs::write(runs.path().join("dead").join(LOCK), "").unwrap();
+        let lock = File::create(runs.path().join("alive").join(LOCK)).unwrap();
         let _lock = Flock::lock(lock, FlockArg::LockExclusive).unwrap();
-        sweep(all.path());
+        sweep(runs.path());
         assert_eq!(
-            ["alive", "dead", "new"].map(|name| all.path().join(name).exists()),
+            ["alive", "dead", "new"].map(|name| runs.path().join(name).exists()),
             [true, false, true]
         );
     }

@@ -22,7 +22,7 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// Creates an authority.
+    /// Creates an authority. Also returns its certificate and key, for [`Self::load`].
     pub(crate) fn new(cluster: &str) -> Result<(Self, Pair), rcgen::Error> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -43,7 +43,7 @@ impl Authority {
         ))
     }
 
-    /// Loads an authority, for a node that joins a running lab.
+    /// Loads an authority that [`Self::new`] created. `pair` is its certificate and key.
     pub(crate) fn load(cluster: &str, pair: &Pair) -> Result<Self, rcgen::Error> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name(&format!("{cluster}-ca"), None);

@@ -131,7 +131,8 @@ pub struct NodePlan {
     pub name: String,
     /// Name of the cluster. Empty for a bare host.
     pub cluster: String,
-    /// The InternalIP: on the underlay, or in another cluster's pod range.
+    /// The InternalIP: on the underlay, or, if the node is a pod of another cluster ([`Workers::Pods`]), in the pod range
+    /// there.
     pub address: Ipv4Addr,
     /// The network to which the node is connected.
     #[serde(default)]
@@ -153,7 +154,7 @@ impl LabPlan {
         }
     }
 
-    /// A plan of whole clusters: `(name, number of nodes)`.
+    /// A plan of clusters with all components of the control plane: `(name, number of nodes)`.
     pub fn clusters(clusters: &[(&str, u8)]) -> Self {
         let plan = |(index, (name, nodes)): (usize, &(&str, u8))| ClusterPlan::with_default_ranges(index, name, *nodes);
         Self {
@@ -162,10 +163,10 @@ impl LabPlan {
     }
 
     /// Adds IPv6 ranges to every cluster: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
-    /// where N is as in [`ClusterPlan::with_default_ranges`].
+    /// where N is the third octet of the cluster's underlay range, as in [`ClusterPlan::with_default_ranges`].
     ///
     /// # Panics
-    /// When a cluster does not have the default ranges.
+    /// Never: the texts are networks for every N up to 255.
     #[must_use]
     pub fn dual_stack(mut self) -> Self {
         for cluster in &mut self.clusters {
@@ -181,7 +182,7 @@ impl LabPlan {
         self
     }
 
-    /// Gives a cluster an IPv6 range for WireGuard addresses: fd00:66:N::/112.
+    /// Gives a cluster an IPv6 range for WireGuard addresses: fd00:66:N::/112, where N is its number in the plan, from 1.
     ///
     /// # Panics
     /// When the cluster is not in the plan.
@@ -295,7 +296,8 @@ impl LabPlan {
         let shares_host_node = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Other(format!(
-                "{}: its nodes cannot be pods of {of}-{node}: no whole cluster has such a node on the underlay",
+                "{}: its nodes cannot be pods of {of}-{node}: that is no node on the underlay, or one of the \
+                 two clusters has only an API server",
                 cluster.name
             )));
         }
@@ -313,7 +315,7 @@ impl ClusterPlan {
     /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
     ///
     /// # Panics
-    /// When `index` is above 23, because the ranges would not be in 10.0.0.0/8.
+    /// When `index` is above 23: with N up to 24, 10 * N + 1 fits into an octet.
     pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
         let n = u8::try_from(index + 1)
             .ok()

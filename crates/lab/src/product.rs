@@ -294,7 +294,8 @@ impl<'a> Product<'a> {
         self.wait_until_ready().await
     }
 
-    /// Waits until the mesh is Ready and every Node of every cluster is registered.
+    /// Waits until the mesh is Ready and every running node of every cluster is registered. In a cluster whose Nodes need no
+    /// Peers, registered gateways suffice.
     ///
     /// # Errors
     /// After three minutes. The error quotes the mesh's conditions.
@@ -365,7 +366,8 @@ impl<'a> Product<'a> {
 }
 
 /// The `allowedNetworks` of a cluster: pod range, WireGuard range and Service range. In the hub also the addresses of
-/// its nodes, so that servers in their host network are reachable.
+/// its nodes, so that servers in their host network are reachable. In a dual-stack cluster also the IPv6 pod and Service
+/// ranges, and the IPv6 addresses of its nodes.
 fn allowed_networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     let mut networks = vec![
         plan.pod_cidr.to_string(),

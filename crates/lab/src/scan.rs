@@ -14,13 +14,13 @@ use tempfile::NamedTempFile;
 use crate::{Cluster, Error, Lab, Result, Running, TrafficClient, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH. A scan tries them at every address.
-pub const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+pub const INFRASTRUCTURE_PORTS: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
 /// Number of background probes so far, which makes the names of their logs unique.
 static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
-    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`INFRASTRUCTURE`].
+    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`INFRASTRUCTURE_PORTS`].
     /// The value describes the owner of the address: a node (its own addresses, the gateway of its pods, its WireGuard
     /// address), a pod, a Service, an EndpointSlice or the API server.
     ///
@@ -36,7 +36,7 @@ impl Cluster<'_> {
             .map_err(|error| Error::Other(format!("parse the output of kubectl: {error}")))?;
         let mut found = SocketInventory::default();
         found.add_address(&self.plan().api_address().to_string(), || "the API server".to_owned());
-        found.ports.extend(INFRASTRUCTURE);
+        found.ports.extend(INFRASTRUCTURE_PORTS);
         for object in list["items"].as_array().into_iter().flatten() {
             found.add_object(object);
         }
@@ -75,18 +75,18 @@ impl SocketInventory {
 
     fn add_object(&mut self, object: &Value) {
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        let all = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        let items = |value: &Value| value.as_array().cloned().unwrap_or_default();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         match object["kind"].as_str() {
             Some("Node") => {
-                for address in all(&object["status"]["addresses"]) {
+                for address in items(&object["status"]["addresses"]) {
                     self.add_address(&text(&address["address"]), || format!("node {name}"));
                 }
                 let annotations = &object["metadata"]["annotations"];
                 let wireguard = text(&annotations["kilo.squat.ai/wireguard-ip"]);
                 let wireguard = wireguard.split('/').next().unwrap_or_default();
                 self.add_address(wireguard, || format!("WireGuard address of node {name}"));
-                for pods in all(&object["spec"]["podCIDRs"]) {
+                for pods in items(&object["spec"]["podCIDRs"]) {
                     if let Some(gateway) = pods
                         .as_str()
                         .and_then(|net| net.parse::<IpNet>().ok())
@@ -97,36 +97,36 @@ impl SocketInventory {
                 }
             }
             Some("Pod") => {
-                for ip in all(&object["status"]["podIPs"]) {
+                for ip in items(&object["status"]["podIPs"]) {
                     self.add_address(&text(&ip["ip"]), || format!("pod {name}"));
                 }
-                for container in all(&object["spec"]["containers"]) {
-                    for port in all(&container["ports"]) {
+                for container in items(&object["spec"]["containers"]) {
+                    for port in items(&container["ports"]) {
                         self.add_port(&port["containerPort"]);
                         self.add_port(&port["hostPort"]);
                     }
                 }
             }
             Some("Service") => {
-                let addresses = all(&object["spec"]["clusterIPs"]).into_iter();
-                let balancers = all(&object["status"]["loadBalancer"]["ingress"])
+                let addresses = items(&object["spec"]["clusterIPs"]).into_iter();
+                let balancers = items(&object["status"]["loadBalancer"]["ingress"])
                     .into_iter()
                     .map(|at| at["ip"].clone());
-                for ip in addresses.chain(balancers).chain(all(&object["spec"]["externalIPs"])) {
+                for ip in addresses.chain(balancers).chain(items(&object["spec"]["externalIPs"])) {
                     self.add_address(&text(&ip), || format!("Service {name}"));
                 }
-                for port in all(&object["spec"]["ports"]) {
+                for port in items(&object["spec"]["ports"]) {
                     self.add_port(&port["port"]);
                     self.add_port(&port["nodePort"]);
                 }
             }
             Some("EndpointSlice") => {
-                for endpoint in all(&object["endpoints"]) {
-                    for ip in all(&endpoint["addresses"]) {
+                for endpoint in items(&object["endpoints"]) {
+                    for ip in items(&endpoint["addresses"]) {
                         self.add_address(&text(&ip), || format!("an endpoint of EndpointSlice {name}"));
                     }
                 }
-                for port in all(&object["ports"]) {
+                for port in items(&object["ports"]) {
                     self.add_port(&port["port"]);
                 }
             }

@@ -1,6 +1,6 @@
 //! Runs the supervisor: one process for each lab, the ancestor of all its processes. It keeps the network namespaces
 //! open, starts and kills processes and forwards ports. Its standard input is a pipe from the lab's owner. When this pipe
-//! closes, the supervisor takes the lab down.
+//! closes, the supervisor takes the lab down, unless the lab is kept.
 //!
 //! It is pid 1 of its own pid namespace, so the kernel kills all processes of the lab when it exits.
 
@@ -40,6 +40,7 @@ struct Supervisor {
     cgroups: Cgroups,
     reaper: Reaper,
     resources: Mutex<Resources>,
+    /// Whether the lab continues after its owner has exited.
     keep: AtomicBool,
 }
 
@@ -50,8 +51,8 @@ struct Resources {
     processes: BTreeMap<String, Pid>,
 }
 
-/// Serves requests until standard input closes or `Down` arrives. Both exit the process, so this function returns only
-/// on an error.
+/// Serves requests until `Down` arrives, or standard input closes and the lab is not kept. Both exit the process, so this
+/// function returns only on an error.
 fn serve(run: &Path) -> anyhow::Result<()> {
     let lock = std::fs::File::create(run.join(run::SUPERVISOR_LOCK))?;
     let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;

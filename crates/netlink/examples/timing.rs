@@ -1,4 +1,5 @@
-//! Measures requests in a network namespace of its own, with as many routes as the agent has for 5,000 peers. Needs root.
+//! Measures route lookups, and adding and reading as many routes as the agent has for 5,000 peers, in a network namespace of its own.
+//! Needs root.
 //! Run it with `cargo run --release -p clustermesh-netlink --example timing`.
 
 use std::{error::Error, net::Ipv4Addr, time::Instant};
@@ -12,6 +13,7 @@ use netlink_packet_route::{
 use nix::sched::{CloneFlags, unshare};
 
 const PEERS: u32 = 5_000;
+/// Two for each peer: its pod CIDR and its WireGuard address.
 const ROUTES: u32 = 10_000;
 /// Routing table of the added routes.
 const TABLE: u32 = 5182;

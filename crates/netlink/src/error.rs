@@ -56,7 +56,8 @@ impl From<DecodeError> for Error {
     }
 }
 
-/// Keeps the error kind and the message. `raw_os_error` is `None` if the kernel gave a reason.
+/// [`Error::Open`] and [`Error::Socket`] become their source; the other variants keep their message. Of these, only a kernel error
+/// without a reason has a `raw_os_error`.
 impl From<Error> for io::Error {
     fn from(error: Error) -> Self {
         match error {

@@ -156,7 +156,7 @@ impl netlink_packet_core::NetlinkDeserializable for Ignored {
 fn missing_answer_is_a_timeout() {
     let socket = open();
     assert!(matches!(socket.get(&Ignored), Err(Error::NoAnswer)));
-    // A change gets an acknowledgement even for such a message.
+    // `change` requests an acknowledgement, which the kernel also sends for a message that it ignores.
     socket.change(&Ignored).unwrap();
 }
 

@@ -1,6 +1,6 @@
 //! Generates scenarios for property tests: meshes and the observed state of their members.
 //!
-//! Most networks and keys belong to one cluster, so that Peers are planned. Other values come from small shared pools, so that
+//! Most networks and keys occur in only one cluster, so that Peers are planned. Other values come from small shared pools, so that
 //! names, keys, addresses and labels of different clusters collide. [`scenario`] is the usual start; [`sandboxed`] has a sandbox
 //! with a valid grant.
 #![forbid(unsafe_code)]
@@ -35,8 +35,8 @@ use mesh::mesh;
 pub struct TestNaming;
 
 impl Naming for TestNaming {
-    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
-        let tail = if taken {
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String {
+        let tail = if is_name_taken {
             format!("-{}", mesh.namespace)
         } else {
             String::new()
@@ -44,8 +44,8 @@ impl Naming for TestNaming {
         format!("{}--{cluster}--{node}{tail}", mesh.name)
     }
 
-    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
-        let tail = if taken {
+    fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String {
+        let tail = if is_name_taken {
             format!("-{}", mesh.namespace)
         } else {
             String::new()
@@ -160,7 +160,7 @@ pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<
         .collect()
 }
 
-/// The owner of an object, among the meshes of a plan.
+/// Which mesh of a plan owns the object with these ownership labels.
 pub fn ownership_of<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
     ownership::of(owner, &plan.hub, &plan.claimants)
 }

@@ -17,7 +17,8 @@ use proptest::{collection, option, prelude::*, sample::select};
 
 use crate::values::{claim, endpoint, ip, key, net, own_address, own_key, own_pods, own_wireguard, socket_address};
 
-/// The `k`-th node of cluster `n`. This strategy and those below are boxed, because their nested types would overflow the stack.
+/// The `k`-th node of cluster `n`. Most of its values are valid and its own, so that most nodes get Peers; the others are arbitrary.
+/// This strategy and [`member`] are boxed, because their nested types would overflow the stack.
 pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
     let own_claims = Just(vec![Claim::Valid(own_pods(n, k))]);
     let additional = claim(net()).prop_map(move |more| vec![Claim::Valid(own_pods(n, k)), more]);
@@ -125,11 +126,12 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
         select(&["one", "two"][..]),
     );
     let spec_or_error = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
-    // Half of the Peers look like those that a plan writes.
+    // Half of the Peers look like those that a plan writes. The suffix is that of `TestNaming` if the plain name is taken: the
+    // namespace of the mesh.
     let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, is_random, owner, spec)| {
-        let ((mesh, taken), n, k, namespace) = name;
-        let tail = if taken { "-one" } else { "" };
-        let name = format!("{mesh}--c{n}--{}{tail}", NODE_NAMES[k]);
+        let ((mesh, is_taken), n, k, namespace) = name;
+        let suffix = if is_taken { "-one" } else { "" };
+        let name = format!("{mesh}--c{n}--{}{suffix}", NODE_NAMES[k]);
         if is_random {
             return (name, ObservedPeer { owner, spec });
         }
@@ -224,7 +226,7 @@ pub fn gateway_name(name: &str) -> ObjectName {
     }
 }
 
-/// A gateway of cluster `n`.
+/// A gateway of cluster `n`. Gateways have the keys and addresses of numbers 6 to 8; nodes have the numbers 1 to 4.
 fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
     let address = prop_oneof![8 => (6u8..9).prop_map(move |k| own_wireguard(n, k).addr()), 1 => ip()];
     (

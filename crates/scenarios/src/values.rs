@@ -85,7 +85,7 @@ pub(crate) fn socket_address() -> impl Strategy<Value = SocketAddr> + Clone {
     (ip(), select(&[0u16, 51820, 7][..])).prop_map(SocketAddr::from)
 }
 
-/// The third byte of the WireGuard addresses of cluster `n`.
+/// The third byte of the WireGuard addresses of cluster `n`. Clusters 0 and 2 use networks of the shared pool [`NETS`].
 const WIREGUARD_THIRD_BYTE: [u8; 3] = [1, 3, 2];
 
 pub(crate) fn parse<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) -> T {

@@ -60,7 +60,7 @@ struct Args {
     /// KEY,ADDRESS of the sandbox's node.
     #[arg(long)]
     peer: String,
-    /// Address of the granted Service's only endpoint. Its ports are equal to the gateway ports.
+    /// Address of the granted Service's only endpoint. It listens on the same ports as the gateway.
     #[arg(long)]
     pod: IpAddr,
     /// Port of the TCP grant.
@@ -178,7 +178,7 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
     }
 }
 
-/// The sysctl that `wg-agent prepare --mode=gateway` writes in the init container.
+/// The sysctl for IPv4 forwarding, which `wg-agent prepare --mode=gateway` writes in the init container.
 fn forwarding() -> Sysctl {
     Sysctl {
         name: Name::Global("ipv4/ip_forward"),

@@ -66,8 +66,8 @@ fn main() -> anyhow::Result<()> {
         peer,
     } = Args::parse();
     let private_key = private_key(&private_key_file)?;
-    let (outer, at) = underlay.split_once(',').context("--underlay INTERFACE,ADDRESS")?;
-    let at: IpAddr = at.parse()?;
+    let (underlay_interface, underlay_address) = underlay.split_once(',').context("--underlay INTERFACE,ADDRESS")?;
+    let underlay_address: IpAddr = underlay_address.parse()?;
     let mut words = peer.split(',');
     let mut word = || words.next().context("--peer KEY,ENDPOINT,ADDRESS");
     let (key, endpoint, other) = (word()?.parse()?, word()?.parse()?, word()?.parse()?);
@@ -78,11 +78,11 @@ fn main() -> anyhow::Result<()> {
         device: interface.clone(),
         listen_port,
         mtu,
-        underlay: outer.parse()?,
-        underlay_addresses: [at].into(),
-        // A node accepts connections from the mesh only at its node addresses. The benchmark connects to the WireGuard address, so this
-        // address is added.
-        addresses: [at, address].into(),
+        underlay: underlay_interface.parse()?,
+        underlay_addresses: [underlay_address].into(),
+        // A node accepts connections from the mesh only at these addresses. On a real node they are the InternalIPs. The benchmark
+        // connects to the WireGuard address, so it is added here.
+        addresses: [underlay_address, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
     let compiled = compile(&inputs(node, key, endpoint, other));
@@ -144,7 +144,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         api_servers: BTreeSet::new(),
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
-        narrow: BTreeMap::new(),
+        peer_mtus: BTreeMap::new(),
     }
 }
 

@@ -2,7 +2,7 @@
 //! warns if none does. RBAC cannot do that: the account may patch every Node.
 //!
 //! The check is a dry run of a patch that no agent makes: a label on its own Node. If admission refuses the patch, the
-//! account is restricted. The check needs no other permission and writes nothing.
+//! account counts as restricted. The check needs no other permission and writes nothing.
 
 use std::time::Duration;
 
@@ -39,7 +39,8 @@ enum Verdict {
     Unknown,
 }
 
-/// Checks every [`INTERVAL`] until the token is cancelled.
+/// Checks every [`INTERVAL`], or [`RETRY`] after a check without a result, until the token is cancelled. While the account is
+/// unrestricted, readiness has a remark.
 pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump: Dump, stop: CancellationToken) {
     let mut remark: Option<Pending> = None;
     loop {

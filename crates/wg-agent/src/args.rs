@@ -102,7 +102,8 @@ pub(crate) struct Flags {
     /// A running agent keeps its state, however long its API server does not answer. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = parse_duration, global = true)]
     cache_max_age: Duration,
-    /// MTU of the device: auto = the path MTU to each peer minus 60 over IPv4 and 80 over IPv6.
+    /// MTU of the device: auto = the largest path MTU to a peer, minus 60 over IPv4 or 80 over IPv6. Routes to peers with
+    /// a smaller path MTU get their own MTU.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
     /// Do not use the kernel's segmentation offloads: read and write packets one by one. Use it to find out whether an
@@ -347,7 +348,7 @@ impl Flags {
             ..
         } = self;
         CleanupConfig {
-            node_name,
+            node_name: node_name.filter(|name| !name.is_empty()),
             kubeconfig,
             mode,
             interface,

@@ -20,7 +20,7 @@ pub struct Table {
     /// Maximum number of entries (`net.netfilter.nf_conntrack_max`; 0 = no limit).
     pub limit: u64,
     /// Failures since the node started. `insert_failed`: no source port was left for a destination, or two packets
-    /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry without a reply was evicted.
+    /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry that was not `ASSURED` was evicted.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
@@ -47,6 +47,7 @@ pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
     if limit == 0 || limit >= least {
         return Ok(None);
     }
+    // A chain then has four entries on average. kube-proxy sets the same ratio.
     let buckets = least / 4;
     if read_setting("buckets")? < buckets {
         fs::write(setting_path("buckets"), buckets.to_string())?;
@@ -92,9 +93,9 @@ impl Table {
         let Self { entries, limit, .. } = *self;
         (limit > 0 && entries.saturating_mul(10) >= limit.saturating_mul(9)).then(|| {
             format!(
-                "the conntrack table of this node is at least 90 % full; when it has {limit} entries, new connections of every \
-                 pod fail. Raise it: sysctl -w net.netfilter.nf_conntrack_max={} (kube-proxy sets it by --conntrack-max-per-core), \
-                 and look for the source of the connections: conntrack -L",
+                "the conntrack table of this node is at least 90 % full; when it has {limit} entries, new \
+                 connections of every pod fail. Raise the limit: sysctl -w net.netfilter.nf_conntrack_max={} (kube-proxy \
+                 sets it by --conntrack-max-per-core), and look for the source of the connections: conntrack -L",
                 limit.saturating_mul(2)
             )
         })

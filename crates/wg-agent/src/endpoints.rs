@@ -14,7 +14,7 @@ use clustermesh_agent_core::{
 use clustermesh_core::key::PublicKey;
 
 /// A handshake is overdue if the last one is older than this. An initiator that sends data rekeys after 120 s (WireGuard
-/// paper §6.2), and retries every 5 s.
+/// paper §6.2), and retries every 5 s; three attempts may be lost.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
 
 #[derive(Debug, Clone)]
@@ -173,7 +173,8 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// Called when the device is new or has a new private key, so that no peer has sent anything yet.
+    /// Forgets the state of all peers, but not their live endpoints. Called when the device is new or has a new private key: no peer has
+    /// sent anything to it yet.
     pub(crate) fn reset(&mut self) {
         self.peers.clear();
     }
@@ -202,11 +203,11 @@ impl TrackedPeer {
     }
 
     fn try_next_candidate(&mut self, now: Instant) {
-        let at = self
+        let position = self
             .candidates
             .iter()
             .position(|candidate| Some(*candidate) == self.current);
-        let next = at.map_or(0, |at| (at + 1) % self.candidates.len());
+        let next = position.map_or(0, |position| (position + 1) % self.candidates.len());
         self.current = self.candidates.get(next).copied();
         self.current_since = now;
     }
@@ -330,7 +331,7 @@ mod tests {
         assert_eq!(
             tracker.configured_endpoint(&KEY),
             Some(at("192.0.2.9:1")),
-            "the endpoint to which the peer roamed is kept"
+            "no candidate is configured while the peer sends from another endpoint"
         );
         tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
         sync(&mut tracker, &["192.0.2.11:1"], now);
@@ -388,11 +389,15 @@ mod tests {
         assert_eq!(
             tracker.live_endpoints().keys().collect::<Vec<_>>(),
             [&KEY],
-            "the other peer is removed"
+            "the endpoint of a peer that is not desired is forgotten"
         );
         assert!(tracker.update(&observed(None, Some("203.0.113.5:777"), 0, 1), after(20)));
         assert_eq!(tracker.configured_endpoint(&KEY), candidate);
-        assert_eq!(tracker.live_endpoints()[&KEY], live.unwrap(), "kept without an answer");
+        assert_eq!(
+            tracker.live_endpoints()[&KEY],
+            live.unwrap(),
+            "the live endpoint is kept although the peer has not answered"
+        );
         tracker.update(&observed(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
         tracker.reset();
         sync(&mut tracker, &["192.0.2.1:1"], after(30));
@@ -408,6 +413,7 @@ mod tests {
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
         let other = PublicKey::new([8; 32]);
+        // Handshake age in seconds, received bytes and sent bytes of each peer.
         let two = |a: (u64, u64, u64), b: (u64, u64, u64)| -> ObservedPeers {
             let mut all = observed(Some(a.0), Some("192.0.2.1:1"), a.1, a.2);
             let more = observed(Some(b.0), Some("192.0.2.2:1"), b.1, b.2);
@@ -453,8 +459,11 @@ mod tests {
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut tracker = PeerTracker::default();
-        let at = [at("192.0.2.1:1")];
-        tracker.sync([(KEY, &at[..], Some(Duration::from_secs(25)))].into_iter(), start);
+        let candidates = [at("192.0.2.1:1")];
+        tracker.sync(
+            [(KEY, &candidates[..], Some(Duration::from_secs(25)))].into_iter(),
+            start,
+        );
         let mut tx = 500;
         tracker.update(&observed(Some(0), None, 500, tx), after(0));
         for poll in 1..=24 {

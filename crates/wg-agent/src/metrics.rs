@@ -24,7 +24,7 @@ pub struct Reason {
 /// The label of a metric that has one value for each part of the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Part {
-    /// Such as `firewall`.
+    /// Such as `firewall`; for a repair of the device also the repaired setting, such as `mtu`.
     pub part: &'static str,
 }
 

@@ -67,6 +67,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
     let admin = Admin::bind(config.listen)?;
+    // No metrics of each peer, and no drain time.
     let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = builder.runtime.metrics.clone();
     let store = Store::new(metrics, None);
@@ -142,7 +143,8 @@ struct PolicyMode<F> {
     /// Why packets may bypass the firewall table; `None` = no reason is known.
     datapath_problem: watch::Receiver<Option<DatapathProblem>>,
     report: PassReporter,
-    /// Networks that belonged to a mesh at any time since this process started.
+    /// Networks that belonged to a mesh at any time since this process started, without those that overlap an allowed IP of a
+    /// Peer that no controller wrote.
     mesh_networks: BTreeSet<IpNet>,
 }
 
@@ -213,7 +215,7 @@ impl<F: Backend> PolicyMode<F> {
         Some(Trouble::new("kg", message))
     }
 
-    fn publish(&self, snapshot: &ClusterSnapshot, own: &ParsedNode) {
+    fn publish(&self, snapshot: &ClusterSnapshot, own_node: &ParsedNode) {
         let agent = Agent {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             mode: "policy".to_owned(),
@@ -230,7 +232,7 @@ impl<F: Backend> PolicyMode<F> {
         let desired = DesiredAnnotations {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),
-            seen: own.own.clone().unwrap_or_default().published,
+            seen: own_node.own.clone().unwrap_or_default().published,
         };
         self.publish.send_if_modified(|wanted| {
             let changed = *wanted != desired;
@@ -240,7 +242,8 @@ impl<F: Backend> PolicyMode<F> {
     }
 }
 
-/// Allowed IPs of Peers that no controller wrote. A network that a person adds to such a Peer is not a mesh network.
+/// Allowed IPs of Peers that no controller wrote. The mesh networks of earlier passes that overlap them
+/// are forgotten, so their packets are not filtered.
 fn other_allowed_ips(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
     let others = snapshot.peers.objects().filter(|(_, seen)| !is_mesh_peer(seen));
     others
@@ -277,7 +280,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             pod_cidrs: own.pod_cidrs.clone(),
         },
         throw: BTreeSet::new(),
-        narrow: Default::default(),
+        peer_mtus: Default::default(),
         api_servers: snapshot
             .api_servers
             .objects()

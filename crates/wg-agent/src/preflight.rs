@@ -105,11 +105,11 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
         return Ok(());
     }
     println!("{}", host_setup(&missing, &settings).for_all_systems());
-    let all: Vec<String> = (missing.iter().map(ToString::to_string))
+    let problems: Vec<String> = (missing.iter().map(ToString::to_string))
         .chain(settings.iter().map(ToString::to_string))
         .chain(datapath)
         .collect();
-    anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&all))
+    anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&problems))
 }
 
 /// Whether a capability is effective (proc_pid_status(5), `CapEff`).

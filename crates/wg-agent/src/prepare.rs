@@ -1,6 +1,6 @@
 //! Implements `wg-agent prepare`: writes the kernel settings of the node that need more privileges than NET_ADMIN. The
 //! DaemonSet's privileged init container runs it. `clustermesh_agent_core::sysctl` defines the settings; the agent
-//! itself writes those of single interfaces.
+//! itself writes those of single interfaces. With `--mode=gateway`, the command prepares a gateway's pod instead.
 
 use std::{fs, path::Path};
 
@@ -68,7 +68,8 @@ pub(crate) async fn prepare_pod() -> anyhow::Result<()> {
 }
 
 /// The timeouts of a gateway's conntrack table in seconds; the kernel's defaults are 120, 60, 120, 60 and 432,000
-/// (Documentation/networking/nf_conntrack-sysctl.rst).
+/// (Documentation/networking/nf_conntrack-sysctl.rst). 7,500 s is more than 7,200 s, after which Linux sends the first TCP
+/// keepalive, so idle connections with keepalives stay.
 const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
     ("tcp_timeout_syn_sent", 15),
     ("tcp_timeout_syn_recv", 15),

@@ -139,9 +139,9 @@ mod tests {
     async fn probe_reports_open_and_refused_sockets_and_a_final_count() {
         let listening = TcpListener::bind("127.0.0.1:0").unwrap();
         let open = listening.local_addr().unwrap();
-        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-        let closed = taken.local_addr().unwrap();
-        drop(taken);
+        let dropped = TcpListener::bind("127.0.0.1:0").unwrap();
+        let closed = dropped.local_addr().unwrap();
+        drop(dropped);
         let target = Target {
             address: open.ip(),
             ports: [open.port(), closed.port()].into(),

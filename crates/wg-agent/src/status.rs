@@ -23,7 +23,7 @@ pub(crate) struct Trouble {
     pub(crate) part: &'static str,
     /// What is wrong and what to do.
     pub(crate) message: String,
-    /// Whether the node serves the mesh nevertheless.
+    /// Whether the agent is ready nevertheless. `/readyz` then shows the problem as a remark.
     pub(crate) harmless: bool,
 }
 

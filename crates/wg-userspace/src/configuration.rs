@@ -10,8 +10,8 @@ const MAX_WORKERS: usize = 8;
 pub struct Interface<'a> {
     /// 1 to 15 characters, without space, slash, colon and percent sign.
     pub name: &'a str,
-    /// The alias of the interface (`IFLA_IFALIAS`, which `ip link show` prints), 1 to 255 bytes. Every program chooses its own. An interface
-    /// with another alias, or without one, is never taken over, changed or removed.
+    /// The alias of the interface (`IFLA_IFALIAS`, which `ip link show` prints), 1 to 255 bytes. Every program chooses its own. An
+    /// interface with another alias, or without one, is never taken over, changed or removed.
     pub alias: &'a str,
 }
 

@@ -70,7 +70,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// Removes a socket on which no process listens, if there is one.
+/// Removes a socket on which no process listens, if there is one. Fails if a process listens on it.
 pub(crate) fn remove_stale(path: &Path) -> Result<(), Error> {
     match UnixStream::connect(path) {
         Ok(_) => {

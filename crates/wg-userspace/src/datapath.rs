@@ -1,6 +1,6 @@
 //! Defines the state that the threads of a device share, and runs the timer thread.
 //!
-//! A thread uses one immutable table of peers for each batch of packets.
+//! A thread uses the same immutable table of peers for a whole batch of packets, and takes the current table for the next batch.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -26,7 +26,7 @@ use crate::{
 
 /// Maximum number of packets in a batch. After each batch a thread applies changes of peers, sockets and MTU.
 pub(crate) const BATCH: usize = 64;
-/// Maximum number of packets while a thread keeps a peer locked. The peer's other direction waits meanwhile.
+/// Maximum number of packets that a thread processes before it unlocks the peer. The peer's other direction waits meanwhile.
 pub(crate) const BURST: usize = 8;
 /// Room for the largest datagram, and for the largest inner packet with the bytes that the protocol adds.
 pub(crate) const BUFFER: usize = 65_536 + 64;
@@ -86,7 +86,7 @@ impl Output for Wire<'_> {
 /// The values that one batch uses. Later changes take effect in the next batch.
 pub(crate) struct View<'a> {
     pub(crate) shared: &'a Shared,
-    /// The number of the worker.
+    /// The index of the worker whose sockets send datagrams. A worker is a pair of threads, one for each direction.
     pub(crate) worker: usize,
     pub(crate) sockets: Arc<Sockets>,
     pub(crate) table: Arc<PeerTable>,
@@ -110,6 +110,7 @@ impl<'a> View<'a> {
         }
     }
 
+    /// Queues the next tick of the peer's tunnel, unless an early enough one is queued. A tunnel without an endpoint needs no tick.
     pub(crate) fn schedule(&self, peer: &Arc<Peer>, state: &mut PeerState, now: Instant) {
         if state.endpoint.is_some()
             && let Some(at) = state.tunnel.reschedule(now)
@@ -119,7 +120,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Runs the timers of all tunnels (retries, keepalives, held responses) until the device stops.
+/// Runs the timers of all tunnels (handshake retries, keepalives, delayed handshake responses) until the device stops.
 pub(crate) fn run_timers(shared: &Shared) {
     let mut scratch = vec![0; BUFFER];
     while let Some((peer, at)) = shared.timers.next() {
@@ -129,7 +130,7 @@ pub(crate) fn run_timers(shared: &Shared) {
             continue;
         }
         if state.endpoint.is_some() {
-            if state.tunnel.has_unanswered_initiation(now)
+            if state.tunnel.is_initiation_retry_due(now)
                 && let Some(endpoint) = &mut state.endpoint
             {
                 // The local address may have lost its route to the peer, so the kernel chooses another one.
@@ -145,9 +146,11 @@ pub(crate) fn run_timers(shared: &Shared) {
     }
 }
 
-/// Waits until some of the files are readable, and returns which ones; `None` = the device stops.
+/// Waits until some of the files in `sources` are readable, and returns which ones; `None` = the device stops. An absent source
+/// (`None`) is never readable.
 pub(crate) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<'_>>; N]) -> Option<[bool; N]> {
     let (stop, mut ready) = (shared.stop.as_fd(), [false; N]);
+    // `stop` takes the place of absent sources: it is readable only when the device stops.
     let all = sources.into_iter().chain([Some(stop)]);
     let mut files: Vec<PollFd<'_>> = all
         .map(|source| PollFd::from_borrowed_fd(source.unwrap_or(stop), PollFlags::IN))

@@ -110,6 +110,8 @@ impl Device {
             control: None,
         };
         device.start_forwarding()?;
+        device.start_control()?;
+        // Last, so that an error before leaves no interface behind.
         device
             .shared
             .tun
@@ -122,7 +124,6 @@ impl Device {
             udp = ?current(&device.shared.sockets).offload(),
             "userspace device opened"
         );
-        device.start_control()?;
         Ok(device)
     }
 
@@ -144,6 +145,7 @@ impl Device {
     /// # Errors
     /// The port is in use, or the kernel refuses.
     pub fn configure(&mut self, configuration: Configuration) -> Result<(), Error> {
+        // Each step records what it changed, so that after an error a second call continues with the rest.
         if configuration.listen_port != self.configuration.listen_port {
             let sockets = listen(&configuration, self.options)?;
             let before = replace(&self.shared.sockets, sockets);
@@ -153,20 +155,22 @@ impl Device {
             for rebound in &self.shared.rebound {
                 let _ = rustix::io::write(rebound, &1_u64.to_ne_bytes());
             }
+            self.configuration.listen_port = configuration.listen_port;
         } else if configuration.fwmark != self.configuration.fwmark {
             current(&self.shared.sockets)
                 .set_fwmark(configuration.fwmark)
                 .map_err(|source| Error::kernel("set the firewall mark of the UDP sockets", source))?;
         }
         self.shared.fwmark.store(configuration.fwmark, Ordering::Relaxed);
+        self.configuration.fwmark = configuration.fwmark;
         if configuration.mtu != self.configuration.mtu {
             set_up(&self.shared.tun, self.own_interface(), configuration.mtu)?;
             self.shared.mtu.store(usize::from(configuration.mtu), Ordering::Relaxed);
+            self.configuration.mtu = configuration.mtu;
         }
-        let rekeyed = configuration.private_key != self.configuration.private_key;
-        self.configuration = configuration;
-        if rekeyed {
-            let private = self.configuration.private_key.secret().clone();
+        if configuration.private_key != self.configuration.private_key {
+            let private = configuration.private_key.secret().clone();
+            self.configuration.private_key = configuration.private_key;
             let identity = Identity::new(private, self.shared.drops.staging_budget());
             replace(&self.shared.identity, identity);
             self.rebuild(&current(&self.shared.configured), |_, _| None);
@@ -221,7 +225,7 @@ impl Device {
         let link = find(links, self.own_interface())?;
         let altered = [
             (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
-            (!link.up, Altered::Down),
+            (!link.is_up, Altered::Down),
         ];
         let altered = altered
             .into_iter()
@@ -350,13 +354,13 @@ impl Device {
         let now = Instant::now();
         let identity = current(&self.shared.identity);
         let old = current(&self.shared.table);
-        let mut taken = HashSet::new();
+        let mut used_indexes = HashSet::new();
         let mut new_peers = Vec::new();
         let mut peers = Vec::with_capacity(configured.len());
         for (key, spec) in configured {
             let peer = keep(key, &old).unwrap_or_else(|| {
-                let index = old.free_index(&taken);
-                taken.insert(index);
+                let index = old.free_index(&used_indexes);
+                used_indexes.insert(index);
                 let peer = Arc::new(Peer::new(index, identity.tunnel(key, spec, index, now), spec.endpoint));
                 new_peers.push(Arc::clone(&peer));
                 peer
@@ -431,8 +435,8 @@ fn find(links: &Socket, interface: Interface<'_>) -> Result<Link, Error> {
         .ok_or_else(|| Error::Gone(name.to_owned()))
 }
 
-/// Retries for [`BUSY_TIMEOUT`] while the interface or the port is in use. Between fork and exec, a new child process still has files open
-/// that this process has closed, and so keeps the interface or port in use.
+/// Retries for [`BUSY_TIMEOUT`] after an error that may mean that the interface or the port is still in use. Between fork and exec, a new
+/// child process still has files open that this process has closed, and so keeps the interface or port in use.
 fn retry_while_busy<T>(mut attempt: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
     let until = Instant::now() + BUSY_TIMEOUT;
     loop {
@@ -453,7 +457,7 @@ pub fn remove_control_socket(interface: &str) -> Result<(), Error> {
     control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
 }
 
-/// Removes an interface of any kind that no process has open. `false` = the interface with this name has another alias, and stays.
+/// Removes the interface, whatever its kind, if it exists and no process has it open. `false` = it has another alias, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

@@ -59,7 +59,7 @@ const NAMES: [&str; 12] = [
 #[derive(Debug, Default)]
 pub(crate) struct Drops {
     counters: [AtomicU64; NAMES.len()],
-    /// Counts the packets of [`DropReason::NoSession`].
+    /// The budget for the peers' staged packets. It also counts the packets of [`DropReason::NoSession`].
     staging_budget: SharedBudget,
 }
 

@@ -8,7 +8,7 @@ pub enum Error {
     /// The kernel would refuse or truncate the name.
     #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash, colon or percent sign")]
     Name(String),
-    /// Without an alias the interface would not be recognized later.
+    /// The alias is empty, too long, or contains NUL. Without an alias the interface would not be recognized later.
     #[error("{0:?} cannot be the alias of an interface: 1 to 255 bytes, without NUL")]
     Alias(String),
     /// The interface has another alias, or a process has it open.

@@ -82,7 +82,7 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             }
             _ => {}
         }
-        // The network delivers every message to the peer.
+        // The network delivers every message of our tunnel to the peer, unchanged.
         let mut plain = vec![0; BUFFER];
         for message in replies {
             let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut peer_messages);

@@ -43,7 +43,9 @@ impl Gate {
     }
 
     pub(crate) fn check(&self, datagram: &[u8], source: IpAddr, reply: &mut [u8; COOKIE_REPLY]) -> Verdict {
+        // Message type 1 is an initiation (§5.4.2).
         let limiter = if datagram.first() == Some(&1) {
+            // Resets the count at most once a second.
             self.initiations.reset_count();
             &self.initiations
         } else {

@@ -1,7 +1,8 @@
-//! Forwards packets from network to interface: receives datagrams in runs, decrypts them, joins segments of a flow (as GRO does) if the TUN
-//! device accepts joined packets, and writes the packets.
+//! Forwards packets from network to interface: receives runs of datagrams (`UDP_GRO`), decrypts them, joins segments of a flow
+//! (as GRO does) if the TUN device accepts joined packets, and writes the packets.
 //!
-//! Initiations are passed to the queue of `handshakes`. A batch ends when the sockets are empty; it never waits for more datagrams.
+//! Initiations are passed to the queue of `handshakes`. A batch ends when the sockets are empty, or after [`BATCH`] runs from each; it
+//! never waits for more datagrams.
 
 use std::{
     fs::File,
@@ -23,7 +24,7 @@ use crate::{
     tunnel::{Inner, Refused},
 };
 
-/// When a batch has more bytes of datagrams than this, its packets are written. It fits into the CPU's cache.
+/// When a batch has more bytes of datagrams than this, its packets are written. Buffers of this size fit into the CPU's cache.
 const ARENA: usize = 128 << 10;
 
 /// Forwards packets until the device stops.
@@ -86,6 +87,7 @@ struct Buffers {
     datagrams: Vec<u8>,
     /// The decrypted packets.
     plain: Vec<u8>,
+    /// A datagram that the tunnel sends in reply.
     scratch: Vec<u8>,
     coalescer: Coalescer,
 }
@@ -108,12 +110,12 @@ struct Inbound<'a> {
 impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
-            // At most `ARENA` bytes are used, so the buffer has room for one more datagram.
+            // At most `ARENA` bytes are used, so the buffer has room for one more run.
             match sockets::receive(socket, &mut self.buffers.datagrams[self.used..], control) {
                 Ok(run) if run.length == 0 => self.view.shared.drops.count(DropReason::Invalid),
                 Ok(run) => self.receive_run(self.used..self.used + run.length, run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                // An ICMP error for an earlier datagram, which this call has cleared.
+                // An ICMP error for a datagram that was sent earlier. This call has cleared the error.
                 Err(_) => {}
             }
             if self.used > ARENA || pace.is_single() && self.datagrams == 1 {
@@ -188,10 +190,11 @@ impl Inbound<'_> {
             }
             Verdict::Invalid => return Err(DropReason::Invalid),
         };
+        // The upper 24 bits of an index identify the peer.
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(DropReason::UnknownPeer)?;
         let mut state = peer.state();
         // An eavesdropper can forge a response with a valid receiver index, and processing it costs as much as an initiation. So responses
-        // are rate limited too. A response with another index is refused here.
+        // are rate limited too. A response with an index that the peer's tunnel does not expect is refused here.
         if is_response
             && !(state.tunnel.is_awaiting_response(index)
                 && identity.source_limiter.allow(source.remote.ip(), self.now))

@@ -23,7 +23,7 @@ pub(crate) struct Link {
     /// Whether it has the caller's alias.
     pub(crate) is_ours: bool,
     pub(crate) mtu: u32,
-    pub(crate) up: bool,
+    pub(crate) is_up: bool,
     /// Packets that the kernel dropped on transmission. The reasons for a TUN device: its queue was full, or no process had it open.
     pub(crate) tx_dropped: u64,
 }
@@ -65,10 +65,11 @@ fn parse(message: &LinkMessage, own_alias: &str) -> Link {
         kind: Kind::Other,
         is_ours: false,
         mtu: 0,
-        up: message.header.flags.contains(LinkFlags::Up),
+        is_up: message.header.flags.contains(LinkFlags::Up),
         tx_dropped: 0,
     };
-    // A TUN device has a carrier while a process has it open.
+    // A TUN device has a carrier while a process has it open, but the kernel reports the carrier only if the device is up. Of a
+    // multi-queue device it also reports the number of attached files, even if the device is down.
     let mut attached = message.header.flags.contains(LinkFlags::LowerUp);
     for attribute in &message.attributes {
         match attribute {

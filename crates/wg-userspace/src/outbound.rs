@@ -1,6 +1,6 @@
 //! Forwards packets from interface to network: reads them, splits large ones (TSO, USO), encrypts them and sends them in runs.
 //!
-//! A run is sent when the interface has no more packets; it never waits for more packets.
+//! A [`Run`] is sent at the latest when the interface has no more packets or the batch ends; it never waits for more packets.
 
 use std::{
     fs::File,
@@ -75,7 +75,9 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
 struct Buffers {
     /// One segment of a large packet.
     part: Vec<u8>,
+    /// A datagram that is sent alone, such as a handshake initiation.
     scratch: Vec<u8>,
+    /// The datagrams of a [`Run`].
     run: Vec<u8>,
 }
 
@@ -119,8 +121,11 @@ struct Outbound<'a, 'e> {
 struct Run<'a> {
     view: &'a View<'a>,
     bytes: &'a mut [u8],
+    /// Bytes used in `bytes`.
     used: usize,
+    /// Number of datagrams.
     count: usize,
+    /// Length of a datagram; the last one may be shorter.
     segment: usize,
     /// The last datagram is shorter than the others, so none can follow (`UDP_SEGMENT`).
     is_complete: bool,

@@ -40,7 +40,7 @@ pub enum PeerChange {
 /// The attributes of a peer that change. Others stay.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerUpdate {
-    /// The new endpoint. It also replaces one that the peer roamed to.
+    /// The new endpoint. It also replaces an endpoint that the peer roamed to.
     pub endpoint: Option<SocketAddr>,
     /// The new keepalive; `Some(None)` turns it off.
     pub keepalive: Option<Option<NonZeroU16>>,

@@ -126,13 +126,13 @@ impl PeerTable {
         }
     }
 
-    /// Returns an index that no peer has. It is random so that a restarted device does not reuse the indices of the earlier process; it is
-    /// not a secret.
-    pub(crate) fn free_index(&self, taken: &HashSet<u32>) -> u32 {
+    /// Returns an index that neither a peer of this table has nor `used` contains. It is random so that a restarted device does not reuse
+    /// the indices of the earlier process; it is not a secret.
+    pub(crate) fn free_index(&self, used: &HashSet<u32>) -> u32 {
         let random = RandomState::new();
         (0_u64..)
             .map(|attempt| (random.hash_one(attempt) >> 40) as u32)
-            .find(|index| !self.by_index.contains_key(index) && !taken.contains(index))
+            .find(|index| !self.by_index.contains_key(index) && !used.contains(index))
             .unwrap_or_default()
     }
 }

@@ -1,4 +1,5 @@
-//! Opens the UDP sockets of a device, one for each address family and worker, and sends and receives datagrams.
+//! Opens the UDP sockets of a device, one for each address family and worker (a pair of threads, one for each direction), and sends and
+//! receives datagrams.
 //!
 //! If the kernel offers it, one call sends (`UDP_SEGMENT`, Linux 4.18) or receives (`UDP_GRO`, Linux 5.0) a run: datagrams of one size to
 //! or from one address (Linux `Documentation/networking/segmentation-offloads.rst`).
@@ -120,7 +121,8 @@ impl Sockets {
     }
 
     fn try_open(port: u16, fwmark: u32, workers: usize, offload: bool) -> io::Result<Self> {
-        // Sockets with SO_REUSEPORT would also share the port with another process. So a socket without it first detects a port in use.
+        // With SO_REUSEPORT, a bind can succeed although another process uses the port. So a socket without it is bound first: this fails
+        // if the port is in use.
         let exclusive = WorkerSockets::open(port, fwmark, false, offload)?;
         let port = exclusive.v4.local_addr()?.port();
         let workers = if workers > 1 {

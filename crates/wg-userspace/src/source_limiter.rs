@@ -14,7 +14,7 @@ use crate::gate::INITIATIONS_PER_SECOND;
 /// Burst and rate of each source, as in the kernel (`drivers/net/wireguard/ratelimiter.c`): 5 at once, 20 per second.
 const BURST: u32 = 5;
 const REFILL_INTERVAL: Duration = Duration::from_millis(50);
-/// Maximum number of buckets. Messages of further sources are refused.
+/// Maximum number of buckets. Messages of further sources are refused until a sweep removes full buckets.
 const MAX_SOURCES: usize = 16_384;
 
 /// The limiter of one device.
@@ -55,18 +55,18 @@ impl SourceLimiter {
                 .is_none_or(|swept| now.saturating_duration_since(swept) >= REFILL_INTERVAL * BURST);
             if is_due {
                 state.swept = Some(now);
-                state.full_at.retain(|_, at| *at > now);
+                state.full_at.retain(|_, full_at| *full_at > now);
             }
             if state.full_at.len() >= MAX_SOURCES {
                 return false;
             }
         }
-        let at = state.full_at.entry(source).or_insert(now);
-        let next = (*at).max(now) + REFILL_INTERVAL;
+        let full_at = state.full_at.entry(source).or_insert(now);
+        let next = (*full_at).max(now) + REFILL_INTERVAL;
         if next > now + REFILL_INTERVAL * BURST {
             return false;
         }
-        *at = next;
+        *full_at = next;
         true
     }
 }

@@ -24,7 +24,8 @@ pub(crate) type SharedBudget = Arc<StagingBudget>;
 pub(crate) struct StagingBudget {
     /// Staged bytes of all peers.
     bytes: AtomicUsize,
-    /// Packets that were never sent: newer ones displaced them, no session was established, or their peer was removed.
+    /// Packets that were never sent: the limits had no room for them or newer ones displaced them, no session was established, or
+    /// their peer was removed.
     dropped: AtomicU64,
 }
 
@@ -109,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn full_queue_keeps_the_newest_packets_and_bytes() {
+    fn full_queue_drops_the_oldest_packets() {
         let mut staged = StagedPackets::default();
         for number in 0..=u8::MAX {
             staged.push(&[number]);

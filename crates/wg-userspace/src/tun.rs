@@ -81,7 +81,8 @@ mod control {
 }
 
 impl Tun {
-    /// Takes over the interface if it has our alias and no process has it open, or creates one, which is neither up nor persistent.
+    /// Takes over the TUN interface if it has our alias and no process has it open. Replaces an interface of the kernel's WireGuard with
+    /// our alias. Any other interface of this name is an error. A new interface is neither up nor persistent.
     pub(crate) fn open(interface: Interface<'_>, queues: usize, offload: bool) -> Result<Self, Error> {
         let name = check(interface)?;
         let existing = find(interface)?;
@@ -152,7 +153,8 @@ pub(crate) fn write(queue: &File, parts: &[IoSlice<'_>]) -> io::Result<()> {
     rustix::io::writev(queue, parts).map(drop).map_err(Into::into)
 }
 
-/// Removes the interface with that name, of any kind, if it has our alias; `false` = it has another alias.
+/// Removes the interface with that name, of any kind, if it exists and has our alias; `false` = it has another alias or none, and stays.
+/// It is an error if a process has the interface open.
 pub(crate) fn remove_ours(interface: Interface<'_>) -> Result<bool, Error> {
     match find(interface)? {
         None => Ok(true),

@@ -2,7 +2,8 @@
 //! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
 //! As in the kernel, no initiation is sent within 5 s after the last initiation *or response* of this device. So a responder stages packets
-//! until the initiator has confirmed the new session.
+//! until the initiator has confirmed the new session. A change of the preshared key ends this wait, and so does a change of the endpoint
+//! while there is no session.
 //!
 //! **An initiation does not change the endpoint.** The response is sent to the source of the initiation, and the first data message or
 //! response from there changes the endpoint. After a restart or a change of the preshared key, a recorded initiation is valid again,
@@ -128,7 +129,8 @@ pub(crate) struct Tunnel {
     unanswered_by_us: Option<Instant>,
     /// When the first packet was sent after the last message that we received.
     unanswered_by_peer: Option<Instant>,
-    /// When the last authentic datagram was sent or received.
+    /// The persistent keepalive is due one interval after this time. Data messages (sent or received), received responses and attempts
+    /// to send a keepalive renew it; other handshake messages do not.
     last_traffic: Instant,
     last_handshake: Option<Instant>,
     next_tick: Option<Instant>,
@@ -256,7 +258,8 @@ impl Tunnel {
     /// [`INITIATION`] bytes.
     ///
     /// # Errors
-    /// The message is not from the peer, or not for an existing session; the tunnel is unchanged.
+    /// The message is not from the peer, or not for an existing session, or an initiation that follows another one too soon. The tunnel is
+    /// unchanged.
     pub(crate) fn receive(
         &mut self,
         datagram: &[u8],
@@ -284,8 +287,8 @@ impl Tunnel {
             Message::Response(keepalive) => {
                 self.initiation = None;
                 self.record_received(now);
-                // wireguard-go and the kernel forgot their own initiation when they answered ours. A peer that held its response knows both
-                // sessions, so the new one is enough.
+                // The sessions of the peer's own initiations are no longer needed. wireguard-go and the kernel forgot their initiation when
+                // they answered ours, so they would reject our response. A peer that is this program accepts the new session, too.
                 self.held_response = None;
                 self.unconfirmed.clear();
                 let index = response_receiver(datagram);
@@ -396,7 +399,7 @@ impl Tunnel {
             self.keys_until,
         ];
         let next = times.into_iter().flatten().min()?.max(now);
-        if self.next_tick.is_some_and(|open| open <= next) {
+        if self.next_tick.is_some_and(|scheduled| scheduled <= next) {
             return None;
         }
         self.next_tick = Some(next);
@@ -440,7 +443,7 @@ impl Tunnel {
         any
     }
 
-    /// Sends a packet if there is a session; returns whether there is.
+    /// Sends a packet if there is a session and the packet fits into `scratch`; returns whether it was sent.
     fn send_sealed(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) -> bool {
         if scratch.len() < packet.len() + OVERHEAD {
             return false;

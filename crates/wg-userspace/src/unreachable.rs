@@ -12,8 +12,8 @@ const HOP_LIMIT: u8 = 64;
 
 /// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
 ///
-/// `None` = no error may be sent, because the packet is an ICMP error or a later fragment, or its source or destination is not a single
-/// host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// `None` = no error may be sent, because the packet is truncated, an ICMP error or a later IPv4 fragment, or its source or destination
+/// is not a single host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
 ///
 /// The source of the error is the unreachable address. A firewall may accept errors only from the networks behind the tunnel, and this host
 /// may have no address in those networks.
@@ -134,9 +134,9 @@ mod tests {
 
     #[test]
     fn errors_fragments_and_multicast_get_no_icmp_error() {
-        let with = |packet: Vec<u8>, at: usize, byte: u8| {
+        let with = |packet: Vec<u8>, offset: usize, byte: u8| {
             let mut packet = packet;
-            packet[at] = byte;
+            packet[offset] = byte;
             icmp_unreachable(&packet)
         };
         // Three ICMP errors, a later fragment, an unspecified source, a multicast source, multicast and broadcast destinations, a short
@@ -152,7 +152,10 @@ mod tests {
             (16, 255),
             (0, 0x44),
         ];
-        assert_eq!(patches.map(|(at, byte)| with(ping4(), at, byte)), [const { None }; 9]);
+        assert_eq!(
+            patches.map(|(offset, byte)| with(ping4(), offset, byte)),
+            [const { None }; 9]
+        );
         let mut error = udp6();
         error[6] = ICMPV6;
         error[40] = 1;

@@ -47,7 +47,8 @@ enum Scenario {
     Sandbox,
 }
 
-/// Runs the demo. The clusters are also removed after a failure, Ctrl-C, SIGTERM or SIGKILL.
+/// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
+/// case: the lab's supervisor process does it.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.down {
         println!("{} lab(s) taken down", down_all()?);
@@ -269,7 +270,7 @@ impl<'a> Demo<'a> {
         );
         // The controller in the hub connects to the API server of the member over the underlay, not through the mesh.
         let api = format!("host {} or host {}", hub.api_address(), member.api_address());
-        let tunnel = captured
+        let tunnel_packets = captured
             .packets(&format!("udp port 51820 and ({between}) and not ({api})"))
             .await?
             .len();
@@ -277,15 +278,15 @@ impl<'a> Demo<'a> {
             "((src net {0} and dst net {1}) or (src net {1} and dst net {0}))",
             hub.pod_cidr, member.pod_cidr
         );
-        let clear = captured
+        let unencrypted = captured
             .packets(&format!(
                 "not udp port 51820 and not ({api}) and (({between}) or {across})"
             ))
             .await?;
-        let outcome = match (tunnel, clear.as_slice()) {
+        let outcome = match (tunnel_packets, unencrypted.as_slice()) {
             (0, _) => Err("no WireGuard packet was captured".to_owned()),
-            (_, []) => Ok(format!("{tunnel} packets, all of them WireGuard")),
-            (_, [first, ..]) => Err(format!("{} unencrypted packets, first: {first}", clear.len())),
+            (_, []) => Ok(format!("{tunnel_packets} packets, all of them WireGuard")),
+            (_, [first, ..]) => Err(format!("{} unencrypted packets, first: {first}", unencrypted.len())),
         };
         self.check("the underlay", outcome);
         Ok(())

@@ -1,4 +1,5 @@
-//! `cargo xtask images`: builds both images with podman, docker or buildah, from the programs and the Containerfiles in `deploy/`.
+//! `cargo xtask images`: builds the images of wg-agent and of the controller with podman, docker or buildah, each from its program and
+//! a Containerfile in `deploy/`.
 //! The demo and the tests on whole clusters also run this command.
 
 use std::{

@@ -31,7 +31,7 @@ const AGENT_PORT: u16 = 9587;
 pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy");
     let agent = agent();
-    // The policy comes before the DaemonSet, so that it is in force when the agents start.
+    // The ValidatingAdmissionPolicy comes before the DaemonSet, so that it is in force when the agents start.
     let (account, daemon_set) = agent.split_at(agent.len() - 1);
     let (gateways_account, gateways) = gateway::documents();
     let files = [
@@ -336,8 +336,8 @@ fn agent() -> Vec<Value> {
                             ],
                             "env": [
                                 {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-                                // The only value that differs between clusters. If it is missing, the Pod does not start, and its status shows
-                                // why.
+                                // The only value that differs between clusters. If it is missing, the Pod does not start, and its
+                                // status shows why.
                                 {"name": "WIREGUARD_CIDR", "valueFrom": {"configMapKeyRef": {"name": name, "key": "wireguard-cidr"}}},
                             ],
                             "ports": [{"name": "http", "containerPort": AGENT_PORT}],

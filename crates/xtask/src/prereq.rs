@@ -1,5 +1,5 @@
-//! `cargo xtask prereq`: checks the prerequisites of the lab and the tests on this machine. On Debian and Ubuntu it installs missing
-//! packages; on other systems it lists everything that is missing.
+//! `cargo xtask prereq`: checks the prerequisites of the lab and the tests on this machine. As root on Debian and Ubuntu it
+//! installs missing packages. It lists everything that it cannot install.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -43,13 +43,14 @@ pub fn run_command(command: &mut Command) -> anyhow::Result<()> {
 }
 
 /// The workspace crates in the programs that run in a cluster.
-const CLUSTER_CRATES: [&str; 8] = [
+const CLUSTER_CRATES: [&str; 9] = [
     "clustermesh-access",
     "clustermesh-agent-core",
     "clustermesh-api",
     "clustermesh-controller",
     "clustermesh-core",
     "clustermesh-daemon",
+    "clustermesh-netlink",
     "wg-agent",
     "wg-userspace",
 ];
@@ -65,7 +66,8 @@ pub fn build_optimised() -> anyhow::Result<PathBuf> {
 }
 
 fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
-    // Builds the whole workspace, like `cargo test`. With other features, dependencies would be built twice.
+    // Builds the whole workspace, like `cargo test`. For a part of it, cargo could select other features of the dependencies and would
+    // build these twice.
     run_command(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
     // Cargo writes the programs into the directory of this program.
     let program = std::env::current_exe().context("find the path of this program")?;
@@ -88,7 +90,7 @@ pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Re
         return Ok(path);
     }
     eprintln!("xtask: building {package} {version} into the cache");
-    // The build directory is renamed at the end, so that an interrupted build is not used.
+    // Installed here and renamed at the end, so that an interrupted build is not used.
     let unfinished = home.join(format!("{package}.unfinished"));
     if unfinished.exists() {
         std::fs::remove_dir_all(&unfinished).with_context(|| format!("remove {}", unfinished.display()))?;

@@ -30,7 +30,7 @@ use crate::leftovers::MachineState;
 use count::{Counts, Scope};
 use jobs::{JobResult, Program};
 
-/// The integration tests that `--quick` runs; all others start nodes, clusters or a virtual machine.
+/// The integration tests that `--quick` runs. All others need network namespaces, clusters or a virtual machine.
 const QUICK: [&str; 5] = ["conversions", "explain", "plan", "properties", "schema"];
 
 /// Arguments of `cargo xtask test`.
@@ -59,17 +59,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let own_programs = programs::build()?;
     println!("xtask: programs built after {:.0} s", start.elapsed().as_secs_f64());
     let (mut counts, mut problems, scope) = if args.words.is_empty() {
-        let ours = [programs::target()?, lab_home()?];
-        let before = MachineState::read(&ours)?;
+        let program_directories = [programs::target()?, lab_home()?];
+        let before = MachineState::read(&program_directories)?;
         let (counts, failed) = if args.quick {
-            // With --bins, cargo would build the fuzz targets as test programs, which never exit.
+            // The fuzz targets are excluded: because of --bins, cargo would build them as test programs, which never exit.
             let targets = ["--lib", "--bins", "--exclude=clustermesh-fuzz"];
             run_jobs(build_tests(&targets, &QUICK)?, &own_programs)?
         } else {
             run_all(&own_programs)?
         };
         let failed = failed.into_iter().map(|name| format!("{name} failed, see above"));
-        let left = before.left_since(&ours)?.into_iter();
+        let left = before.left_since(&program_directories)?.into_iter();
         let left = left.map(|what| format!("the tests left on this machine: {what}"));
         let scope = if args.quick { Scope::Selected } else { Scope::ALL };
         (counts, failed.chain(left).collect(), scope)
@@ -112,7 +112,7 @@ fn run_jobs(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<(Coun
     let cores = thread::available_parallelism()
         .context("the number of processors")?
         .get();
-    // Tests with clusters wait about a third of their time.
+    // Tests with clusters wait about a third of their time. With one job more than there are processors, the processors stay busy.
     let results = jobs::run(jobs::divide(programs, own_programs)?, cores + 1, own_programs)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();

@@ -1,8 +1,8 @@
 //! `cargo xtask threats`: writes `docs/threats-index.md`, which lists the tests of each attack in THREATS.md.
 //!
 //! A row of a table in THREATS.md begins with the ids of one or more attacks in backquotes, separated by commas. A test, or a function
-//! that a larger test calls, names the attacks that it tests in a comment above its attributes: `// threat: ID, ID`. Each attack has at
-//! least one such function, or the words `no test: REASON` in its row.
+//! that a larger test calls, names the attacks that it tests in a comment above its attributes: `// threat: ID, ID`. Each attack has
+//! either such functions, or the words `no test: REASON` in its row.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,7 +26,7 @@ const HEAD: &str = "\
 # Tests of each attack
 
 The functions that test the defence against each attack in [THREATS.md](../THREATS.md). \
-A function without `#[test]` is a step of a larger test in the same file, or in the file that contains its `mod` line. \
+A function without `#[test]` is a step of a larger test in the same test program: search for its name. \
 [CONTRIBUTING.md](../CONTRIBUTING.md) describes how to run one.
 ";
 

@@ -20,8 +20,8 @@ const STREAM_PORT: u16 = 8200;
 const CLOSE_LIMIT: u128 = 30_000;
 /// A flow without an answer for this many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// TCP connections through each gateway from the pod and from the node. By chance, a single connection could get the
-/// same endpoint again after the change.
+/// TCP connections through each gateway from the pod and from the node. If a change wrongly left connections alive, only
+/// those that get the same endpoint again, by chance, would still answer. So one connection could miss the bug.
 const STREAMS: usize = 3;
 
 /// A kind of destination that is probed continuously over UDP.
@@ -31,16 +31,18 @@ enum Path {
     MirroredService,
     /// Granted ports at the gateways: open for a sandbox only.
     Gateways,
-    /// The same port of the Service's pod: open for a cluster-meshed member only.
+    /// The pod behind the Service, at its own address and port: open for a cluster-meshed member only.
     Pod,
     /// A port of that pod that no Service lists: open for a cluster-meshed member only.
     UnlistedPort,
-    /// The pod's ports at the gateways: never open.
+    /// The pod's port number at the gateways' addresses: never open.
     Ungranted,
 }
 
-const SANDBOX: &[Path] = &[Path::MirroredService, Path::Gateways];
-const MESHED: &[Path] = &[Path::MirroredService, Path::Pod, Path::UnlistedPort];
+/// The paths that are open for a sandbox and for a cluster-meshed member. The mirrored Service is the first, so that a slice can leave it
+/// out.
+const SANDBOX_PATHS: &[Path] = &[Path::MirroredService, Path::Gateways];
+const MESHED_PATHS: &[Path] = &[Path::MirroredService, Path::Pod, Path::UnlistedPort];
 
 /// Probes of one path, from the pod and from the node.
 struct Flow {
@@ -56,8 +58,8 @@ struct Flow {
 /// The state of the SandboxAccess in the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Access {
-    Grants,
-    Nothing,
+    WithGrants,
+    WithoutGrants,
     Absent,
 }
 
@@ -104,19 +106,19 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
     let (sandboxed, meshed, standard) = (mesh(env, "sandbox"), mesh(env, "cluster-meshed"), mesh(env, "standard"));
 
     flows
-        .wait_until_open("a sandbox", called, SANDBOX, Access::Grants)
+        .wait_until_in_force("a sandbox", called, SANDBOX_PATHS, Access::WithGrants)
         .await;
     let streams = flows.streams_through_gateways().await;
     let objects = flows.objects().await;
     let called = flows.apply(&quarantined(&sandboxed)).await;
     flows
-        .wait_until_open("quarantine of a sandbox", called, &[], Access::Nothing)
+        .wait_until_in_force("quarantine of a sandbox", called, &[], Access::WithoutGrants)
         .await;
     flows.mark_ended(streams);
     assert_eq!(flows.objects().await, objects, "quarantine keeps the sandbox's objects");
     let called = flows.apply(&sandboxed).await;
     flows
-        .wait_until_open("end of the quarantine", called, SANDBOX, Access::Grants)
+        .wait_until_in_force("end of the quarantine", called, SANDBOX_PATHS, Access::WithGrants)
         .await;
 
     let streams = flows.streams_through_gateways().await;
@@ -124,28 +126,28 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .annotate(&format!("kilo-clustermesh.io/quarantine={SANDBOX_V4}"))
         .await;
     flows
-        .wait_until_open("quarantine by annotation", called, &[], Access::Nothing)
+        .wait_until_in_force("quarantine by annotation", called, &[], Access::WithoutGrants)
         .await;
     flows.mark_ended(streams);
     let called = flows.annotate("kilo-clustermesh.io/quarantine-").await;
     flows
-        .wait_until_open("end of the quarantine", called, SANDBOX, Access::Grants)
+        .wait_until_in_force("end of the quarantine", called, SANDBOX_PATHS, Access::WithGrants)
         .await;
 
     let streams = flows.streams_through_gateways().await;
     let called = flows.apply(&meshed).await;
     flows
-        .wait_until_open("sandbox to cluster-meshed", called, MESHED, Access::Absent)
+        .wait_until_in_force("sandbox to cluster-meshed", called, MESHED_PATHS, Access::Absent)
         .await;
     flows.mark_ended(streams);
     let direct = flows.stream(1, flows.store_at(STREAM_PORT)).await;
     let called = flows.apply(&quarantined(&meshed)).await;
     flows
-        .wait_until_open("quarantine of a trusted member", called, &[], Access::Absent)
+        .wait_until_in_force("quarantine of a trusted member", called, &[], Access::Absent)
         .await;
     let called = flows.apply(&meshed).await;
     flows
-        .wait_until_open("end of the quarantine", called, MESHED, Access::Absent)
+        .wait_until_in_force("end of the quarantine", called, MESHED_PATHS, Access::Absent)
         .await;
     // Between trusted members, a connection survives a quarantine unless it times out.
     direct.wait_for_echo_after(now()).await.unwrap();
@@ -153,38 +155,38 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
 
     let called = flows.apply(&sandboxed).await;
     flows
-        .wait_until_open("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
+        .wait_until_in_force("cluster-meshed to sandbox", called, SANDBOX_PATHS, Access::WithGrants)
         .await;
     let streams = flows.streams_through_gateways().await;
     let called = flows.apply(&standard).await;
     flows
-        .wait_until_open("sandbox to standard", called, &[], Access::Absent)
+        .wait_until_in_force("sandbox to standard", called, &[], Access::Absent)
         .await;
     flows.mark_ended(streams);
     // The mirrored Service is deleted, and the next one may have another address.
     flows.flows.remove(&Path::MirroredService);
     let called = flows.apply(&meshed).await;
     flows
-        .wait_until_open("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
+        .wait_until_in_force("standard to cluster-meshed", called, &MESHED_PATHS[1..], Access::Absent)
         .await;
     flows.watch_mirrored_service().await;
     flows
-        .wait_until_open("the mirrored Service", called, MESHED, Access::Absent)
+        .wait_until_in_force("the mirrored Service", called, MESHED_PATHS, Access::Absent)
         .await;
     let direct = flows.flows[&Path::Pod].others.last().unwrap();
     direct.wait_for_echo_after(now()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
-        .wait_until_open("cluster-meshed to standard", called, &[], Access::Absent)
+        .wait_until_in_force("cluster-meshed to standard", called, &[], Access::Absent)
         .await;
     flows.flows.remove(&Path::MirroredService);
     let called = flows.apply(&sandboxed).await;
     flows
-        .wait_until_open("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
+        .wait_until_in_force("standard to sandbox", called, &SANDBOX_PATHS[1..], Access::WithGrants)
         .await;
     flows.watch_mirrored_service().await;
     flows
-        .wait_until_open("the mirrored Service", called, SANDBOX, Access::Grants)
+        .wait_until_in_force("the mirrored Service", called, SANDBOX_PATHS, Access::WithGrants)
         .await;
 }
 
@@ -288,7 +290,7 @@ impl Flows<'_> {
         self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
 
-    /// Applies a mesh, and returns when kubectl was called.
+    /// Applies a mesh. Returns the time of the kubectl call.
     async fn apply(&self, mesh: &str) -> u128 {
         let called = now();
         self.env.hub.apply(mesh).await.unwrap();
@@ -316,18 +318,18 @@ impl Flows<'_> {
 
     /// Waits until the change that was made at `called` is in force: the paths in `open` answer, and no other path
     /// does. A path that was closed before and stays closed must not answer in between, either.
-    async fn wait_until_open(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
+    async fn wait_until_in_force(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
         let reported = self.wait_until_reported(access).await;
         for path in open {
             let flow = self.flows.get_mut(path).unwrap();
-            let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::UnlistedPort);
+            let opens_first_time = flow.windows.is_empty() && matches!(path, Path::Pod | Path::UnlistedPort);
             if !flow.is_open() {
                 flow.windows.push((called, None));
             }
             flow.echoes[0].wait_for_echo_after(reported).await.unwrap();
-            if first {
+            if opens_first_time {
                 // The conntrack entry of the node's flow keeps the source address from before the tunnel had a route.
-                // That is the node's own address, which is in no Peer's allowed IPs.
+                // That is the node's own address, which is in no Peer's allowed IPs, so this flow may never get an answer.
                 let socket = *flow.sockets.first().unwrap();
                 let fresh = self.env.lab.watch_udp(&self.sandbox.clients()[1], socket).unwrap();
                 flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
@@ -405,7 +407,7 @@ impl Flows<'_> {
     }
 
     /// Waits until PolicyEnforced is True for the current generation of the mesh, and every gateway has applied the
-    /// current SandboxAccess. Returns that time.
+    /// current SandboxAccess. Returns the time at which it sees this.
     async fn wait_until_reported(&self, access: Access) -> u128 {
         let hub = &self.env.hub;
         let name = format!("{MESH}--{}", self.sandbox.name());
@@ -422,9 +424,9 @@ impl Flows<'_> {
             let actual = object_in_hub.as_ref().map_or(Access::Absent, |object| {
                 let grants = object["spec"]["grants"].as_array();
                 if grants.is_none_or(Vec::is_empty) {
-                    Access::Nothing
+                    Access::WithoutGrants
                 } else {
-                    Access::Grants
+                    Access::WithGrants
                 }
             });
             let state = object_in_hub.map(|object| {

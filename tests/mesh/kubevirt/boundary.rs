@@ -1,5 +1,6 @@
-//! Tests the worker of [`super`] as a sandbox that enters the hub through gateways: which sockets it reaches through
-//! the tunnel and over the underlay, before and after the shipped NetworkPolicies are applied.
+//! Tests the worker of [`super`] (a node that is a virtual machine in the hub) as a sandbox that enters the hub through
+//! gateways: which sockets it reaches through the tunnel and over the underlay, before and after the shipped
+//! NetworkPolicies are applied.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +15,7 @@ use clustermesh_lab::{
 use super::{EGRESS, HUB, MEMBER, PATIENCE, TestEnv, WORKER, host, pod, url};
 
 /// The WireGuard port of gateway pods and of the hub's nodes.
-const WIREGUARD: u16 = 51820;
+const WIREGUARD_PORT: u16 = 51820;
 
 /// The worker's agent routes only the gateways' addresses into the tunnel. Everything else that answers is reached over
 /// the underlay.
@@ -27,14 +28,14 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .unwrap();
     let granted = product.granted(MEMBER).await.unwrap();
     sandbox_dials_gateway_pods_and_hub_has_no_peers(env, &granted).await;
-    let tcp = granted.tcp();
+    let tcp = granted.tcp_sockets();
     let clients = [host(), pod(&env.webs[0])];
     for from in &clients {
         lab.wait_for_open_sockets(from, &tcp).await.unwrap();
     }
     let boundary = lab.boundary(MEMBER).unwrap();
     let admitted = boundary.admitted().await.unwrap();
-    let all = boundary.sockets(&[], &granted).await.unwrap();
+    let all_sockets = boundary.sockets(&[], &granted).await.unwrap();
     let own_api = SocketAddr::new(env.api, 6443);
     let kubelets: BTreeSet<SocketAddr> = lab
         .cluster(HUB)
@@ -42,7 +43,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .iter()
         .map(|node| SocketAddr::new(node.address().into(), 10250))
         .collect();
-    let worker = SocketAddr::new(env.worker.address().into(), 10250);
+    let worker_kubelet = SocketAddr::new(env.worker.address().into(), 10250);
     let from_hub = pod(&env.hub_webs[0]);
 
     let mut echoes = Echoes::start(env).await;
@@ -53,7 +54,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
     let expected_open: BTreeSet<SocketAddr> = kubelets.into_iter().chain([own_api]).chain(tcp.clone()).collect();
     let mut open = BTreeSet::new();
     for from in &clients {
-        let found = boundary.open_sockets(from, &all, &expected_open).await.unwrap();
+        let found = boundary.open_sockets(from, &all_sockets, &expected_open).await.unwrap();
         println!("{from}, without policies: {found:?}");
         open.extend(found);
         let answered = wait_until("every echo server to answer", PATIENCE, async || {
@@ -65,7 +66,9 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         });
         answered.await.unwrap();
     }
-    lab.wait_for_open_sockets(&from_hub, &[worker].into()).await.unwrap();
+    lab.wait_for_open_sockets(&from_hub, &[worker_kubelet].into())
+        .await
+        .unwrap();
 
     let applied = Instant::now();
     for from in &clients {
@@ -74,13 +77,19 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
     println!("closed {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
     let want: BTreeSet<SocketAddr> = admitted.union(&tcp).copied().collect();
     for from in &clients {
-        assert_eq!(boundary.open_sockets(from, &all, &want).await.unwrap(), want, "{from}");
+        assert_eq!(
+            boundary.open_sockets(from, &all_sockets, &want).await.unwrap(),
+            want,
+            "{from}"
+        );
         // The scan uses new source ports, because established flows continue.
         let answered = lab.scan_udp(from, echoes.sockets.clone()).await.unwrap();
         assert_eq!(answered, BTreeSet::new(), "{from}");
     }
-    lab.wait_for_closed_sockets(&from_hub, &[worker].into()).await.unwrap();
-    compromised_gateway_reaches_only_pods_and_api_servers(env, all.keys().copied().collect(), &from_hub).await;
+    lab.wait_for_closed_sockets(&from_hub, &[worker_kubelet].into())
+        .await
+        .unwrap();
+    compromised_gateway_reaches_only_pods_and_api_servers(env, all_sockets.keys().copied().collect(), &from_hub).await;
     granted_service_api_server_and_kubelet_work(env, product, &clients).await;
     scan_through_tunnel_finds_only_granted_ports(env, &granted, &admitted, &clients).await;
 }
@@ -90,7 +99,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
 // threat: gateway-shell
 async fn compromised_gateway_reaches_only_pods_and_api_servers(
     env: &TestEnv<'_>,
-    all: BTreeSet<SocketAddr>,
+    all_sockets: BTreeSet<SocketAddr>,
     another_pod: &TrafficClient,
 ) {
     let hub = env.lab.cluster(HUB);
@@ -102,7 +111,11 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
         }
         IpAddr::V6(_) => false,
     };
-    let others: BTreeSet<SocketAddr> = all.iter().copied().filter(|socket| !is_allowed(socket)).collect();
+    let others: BTreeSet<SocketAddr> = all_sockets
+        .iter()
+        .copied()
+        .filter(|socket| !is_allowed(socket))
+        .collect();
     let open = env.lab.scan(another_pod, others.iter().copied()).await.unwrap();
     println!("{another_pod}, which no policy selects: {open:?}");
     assert!(open.iter().any(|socket| socket.port() == 10250), "{open:?}");
@@ -112,7 +125,7 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
         .unwrap()
     {
         let from = pod(&gateway);
-        let found = env.lab.scan(&from, all.iter().copied()).await.unwrap();
+        let found = env.lab.scan(&from, all_sockets.iter().copied()).await.unwrap();
         println!("{from}: {found:?}");
         assert!(
             env.hub_webs
@@ -128,7 +141,11 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
 async fn sandbox_dials_gateway_pods_and_hub_has_no_peers(env: &TestEnv<'_>, granted: &Granted) {
     assert_eq!(granted.gateways.len(), 2);
     for gateway in &granted.gateways {
-        assert_eq!(gateway.endpoint, SocketAddr::new(gateway.pod, WIREGUARD), "{gateway:?}");
+        assert_eq!(
+            gateway.endpoint,
+            SocketAddr::new(gateway.pod, WIREGUARD_PORT),
+            "{gateway:?}"
+        );
     }
     let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai";
     let objects = env.lab.cluster(HUB).kubectl(["get", kinds, "-o", "name"]).await;
@@ -138,7 +155,8 @@ async fn sandbox_dials_gateway_pods_and_hub_has_no_peers(env: &TestEnv<'_>, gran
     assert_eq!(routed, gateways.collect());
 }
 
-/// Checks the mirrored Service, the API server, and connections from the API server to the kubelet.
+/// Checks the mirrored Service, the API server, and connections from the API server to the kubelet; then the mirrored Service again
+/// after a restart of the worker's agent.
 async fn granted_service_api_server_and_kubelet_work(
     env: &TestEnv<'_>,
     product: &Product<'_>,
@@ -152,7 +170,7 @@ async fn granted_service_api_server_and_kubelet_work(
         .await
         .unwrap();
     assert_eq!(inside.stdout.trim(), env.webs[0].name);
-    // The new process has no WireGuard session.
+    // Restart the agent: its new process has no WireGuard session, so it has to do a handshake under the policies.
     let agent = product.agent_pod(MEMBER, WORKER).await.unwrap();
     let args = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--grace-period=1"];
     env.member.kubectl(args).await.unwrap();
@@ -161,12 +179,12 @@ async fn granted_service_api_server_and_kubelet_work(
         .await
         .unwrap();
     // Delete the conntrack entry of the old agent's session. The new agent's handshake has the same addresses and
-    // ports, so this entry would accept it regardless of the policies.
+    // ports, so the hosting node would accept it as part of the old flow, regardless of the policies.
     let Workers::Pods { node, .. } = env.member.plan().workers else {
         panic!("{:?}", env.member.plan())
     };
     let hosting_node = env.lab.cluster(HUB).plan().node(node).name;
-    let (worker, port) = (env.worker.address().to_string(), WIREGUARD.to_string());
+    let (worker, port) = (env.worker.address().to_string(), WIREGUARD_PORT.to_string());
     let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
     env.lab.node(&hosting_node).exec(forget).await.unwrap();
     mirrored_service_answers_through_gateways(env, product, clients).await;
@@ -199,17 +217,18 @@ async fn scan_through_tunnel_finds_only_granted_ports(
     clients: &[TrafficClient],
 ) {
     let hub = env.lab.cluster(HUB);
-    let mut all: BTreeMap<SocketAddr, String> = env.member.foreign_sockets(&[&hub], &BTreeSet::new()).await.unwrap();
-    granted.add_to(&mut all);
-    let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
+    let mut all_sockets: BTreeMap<SocketAddr, String> =
+        env.member.foreign_sockets(&[&hub], &BTreeSet::new()).await.unwrap();
+    granted.add_to(&mut all_sockets);
+    let addresses: BTreeSet<IpAddr> = all_sockets.keys().map(SocketAddr::ip).collect();
     let attacker = Attacker::new(env.lab, MEMBER, WORKER).await.unwrap();
     for gateway in &granted.gateways {
         let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
-        let mut want = granted.through(gateway).tcp();
+        let mut want = granted.through(gateway).tcp_sockets();
         want.extend(admitted.iter().filter(|socket| on_underlay.contains(&socket.ip())));
         for from in clients {
             env.lab.wait_for_open_sockets(from, &want).await.unwrap();
-            let found = env.lab.scan(from, all.keys().copied()).await.unwrap();
+            let found = env.lab.scan(from, all_sockets.keys().copied()).await.unwrap();
             println!(
                 "{from}, all addresses except {on_underlay:?} through {}: {found:?}",
                 gateway.name
@@ -245,12 +264,12 @@ impl Echoes {
         let [a, b, c, _] = hub.plan().underlay.network().octets();
         let address = Ipv4Addr::new(a, b, c, 200);
         let machine = lab.add_host("hub-machine", address).await.unwrap();
-        let socket = SocketAddr::new(address.into(), WIREGUARD);
+        let socket = SocketAddr::new(address.into(), WIREGUARD_PORT);
         let args = [&probe, "udp-echo", &socket.to_string()];
         running.push(machine.spawn("machine-echo", args).unwrap());
         sockets.insert(socket);
         for web in &env.hub_webs {
-            let socket = SocketAddr::new(web.ip, WIREGUARD);
+            let socket = SocketAddr::new(web.ip, WIREGUARD_PORT);
             let args = [&probe, "udp-echo", &socket.to_string()];
             let echo = lab.node(&web.node).pod_spawn("pod-echo", web.ip, args);
             running.push(echo.unwrap());

@@ -8,7 +8,7 @@ use super::{
 pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'_>) {
     let written = written_versions(mesh).await;
     let pod_before = controller_pod(&mesh.hub).await;
-    // Stop an agent now: both checks take long, so they run at the same time.
+    // Stop an agent now: it takes long until the agent is reported and until the old token is refused. Wait for both at once.
     let stopped_node = stop_agent_and_add_policy(mesh).await;
     let secret = json(
         &mesh.member,
@@ -27,7 +27,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     let new = mesh.member.kubectl(create).await.unwrap().stdout.trim().to_owned();
     let file = mesh.lab.directory().join("tenant-a.member.kubeconfig");
     let kubeconfig = std::fs::read_to_string(&file).unwrap();
-    assert!(kubeconfig.contains(&old), "the kubeconfig contains the old token");
+    assert!(kubeconfig.contains(&old), "the kubeconfig lacks the old token");
     std::fs::write(&file, kubeconfig.replace(&old, &new)).unwrap();
     let from = format!("--from-file=value={}", file.display());
     let make = [
@@ -82,6 +82,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     .await
     .unwrap();
     stopped_agent_is_named_until_it_continues(mesh, &stopped_node).await;
+    // With the new token, the controller still writes into the member: the EndpointSlices follow the hub's pods.
     scale_backends_and_wait(mesh, 1).await;
     scale_backends_and_wait(mesh, 2).await;
     mesh.product.wait_until_ready().await.unwrap();

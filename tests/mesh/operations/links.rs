@@ -11,7 +11,7 @@ async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, args: &[&str
     (output.status.code(), output.stdout)
 }
 
-pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
+pub(super) async fn status_of_healthy_node_matches_wg_show(mesh: &Mesh<'_>) {
     for (cluster, webs) in [(&mesh.hub, &mesh.hub_webs), (&mesh.member, &mesh.member_webs)] {
         let name = &webs[0].node;
         let node = mesh.lab.node(name);
@@ -30,7 +30,7 @@ pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
         for line in [
             format!("Node      {name}, WireGuard address {address}\n"),
             format!("Key       {}\n", published_key(cluster, name).await),
-            "Device    kilo0, userspace (--backend=userspace asks for it), MTU 1440, UDP port 51820\n".to_owned(),
+            "Device    kilo0, userspace (set by --backend=userspace), MTU 1440, UDP port 51820\n".to_owned(),
         ] {
             assert!(page.contains(&line), "{line}{page}");
         }
@@ -50,7 +50,10 @@ pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
             (code, reported.keys().map(String::as_str).collect::<Vec<_>>()),
             (Some(0), peers)
         );
-        let mut reported: Vec<String> = reported.into_values().map(|(key, at)| format!("{key}\t{at}")).collect();
+        let mut reported: Vec<String> = reported
+            .into_values()
+            .map(|(key, endpoint)| format!("{key}\t{endpoint}"))
+            .collect();
         reported.sort();
         let shown = show("endpoints").await;
         let mut shown: Vec<&str> = shown.lines().collect();
@@ -59,7 +62,7 @@ pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
     }
 }
 
-/// `status.brokenLinks` as `from->to of total`.
+/// `status.brokenLinks` as `from->to of total`, where `total` is the number of tunnels.
 pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     let object = json(&mesh.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
     let links = object["status"]["brokenLinks"].as_array().cloned().unwrap_or_default();
@@ -70,7 +73,8 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     links.iter().map(text).collect()
 }
 
-/// Checks that the mesh's status and the agent of a node that sends to a dead node report the link as down.
+/// `sender` sends to the node `dead`, which lost its power at `since`. Checks that the mesh's status reports the broken link,
+/// and that the agent on `sender` reports the peer as down.
 pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, sender: &str, dead: &str, since: Instant) {
     let link = format!("{}->{} of 3", crate::setup::HUB, crate::setup::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {

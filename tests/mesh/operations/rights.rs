@@ -83,7 +83,7 @@ pub(super) async fn processes_have_exactly_the_rights_of_deploy(mesh: &Mesh<'_>)
             of("CapBnd", &set),
             of("CapAmb", &format!("{:016x}", 0)),
             of("NoNewPrivs", "1"),
-            of("Seccomp", "2"),
+            of("Seccomp", "2"), // SECCOMP_MODE_FILTER
         ]
         .into()
     };

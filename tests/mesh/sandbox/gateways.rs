@@ -1,11 +1,11 @@
-//! Reads the hub's gateways from their SandboxGateways, and the sockets that the sandbox may reach at them.
+//! Reads the hub's gateways from their SandboxGateways. Lists the sockets that the sandbox may reach, and all that it scans.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE, MESH, RunningPod, wait_until};
+use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE_PORTS, MESH, RunningPod, wait_until};
 use serde_json::Value;
 
 use super::{SANDBOX, TestEnv};
@@ -72,8 +72,9 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// Every socket of the hub and the member, with its owner. For the WireGuard address of each
-    /// gateway, the result contains every port that is open anywhere.
+    /// The sockets of the hub and the member at addresses that the sandbox's cluster does not use itself, with their
+    /// owners. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the grant,
+    /// the infrastructure ports and WireGuard's port.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];
@@ -82,7 +83,7 @@ impl TestEnv<'_> {
             .keys()
             .chain(&granted)
             .map(SocketAddr::port)
-            .chain(INFRASTRUCTURE)
+            .chain(INFRASTRUCTURE_PORTS)
             .chain([51820])
             .collect();
         for gateway in self.gateways().await {

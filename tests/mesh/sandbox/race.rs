@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::{SANDBOX, TestEnv, upheavals::ScannedGateway};
 use crate::setup::PATIENCE;
 
-/// Another Service for the same pods, with two more UDP ports. Their echo servers are probed every 10 ms.
+/// A Service for the pods of the Service `web`, with two more UDP ports. The echo servers at these ports are probed every 10 ms.
 const SECOND_SERVICE: &str = "
 apiVersion: v1
 kind: Service
@@ -28,20 +28,20 @@ spec:
   - {name: at-times, port: 81, targetPort: 8081, protocol: UDP}
   - {name: never, port: 82, targetPort: 8082, protocol: UDP}
 ";
-/// A port that some of the sets of grants contain.
+/// The port of the pods to which the Service port `at-times` leads. Some of [`grant_sets`] contain that Service port.
 const SOMETIMES_GRANTED: u16 = 8081;
-/// A port that none of the sets of grants contains.
+/// The port of the pods to which the Service port `never` leads. None of [`grant_sets`] contains that Service port.
 const NEVER_GRANTED: u16 = 8082;
 /// A socket without an echo for this long counts as closed.
 const SILENCE: Duration = Duration::from_millis(500);
-/// Number of changes. Each follows the one before as fast as the API server accepts it.
+/// Number of changes. Except after [`AWAITED_CHANGE`], each follows the one before as fast as the API server accepts it.
 const CHANGES: usize = 24;
-/// After this change, the test waits until the echo server at `SOMETIMES_GRANTED` answers.
+/// After this change, which applies a set with `at-times`, the test waits until the echo server at `SOMETIMES_GRANTED` answers.
 const AWAITED_CHANGE: usize = 7;
 
-/// Restores the grants at the end.
+/// At the end the grants are the same as at the start.
 // threat: grant-race
-pub(super) async fn fast_changes_of_grants_open_nothing_more(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
+pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
     let started = Instant::now();
     env.hub.apply(SECOND_SERVICE).await.unwrap();
     let probe = env.lab.probe_program().unwrap();
@@ -60,14 +60,14 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(env: &TestEnv<'_>, 
     let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
     let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
     let meshes: Api<DynamicObject> = Api::namespaced_with(env.hub.client().await.unwrap(), NAMESPACE, &resource);
-    let entry = {
+    let entry_index = {
         let mesh = meshes.get(MESH).await.unwrap();
         let entries = mesh.data["spec"]["clusters"].as_array().cloned().unwrap();
         entries.iter().position(|entry| entry["name"] == SANDBOX).unwrap()
     };
     let sets = grant_sets();
     let apply_grants = async |grants: &Value| {
-        let change = json!([{"op": "add", "path": format!("/spec/clusters/{entry}/egress"), "value": grants}]);
+        let change = json!([{"op": "add", "path": format!("/spec/clusters/{entry_index}/egress"), "value": grants}]);
         let change = Patch::<Value>::Json(serde_json::from_value(change).unwrap());
         meshes.patch(MESH, &PatchParams::default(), &change).await.unwrap();
     };
@@ -93,15 +93,15 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(env: &TestEnv<'_>, 
         echo.wait_for_silence(SILENCE).await.unwrap();
     }
     let seen = |echoes: &[EchoWatch; 2]| echoes.each_ref().map(|echo| echo.answers().len());
-    let before_the_race = [&at_times, &never].map(seen);
-    let before = access_version(env).await;
+    let echoes_before = [&at_times, &never].map(seen);
+    let version_before = access_version(env).await;
     let racing = Instant::now();
     for (number, grants) in (1..=CHANGES).zip(sets.iter().cycle()) {
         apply_grants(grants).await;
         if number == AWAITED_CHANGE {
-            let given = now();
+            let granted_at = now();
             for echo in &at_times {
-                echo.wait_for_echo_after(given).await.unwrap();
+                echo.wait_for_echo_after(granted_at).await.unwrap();
             }
         }
     }
@@ -113,17 +113,17 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(env: &TestEnv<'_>, 
     for echo in &at_times {
         echo.wait_for_silence(SILENCE).await.unwrap();
     }
-    assert_eq!(seen(&never), before_the_race[1], "no grant names this port");
+    assert_eq!(seen(&never), echoes_before[1], "no grant names this port");
     assert_ne!(
         access_version(env).await,
-        before,
+        version_before,
         "no change of the grants reached the SandboxAccess"
     );
     println!(
         "{CHANGES} changes of the grants in {:.1} s, {:?} answers of the port `at-times`, {:?} of them before; in total {:.1} s",
         raced.as_secs_f64(),
         seen(&at_times),
-        before_the_race[0],
+        echoes_before[0],
         started.elapsed().as_secs_f64()
     );
 }

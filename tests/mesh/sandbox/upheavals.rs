@@ -1,5 +1,6 @@
-//! Disturbs a gateway and its cluster, while a sandbox scans every socket through that gateway continuously. Closed
-//! sockets must stay closed while the gateway's container, table, pod, SandboxAccess and node are deleted and restored.
+//! Disturbs a gateway and its cluster, while a sandbox scans every socket through that gateway continuously. Sockets
+//! without a grant must never answer while the gateway's container, table, pod, SandboxAccess and node are deleted and
+//! restored.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -28,13 +29,13 @@ pub(super) struct ScannedGateway<'a> {
     node: Node<'a>,
     /// The gateway's granted sockets.
     pub(super) granted: BTreeSet<SocketAddr>,
-    all: BTreeSet<SocketAddr>,
-    watches: Vec<RepeatedScan>,
+    all_sockets: BTreeSet<SocketAddr>,
+    scans: Vec<RepeatedScan>,
 }
 
 /// Returns the gateway, with running scans, after the last step.
 // threat: gateway-ungranted
-pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
+pub(super) async fn disturbed_gateway_opens_no_other_port<'a>(
     env: &'a TestEnv<'a>,
     attacker: &Attacker<'_>,
 ) -> ScannedGateway<'a> {
@@ -104,7 +105,7 @@ async fn deleted_table_opens_nothing(scanned: ScannedGateway<'_>) {
         .wait_until_settled(&format!("after {DELETIONS} times nft delete table"))
         .await;
 
-    // A stopped gateway cannot restore its table, so the scans run while there is no table.
+    // A stopped gateway cannot restore its table, so the scans run while it has no nftables table.
     scanned.signal(Signal::SIGSTOP);
     let deleted = delete().await;
     assert!(deleted.status.success(), "{deleted:?}");
@@ -138,8 +139,8 @@ async fn widened_access_opens_nothing_without_controller(scanned: &ScannedGatewa
         ("default", "kubernetes", "https"),
         ("kube-system", "kube-dns", "dns-tcp"),
     ];
-    grants.extend(services.into_iter().zip(ADDED_PORTS).map(|((namespace, name, port), at)| {
-        json!({"service": {"namespace": namespace, "name": name}, "port": port, "gatewayPort": at})
+    grants.extend(services.into_iter().zip(ADDED_PORTS).map(|((namespace, name, port), gateway_port)| {
+        json!({"service": {"namespace": namespace, "name": name}, "port": port, "gatewayPort": gateway_port})
     }));
     let wide = json!({"spec": {"grants": grants}}).to_string();
     let name = access_name();
@@ -160,7 +161,7 @@ async fn widened_access_opens_nothing_without_controller(scanned: &ScannedGatewa
     .await
     .unwrap();
     let generation = scanned.env.access().await["metadata"]["generation"].clone();
-    wait_until("the gateway to refuse the other Services", PATIENCE, async || {
+    wait_until("the gateway to refuse the added grants", PATIENCE, async || {
         let gateway = get(
             hub,
             &["-n", GATEWAYS, "get", "sandboxgateway", &scanned.gateway.pod.name],
@@ -187,8 +188,8 @@ async fn widened_access_opens_nothing_without_controller(scanned: &ScannedGatewa
             .unwrap();
     }
     scanned.scan_once_more().await;
-    // The attacker has revoked the controller's read access to the sandbox. Without it, the controller would not write
-    // a deleted Peer again when a grant is restored.
+    // The attacker has revoked the controller's access to the sandbox. Without read access, the controller does not
+    // know the sandbox's nodes, and so cannot write the SandboxAccess again.
     attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
     hub.wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
@@ -205,14 +206,14 @@ impl<'a> ScannedGateway<'a> {
         let mut all = env.all_sockets().await;
         all.extend(ADDED_PORTS.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
         println!("scanning {} sockets continuously", all.len());
-        let watch = |from| env.lab.scan_repeatedly(&from, all.keys().copied()).unwrap();
+        let scan = |from| env.lab.scan_repeatedly(&from, all.keys().copied()).unwrap();
         let granted = env.granted().await.into_iter();
         Self {
             env,
             node: env.lab.node(&gateway.pod.node),
             granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
-            all: all.keys().copied().collect(),
-            watches: env.clients().map(watch).into(),
+            all_sockets: all.keys().copied().collect(),
+            scans: env.clients().map(scan).into(),
             gateway,
         }
     }
@@ -246,8 +247,8 @@ impl<'a> ScannedGateway<'a> {
         .unwrap();
     }
 
-    /// Writes the key of a new gateway pod into the sandbox's Peer, because the attacker has revoked the
-    /// controller's write access to the sandbox.
+    /// Waits for the key of a new gateway pod and writes it into the sandbox's Peer. The controller cannot do this,
+    /// because the attacker has revoked its write access to the sandbox.
     async fn update_key(&self, attacker: &Attacker<'_>, peer: &str) {
         let name = &self.gateway.pod.name;
         let old = get(&self.env.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
@@ -263,17 +264,17 @@ impl<'a> ScannedGateway<'a> {
         attacker.set_public_key(peer, &key).await.unwrap();
     }
 
-    /// Waits until every socket has been scanned once more.
+    /// Waits until every socket has been scanned once more, and checks that only granted sockets have answered.
     pub(super) async fn scan_once_more(&self) {
-        for watch in &self.watches {
-            watch.wait_for_another_round().await.unwrap();
+        for scan in &self.scans {
+            scan.wait_for_another_round().await.unwrap();
         }
         self.assert_only_granted_opened();
     }
 
     fn assert_only_granted_opened(&self) {
-        for watch in &self.watches {
-            let opened = watch.opened();
+        for scan in &self.scans {
+            let opened = scan.opened();
             let unexpected: BTreeSet<_> = opened.difference(&self.granted).collect();
             assert_eq!(unexpected, BTreeSet::new(), "granted {:?}", self.granted);
         }
@@ -282,9 +283,9 @@ impl<'a> ScannedGateway<'a> {
     /// Checks with new scans that no socket at all is open, not even one that was granted before. The running scans may
     /// have seen it open while it was granted.
     pub(super) async fn assert_nothing_answers(&self, when: &str) {
-        let found = self.env.scan_from_sandbox(self.all.iter().copied()).await;
+        let found = self.env.scan_from_sandbox(self.all_sockets.iter().copied()).await;
         assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
-        println!("{when}: none of {} sockets answers", self.all.len());
+        println!("{when}: none of {} sockets answers", self.all_sockets.len());
     }
 
     /// Waits until all granted sockets answer again, and checks that no other socket has answered meanwhile.
@@ -294,6 +295,6 @@ impl<'a> ScannedGateway<'a> {
             open.unwrap_or_else(|error| panic!("{when}: {error}"));
         }
         self.scan_once_more().await;
-        println!("{when}: {:?} and nothing else answered", self.watches[0].opened());
+        println!("{when}: {:?} and nothing else answered", self.scans[0].opened());
     }
 }

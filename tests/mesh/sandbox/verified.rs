@@ -1,5 +1,5 @@
-//! Tests `clustermeshctl verify`. With a closed underlay, it finds only granted sockets open. Then it reports a revoked
-//! grant that is still open, and the underlay, which is open without NetworkPolicies.
+//! Tests `clustermeshctl verify`. While rules close the underlay, it finds only granted sockets open. Without these rules
+//! and with a revoked grant that is still in force, it reports violations on the underlay and in the tunnel.
 
 use std::{
     collections::BTreeSet,
@@ -27,9 +27,9 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let open = env.granted().await;
     let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
     let mirror = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
-    let named: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
+    let expected: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
     for kind in ["node", "pod"] {
-        assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), named, "from a {kind}");
+        assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), expected, "from a {kind}");
         assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
     }
 
@@ -78,7 +78,8 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let with_grant = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     let unpaused = with_grant.replacen("spec:\n", "spec:\n  paused: false\n", 1);
     env.product.mesh_up(&unpaused).await.unwrap();
-    // If the controller changed the SandboxAccess in between, the gateway needs a new handshake.
+    // The sockets should be open already. If the SandboxAccess was changed despite the pause, they open only after a new
+    // handshake with the gateways.
     for from in env.clients() {
         env.lab.wait_for_open_sockets(&from, &open).await.unwrap();
     }
@@ -86,8 +87,8 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
 }
 
 /// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
-/// of the surrounding cluster do. Replies pass, because the sandbox's API server connects to the kubelet from an
-/// address that other clusters' API servers have, too.
+/// of the surrounding cluster do. Replies pass: the lab's API servers share a network namespace and connect to all kubelets
+/// from the address of the hub's API server, so the replies of the sandbox's kubelet go to that address.
 async fn close_the_underlay(env: &TestEnv<'_>) {
     let mut others = BTreeSet::new();
     for cluster in [&env.hub, &env.member] {
@@ -132,8 +133,8 @@ async fn explain_names_unreachable_member_and_continues(env: &TestEnv<'_>, kubec
     args.extend(flags.map(str::to_owned));
     let (code, out, err) = clustermeshctl(args).await;
     assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::SUCCESS), "{out}{err}");
-    let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) cannot be read: context \"nowhere\"";
-    assert!(err.contains(named), "{err}");
+    let warning = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) cannot be read: context \"nowhere\"";
+    assert!(err.contains(warning), "{err}");
 }
 
 /// Runs clustermeshctl. Returns its exit code, standard output and standard error.
@@ -146,7 +147,7 @@ async fn clustermeshctl(args: Vec<String>) -> (ExitCode, String, String) {
     tokio::task::spawn_blocking(run).await.unwrap()
 }
 
-/// Runs verify from these clusters, or from all, and returns its report.
+/// Runs verify from these clusters (none = from all), and returns its report.
 async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     let mut args = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
         .map(str::to_owned)
@@ -162,7 +163,7 @@ async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     report
 }
 
-/// The sockets in one list of the report that a node or a pod of the sandbox found on one path.
+/// The sockets of cluster `to` in a `list` of the report: those that the sandbox's node or pod (`kind`) reached on `path`.
 fn sockets(report: &Value, kind: &str, to: &str, list: &str, path: &str) -> BTreeSet<String> {
     let probes = report["probes"].as_array().unwrap().iter();
     let from =

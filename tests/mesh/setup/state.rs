@@ -20,7 +20,7 @@ pub(crate) async fn versions(cluster: &Cluster<'_>, kind: &str) -> BTreeMap<Stri
     list["items"].as_array().unwrap().iter().map(version).collect()
 }
 
-/// Status, reason and message of a condition of the mesh.
+/// Status, reason and message of a condition of the mesh; all empty if the mesh does not have it.
 pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String, String) {
     let mesh = json(hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
     let conditions = mesh["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -30,7 +30,8 @@ pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String,
     (text("status"), text("reason"), text("message"))
 }
 
-/// Links, rules, routes and firewall tables of a node, without the veth links of pods, which change at any time.
+/// The names of the links and nftables tables of a node, and its rules and routes. The veth links of pods with their routes, and
+/// link-local routes, are left out, because they change at any time.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NodeState {
     links: BTreeSet<String>,

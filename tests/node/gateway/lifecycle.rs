@@ -11,12 +11,12 @@ use nix::{
 };
 use serde_json::Value;
 
-use super::testbed::{GATEWAY, Gateway, SQL, TIMEOUT, Testbed, backend, hostile, socket_addr};
+use super::testbed::{GATEWAY, Gateway, HOST_PORT, SQL_PORT, TIMEOUT, Testbed, backend, hostile, socket_addr};
 
 /// Deletes the table again as soon as it is restored, even before the gateway has verified its own write.
 pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    // The periodic renewal of the table would restore it as well, but rarely.
+    // The repairs are counted, because the periodic renewal of the table would also restore it, but rarely.
     let repairs = || {
         let metrics = testbed.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
         let mut lines = metrics
@@ -38,7 +38,7 @@ pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
     assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
@@ -49,43 +49,45 @@ pub(super) async fn restarted_container_is_the_same_gateway(
 ) {
     let [a, _] = &testbed.sandboxes;
     let before = testbed.status().await;
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.running.wait(TIMEOUT);
     // Without a process the userspace device drops packets; the kernel's tunnel continues.
-    let kernel = backend() == "kernel";
-    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(), kernel);
-    // Drop the handshake initiations of the sandbox's node (148 bytes), as if its session were still valid. So the new
-    // process must initiate the handshake.
+    let is_kernel = backend() == "kernel";
+    assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(), is_kernel);
+    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header), as if its session were still valid. So the
+    // new process must initiate the handshake.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
     a.ns.nft("delete table inet mute");
     testbed.wait_until_ready().await;
     assert!(connection.request().is_some(), "an earlier connection");
-    let same = |status: &Value| {
+    let identity = |status: &Value| {
         [
             status["publicKey"].clone(),
             status["wireguardIPs"].clone(),
             status["endpoints"].clone(),
         ]
     };
-    assert_eq!(same(&testbed.status().await), same(&before));
+    assert_eq!(identity(&testbed.status().await), identity(&before));
 }
 
 // threat: gateway-api-away
 pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let forged = hostile::ForgedEntry::of_log_grant(testbed, 0, 7100, 50100);
+    // Expired grants must also stop the packets of connections that are in the conntrack table, in both directions.
+    let forged = hostile::ForgedEntry::of_udp_grant(testbed, 0, 7100, 50100);
     testbed.cluster().kill_api().expect("kill the API server");
     assert!(
-        a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(),
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(),
         "grants do not expire at once"
     );
-    let closed = Duration::from_secs(60);
-    wait_until("the grants to expire", closed, async || {
-        match a.tcp_reply(socket_addr(GATEWAY[0], SQL)) {
+    // The gateway runs with --grant-timeout=20s.
+    let timeout = Duration::from_secs(60);
+    wait_until("the grants to expire", timeout, async || {
+        match a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)) {
             None => Ok(()),
             answer => {
                 tokio::time::sleep(Duration::from_secs(1)).await;
@@ -99,7 +101,7 @@ pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     forged.send_request(testbed);
     forged.send_reply(testbed);
     testbed.cluster().start_api().await.expect("start the API server");
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
     // The TCP reply proves that the gateway has processed the earlier packets.
     assert_eq!((requests.packets(), replies.packets()), (0, 0));
     wait_until("packets of both directions", TIMEOUT, async || {
@@ -129,7 +131,7 @@ pub(super) async fn terminating_gateway_is_unready_but_still_serves(testbed: &Te
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     assert!(
-        a.tcp_reply(socket_addr(GATEWAY[0], SQL)).is_some(),
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(),
         "a terminating gateway still serves"
     );
     assert!(gateway.running.wait(TIMEOUT).success());
@@ -162,9 +164,9 @@ pub(super) async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, argum
     };
     let [a, b] = &testbed.sandboxes;
     waits_for("m--a, m--b").await;
-    a.tunnel.set_peer(key, socket_addr("172.30.1.11", 31820));
+    a.tunnel.set_peer(key, socket_addr("172.30.1.11", HOST_PORT));
     waits_for("m--b").await;
-    b.tunnel.set_peer(key, socket_addr("172.30.1.11", 31820));
+    b.tunnel.set_peer(key, socket_addr("172.30.1.11", HOST_PORT));
     testbed.wait_until_ready().await;
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }

@@ -19,7 +19,7 @@ use std::{
 use clustermesh_lab::{Cluster, Lab, LabPlan, wait_until};
 use clustermesh_tests::{
     agent::agent_program,
-    traffic::{TCP, TcpConnection, UdpFlow, count_datagrams, serve_name},
+    traffic::{TCP_PORT, TcpConnection, UdpFlow, count_datagrams, serve_name},
 };
 use kube::{
     Api, Client,
@@ -56,12 +56,14 @@ pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 /// A UDP port without a server.
 const CLOSED_PORT: u16 = 5003;
-/// A TCP port of the pods that equals the gateway port [`SQL`].
+/// A TCP port at which the pods `db` and `other` serve. It equals [`SQL_PORT`], so only the destination address tells the gateway from
+/// them.
 const POD_SQL_PORT: u16 = 20001;
-const HOST_PORT: u16 = 31820;
+/// The port of the node that is translated to the gateway's listen port.
+pub(crate) const HOST_PORT: u16 = 31820;
 /// The gateway ports of a TCP and a UDP grant.
-pub(crate) const SQL: u16 = 20001;
-pub(crate) const LOG: u16 = 20002;
+pub(crate) const SQL_PORT: u16 = 20001;
+pub(crate) const LOG_PORT: u16 = 20002;
 /// The gateway's limits: connections of one grant to one endpoint, and of one sandbox.
 pub(crate) const ENDPOINT_CONNECTIONS: usize = 50;
 pub(crate) const SANDBOX_CONNECTIONS: usize = 120;
@@ -94,7 +96,7 @@ pub(crate) struct Testbed {
     pub(crate) pod: NetNs,
     pub(crate) pods: [NetNs; 2],
     pub(crate) sandboxes: [Sandbox; 2],
-    /// Datagrams that the pod `db` has received on the port that never answers.
+    /// The number of datagrams that the pod `db` has received at `MUTE_PORT`, from which it never answers.
     pub(crate) unanswered_datagrams: Arc<AtomicU64>,
     interface: String,
     pod_uid: String,
@@ -102,7 +104,7 @@ pub(crate) struct Testbed {
 }
 
 impl Drop for Testbed {
-    /// A killed gateway leaves its lock, status and control sockets in a directory that all network namespaces share.
+    /// A killed gateway leaves its lock, its status file and its control socket in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
@@ -228,7 +230,7 @@ impl Testbed {
         ));
         for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER)] {
             for address in addresses {
-                [TCP, POD_SQL_PORT]
+                [TCP_PORT, POD_SQL_PORT]
                     .into_iter()
                     .for_each(|port| serve_name(ns, name, ip(address), port));
             }

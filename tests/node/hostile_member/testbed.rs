@@ -35,7 +35,8 @@ use self::{
 };
 use crate::two_clusters::{MGMT, Site, TIMEOUT, TwoClusters};
 
-/// Two pods of the target in both families. The member may send only to the second one.
+/// Two pods of the target in both families. The flood sends its allowed packets to the second one, and only forbidden packets to
+/// the first one.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The addresses of the target node on its pod links.
@@ -69,9 +70,12 @@ pub(crate) struct Testbed {
     pub(crate) agent: Running,
     pub(crate) flood: Flood,
     prober: Prober,
+    /// The witnesses in the pods and in the machines around the node.
     pods: Vec<Witness>,
+    /// The witness on the node, which counts packets after the node's filters.
     passed: Witness,
     member_witness: Witness,
+    /// Number of calls of [`Self::start_agent`].
     starts: u32,
     _pods: [NetNs; 2],
     _surroundings: surroundings::Surroundings,
@@ -169,8 +173,8 @@ impl Testbed {
         let mgmt = self.mgmt();
         let create = PostParams::default();
         let policies = self.clusters.policies(mgmt).await;
-        for (source, nodes) in [("tenant-b", MEMBER), ("tenant-c", THIRD)] {
-            let policy = PeerPolicy::new(&format!("mesh--{source}"), policy(source, nodes));
+        for (source, wireguard) in [("tenant-b", MEMBER), ("tenant-c", THIRD)] {
+            let policy = PeerPolicy::new(&format!("mesh--{source}"), policy(source, wireguard));
             policies.create(&create, &policy).await.expect("create a PeerPolicy");
         }
         let peers = self.clusters.peers(mgmt).await;
@@ -215,7 +219,7 @@ impl Testbed {
             .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
     }
 
-    /// Waits for new replies to the legitimate requests.
+    /// Waits for two new replies to the legitimate requests: the first one may answer a request from before the call.
     pub(crate) async fn wait_for_answers(&self, why: &str) {
         let before = self.prober.answers();
         wait_until(format!("answers: {why}"), PATIENCE, async || {
@@ -229,8 +233,8 @@ impl Testbed {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// The traffic since the last call: what arrived in the pods, what the node accepted or forwarded, and replies at
-    /// the member.
+    /// The traffic since the last call of this function: what arrived in the pods, what the node accepted or forwarded,
+    /// and replies at the member.
     fn new_traffic(&mut self) -> ObservedTraffic {
         let sources = |counts: &Counts| {
             let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
@@ -241,7 +245,7 @@ impl Testbed {
             arrived.extend(pod.new_counts());
         }
         // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
-        // reached while there was no table.
+        // reached while the node had no nftables table.
         arrived.retain(|key, _| {
             ![GATEWAY, surroundings::NODE_ON_LAN, surroundings::BRIDGE]
                 .iter()
@@ -260,10 +264,11 @@ impl Testbed {
         self.new_traffic();
     }
 
-    /// Waits until all allowed traffic has been seen since the last call, and fails if there was any other.
+    /// Waits until every kind of allowed traffic has been seen since this function or [`Self::discard_traffic`] was called
+    /// last. Fails if there was any other traffic.
     pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
-        // The kernel rate-limits these ICMP errors, so they are allowed but not required.
+        // The kernel rate-limits ICMP errors, so these are allowed but not required.
         let mut want = allowed.clone();
         let is_required = |key: &String| !key.contains("destination-unreachable");
         want.arrived.retain(|key, _| is_required(key));

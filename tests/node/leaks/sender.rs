@@ -24,9 +24,9 @@ use nix::{
 use super::PATIENCE;
 
 /// The port of every echo server.
-const PORT: u16 = 7007;
+const ECHO_PORT: u16 = 7007;
 /// The listen port of the agents.
-const WIREGUARD: u16 = 51820;
+const WIREGUARD_PORT: u16 = 51820;
 /// Time between two packets of a fast sender.
 const PACE: Duration = Duration::from_millis(10);
 /// Time between two packets of a slow sender. Linux rate-limits ICMP errors per IPv4 source. For an `unreachable`
@@ -81,7 +81,7 @@ fn socket(netns: &Path, source: IpAddr, to: IpAddr) -> UdpSocket {
         // The ephemeral port must not be the one that an agent needs when it starts.
         let bind = || UdpSocket::bind((source, 0)).expect("a socket");
         let port = |socket: &UdpSocket| socket.local_addr().expect("its address").port();
-        let socket = std::iter::repeat_with(bind).find(|socket| port(socket) != WIREGUARD);
+        let socket = std::iter::repeat_with(bind).find(|socket| port(socket) != WIREGUARD_PORT);
         let socket = socket.expect("an endless iterator");
         // Without this option UDP hides ICMP errors about unreachable hosts (ip(7), IP_RECVERR).
         match to {
@@ -113,7 +113,7 @@ impl Sender {
         let (responses, stop) = (Arc::<Mutex<Responses>>::default(), Arc::<AtomicBool>::default());
         let (netns, shared, stopped) = (netns.to_owned(), responses.clone(), stop.clone());
         let thread = thread::spawn(move || {
-            let at = SocketAddr::new(to, PORT);
+            let server = SocketAddr::new(to, ECHO_PORT);
             let mut from = socket(&netns, source, to);
             let mut connected = false;
             let mut silent = 0;
@@ -121,7 +121,7 @@ impl Sender {
                 // Without a route, connect fails at once.
                 let sent = match connected {
                     true => from.send(b"is it clear?"),
-                    false => from.connect(at).map(|()| {
+                    false => from.connect(server).map(|()| {
                         connected = true;
                         0
                     }),
@@ -192,7 +192,7 @@ impl Drop for Sender {
 /// Echoes all datagrams to this address of the namespace until the process ends.
 pub(crate) fn echo(netns: &Path, address: IpAddr) {
     let socket = inside(netns, move || {
-        UdpSocket::bind((address, PORT)).unwrap_or_else(|error| panic!("listen on {address}: {error}"))
+        UdpSocket::bind((address, ECHO_PORT)).unwrap_or_else(|error| panic!("listen on {address}: {error}"))
     });
     thread::spawn(move || {
         let mut buffer = [0; 100];
@@ -207,13 +207,14 @@ pub(crate) fn echo(netns: &Path, address: IpAddr) {
 
 /// The senders of a run.
 pub(super) struct Senders {
-    /// From the node under test to addresses that exist.
+    /// Send from the node under test to addresses that exist.
     pub(super) reach: Vec<Sender>,
-    /// To the other node's WireGuard address, where no port is open.
+    /// Send from the node under test to the other node's WireGuard address. An echo server listens there, but the other node's
+    /// firewall drops the packets.
     pub(super) closed: Vec<Sender>,
-    /// From the other cluster to the node under test.
+    /// Send from the other cluster to the node under test.
     pub(super) back: Vec<Sender>,
-    /// From the node under test to mesh addresses that no node has.
+    /// Send from the node under test to mesh addresses that no node has.
     pub(super) unassigned: Vec<Sender>,
     /// Slow senders in the pod: the first two send to existing addresses, the last to an unassigned one.
     pub(super) slow: Vec<Sender>,
@@ -222,10 +223,10 @@ pub(super) struct Senders {
 impl Senders {
     /// Waits until each sender of `reach` and `back` gets a new answer.
     pub(super) async fn wait_for_answers(&self, why: &str) {
-        let all = || self.reach.iter().chain(&self.back);
-        let before: Vec<u64> = all().map(|sender| sender.responses().answers).collect();
+        let senders = || self.reach.iter().chain(&self.back);
+        let before: Vec<u64> = senders().map(|sender| sender.responses().answers).collect();
         let all_answered = async || {
-            let late = all()
+            let late = senders()
                 .zip(&before)
                 .filter(|(sender, before)| sender.responses().answers <= **before);
             let late: Vec<_> = late.map(|(sender, _)| (&sender.name, sender.responses())).collect();

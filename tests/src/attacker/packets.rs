@@ -26,6 +26,7 @@ fn sum(data: &[u8]) -> u16 {
 
 /// Writes the checksum of the transport packet `body` at its offset `at`.
 fn with_checksum(from: IpAddr, to: IpAddr, protocol: u8, mut body: Vec<u8>, at: usize) -> Vec<u8> {
+    // The pseudo-header of IPv6. For IPv4 addresses, it has the same sum as the pseudo-header of IPv4.
     let mut all = [bytes(from), bytes(to)].concat();
     all.extend((body.len() as u32).to_be_bytes());
     all.extend([0, 0, 0, protocol]);

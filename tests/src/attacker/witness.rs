@@ -21,7 +21,8 @@ pub enum CountingPoint {
     AfterFilters,
 }
 
-/// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT`.
+/// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT` (TCP and UDP), `SOURCE TYPE CODE -> DESTINATION` (ICMP) or
+/// `SOURCE PROTOCOL -> DESTINATION` (others).
 pub type Counts = BTreeMap<String, u64>;
 
 /// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept.
@@ -35,9 +36,9 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
     }
     out += "set errors4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
             set errors6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
-    // Neighbour discovery is not counted. Neither are fragments other than the first, because they have no ports; after
-    // conntrack, packets are reassembled.
-    let arriving = match at {
+    // At arrival, neighbour discovery and multicast listener discovery are not counted. Neither are fragments other than the
+    // first, because they have no ports. `AfterFilters` sees no fragments, because conntrack has reassembled the packets.
+    let uncounted = match at {
         CountingPoint::Arrival => {
             "icmpv6 type { 130, 131, 132, 133, 134, 135, 136, 143 } ip6 saddr fe80::/10 accept
              icmpv6 type { 135, 136 } ip6 hoplimit 255 accept
@@ -48,7 +49,7 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
     };
     let body = format!(
         "iifname != \"{interface}\" accept
-         {arriving}
+         {uncounted}
          meta l4proto {{ tcp, udp }} add @seen4 {{ ip saddr . ip daddr . meta l4proto . th sport . th dport counter }}
          meta l4proto {{ tcp, udp }} add @seen6 {{ ip6 saddr . ip6 daddr . meta l4proto . th sport . th dport counter }}
          icmp type 0-255 add @errors4 {{ ip saddr . ip daddr . icmp type . icmp code counter }} accept
@@ -77,7 +78,7 @@ pub struct Witness {
 }
 
 impl Witness {
-    /// Starts to count packets that arrive by `interface`.
+    /// Starts to count packets that arrive on `interface`.
     pub fn new(name: &'static str, ns: NetNs, at: CountingPoint, interface: &str) -> Self {
         ns.nft(&rules(at, interface));
         Self {
@@ -151,6 +152,7 @@ fn icmp_key(parts: &[Value]) -> String {
     }
 }
 
+/// The key of a packet that is not ICMP. An ephemeral source port becomes `client`, one of [`NEW_PORTS`] `new`.
 fn key(parts: &[Value]) -> String {
     let [from, to, protocol] = [0, 1, 2].map(|at| text(&parts[at]));
     let [Some(port), Some(to_port)] = [3, 4].map(|at| parts.get(at)) else {

@@ -16,22 +16,22 @@ fn counters(ns: &NetNs) -> Vec<u64> {
         .collect()
 }
 
-pub fn free_port_is_used_and_used_port_changes_nothing(backend: Backend) {
+pub fn free_port_is_opened_and_port_in_use_changes_nothing(backend: Backend) {
     let [mut a, b] = connected_pair(backend);
-    let _taken = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
-    let on = |port| Configuration {
+    let _other_socket = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
+    let with_port = |port| Configuration {
         listen_port: port,
         ..a.configuration.clone()
     };
-    let (taken, free) = (on(51998), on(51999));
-    let error = a.configure(&taken).expect_err("the port is in use");
+    let (port_in_use, free_port) = (with_port(51998), with_port(51999));
+    let error = a.configure(&port_in_use).expect_err("the port is in use");
     assert!(matches!(error, DeviceError::Listen { port: 51998, .. }), "{error}");
     assert!(a.reaches(2) && b.reaches(1));
     assert_eq!(
         (a.observe().listen_port, a.wg_device()),
         (PORT, ["51820", "off"].map(ToOwned::to_owned))
     );
-    a.configure(&free).expect("a free port");
+    a.configure(&free_port).expect("a free port");
     wait_until("a ping from the new port", TIMEOUT, || a.reaches(2) && b.reaches(1));
     assert_eq!(
         b.peer(1).stats.endpoint,
@@ -46,7 +46,7 @@ pub fn outer_packets_carry_the_current_fwmark(backend: Backend) {
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
          udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
     );
-    for (at, fwmark) in [(0, 0x0010_0000), (2, 7)] {
+    for (rule, fwmark) in [(0, 0x0010_0000), (2, 7)] {
         let configuration = Configuration {
             fwmark,
             ..a.configuration.clone()
@@ -55,13 +55,13 @@ pub fn outer_packets_carry_the_current_fwmark(backend: Backend) {
         let before = counters(&a.ns);
         assert!(a.reaches(2) && b.reaches(1));
         let after = counters(&a.ns);
-        assert!(after[at] > before[at], "{before:?} {after:?}");
+        assert!(after[rule] > before[rule], "{before:?} {after:?}");
         assert!(
             before
                 .iter()
                 .zip(&after)
                 .enumerate()
-                .all(|(n, (b, a))| n == at || a == b),
+                .all(|(n, (b, a))| n == rule || a == b),
             "{before:?} {after:?}"
         );
     }

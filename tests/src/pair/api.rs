@@ -46,7 +46,7 @@ const COLLECTIONS: [&str; 11] = [
     SERVICE_CIDRS,
 ];
 /// The duration of a watch. After it, clients start another watch.
-const WATCH: Duration = Duration::from_secs(60);
+const WATCH_DURATION: Duration = Duration::from_secs(60);
 
 /// The server. Its threads run until the test process ends.
 #[derive(Clone)]
@@ -103,20 +103,20 @@ impl Api {
         self.shared.stalled.store(stalled, Ordering::Release);
     }
 
-    /// Creates or replaces an object in the collection with the path `kind`, such as [`NODES`].
-    pub fn put(&self, kind: &str, object: Value) {
-        self.shared.put(kind, object);
+    /// Creates or replaces an object. `collection` is the path of its collection, such as [`NODES`].
+    pub fn put(&self, collection: &str, object: Value) {
+        self.shared.put(collection, object);
     }
 
-    pub fn delete(&self, kind: &str, name: &str) {
+    pub fn delete(&self, collection: &str, name: &str) {
         let mut state = self.shared.state();
-        let gone = state.objects.get_mut(kind).and_then(|all| all.remove(name));
-        state.event(kind, "DELETED", gone.expect("an object of this name"));
+        let gone = state.objects.get_mut(collection).and_then(|all| all.remove(name));
+        state.event(collection, "DELETED", gone.expect("an object of this name"));
         self.shared.changed.notify_all();
     }
 
-    pub fn get(&self, kind: &str, name: &str) -> Value {
-        self.shared.state().objects[kind][name].clone()
+    pub fn get(&self, collection: &str, name: &str) -> Value {
+        self.shared.state().objects[collection][name].clone()
     }
 }
 
@@ -128,14 +128,14 @@ impl Store {
             return Some(json!({"apiVersion": api_version, "kind": kind, "items": items,
                                "metadata": {"resourceVersion": self.revision.to_string()}}));
         }
-        let (kind, name) = path.rsplit_once('/')?;
-        self.objects.get(kind)?.get(name).cloned()
+        let (collection, name) = path.rsplit_once('/')?;
+        self.objects.get(collection)?.get(name).cloned()
     }
 
-    fn put(&mut self, kind: &str, object: Value) {
+    fn put(&mut self, collection: &str, object: Value) {
         let name = object["metadata"]["name"].as_str().expect("a name");
-        let known = self.objects[kind].contains_key(name);
-        self.event(kind, if known { "MODIFIED" } else { "ADDED" }, object);
+        let known = self.objects[collection].contains_key(name);
+        self.event(collection, if known { "MODIFIED" } else { "ADDED" }, object);
     }
 
     /// A merge patch (RFC 7386), limited to annotations and to a whole status.
@@ -164,16 +164,16 @@ impl Store {
         self.read(path)
     }
 
-    fn event(&mut self, kind: &str, what: &str, mut object: Value) {
+    fn event(&mut self, collection: &str, what: &str, mut object: Value) {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
         if what != "DELETED" {
             let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
-            let all = self.objects.get_mut(kind).expect("a served collection");
+            let all = self.objects.get_mut(collection).expect("a served collection");
             all.insert(name, object.clone());
         }
         self.events
-            .push((kind.to_owned(), json!({"type": what, "object": object})));
+            .push((collection.to_owned(), json!({"type": what, "object": object})));
     }
 }
 
@@ -181,7 +181,9 @@ impl Shared {
     fn new() -> Self {
         let state = Store {
             revision: 0,
-            objects: COLLECTIONS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
+            objects: COLLECTIONS
+                .map(|collection| (collection.to_owned(), BTreeMap::new()))
+                .into(),
             events: Vec::new(),
         };
         Self {
@@ -195,8 +197,8 @@ impl Shared {
         self.state.lock().expect("the state")
     }
 
-    fn put(&self, kind: &str, object: Value) {
-        self.state().put(kind, object);
+    fn put(&self, collection: &str, object: Value) {
+        self.state().put(collection, object);
         self.changed.notify_all();
     }
 
@@ -287,18 +289,18 @@ fn list_type(path: &str) -> (String, &'static str) {
 }
 
 /// Sends the events after `from`, one per line, with chunked encoding.
-fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -> Option<()> {
+fn watch(shared: &Shared, mut stream: &TcpStream, collection: &str, mut from: usize) -> Option<()> {
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
     stream.write_all(head.as_bytes()).ok()?;
-    let until = std::time::Instant::now() + WATCH;
+    let until = std::time::Instant::now() + WATCH_DURATION;
     while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
         let state = shared.state();
         let (state, _) = shared
             .changed
             .wait_timeout_while(state, left, |state| state.events.len() <= from)
             .expect("the state");
-        let new_events = state.events[from..].iter().filter(|(of, _)| of == kind);
+        let new_events = state.events[from..].iter().filter(|(of, _)| of == collection);
         let text: String = new_events.map(|(_, event)| format!("{event}\n")).collect();
         from = state.events.len();
         drop(state);

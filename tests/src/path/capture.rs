@@ -39,8 +39,8 @@ impl Capture {
         }
     }
 
-    /// Sends a last packet from `from` to `to` and waits until the capture shows it. Returns the packets before, one
-    /// per line.
+    /// Sends a last packet from `from` to `to` and waits until the capture shows it. Returns the earlier
+    /// packets, one line of tcpdump each.
     pub fn finish(self, ns: &NetNs, from: &str, to: &str) -> Vec<String> {
         let send_end = || {
             let from = SocketAddr::new(from.parse().unwrap(), 0);

@@ -1,6 +1,7 @@
 //! The addresses of the two clusters in each IP version, so that the same tests run with IPv4 and IPv6.
 
-/// The addresses of one family.
+/// The addresses of one family. The hub has two nodes (`hub`, `hub2`), the member and the worker have one each. Every node has one pod.
+/// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_gateway` the address of a node on its pods' bridge.
 pub struct Family {
     /// 4 or 6.
     pub n: u8,
@@ -8,8 +9,11 @@ pub struct Family {
     pub host: u8,
     /// The length of IP and TCP headers in bytes.
     pub headers: u16,
+    /// A suffix for `ip addr add`: no duplicate address detection.
     pub nodad: &'static str,
+    /// The prefix length of pod CIDRs and of the underlay.
     pub length: u8,
+    /// Underlay addresses of the nodes, and of the bridge that connects them (`switch`).
     pub hub: &'static str,
     pub hub2: &'static str,
     pub member: &'static str,
@@ -27,10 +31,13 @@ pub struct Family {
     pub hub_pod_net: &'static str,
     pub member_pods: &'static str,
     pub member_pod_net: &'static str,
+    /// WireGuard ranges of the clusters.
     pub hub_wireguards: &'static str,
     pub member_wireguards: &'static str,
+    /// The Service network of the hub, and one ClusterIP in it.
     pub services: &'static str,
     pub service: &'static str,
+    /// A ClusterIP of the member.
     pub local_service: &'static str,
     /// A source address of the member that is not in the allowed IPs of its Peer.
     pub stray: &'static str,
@@ -44,8 +51,8 @@ pub struct Family {
     pub worker_pod: &'static str,
     pub worker_gateway: &'static str,
     pub worker_pods: &'static str,
-    /// Endpoints of the hub and the member in the other family, for real devices; with `None` a veth pair replaces the
-    /// tunnel.
+    /// Endpoints of the hub and the member in the other family, for real devices. `None` = a veth pair is used
+    /// instead of WireGuard devices.
     pub outer: Option<[&'static str; 2]>,
 }
 

@@ -31,9 +31,9 @@ use super::apply;
 use crate::netns::{NetNs, unique_name, veth, wait_until};
 
 const PORT: u16 = 51820;
-const ECHO: u16 = 7;
+const ECHO_PORT: u16 = 7;
 
-/// A node.
+/// A node with its pod and its WireGuard device.
 pub struct Site {
     pub number: u8,
     pub ns: NetNs,
@@ -114,7 +114,7 @@ impl Star {
         Self { router, sites }
     }
 
-    /// Like [`Self::new`], and waits until all nodes are configured and connected.
+    /// Like [`Self::new`], then configures all nodes and waits until they are connected.
     pub fn connected(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         let mut star = Self::new(mtus, outer);
         star.reconcile();
@@ -131,8 +131,8 @@ impl Star {
     pub fn wait_until_connected(&self) {
         for site in &self.sites {
             for family in Family::BOTH {
-                echo(&site.pod, pod(site.number, family));
-                echo(&site.ns, wireguard(site.number, family));
+                start_echo_server(&site.pod, pod(site.number, family));
+                start_echo_server(&site.ns, wireguard(site.number, family));
             }
         }
         for a in &self.sites {
@@ -164,24 +164,24 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
     let ns = forwarding(&format!("node-{number}"));
     let inside = NetNs::new(&format!("pod-{number}"));
     inside.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
-    let long = |a: IpAddr| format!("{a}/{}", if a.is_ipv4() { 24 } else { 64 });
+    let with_prefix_length = |a: IpAddr| format!("{a}/{}", if a.is_ipv4() { 24 } else { 64 });
     let far = format!("r{number}");
-    let [near4, near6] = Family::BOTH.map(|f| long(underlay(number, f)));
-    let [far4, far6] = Family::BOTH.map(|f| long(gateway(number, f)));
+    let [near4, near6] = Family::BOTH.map(|f| with_prefix_length(underlay(number, f)));
+    let [far4, far6] = Family::BOTH.map(|f| with_prefix_length(gateway(number, f)));
     veth(&ns, "eth0", &[&near4, &near6], router, &far, &[&far4, &far6]);
     ns.ip(&format!("link set eth0 mtu {mtu}"));
     router.ip(&format!("link set {far} mtu {mtu}"));
     let [pod4, pod6] = Family::BOTH.map(|f| pod(number, f));
     let cni = [format!("10.21{number}.0.1"), format!("fd00:21{number}::1")];
     let bridge = [format!("{}/24", cni[0]), format!("{}/64", cni[1])];
-    let (long4, long6) = (long(pod4), long(pod6));
+    let (pod_net4, pod_net6) = (with_prefix_length(pod4), with_prefix_length(pod6));
     veth(
         &ns,
         "cni0",
         &[&bridge[0], &bridge[1]],
         &inside,
         "eth0",
-        &[&long4, &long6],
+        &[&pod_net4, &pod_net6],
     );
     for (n, family) in [(4, Family::V4), (6, Family::V6)] {
         ns.ip(&format!("-{n} route add default via {}", gateway(number, family)));
@@ -258,7 +258,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                 (format!("node-{other}"), policy)
             })
             .collect(),
-        narrow: BTreeMap::new(),
+        peer_mtus: BTreeMap::new(),
     }
 }
 
@@ -267,7 +267,7 @@ impl Site {
     pub fn reconcile(&mut self) {
         let sizes = self.sizes();
         self.inputs.node.mtu = sizes.device;
-        self.inputs.narrow = sizes.narrow;
+        self.inputs.peer_mtus = sizes.peer_mtus;
         self.configuration.mtu = sizes.device;
         let Self {
             ns,
@@ -317,9 +317,9 @@ impl Site {
     }
 }
 
-/// Echoes every datagram, in fragments if necessary, until the test ends.
-fn echo(ns: &NetNs, at: IpAddr) {
-    let socket = ns.enter(|| UdpSocket::bind((at, ECHO))).unwrap();
+/// Starts a UDP server that echoes every datagram, in fragments if necessary, until the test ends.
+fn start_echo_server(ns: &NetNs, at: IpAddr) {
+    let socket = ns.enter(|| UdpSocket::bind((at, ECHO_PORT))).unwrap();
     if at.is_ipv4() {
         set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT).unwrap();
     }
@@ -331,13 +331,13 @@ fn echo(ns: &NetNs, at: IpAddr) {
     });
 }
 
-/// Sends an unfragmentable packet of each size (bytes including the IP header) to an `echo`. Returns the range of sizes
+/// Sends an unfragmentable packet of each size (bytes including the IP header) to an echo server. Returns the range of sizes
 /// that were echoed. Panics if a size in the range was not echoed, or if the sender gets neither a reply nor "too large".
 pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
     let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();
     let socket = from.enter(|| {
         let socket = UdpSocket::bind((any, 0)).unwrap();
-        socket.connect((to, ECHO)).unwrap();
+        socket.connect((to, ECHO_PORT)).unwrap();
         socket
     });
     let headers = if to.is_ipv4() {

@@ -62,8 +62,8 @@ pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
     Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
 }
 
-/// Like [`request`], with retries: the first packets after the setup may be lost during address resolution. Panics without a
-/// response.
+/// Like [`request`], with retries: the first packets after the setup may be lost during address resolution. Panics if
+/// there is no response for 10 s.
 pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
     let mut last = String::new();
     let deadline = std::time::Instant::now() + Duration::from_secs(10);

@@ -89,7 +89,8 @@ impl Worker {
         ));
     }
 
-    /// Echoes UDP on the worker from an unbound socket, so that the kernel chooses the source address of the reply.
+    /// Echoes UDP on the worker from a socket that is not bound to an address, so that the kernel chooses the source address of the
+    /// reply.
     pub fn echo(&self, port: u16) {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = self.worker.enter(|| UdpSocket::bind((any, port)).unwrap());

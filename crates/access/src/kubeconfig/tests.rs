@@ -31,7 +31,7 @@ fn token_or_client_certificate_with_inline_ca_is_accepted() {
 
 // threat: hostile-kubeconfig
 #[test]
-fn user_fields_that_use_the_controllers_rights_are_refused() {
+fn forbidden_user_fields_are_refused() {
     for (user, field) in [
         ("exec: {apiVersion: v1, command: sh}", "users[].user.exec"),
         ("auth-provider: {name: oidc, config: {}}", "users[].user.auth-provider"),
@@ -93,7 +93,7 @@ fn cluster_fields_that_weaken_the_connection_are_refused() {
 
 // threat: kubeconfig-address
 #[test]
-fn servers_on_the_controllers_host_or_hub_are_refused() {
+fn forbidden_or_malformed_servers_are_refused() {
     for (server, why) in [
         ("http://192.0.2.1", "only https://"),
         ("https://127.0.0.1:6443", "loopback"),
@@ -123,7 +123,7 @@ fn servers_on_the_controllers_host_or_hub_are_refused() {
 
 // threat: error-oracle
 #[test]
-fn malformed_kubeconfig_is_refused_without_repeating_it() {
+fn refusal_of_malformed_kubeconfig_does_not_quote_it() {
     let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
     assert_eq!(read(b"\xff", None), Refused::Malformed);
     assert_eq!(read(b"[secret", None), Refused::Malformed);
@@ -185,17 +185,20 @@ fn ipv6_address_with_forbidden_ipv4_inside_is_refused() {
         ("64:ff9b:1:fffe::169.254.169.254", link_local),
         ("64:ff9b:1::192.0.2.1", "accepted"),
         ("64:ff9b:1:fffe::192.0.2.1", "accepted"),
+        // An unknown NAT64 prefix: only a loopback or link-local address at the end is refused.
         ("2001:db8:64::169.254.169.254", link_local),
         ("2001:db8:64::192.0.2.1", "accepted"),
         ("2001:db8::1", "accepted"),
         ("::ffff:127.0.0.1", loopback),
         ("::ffff:0:127.0.0.1", loopback),
         ("::127.0.0.1", loopback),
+        // 6to4 (RFC 3056).
         ("2002:7f00:1::1", loopback),
         ("2002:c000:201::1", "accepted"),
-        // Teredo: the client is 127.0.0.1 with all bits inverted, then the server is 127.0.0.1.
+        // Teredo: first with 127.0.0.1 as the client (its bits are stored inverted), then with 127.0.0.1 as the server.
         ("2001:0:c000:201:0:0:80ff:fffe", loopback),
         ("2001:0:7f00:1:0:0:3fff:fdfe", loopback),
+        // ISATAP (RFC 5214).
         ("2001:db8::200:5efe:169.254.169.254", link_local),
         ("0.1.2.3", "no address of a host"),
         ("255.255.255.255", "no address of a host"),

@@ -1,7 +1,7 @@
 //! Compiles the firewall table of policy mode, in which another program (kg) owns the tunnel and programs the Peers.
 //!
-//! The agent then writes only this table. The table drops packets of other members that no PeerPolicy allows, and keeps published
-//! sources from being masqueraded.
+//! The agent then writes only this table. The table drops packets of other members that no PeerPolicy allows, and exempts packets
+//! with published sources from masquerading.
 
 use std::collections::BTreeSet;
 
@@ -26,8 +26,8 @@ pub struct PolicyMode {
 
 /// Compiles the table of policy mode.
 ///
-/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Keys,
-/// endpoints, the MTU and WireGuard addresses are ignored.
+/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them; the
+/// prefixes `/0` and those that overlap this node's pod CIDRs are left out. Keys, endpoints and the MTU are ignored.
 ///
 /// `before` are prefixes that belonged to a mesh earlier. They stay mesh prefixes, because sources outside mesh prefixes are not
 /// filtered, and the other program may remove a deleted Peer from the device later than this agent, or never.

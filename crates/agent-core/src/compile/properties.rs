@@ -21,6 +21,7 @@ fn address() -> impl Strategy<Value = IpAddr> {
         4 => (prop_oneof![Just(10u8), Just(100), Just(172), any::<u8>()], 0u8..4, 0u8..4, 0u8..12)
             .prop_map(|(a, b, c, d)| IpAddr::from([a, b, c, d])),
         1 => (0u16..3, 0u16..3).prop_map(|(a, b)| IpAddr::from([0xfd00, a, 0, 0, 0, 0, 0, b])),
+        // The address of the node in `hub_node`.
         1 => Just("172.29.0.111".parse().unwrap()),
     ]
 }
@@ -194,7 +195,7 @@ proptest! {
 
     // threat: script-injection
     #[test]
-    fn table_checks_policies_and_has_no_text_of_objects(inputs in inputs()) {
+    fn rules_drop_by_default_and_contain_no_text_from_objects(inputs in inputs()) {
         let text = render(&compile(&inputs).firewall);
         prop_assert!(!text.contains("flush"));
         for hook in ["input", "forward"] {

@@ -152,10 +152,10 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
-/// A network that contains an InternalIP or underlay address of this node, or the API server's address, is accepted only if a
-/// PeerPolicy lists it among the networks of the member. This is so if this node is a virtual machine inside the other cluster; then
-/// destinations that the underlay needs get `throw` routes. A network that is only such an address (/32 or /128), or that contains a
-/// WireGuard address of this node, is never accepted.
+/// A network that contains an InternalIP or underlay address of this node, or the API server's address, is accepted only if `networks`
+/// (those of all PeerPolicies) cover it. A node that is a virtual machine inside the other cluster needs this; `throw`
+/// routes then keep destinations of the underlay outside the tunnel. A network that consists of just one of these addresses (/32 or
+/// /128), or that contains a WireGuard address of this node, is never accepted.
 fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
@@ -213,7 +213,7 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
 }
 
 /// Returns the policies with truncated prefixes, without networks and sources that are too wide or overlap this node's own pods.
-/// An `unreachable` route for such a network would cut off these pods, and such a source could be the address of one of them.
+/// An `unreachable` route for a network that overlaps these pods would cut them off, and a source that overlaps them could be a pod.
 pub(super) fn clean_policies(inputs: &Inputs, refused: &mut Vec<Refused>) -> Vec<PolicySpec> {
     let policies = inputs.policies.iter();
     policies

@@ -88,7 +88,7 @@ pub(crate) fn hub_node() -> Inputs {
                 ..PolicySpec::default()
             },
         ),
-        narrow: BTreeMap::new(),
+        peer_mtus: BTreeMap::new(),
     }
 }
 
@@ -101,8 +101,8 @@ pub(crate) fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
     inputs.policies.first_entry().unwrap().into_mut()
 }
 
-/// A worker node of another member that is a virtual machine in the hub, so that its own address and its API server lie in the hub's
-/// networks.
+/// A node of another member that is a virtual machine in the hub (a KubeVirt worker). So the node's underlay address and its API server
+/// lie in the hub's networks.
 pub(crate) fn worker() -> Inputs {
     let hub = nets(&["10.101.0.0/16", "10.111.0.0/16", "100.66.1.0/24"]);
     Inputs {
@@ -134,7 +134,7 @@ pub(crate) fn worker() -> Inputs {
                 ..PolicySpec::default()
             },
         ),
-        narrow: BTreeMap::new(),
+        peer_mtus: BTreeMap::new(),
     }
 }
 
@@ -143,14 +143,14 @@ fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
     let mut inputs = hub_node();
     let name = peer.name.clone();
     inputs.peers.push(peer);
-    let with = compile(&inputs);
-    assert!(!with.names.values().any(|n| *n == name), "{name} was programmed");
+    let compiled = compile(&inputs);
+    assert!(!compiled.names.values().any(|n| *n == name), "{name} was programmed");
     assert_eq!(
-        with.routes,
+        compiled.routes,
         compile(&hub_node()).routes,
         "a refused Peer changed the routes"
     );
-    with.refused.into_iter().map(|r| (r.object, r.reason)).collect()
+    compiled.refused.into_iter().map(|r| (r.object, r.reason)).collect()
 }
 
 #[test]
@@ -175,11 +175,11 @@ fn unusable_endpoint_is_refused_with_its_kind() {
 #[test]
 fn invalid_peer_is_refused_with_its_reason() {
     let good = || peer(99, "bad", "192.0.2.9:51820", &["10.9.0.0/24"]);
-    let at = |e: &str| Peer {
+    let with_endpoint = |e: &str| Peer {
         endpoint: Some(e.parse().unwrap()),
         ..good()
     };
-    let holds = |r: &str| Peer {
+    let with_network = |r: &str| Peer {
         allowed_ips: vec!["10.9.0.0/24".parse().unwrap(), r.parse().unwrap()],
         ..good()
     };
@@ -187,13 +187,13 @@ fn invalid_peer_is_refused_with_its_reason() {
         .map(|i| host(IpAddr::from((0x0a09_0000 + i).to_be_bytes())))
         .collect();
     let cases = [
-        (at("0.0.0.0:51820"), Reason::EndpointInvalid),
-        (at("[::]:51820"), Reason::EndpointInvalid),
-        (at("224.0.0.1:51820"), Reason::EndpointInvalid),
-        (at("127.0.0.1:51820"), Reason::EndpointInvalid),
-        (at("[::ffff:127.0.0.1]:51820"), Reason::EndpointInvalid),
-        (at("192.0.2.9:0"), Reason::EndpointInvalid),
-        (at("172.29.0.111:51820"), Reason::EndpointInvalid),
+        (with_endpoint("0.0.0.0:51820"), Reason::EndpointInvalid),
+        (with_endpoint("[::]:51820"), Reason::EndpointInvalid),
+        (with_endpoint("224.0.0.1:51820"), Reason::EndpointInvalid),
+        (with_endpoint("127.0.0.1:51820"), Reason::EndpointInvalid),
+        (with_endpoint("[::ffff:127.0.0.1]:51820"), Reason::EndpointInvalid),
+        (with_endpoint("192.0.2.9:0"), Reason::EndpointInvalid),
+        (with_endpoint("172.29.0.111:51820"), Reason::EndpointInvalid),
         (
             Peer {
                 allowed_ips: many,
@@ -201,19 +201,19 @@ fn invalid_peer_is_refused_with_its_reason() {
             },
             Reason::TooManyAllowedIPs,
         ),
-        (holds("0.0.0.0/0"), Reason::DefaultRoute),
-        (holds("::/0"), Reason::DefaultRoute),
-        (holds("128.0.0.0/1"), Reason::NetworkTooWide),
-        (holds("8000::/1"), Reason::NetworkTooWide),
-        (holds("172.29.0.111/32"), Reason::OwnNodeAddress),
-        (holds("172.16.0.0/12"), Reason::OwnNodeAddress),
-        (holds("100.66.1.1/32"), Reason::OwnNodeAddress),
-        (holds("172.29.0.11/32"), Reason::ApiServerAddress),
-        (holds("172.29.0.8/29"), Reason::ApiServerAddress),
-        (holds("fd00:29::/64"), Reason::ApiServerAddress),
-        (holds("10.101.0.0/24"), Reason::OwnPodCIDR),
-        (holds("10.101.0.5/32"), Reason::OwnPodCIDR),
-        (holds("10.0.0.0/8"), Reason::OwnPodCIDR),
+        (with_network("0.0.0.0/0"), Reason::DefaultRoute),
+        (with_network("::/0"), Reason::DefaultRoute),
+        (with_network("128.0.0.0/1"), Reason::NetworkTooWide),
+        (with_network("8000::/1"), Reason::NetworkTooWide),
+        (with_network("172.29.0.111/32"), Reason::OwnNodeAddress),
+        (with_network("172.16.0.0/12"), Reason::OwnNodeAddress),
+        (with_network("100.66.1.1/32"), Reason::OwnNodeAddress),
+        (with_network("172.29.0.11/32"), Reason::ApiServerAddress),
+        (with_network("172.29.0.8/29"), Reason::ApiServerAddress),
+        (with_network("fd00:29::/64"), Reason::ApiServerAddress),
+        (with_network("10.101.0.0/24"), Reason::OwnPodCIDR),
+        (with_network("10.101.0.5/32"), Reason::OwnPodCIDR),
+        (with_network("10.0.0.0/8"), Reason::OwnPodCIDR),
         (
             Peer {
                 public_key: key(1),
@@ -248,7 +248,7 @@ fn refusal_names_the_field_and_what_to_do() {
 
 #[test]
 fn worker_in_the_hub_accepts_peers_that_cover_its_address() {
-    // Unlike in `hub_node`, the PeerPolicy declares the network that contains the address.
+    // A Peer's network may contain the node's own address if the `networks` of a PeerPolicy cover that network, as in `worker`.
     let got = compile(&worker());
     assert_eq!(got.refused, []);
     let routes: Vec<String> = got.routes.routes.iter().map(Route::to_string).collect();
@@ -317,7 +317,7 @@ fn newer_of_two_peers_with_one_key_is_programmed() {
 }
 
 #[test]
-fn order_of_the_inputs_does_not_matter() {
+fn order_of_the_peers_does_not_matter() {
     let mut inputs = hub_node();
     inputs.peers.push(Peer {
         name: "old".to_owned(),
@@ -464,6 +464,7 @@ fn policy_that_allows_everything_denies_special_prefixes() {
     ];
     assert_denies(&before.v4.deny, &after.v4.deny, &v4);
     assert_denies(&before.v6.deny, &after.v6.deny, &["::/127", "fe80::/10", "ff00::/8"]);
+    // Each of the two IPv4 sources with each of the five prefixes; the one IPv6 source with each of the three.
     assert_eq!(
         (after.v4.deny.len(), after.v6.deny.len()),
         (before.v4.deny.len() + 10, 3)
@@ -517,6 +518,7 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
         ),
         (15_002, 3)
     );
+    // The two IPv4 networks, every pair of them, and each of them with each of the four allowed IPv4 networks.
     assert_eq!(
         got.firewall.v4.mesh.len() + got.firewall.v4.pairs.len() + got.firewall.v4.allow.len(),
         2 + 4 + 8

@@ -169,6 +169,7 @@ fn policy_chains_of_policy_mode(parameters: &RuleParameters) -> String {
     out + &from_mesh_chains()
 }
 
+// Comments of rules that more than one mode or chain has.
 const FROM_MESH: &str = "from the mesh: check the policies";
 const TRANSIT: &str = "no transit from member to member";
 const KEEP_SOURCE: &str = "published source: keep it from a later masquerade";

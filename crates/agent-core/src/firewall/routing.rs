@@ -1,5 +1,6 @@
-//! Renders the chains that mark packets for policy routing, so that replies take the path of their connection (tunnel or underlay),
-//! and the chains that drop packets which must not leave this node. [`super::render`] has the other chains.
+//! Renders the chains that drop spoofed sources and mark packets for policy routing, so that replies take the path of their
+//! connection (tunnel or underlay), and the chains that drop packets which must not leave this node. [`super::render`] has the other
+//! chains.
 
 use super::{
     RuleParameters,
@@ -156,6 +157,8 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
         "IPv6 neighbour discovery",
     );
+    // Conntrack gives an ICMP error about a packet of the original direction the direction reply. The remote end of that packet is the
+    // source of the replies; for an error about a reply it is the source of the original direction.
     let error = format!("fib saddr type local ct state related {from_tunnel}");
     for (direction, remote_end) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
         add_rule_pair(

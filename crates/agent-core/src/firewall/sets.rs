@@ -115,15 +115,15 @@ impl Elements<'_> {
 
     fn texts(&self) -> BTreeSet<String> {
         match self {
-            Self::Networks(all) => texts(all, IpNet::to_string),
-            Self::Pairs(all) => texts(all, |(from, to)| format!("{from} . {to}")),
-            Self::PairPorts(all) => texts(all, |(from, to, port)| format!("{from} . {to} . tcp . {port}")),
-            Self::Sockets(all) => texts(all, |(address, port)| format!("{address} . {port}")),
-            Self::Addresses(all) => texts(all, IpAddr::to_string),
+            Self::Networks(networks) => texts(networks, IpNet::to_string),
+            Self::Pairs(pairs) => texts(pairs, |(from, to)| format!("{from} . {to}")),
+            Self::PairPorts(pairs) => texts(pairs, |(from, to, port)| format!("{from} . {to} . tcp . {port}")),
+            Self::Sockets(sockets) => texts(sockets, |(address, port)| format!("{address} . {port}")),
+            Self::Addresses(addresses) => texts(addresses, IpAddr::to_string),
         }
     }
 }
 
-fn texts<T>(all: &BTreeSet<T>, text: impl Fn(&T) -> String) -> BTreeSet<String> {
-    all.iter().map(text).collect()
+fn texts<T>(elements: &BTreeSet<T>, text: impl Fn(&T) -> String) -> BTreeSet<String> {
+    elements.iter().map(text).collect()
 }

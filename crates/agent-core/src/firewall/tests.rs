@@ -70,15 +70,24 @@ fn deny_elements_are_added_first_and_removed_last() {
     ];
     let scripts = |from, to| update(Some(from), to).unwrap().scripts().to_vec();
     let step = |verb, what| format!("{verb} element inet clustermesh {what}\n");
+    // The reasons are in docs/decisions/0020-deny-elements-first.md.
     assert_eq!(
         scripts(&without, &with),
         [step("add", deny) + &step("add", allow)],
-        "the kernel follows the order within a transaction"
+        "one transaction: the kernel adds the elements in the order of the script"
     );
-    assert_eq!(scripts(&with, &without), [step("delete", allow), step("delete", deny)]);
+    assert_eq!(
+        scripts(&with, &without),
+        [step("delete", allow), step("delete", deny)],
+        "two transactions: within one, a packet could match the old allow element and no deny element"
+    );
     let mut other = with.clone();
     other.v4.deny = [pair("10.9.0.0/16", "10.2.0.0/16")].into();
-    assert_eq!(scripts(&with, &other), [render(&other)]);
+    assert_eq!(
+        scripts(&with, &other),
+        [render(&other)],
+        "a change that adds and removes deny elements replaces the whole table"
+    );
     let whole = render(&with);
     assert!(whole.find("set deny4") < whole.find("set allow4"));
 }

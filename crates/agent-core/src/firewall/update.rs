@@ -1,4 +1,4 @@
-//! Derives the smallest nftables transaction from one table to the next.
+//! Derives the nftables transactions that turn one table into the next, and change only set elements if possible.
 
 use std::{collections::BTreeSet, fmt::Write};
 
@@ -78,7 +78,8 @@ struct Changes {
 }
 
 impl Changes {
-    /// Removals come first, because a wider prefix may replace two narrower ones in one transaction.
+    /// Adds the commands that turn the elements `old` into those of `new`. Removals come first, because a wider prefix may replace two
+    /// narrower ones in one transaction.
     fn add(&mut self, old: &BTreeSet<String>, new: &Set) {
         let minus: BTreeSet<String> = old.difference(&new.elements).cloned().collect();
         let plus: BTreeSet<String> = new.elements.difference(old).cloned().collect();

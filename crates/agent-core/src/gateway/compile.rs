@@ -148,6 +148,7 @@ impl<'a> Compiler<'a> {
                     continue;
                 }
             };
+            // As `clustermesh_core::mesh::is_too_wide`.
             let widest = if network.addr().is_ipv4() { 8 } else { 7 };
             let reserved = settings.reserved.iter().chain(&settings.endpoint_networks);
             let mut reserved = reserved.chain(&SPECIAL_PURPOSE);
@@ -156,17 +157,17 @@ impl<'a> Compiler<'a> {
                 self.refuse(access, field, Reason::NetworkInvalid, message);
             } else if let Some(own) = reserved.find(|own| overlap(own, &network)) {
                 let message = format!(
-                    "{network} overlaps {own}, which this cluster, the gateway or the local host has itself: give the sandbox another \
-                     range"
+                    "{network} overlaps {own}, which this cluster or the gateway uses or which is a special-purpose range: give the \
+                     sandbox another range"
                 );
                 self.refuse(access, field, Reason::NetworkInvalid, message);
-            } else if let Some((other, of)) = self.networks.iter().find(|(other, of)| {
-                let same = **other == network && of.identity == access.identity;
-                overlap(other, &network) && !same
+            } else if let Some((other, owner)) = self.networks.iter().find(|(other, owner)| {
+                let is_own = **other == network && owner.identity == access.identity;
+                overlap(other, &network) && !is_own
             }) {
                 let message = format!(
                     "{network} overlaps {other} of SandboxAccess {}, which is older and keeps it",
-                    of.name
+                    owner.name
                 );
                 self.refuse(access, field, Reason::NetworkOverlap, message);
             } else if let Some(other) = networks.iter().find(|other| overlap(other, &network)) {
@@ -198,8 +199,8 @@ impl<'a> Compiler<'a> {
             return;
         }
         let mut allowed_ips = BTreeSet::new();
-        for (at, address) in node.addresses.iter().enumerate() {
-            let field = field(&format!("wireguardIPs[{at}]"));
+        for (position, address) in node.addresses.iter().enumerate() {
+            let field = field(&format!("wireguardIPs[{position}]"));
             let address = match address {
                 Ok(address) => *address,
                 Err(why) => {

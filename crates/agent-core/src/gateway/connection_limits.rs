@@ -49,8 +49,9 @@ impl ConnectionLimits {
         }
     }
 
-    /// Renders the chain that counts a connection when its first packet passes. Only within this chain, the packet's mark and priority
-    /// contain the sandbox and the list.
+    /// Renders the chain that counts a connection when its first packet passes. The chain uses the packet's mark and priority as
+    /// variables, and clears them: first the mark is the number of the sandbox, and the priority the number of the sandbox's list; then
+    /// the mark is the number of the endpoint's list. The conntrack mark is the number of the grant.
     pub(super) fn chain(&self) -> String {
         let mut out = String::new();
         if !self.has_any() {

@@ -1,4 +1,4 @@
-//! Resolves a grant to the endpoints for new connections, and to those that may have open connections.
+//! Resolves a grant: finds the endpoints that new connections go to, and the endpoints at which open connections may continue.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -10,16 +10,18 @@ use crate::prefixes::SPECIAL_PURPOSE;
 /// The endpoints of a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct ResolvedGrant {
+    /// The endpoints that new connections are translated to.
     pub(super) balancer: Balancer,
+    /// The endpoints to which packets of the grant's connections may go: those of `balancer`, and terminating ones.
     pub(super) allowed_endpoints: BTreeSet<SocketAddr>,
-    /// Message about the endpoints that are left out; `None` = all are served.
+    /// Message about the endpoints that are left out; `None` = none.
     pub(super) left_out: Option<String>,
 }
 
 /// Resolves a grant. Endpoints that sandboxes must not reach are left out.
 ///
 /// # Errors
-/// If no endpoint of the Service can be served, with the reason and a message.
+/// If the Service or its port is missing or was not observed, or if sandboxes must not reach the Service: the reason and a message.
 pub(super) fn resolve(
     granted: &GrantSpec,
     service: Option<&Service>,
@@ -42,7 +44,9 @@ pub(super) fn resolve(
         }
     };
     if observed.mirror {
-        return refused(format!("Service {name} mirrors another cluster's: grant that one"));
+        return refused(format!(
+            "Service {name} mirrors a Service of another cluster: grant that Service"
+        ));
     }
     if observed.external_name {
         return refused(format!("Service {name} is of type ExternalName and has no endpoints"));
@@ -67,13 +71,14 @@ pub(super) fn resolve(
     let is_granted_port = |e: &&super::Endpoint| e.protocol == granted.protocol && e.port_name == granted.port;
     for endpoint in observed.endpoints.iter().filter(is_granted_port) {
         let address = endpoint.address.to_canonical();
-        let outside = !settings.endpoint_networks.iter().any(|net| net.contains(&address));
-        let own = settings.addresses.contains(&address) || settings.reserved.iter().any(|net| net.contains(&address));
-        if outside {
+        let is_outside = !settings.endpoint_networks.iter().any(|net| net.contains(&address));
+        let is_reserved =
+            settings.addresses.contains(&address) || settings.reserved.iter().any(|net| net.contains(&address));
+        if is_outside {
             left_out.push(format!("{address} lies outside the networks of --endpoint-network"));
             continue;
         }
-        if own || SPECIAL_PURPOSE.iter().any(|net| net.contains(&address)) {
+        if is_reserved || SPECIAL_PURPOSE.iter().any(|net| net.contains(&address)) {
             left_out.push(format!(
                 "{address} belongs to a gateway, this pod, the API server or the local host: closed to every sandbox"
             ));
@@ -112,7 +117,7 @@ pub(super) fn resolve(
     if let Some(first) = left_out.first() {
         resolved.left_out = Some(match left_out.len() {
             1 => format!("endpoint {first}"),
-            all => format!("{all} endpoints are left out: {first}, ..."),
+            count => format!("{count} endpoints are left out: {first}, ..."),
         });
     }
     Ok(resolved)

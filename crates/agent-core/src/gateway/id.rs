@@ -22,22 +22,26 @@ fn hash(parts: &[&str]) -> u32 {
 /// Assigns a number other than 0 to each key.
 #[derive(Debug)]
 pub(super) struct IdAllocator<K> {
-    taken: BTreeMap<u32, K>,
+    /// The key of each assigned number.
+    assigned: BTreeMap<u32, K>,
 }
 
 impl<K> Default for IdAllocator<K> {
     fn default() -> Self {
-        Self { taken: BTreeMap::new() }
+        Self {
+            assigned: BTreeMap::new(),
+        }
     }
 }
 
 impl<K: PartialEq> IdAllocator<K> {
+    /// Returns the number of `key`: the hash of `parts`, or the next free number if another key has that one.
     pub(super) fn allocate(&mut self, key: K, parts: &[&str]) -> u32 {
         let mut number = hash(parts).max(1);
-        while self.taken.get(&number).is_some_and(|other| *other != key) {
+        while self.assigned.get(&number).is_some_and(|other| *other != key) {
             number = number.wrapping_add(1).max(1);
         }
-        self.taken.insert(number, key);
+        self.assigned.insert(number, key);
         number
     }
 }
@@ -59,9 +63,9 @@ mod tests {
         assert_eq!(ids.allocate("x", &["same"]), first);
         assert_eq!(ids.allocate("y", &["same"]), first + 1);
         let mut full = IdAllocator {
-            taken: [(u32::MAX, "z")].into(),
+            assigned: [(u32::MAX, "z")].into(),
         };
-        full.taken.insert(hash(&["same"]), "z");
+        full.assigned.insert(hash(&["same"]), "z");
         assert_ne!(full.allocate("x", &["same"]), 0);
     }
 }

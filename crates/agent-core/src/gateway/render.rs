@@ -30,7 +30,7 @@ pub(super) enum Piece {
     Service(GrantId, Family),
     /// The set element that accepts packets of a grant's connections to this endpoint.
     Endpoint(GrantId, SocketAddr),
-    /// The set element that accepts ICMP errors about such connections.
+    /// The set element that accepts ICMP errors about the grant's connections to this address.
     Host(GrantId, IpAddr),
     /// The map element from a network to its sandbox.
     Sandbox(IpNet),
@@ -117,9 +117,9 @@ impl Piece {
         Some(match self {
             Self::Limit(_) | Self::Chooser(_) => return None,
             Self::Limited(sandbox) => ("limits", mark(sandbox.0)),
-            Self::Backend(id, family, at) => (
+            Self::Backend(id, family, index) => (
                 either(*family, ["backends4", "backends6"]),
-                format!("{} . {at:#010x}", mark(id.0)),
+                format!("{} . {index:#010x}", mark(id.0)),
             ),
             Self::Service(id, family) => (either(*family, ["services4", "services6"]), mark(id.0)),
             Self::Endpoint(id, socket) => (
@@ -134,8 +134,8 @@ impl Piece {
                 either(Family::of(network), ["sandboxes4", "sandboxes6"]),
                 network.to_string(),
             ),
-            Self::Open(at, id) => ("open", format!("{} . {}", port(at), mark(id.0))),
-            Self::Grant(at) => ("grants", port(at)),
+            Self::Open(granted, id) => ("open", format!("{} . {}", port(granted), mark(id.0))),
+            Self::Grant(granted) => ("grants", port(granted)),
         })
     }
 
@@ -184,7 +184,8 @@ impl Piece {
 /// Number of elements in one statement. With one statement for each element, nft takes twice the memory.
 const BATCH: usize = 100;
 
-/// Elements that are not written yet, by set. They belong to one set, or to the two sets of both families.
+/// Elements that are not written yet, by set. All belong to one set, or to two sets that differ only in the family, such as
+/// `hosts4` and `hosts6`.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 
@@ -209,7 +210,7 @@ impl Elements {
     }
 }
 
-/// Renders the commands that add pieces in this order.
+/// Renders the commands that add the pieces, in the order of `pieces`.
 pub(super) fn add<'a>(pieces: impl Iterator<Item = (&'a Piece, &'a String)>, out: &mut String) {
     let mut elements = Elements::default();
     for (piece, value) in pieces {
@@ -223,7 +224,7 @@ pub(super) fn add<'a>(pieces: impl Iterator<Item = (&'a Piece, &'a String)>, out
     elements.write("add", out);
 }
 
-/// Renders the commands that remove pieces in this order.
+/// Renders the commands that remove the pieces, in the order of `pieces`.
 pub(super) fn remove<'a>(pieces: impl Iterator<Item = &'a Piece>, out: &mut String) {
     let mut elements = Elements::default();
     for piece in pieces {
@@ -320,7 +321,7 @@ pub(super) fn base_table(parameters: &RuleParameters) -> String {
     iifname != @alive counter drop comment "the table was not renewed"
     ip frag-off & 0x3fff != 0 counter drop comment "a fragment"
     ip hdrlength != 5 counter drop comment "IPv4 options"
-    ip protocol != {{ tcp, udp }} counter drop comment "neither TCP nor UDP, ICMP among them"
+    ip protocol != {{ tcp, udp }} counter drop comment "neither TCP nor UDP, for example ICMP"
     ip6 nexthdr != {{ tcp, udp }} counter drop comment "IPv6: neither TCP nor UDP, or with extension headers"
 {}
 {}
@@ -392,7 +393,7 @@ pub(super) fn base_table(parameters: &RuleParameters) -> String {
   }}
 
 {}
-  # Accepts only replies of the grant's endpoints, and ICMP errors about such connections.
+  # Accepts only replies of the grant's endpoints, and ICMP errors about the grant's connections.
   chain to_sandbox {{
     oifname != @alive counter drop comment "the table was not renewed"
     ct direction original counter drop comment "no connection is opened to a sandbox"

@@ -19,7 +19,7 @@ use crate::{interface::InterfaceName, numbers::NFT_TABLE, prefixes::Family};
 
 /// The most elements that one transaction changes, by [`Grant::weight`]. A gateway's container has 256 MiB, and `nft` 1.0.6 takes
 /// 83 MB for 60,000 elements (10,000 grants with one endpoint each).
-pub(super) const STEP: usize = 10_000;
+pub(super) const MAX_STEP_WEIGHT: usize = 10_000;
 
 /// The sandbox, protocol and gateway port of a grant.
 type GrantKey = (SandboxId, Protocol, u16);
@@ -103,14 +103,14 @@ impl Table {
 
     /// Computes the next table between `old` and `desired`. Repeated calls reach `desired`.
     ///
-    /// The result differs from `old` by grants with a total weight of at most `STEP`, or by one heavier grant. If `old` is `None` or
-    /// has other rule parameters, the step starts from a table without grants.
+    /// The result differs from `old` by grants with a total weight of at most `MAX_STEP_WEIGHT`, or by one heavier grant. Networks and
+    /// rates do not count. If `old` is `None` or has other rule parameters, the step starts from a table without grants.
     ///
-    /// A step allows only connections that `old` or `desired` allows. Grants are removed first, then changed. Networks move to another
-    /// sandbox and grants are added only when no grant of `old` is left to remove or change.
+    /// A step allows only connections that `old` or `desired` allows. Grants are removed first, then changed. Networks are added or move
+    /// to another sandbox, and grants are added, only when no grant of `old` is left to remove or change.
     #[must_use]
     pub fn step(old: Option<&Self>, desired: &Self) -> Self {
-        Self::step_within(STEP, old, desired)
+        Self::step_within(MAX_STEP_WEIGHT, old, desired)
     }
 
     /// [`Self::step`] with another limit.
@@ -145,10 +145,10 @@ impl Table {
         }
         if !is_settled {
             // If a network moved to another sandbox in this step, it would get that sandbox's obsolete grants.
-            let same = |network: &IpNet, sandbox: &SandboxId| {
+            let is_unmoved = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };
-            next.sandboxes.retain(|network, sandbox| same(network, sandbox));
+            next.sandboxes.retain(|network, sandbox| is_unmoved(network, sandbox));
             return next;
         }
         for (key, wanted) in &desired.grants {
@@ -238,7 +238,8 @@ pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     (!out.is_empty()).then_some(out)
 }
 
-/// Renders the transaction that renews the element `alive` for `timeout`. Without this element every packet of the tunnel is dropped.
+/// Renders the transaction that renews the element of the set `alive` for `timeout`. Without this element every packet of the tunnel is
+/// dropped.
 ///
 /// The element is added, deleted and added again. Before Linux 6.12, adding an existing element does not change its remaining time, so
 /// the element is deleted first; and the first `add` makes sure that the element exists, because otherwise `delete` fails.

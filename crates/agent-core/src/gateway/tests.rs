@@ -60,7 +60,7 @@ fn team(name: &str) -> ObjectName {
     }
 }
 
-/// The TCP port `sql` of the Service team/`service`.
+/// A grant of the TCP port `sql` of the Service team/`service`.
 fn sql(service: &str, gateway_port: u16) -> GrantSpec {
     GrantSpec {
         service: team(service),

@@ -64,15 +64,15 @@ fn removed_mesh_deletes_rules_first_and_unreachable_last() {
 }
 
 #[test]
-fn underlay_address_in_the_mesh_is_source_of_a_fallback() {
-    let worker = Plan {
+fn underlay_address_in_the_mesh_is_source_of_its_routes() {
+    let plan = Plan {
         throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),
         mesh: nets(&["10.101.0.0/16"]),
         peers: nets(&["10.101.0.0/24"]),
         ..Plan::default()
     };
-    let got: Vec<String> = desired(&worker).routes.iter().map(ToString::to_string).collect();
+    let got: Vec<String> = desired(&plan).routes.iter().map(ToString::to_string).collect();
     assert_eq!(
         got,
         [
@@ -128,13 +128,13 @@ fn family_without_mesh_prefixes_gets_no_rule() {
 }
 
 #[test]
-fn narrow_peer_has_its_mtu_on_its_routes_only() {
-    let narrow = Plan {
+fn mtu_of_a_peer_is_set_on_its_routes_and_the_default_route() {
+    let smaller_mtu = Plan {
         mtus: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
         ..plan_of_a_node()
     };
     assert_eq!(
-        text(diff(&desired(&plan_of_a_node()), &desired(&narrow))),
+        text(diff(&desired(&plan_of_a_node()), &desired(&smaller_mtu))),
         [
             "route replace 10.101.0.0/24 dev <device> mtu 1328 table 5182 metric 20",
             "route replace 0.0.0.0/0 dev <device> mtu 1328 table 5183 metric 20",

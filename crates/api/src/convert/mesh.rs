@@ -151,8 +151,8 @@ impl Reader {
             }
         }
         for (index, entry) in entries.iter().enumerate() {
-            for (at, egress) in entry.egress.iter().enumerate() {
-                let field = format!("spec.clusters[{index}].egress[{at}].service.cluster");
+            for (egress_index, egress) in entry.egress.iter().enumerate() {
+                let field = format!("spec.clusters[{index}].egress[{egress_index}].service.cluster");
                 if egress.service.cluster == entry.name {
                     self.problem(
                         field,
@@ -169,20 +169,20 @@ impl Reader {
         }
     }
 
-    fn read_cluster(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::Cluster {
+    fn read_cluster(&mut self, namespace: &str, path: &str, entry: &ClusterEntry) -> core::Cluster {
         if !is_label(&entry.name) {
             self.problem(
-                format!("{at}.name"),
+                format!("{path}.name"),
                 format!(
                     "{:?} is not a DNS-1123 label: at most 63 lower-case letters, digits and '-', beginning and ending with a letter or a digit",
                     excerpt(&entry.name)
                 ),
             );
         }
-        let allowed = self.read_networks(&format!("{at}.allowedNetworks"), &entry.allowed_networks);
+        let allowed = self.read_networks(&format!("{path}.allowedNetworks"), &entry.allowed_networks);
         for net in allowed.iter().filter(|net| core::is_too_wide(net)) {
             self.problem(
-                format!("{at}.allowedNetworks"),
+                format!("{path}.allowedNetworks"),
                 format!(
                     "{net} is wider than {}, and agents refuse such networks: list the cluster's pod, WireGuard and Service networks",
                     core::WIDEST
@@ -191,29 +191,29 @@ impl Reader {
         }
         if entry.allowed_networks.is_empty() {
             self.problem(
-                format!("{at}.allowedNetworks"),
+                format!("{path}.allowedNetworks"),
                 "is empty: list the cluster's pod, WireGuard and Service networks",
             );
         }
         let anchored = entry
             .anchored_networks
             .as_ref()
-            .map(|texts| self.read_anchored(at, texts, &allowed));
+            .map(|texts| self.read_anchored(path, texts, &allowed));
         if entry.anchors == 0 {
-            self.problem(format!("{at}.anchors"), "must be at least 1");
+            self.problem(format!("{path}.anchors"), "must be at least 1");
         }
         if entry.wireguard_port == 0 {
-            self.problem(format!("{at}.wireguardPort"), "must be a UDP port, 1 to 65535");
+            self.problem(format!("{path}.wireguardPort"), "must be a UDP port, 1 to 65535");
         }
         if entry.pod_network == PodNetwork::PerNode && !entry.exports.is_empty() {
             self.warning(
-                format!("{at}.exports"),
+                format!("{path}.exports"),
                 "is not used while podNetwork is PerNode: set `podNetwork: Shared` if pods have no addresses from their node's podCIDRs",
             );
         }
         core::Cluster {
             name: entry.name.clone(),
-            identity: self.read_identity(namespace, at, entry),
+            identity: self.read_identity(namespace, path, entry),
             profile: profile(entry.isolation_profile),
             addressing: match (entry.isolation_profile, entry.addressing) {
                 (IsolationProfile::Sandbox, _) | (_, Addressing::Masqueraded) => core::Addressing::Masqueraded,
@@ -231,20 +231,20 @@ impl Reader {
                 .exports
                 .iter()
                 .enumerate()
-                .map(|(index, export)| self.read_export(&format!("{at}.exports[{index}]"), export))
+                .map(|(index, export)| self.read_export(&format!("{path}.exports[{index}]"), export))
                 .collect(),
             wireguard_port: entry.wireguard_port,
             persistent_keepalive: entry.persistent_keepalive,
-            endpoint_networks: self.read_networks(&format!("{at}.endpointNetworks"), &entry.endpoint_networks),
-            egress: self.read_egress(&format!("{at}.egress"), &entry.egress),
+            endpoint_networks: self.read_networks(&format!("{path}.endpointNetworks"), &entry.endpoint_networks),
+            egress: self.read_egress(&format!("{path}.egress"), &entry.egress),
             quarantine: entry.quarantine,
             confined_to: None,
             max_nodes: MAX_NODES,
         }
     }
 
-    fn read_identity(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::ClusterIdentity {
-        let field = format!("{at}.kubeconfigSecretRef");
+    fn read_identity(&mut self, namespace: &str, path: &str, entry: &ClusterEntry) -> core::ClusterIdentity {
+        let field = format!("{path}.kubeconfigSecretRef");
         match (&entry.kubeconfig_secret_ref, entry.local) {
             (None, true) => core::ClusterIdentity::Local,
             (Some(_), true) => {
@@ -259,6 +259,7 @@ impl Reader {
                     field,
                     "is missing: name the Secret in this namespace that holds the cluster's kubeconfig",
                 );
+                // Not used: a mesh with a problem is refused.
                 core::ClusterIdentity::Local
             }
             (Some(secret), false) => {
@@ -300,8 +301,8 @@ impl Reader {
         networks
     }
 
-    fn read_anchored(&mut self, at: &str, texts: &[String], allowed: &[IpNet]) -> Vec<IpNet> {
-        let field = format!("{at}.anchoredNetworks");
+    fn read_anchored(&mut self, path: &str, texts: &[String], allowed: &[IpNet]) -> Vec<IpNet> {
+        let field = format!("{path}.anchoredNetworks");
         let anchored = self.read_networks(&field, texts);
         for net in &anchored {
             if !allowed.iter().any(|outer| outer.contains(net)) {
@@ -313,10 +314,10 @@ impl Reader {
         anchored
     }
 
-    fn read_export(&mut self, at: &str, export: &Export) -> core::Export {
+    fn read_export(&mut self, path: &str, export: &Export) -> core::Export {
         if !is_label(&export.namespace) {
             self.problem(
-                format!("{at}.namespace"),
+                format!("{path}.namespace"),
                 format!("{:?} is not the name of a namespace", excerpt(&export.namespace)),
             );
         }
@@ -327,11 +328,11 @@ impl Reader {
         for (index, expression) in export.pod_selector.match_expressions.iter().flatten().enumerate() {
             let key = expression.key.clone();
             let values = expression.values.clone().unwrap_or_default();
-            let at = format!("{at}.podSelector.matchExpressions[{index}]");
+            let path = format!("{path}.podSelector.matchExpressions[{index}]");
             let listed = matches!(&*expression.operator, "In" | "NotIn");
             if listed && values.is_empty() {
                 self.problem(
-                    format!("{at}.values"),
+                    format!("{path}.values"),
                     format!("is empty: {} needs at least one", expression.operator),
                 );
             }
@@ -341,7 +342,7 @@ impl Reader {
                 "Exists" => selector.push(core::Requirement::Exists(key)),
                 "DoesNotExist" => selector.push(core::Requirement::DoesNotExist(key)),
                 other => self.problem(
-                    format!("{at}.operator"),
+                    format!("{path}.operator"),
                     format!("{:?} is not one of In, NotIn, Exists, DoesNotExist", excerpt(other)),
                 ),
             }
@@ -352,10 +353,10 @@ impl Reader {
         }
     }
 
-    fn read_egress(&mut self, at: &str, egress: &[Egress]) -> Vec<core::Grant> {
+    fn read_egress(&mut self, path: &str, egress: &[Egress]) -> Vec<core::Grant> {
         let mut grants: Vec<core::Grant> = Vec::new();
         for (index, egress) in egress.iter().enumerate() {
-            let at = format!("{at}[{index}]");
+            let path = format!("{path}[{index}]");
             let service = core::ObjectName {
                 namespace: egress.service.namespace.clone(),
                 name: egress.service.name.clone(),
@@ -373,14 +374,14 @@ impl Reader {
             ] {
                 if !is_label(text) {
                     self.problem(
-                        format!("{at}.{field}"),
+                        format!("{path}.{field}"),
                         format!("{:?} is not a DNS-1123 label", excerpt(text)),
                     );
                 }
             }
             if grants.iter().any(|grant| grant.local == local) {
                 self.problem(
-                    format!("{at}.as"),
+                    format!("{path}.as"),
                     format!("an earlier egress appears as {local} too: give one of them another name with `as`"),
                 );
             }
@@ -388,7 +389,7 @@ impl Reader {
                 .ports
                 .iter()
                 .enumerate()
-                .filter_map(|(index, port)| self.read_grant_port(&format!("{at}.ports[{index}].port"), port))
+                .filter_map(|(index, port)| self.read_grant_port(&format!("{path}.ports[{index}].port"), port))
                 .collect();
             grants.push(core::Grant {
                 cluster: egress.service.cluster.clone(),
@@ -441,7 +442,7 @@ impl Reader {
     fn read_previous_anchors(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
         let mut anchors: BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> = BTreeMap::new();
         for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
-            for (at, anchored) in row.anchored.iter().enumerate() {
+            for (anchored_index, anchored) in row.anchored.iter().enumerate() {
                 match parse_network(&anchored.network) {
                     Ok((net, _)) => anchors
                         .entry(row.name.clone())
@@ -450,7 +451,7 @@ impl Reader {
                         .or_default()
                         .extend(anchored.nodes.iter().cloned()),
                     Err(message) => self.warning(
-                        format!("status.clusters[{index}].anchored[{at}].network"),
+                        format!("status.clusters[{index}].anchored[{anchored_index}].network"),
                         format!("{message}; ignored"),
                     ),
                 }

@@ -31,7 +31,7 @@ pub fn labels(owner: &Owner) -> BTreeMap<String, String> {
     labels
 }
 
-/// Sets the labels for `owner` and keeps other labels.
+/// Sets the ownership labels to those of `owner`, removes those that `owner` does not have, and keeps all other labels.
 pub fn set_labels(labels: &mut BTreeMap<String, String>, owner: &Owner) {
     for (key, value) in [
         (LABEL_MESH, &owner.mesh),

@@ -18,9 +18,9 @@ use crate::{
 
 /// Converts an observed Peer.
 ///
-/// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, and
-/// the controller rewrites it: if a network has host bits, kg resets all sessions every 30 s. From a Peer without a mesh label, the key
-/// and the values that can be parsed are used.
+/// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, so
+/// that the controller rewrites it. For example, if a network has host bits, kg resets all sessions every 30 s. A Peer without a mesh
+/// label must only have a valid key. Values of its spec that cannot be parsed are left out, and so are its candidates.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
@@ -142,8 +142,8 @@ pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     peer
 }
 
-/// Changes an existing Peer to `spec` and the labels of `owner`. Its resourceVersion and the rest of its metadata stay. Its spec is
-/// replaced completely, so no field that the predecessor wrote remains.
+/// Replaces an existing Peer's spec, the labels of `owner` and the annotation of endpoint candidates. The rest of its metadata stays, with
+/// the resourceVersion. The spec is replaced completely, so no field that the predecessor wrote remains.
 pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
     set_labels(peer.labels_mut(), owner);
     if spec.candidates.is_empty() {

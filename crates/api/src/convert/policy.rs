@@ -47,7 +47,7 @@ fn spec_to_core(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String>
                 (Ok(PortRef::Number(number)), Protocol::Tcp) => number,
                 _ => {
                     return Err(format!(
-                        "spec.deny[{index}].ports: only TCP port numbers are written here"
+                        "spec.deny[{index}].ports: the controller writes only TCP port numbers here"
                     ));
                 }
             };
@@ -113,6 +113,7 @@ pub(crate) fn spec_from_core(source: &str, spec: &observe::PolicySpec) -> PeerPo
     }
     PeerPolicySpec {
         source: source.to_owned(),
+        // Any profile except `ClusterMeshed` closes the member.
         isolation_profile: if spec.closed {
             IsolationProfile::Standard
         } else {

@@ -120,8 +120,8 @@ pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     };
 }
 
-/// Converts the status of a gateway. Returns it with the UID of the pod that wrote it; the caller checks whether that pod is Ready.
-/// `None` = the gateway has not published its status yet.
+/// Converts the status of a gateway. Returns it with the UID of the pod that wrote it; the caller sets `exists` and `ready` from that
+/// pod. `None` = the gateway has not published its status yet. In `refused`, only entries that name a grant are converted.
 ///
 /// # Errors
 /// A field of the status is invalid.
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_access_is_an_error_that_names_the_field() {
+    fn invalid_access_is_an_error_that_names_the_field() {
         let wrong = |change: fn(&mut SandboxAccessSpec)| {
             let mut written = SandboxAccessSpec {
                 networks: vec!["100.80.0.0/20".into()],

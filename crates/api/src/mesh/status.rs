@@ -19,7 +19,7 @@ pub struct ClusterMeshStatus {
     /// `metadata.generation` of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, VersionsCompatible, Paused.
+    /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, Paused. VersionsCompatible is not written yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
@@ -94,7 +94,7 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// When all desired objects were last known to exist in this member.
+    /// When the objects became as planned; until then, the time of the last pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.

@@ -111,7 +111,7 @@ proptest! {
 
     // threat: malformed-node
     #[test]
-    fn any_node_is_converted_without_an_endpoint_of_port_0(texts in proptest::collection::vec(hostile(), 16)) {
+    fn any_node_is_converted_to_valid_endpoints_and_networks(texts in proptest::collection::vec(hostile(), 16)) {
         let keys = [
             names::KILO_KEY, names::KILO_WIREGUARD_IP, names::KILO_ENDPOINT, names::KILO_FORCE_ENDPOINT,
             names::KILO_CLUSTERMESH_ENDPOINT, names::KILO_INTERNAL_IP, names::KILO_GRANULARITY, names::KILO_LOCATION,
@@ -151,9 +151,9 @@ proptest! {
 
     // threat: hostile-names
     #[test]
-    fn every_name_is_a_valid_object_name(mesh in hostile(), cluster in hostile(), node in hostile(), taken in any::<bool>()) {
+    fn every_name_is_a_valid_object_name(mesh in hostile(), cluster in hostile(), node in hostile(), is_taken in any::<bool>()) {
         let id = MeshId { namespace: "ns".into(), name: mesh };
-        for name in [names::peer_name("hub", &id, &cluster, &node, taken), names::policy_name("hub", &id, &cluster, taken)] {
+        for name in [names::peer_name("hub", &id, &cluster, &node, is_taken), names::policy_name("hub", &id, &cluster, is_taken)] {
             prop_assert!(name.len() <= 253, "{}", name);
             for label in name.split('.') {
                 let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();

@@ -76,19 +76,19 @@ fn deserialize<T: DeserializeOwned>(tree: &Tree, value: &Value) -> Result<(T, Ve
     }
 }
 
-/// The line of the value at a path, or of its innermost parent. [`Tree::line_of`] cannot find it, because keys may contain dots.
+/// The line of the value at a path, or of its innermost parent. Unlike [`Tree::line_of`], also finds keys that contain dots.
 fn line_at<'p>(tree: &Tree, path: impl Iterator<Item = &'p Segment>) -> u64 {
-    let mut at = tree;
+    let mut current = tree;
     for segment in path {
         let next = match segment {
-            Segment::Map { key } => at.get(key),
-            Segment::Seq { index } => at.item(*index),
+            Segment::Map { key } => current.get(key),
+            Segment::Seq { index } => current.item(*index),
             Segment::Enum { .. } | Segment::Unknown => None,
         };
         let Some(next) = next else { break };
-        at = next;
+        current = next;
     }
-    at.line
+    current.line
 }
 
 /// Formats a path as in [`FieldError::field`].

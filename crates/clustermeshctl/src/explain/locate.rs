@@ -53,7 +53,8 @@ fn unknown_source(cluster: ClusterIdentity) -> Source {
 }
 
 impl Finder<'_> {
-    /// Returns one source for each address of a pod, and one source for an end of another kind.
+    /// Returns one source for each address of a pod, and one source for an end of another kind. A Service is an error, because it
+    /// opens no connection.
     pub(super) fn find_sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
         match end {
             ConnectionEnd::Service { cluster, name } => Err(LocateError::Usage(format!(
@@ -232,6 +233,7 @@ impl Finder<'_> {
                 Some(found)
             }
         };
+        // All sources are in the same cluster.
         let gateways = from
             .first()
             .map(|from| self.find_gateways(&from.cluster, cluster, read, name));
@@ -352,8 +354,8 @@ impl Finder<'_> {
         addresses.collect()
     }
 
-    /// Returns the remote Service of a mirrored Service: its cluster, the name of that cluster's entry, and its name. `None` = the
-    /// Service is not mirrored.
+    /// Returns the remote Service of a mirrored Service: the remote cluster, the name of its entry, and the remote Service's name.
+    /// `None` = the Service is not mirrored.
     fn find_original(
         &self,
         cluster: &ClusterIdentity,

@@ -16,7 +16,7 @@ pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Prob
         return Ok(render_table(answer));
     }
     let report = Report::from(answer);
-    let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the answer cannot be written: {error}"))];
+    let failed = |error: &dyn std::fmt::Display| vec![Problem::other(format!("the answer cannot be written: {error}"))];
     match output {
         Output::Yaml => serde_saphyr::to_string(&report).map_err(|error| failed(&error)),
         Output::Json | Output::Table => serde_json::to_string_pretty(&report)

@@ -1,4 +1,4 @@
-//! Follows a connection through the planned Peers and PeerPolicies of both clusters. It uses only objects that nodes read.
+//! Follows a connection through the planned Peers and PeerPolicies of both clusters.
 //! [`super::connectivity`] explains why a Peer is missing.
 
 use std::{collections::BTreeSet, net::IpAddr};
@@ -19,7 +19,7 @@ pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
 
-/// The plans of all meshes for a cluster, each with the plan of its mesh: names of entries are unique only within a mesh.
+/// What each mesh plans for a cluster, with the plan of the mesh, because names of entries are unique only within a mesh.
 fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
     plan.meshes.values().flat_map(move |mesh| {
         let entries = mesh.identities.iter();
@@ -132,16 +132,17 @@ impl PacketTrace<'_> {
         }
     }
 
-    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. It is
-    /// the client's own address if the Peer of its node, or of its node's leader, contains it, else the WireGuard address of its node.
+    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. The source
+    /// address is the client's own if the Peer of the client's node, or of that node's leader, contains it. Otherwise it is the WireGuard
+    /// address of the client's node. `Err` = no Peer contains either address.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
         let is_same_family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
-        let all = || peers(plan, &to.cluster, &from.cluster);
+        let return_peers = || peers(plan, &to.cluster, &from.cluster);
         let is_own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
         let by_own_peer = from.address.and_then(|address| {
-            let candidates = all().filter(|(_, peer)| is_own(peer));
+            let candidates = return_peers().filter(|(_, peer)| is_own(peer));
             let candidates = candidates.filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)));
             let (net, name, peer) = candidates.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
@@ -150,7 +151,7 @@ impl PacketTrace<'_> {
         let by_leader = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
-            let candidates = all().filter(|(_, peer)| query.source_member.is_led_by(node, &peer.node));
+            let candidates = return_peers().filter(|(_, peer)| query.source_member.is_led_by(node, &peer.node));
             let (net, name, peer) = candidates
                 .filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)))
                 .max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
@@ -160,7 +161,7 @@ impl PacketTrace<'_> {
             let node = from.node.as_deref()?;
             let source = last_observed(query.observations, &from.cluster)?;
             let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
-            let mut candidates = all().filter(|(_, peer)| peer.node == node);
+            let mut candidates = return_peers().filter(|(_, peer)| peer.node == node);
             let (net, name, peer) =
                 candidates.find_map(|(name, peer)| Some((matching_prefix(peer, wireguard)?, name, peer)))?;
             is_same_family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
@@ -250,9 +251,9 @@ impl PacketTrace<'_> {
                 ),
             );
         }
-        let is_tunnel_address =
+        let is_wireguard_only =
             wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
-        if is_tunnel_address && to.port.is_some() {
+        if is_wireguard_only && to.port.is_some() {
             return Explanation::new(
                 Rule::WireguardAddress,
                 format!(
@@ -269,7 +270,7 @@ impl PacketTrace<'_> {
                 query.source, query.target, to.address, query.target
             ),
         );
-        if to.port.is_none() && is_tunnel_address {
+        if to.port.is_none() && is_wireguard_only {
             answer
                 .notes
                 .push("the address is a node's WireGuard address, which answers only ping".to_owned());
@@ -279,7 +280,8 @@ impl PacketTrace<'_> {
         answer
     }
 
-    /// Denies the API server and infrastructure ports, which are closed to all members.
+    /// Explains that the port is closed to all members: an endpoint of the API server, or an infrastructure port at a node's address.
+    /// `None` = it is neither.
     fn closed_port(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
         let query = self.query;
         let to = query.to;

@@ -81,7 +81,7 @@ fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
 }
 
 /// Whether a sandbox reaches the port through a gateway: a planned SandboxAccess grants it, and a planned Peer contains the gateway's
-/// address. Before the SandboxAccess exists, the planner plans no Peer, so none is needed.
+/// address. The planner plans this Peer only after the SandboxAccess was written; before, the planned grant alone counts.
 fn enters_through_gateway(
     plan: &Plan,
     member: &Member,
@@ -151,12 +151,12 @@ fn is_open(
         if any(&|spec| spec.closed) {
             return false;
         }
-        !is_tunnel_address(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))
+        !is_wireguard_only(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))
     })
 }
 
-/// Whether an address is the WireGuard address of a node and not an InternalIP. All ports are closed at such an address.
-fn is_tunnel_address(member: &Member, address: IpAddr) -> bool {
+/// Whether an address is the WireGuard address of a node, and no InternalIP. All ports are closed at such an address.
+fn is_wireguard_only(member: &Member, address: IpAddr) -> bool {
     let mut nodes = member.nodes.values();
     let is_wireguard = nodes.any(|node| node.wireguard_ip.value().is_some_and(|net| net.addr() == address));
     let mut nodes = member.nodes.values();
@@ -164,8 +164,8 @@ fn is_tunnel_address(member: &Member, address: IpAddr) -> bool {
     is_wireguard && !is_internal
 }
 
-/// The source address with which packets of `from` arrive: its own address if the Peer of its node contains it, else the
-/// WireGuard address of its node. Empty = packets do not arrive.
+/// The source address with which packets of `from` arrive: the address of `from` if the Peer of its node contains it, else the
+/// WireGuard address of the node, if that Peer contains it and the destination is in the same family. Empty = packets do not arrive.
 fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let is_in_own_peer = |address: &IpAddr| {
         let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);
@@ -185,8 +185,8 @@ fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destin
         .collect()
 }
 
-/// A scenario in which many connections are allowed: the hub and `c1` have a valid node, an anchored network, and an API server
-/// whose address is in the mesh. Sometimes a member is quarantined, or has no PeerPolicy CRD.
+/// A scenario in which many connections are allowed: the hub and `c1` have a valid node, and an API server whose address is in the
+/// mesh; the hub has an anchored network. Sometimes a member is quarantined, has no PeerPolicy CRD, or has no Peers yet.
 fn connected() -> impl Strategy<Value = Scenario> {
     let quarantined = option::weighted(0.3, 0usize..3);
     (
@@ -333,7 +333,7 @@ proptest! {
     ) {
         // Without a port, the verdict includes ping, which a node's WireGuard address answers.
         let member = scenario.seen.members[&to.cluster].last();
-        prop_assume!(!member.is_some_and(|member| is_tunnel_address(member, to.address)));
+        prop_assume!(!member.is_some_and(|member| is_wireguard_only(member, to.address)));
         let plan = planned(&scenario);
         let any = explain_in(&scenario, &plan, &from, &Destination { port: None, ..to.clone() }).verdict();
         let with_port = |port: &u16| {

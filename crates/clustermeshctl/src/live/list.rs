@@ -27,7 +27,7 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 /// The limit of notes about one cluster.
 const MAX_NOTES: usize = 20;
 
-/// The longest name that Kubernetes allows for an object or a namespace.
+/// The longest name that Kubernetes allows for an object. Names of namespaces are shorter (63 characters).
 const MAX_NAME: usize = 253;
 
 /// Sends one request with a timeout. The error is a message for the user.

@@ -120,7 +120,8 @@ impl From<&PlanResult> for Report {
 
 impl MeshReport {
     fn new(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
-        // The empty arguments are results of writes and reports of agents, which a plan does not have.
+        // The empty arguments are results of writes and reports of agents, which a plan does not have, and the numbers of outstanding
+        // objects, which `changes` lists.
         let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),

@@ -64,7 +64,7 @@ impl Page {
 
     fn write_target(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
         let (Some(steps), Some(cluster)) = (outcome.changes(id, mesh, entry), outcome.cluster(mesh, entry)) else {
-            let text = format!("Into {entry}: not given, so nothing is planned here");
+            let text = format!("Into {entry}: no objects were given, so nothing is planned");
             self.write_line(2, 4, &text);
             return;
         };
@@ -246,7 +246,8 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
     }
 }
 
-/// Returns the lines of `describe` for an object that is created or deleted, and the lines of `changes` for an update.
+/// Returns the lines of `describe` for an object that is created, deleted, or was invalid, and the lines of `changes` for another update.
+/// An update also has a line for changed labels.
 fn compare<T>(
     step: &Step,
     planned: Option<&T>,

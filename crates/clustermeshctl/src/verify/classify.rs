@@ -20,7 +20,7 @@ use crate::explanation::{Destination, Explainer, Explanation, Rule, Source, Verd
 pub(super) enum Path {
     /// Through the mesh's WireGuard device.
     Tunnel,
-    /// Through another interface, outside the mesh.
+    /// Outside the mesh: through another interface, or the node has no route.
     Underlay,
     /// The node's route is unknown.
     Unknown,
@@ -54,17 +54,18 @@ pub(super) struct Row {
     pub(super) from: ProbeSource,
     pub(super) to: String,
     pub(super) probed: usize,
-    /// Granted sockets that answer.
+    /// Sockets that the plan allows and that answer. The output calls allowed sockets "granted".
     pub(super) open: Vec<Finding>,
-    /// Granted sockets that should answer but do not.
+    /// Sockets that the plan allows and that should answer but do not.
     pub(super) unanswered: Vec<Finding>,
-    /// Sockets that answer without a grant.
+    /// Sockets that the plan denies and that answer, except those of `on_underlay`.
     pub(super) violations: Vec<Finding>,
-    /// Sockets that answer without a grant on the underlay, to a source that is not confined. These are no violations.
+    /// Sockets that the plan denies and that answer on the underlay, if the underlay is not checked for this source.
     pub(super) on_underlay: Vec<Finding>,
-    /// Sockets without a grant that refuse the connection: no process listens, or a firewall rejects the packets.
+    /// Sockets that the plan denies and that refuse the connection: no process listens, or a firewall rejects the packets. On an
+    /// underlay that is not checked for this source they are left out.
     pub(super) refused: Vec<Finding>,
-    /// Sockets that answer, but the plan does not tell whether they are granted.
+    /// Sockets that answer and for which the plan gives no verdict.
     pub(super) unknown: Vec<Finding>,
 }
 
@@ -92,8 +93,8 @@ pub(super) struct Classifier<'a> {
     pub(super) explainer: &'a Explainer<'a>,
     pub(super) source: &'a ProbeSource,
     pub(super) from: &'a ClusterIdentity,
-    /// Whether the source may reach only granted sockets, also on the underlay.
-    pub(super) is_confined: bool,
+    /// Whether a denied socket that answers on the underlay is a violation. False for a cluster-meshed source.
+    pub(super) is_underlay_checked: bool,
     /// The mesh's WireGuard device.
     pub(super) device: &'a str,
     pub(super) answers: &'a Answers,
@@ -132,7 +133,7 @@ impl Classifier<'_> {
             match (&*answer.answer, planned.verdict()) {
                 ("open", Verdict::Allowed) => row.open.push(finding(planned.message.clone())),
                 ("open", Verdict::Unknown) => row.unknown.push(finding(planned.message.clone())),
-                ("open", Verdict::Denied) if path == Path::Underlay && !self.is_confined => {
+                ("open", Verdict::Denied) if path == Path::Underlay && !self.is_underlay_checked => {
                     row.on_underlay.push(finding(planned.message.clone()));
                 }
                 ("open", Verdict::Denied) => row.violations.push(finding(planned.message.clone())),
@@ -140,7 +141,7 @@ impl Classifier<'_> {
                     row.unanswered
                         .push(finding(self.hint(answer, path, interface.as_deref(), &planned)));
                 }
-                ("refused", Verdict::Denied) if path != Path::Underlay || self.is_confined => {
+                ("refused", Verdict::Denied) if path != Path::Underlay || self.is_underlay_checked => {
                     row.refused.push(finding(planned.message.clone()));
                 }
                 _ => {}
@@ -191,7 +192,7 @@ impl Classifier<'_> {
         }
     }
 
-    /// Returns a hint for troubleshooting a granted socket that does not answer.
+    /// Returns a hint for troubleshooting an allowed socket that does not answer.
     fn hint(&self, answer: &Answer, path: Path, interface: Option<&str>, planned: &Explanation) -> String {
         let ProbeSource { cluster, node, .. } = self.source;
         if let Some(route) = &planned.route {
@@ -242,7 +243,7 @@ impl Classifier<'_> {
 }
 
 /// Combines the explanations of a socket and of its backends. The address of a Service is allowed if the address itself and at
-/// least one backend are allowed.
+/// least one backend are allowed. For a mirrored Service `parts` has only backends, and one allowed backend is enough.
 fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
     let take_best = |parts: &mut Vec<Explanation>| {
         let best = parts.iter().enumerate().min_by_key(|(_, part)| part.verdict());

@@ -82,7 +82,7 @@ enum Line {
     },
 }
 
-/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if the cluster has more nodes than `--nodes`.
+/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if the cluster has more Ready Nodes than `--nodes`.
 pub(super) fn build<'o>(
     from: &Cluster<'o>,
     outcome: &PlanResult,

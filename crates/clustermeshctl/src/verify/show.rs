@@ -8,11 +8,11 @@ use super::{
 };
 use crate::{args::Output, page, problem::Problem};
 
-/// The limit of findings of one kind in the table. JSON and YAML contain all findings.
+/// The limit of findings of one kind for each row of the table. JSON and YAML contain all findings.
 const MAX_FINDINGS: usize = 40;
 
 pub(super) fn render(report: &Report, output: Output) -> Result<String, Vec<Problem>> {
-    let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the report cannot be written: {error}"))];
+    let failed = |error: &dyn std::fmt::Display| vec![Problem::other(format!("the report cannot be written: {error}"))];
     let structured = ReportOutput::from(report);
     match output {
         Output::Table => Ok(render_table(report)),
@@ -74,7 +74,7 @@ fn render_table(report: &Report) -> String {
         write_findings(&mut text, "VIOLATION", violations, true);
         write_findings(&mut text, "granted, no answer:", unanswered, true);
         write_findings(&mut text, "open, granted:", open, false);
-        write_findings(&mut text, "open, cannot tell:", unknown, true);
+        write_findings(&mut text, "open, unknown whether granted:", unknown, true);
         write_findings(&mut text, "open on the underlay, outside the mesh:", on_underlay, false);
         write_findings(
             &mut text,
@@ -198,7 +198,7 @@ impl<'a> From<&'a Row> for RowOutput<'a> {
             refused,
             unknown,
         } = row;
-        let all = |findings: &'a [Finding]| findings.iter().map(FindingOutput::from).collect();
+        let outputs = |findings: &'a [Finding]| findings.iter().map(FindingOutput::from).collect();
         Self {
             from: SourceOutput {
                 cluster: &from.cluster,
@@ -207,12 +207,12 @@ impl<'a> From<&'a Row> for RowOutput<'a> {
             },
             to,
             tried: *probed,
-            violations: all(violations),
-            unanswered: all(unanswered),
-            open: all(open),
-            unknown: all(unknown),
-            beside_the_mesh: all(on_underlay),
-            refused: all(refused),
+            violations: outputs(violations),
+            unanswered: outputs(unanswered),
+            open: outputs(open),
+            unknown: outputs(unknown),
+            beside_the_mesh: outputs(on_underlay),
+            refused: outputs(refused),
         }
     }
 }

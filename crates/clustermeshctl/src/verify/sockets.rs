@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Probed on every address of a node, in addition to the infrastructure ports.
-const SSH: u16 = 22;
+const SSH_PORT: u16 = 22;
 
 /// A socket to probe. Its address and port are the key in [`Sockets`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -47,7 +47,8 @@ fn parse_address(text: &str) -> Option<IpAddr> {
 struct Collector(Sockets);
 
 impl Collector {
-    /// Adds a socket. An existing socket keeps its description, and should answer if one of the two should.
+    /// Adds a socket, except at port 0 or at an unspecified address. A socket that exists at the address and port stays; only its
+    /// `should_answer` is set if it is set in `socket`.
     fn add(&mut self, address: IpAddr, port: u16, socket: Socket) {
         if port == 0 || address.is_unspecified() {
             return;
@@ -103,7 +104,7 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
     }
     let infrastructure = settings.infrastructure_ports.iter();
     let infrastructure = infrastructure.filter(|(protocol, _)| *protocol == Protocol::Tcp);
-    let ports: BTreeSet<u16> = infrastructure.map(|(_, port)| *port).chain([SSH]).collect();
+    let ports: BTreeSet<u16> = infrastructure.map(|(_, port)| *port).chain([SSH_PORT]).collect();
     for (node, address) in &nodes {
         for port in &ports {
             let socket = Socket {
@@ -118,9 +119,9 @@ pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&Acces
     sockets.0
 }
 
-/// Adds gateways at their WireGuard addresses, with the ports of all grants and with the ports in `closed`, at which no gateway
+/// Adds gateways at their WireGuard addresses, with the ports of all grants and with the ports in `closed_ports`, at which no gateway
 /// should answer. A revoked grant may still be open, so the grants of existing SandboxAccesses are added, too.
-fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessSpec], closed: &BTreeSet<u16>) {
+fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessSpec], closed_ports: &BTreeSet<u16>) {
     let member = &read.member;
     let existing = member.accesses.iter().flat_map(BTreeMap::values);
     let existing = existing.filter_map(|access| access.spec.as_ref().ok());
@@ -145,7 +146,7 @@ fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessS
                 let description = format!("gateway {name} for Service {}", granted.service);
                 sockets.add(address, *port, socket(description, should_answer));
             }
-            for port in closed {
+            for port in closed_ports {
                 sockets.add(address, *port, socket(format!("gateway {name}"), false));
             }
         }
@@ -213,7 +214,8 @@ fn add_service(
     nodes: &[(String, IpAddr)],
 ) {
     let Some(spec) = &service.spec else { return };
-    let is_local = [&spec.external_traffic_policy, &spec.internal_traffic_policy]
+    // With a `Local` traffic policy only nodes with an endpoint answer, so the Service does not have to answer every probe.
+    let has_local_policy = [&spec.external_traffic_policy, &spec.internal_traffic_policy]
         .iter()
         .any(|policy| policy.as_deref() == Some("Local"));
     let cluster_ips = cluster_ips(service);
@@ -250,7 +252,7 @@ fn add_service(
             Socket {
                 description: format!("{kind} of Service {name}"),
                 node,
-                should_answer: backends.iter().any(|backend| backend.ready) && !is_local,
+                should_answer: backends.iter().any(|backend| backend.ready) && !has_local_policy,
                 backends,
                 is_mirror: false,
             }

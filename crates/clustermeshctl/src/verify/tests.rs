@@ -82,7 +82,7 @@ fn classify_hub_sockets(
         explainer: &outcome.explainer(),
         source: &source,
         from: identity(cluster),
-        is_confined: cluster == "notebooks",
+        is_underlay_checked: cluster == "notebooks",
         device: "kilo0",
         answers: &answers,
         interfaces: Some(&interfaces),
@@ -101,11 +101,12 @@ const SANDBOX: (&str, &str, &str) = ("notebooks", "nb1", "10.243.0.9");
 const TENANT: (&str, &str, &str) = ("tenant-a", "w1", "10.20.1.9");
 
 #[tokio::test]
-async fn sandbox_open_socket_without_grant_is_a_violation() {
+async fn socket_open_to_sandbox_without_grant_is_a_violation() {
     let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "open");
     assert_eq!(sockets_on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
     let tunnel = sockets_on(&row.violations, Path::Tunnel);
-    // Two ports of the endpoint itself, the gateway port of an existing grant that is not planned, and the gateway's metrics port.
+    // Two ports of the endpoint itself, the gateway port of a grant that is in the cluster but not in the plan, and the gateway's
+    // metrics port.
     for socket in [
         "10.244.1.20:5432",
         "10.244.1.20:9187",
@@ -174,7 +175,7 @@ async fn infrastructure_port_is_probed_on_every_node() {
 }
 
 #[tokio::test]
-async fn cluster_meshed_member_on_underlay_is_no_violation() {
+async fn underlay_socket_open_to_cluster_meshed_is_no_violation() {
     let row = classify_hub_sockets(&planned().await, TENANT, |_| "open");
     assert_eq!(
         sockets_on(&row.open, Path::Tunnel),

@@ -6,7 +6,7 @@
 use clustermesh_core::{diff::Item, mesh::MeshId};
 use tokio::time::Instant;
 
-use super::queue::MAX_REFUSED_PAUSE;
+use super::refused::MAX_REFUSED_PAUSE;
 use crate::backoff::Backoff;
 
 const CONTESTED_AFTER: u32 = 3;
@@ -19,7 +19,7 @@ pub(super) struct ContestedObject {
     pub(super) last_written: Option<Item>,
     /// The number of changes by the other client in a row.
     changes: u32,
-    pub(super) last_change: Instant,
+    pub(super) recorded_at: Instant,
     pub(super) backoff: Option<Backoff>,
     /// The other client's field manager in `managedFields`.
     other_manager: Option<String>,
@@ -31,7 +31,7 @@ impl ContestedObject {
             mesh,
             last_written: None,
             changes: 0,
-            last_change: now,
+            recorded_at: now,
             backoff: None,
             other_manager: None,
         }
@@ -43,16 +43,16 @@ impl ContestedObject {
 
     /// Records a write of `item`, or a conflict if not `written`. Returns whether the object has just become contested.
     pub(super) fn record(&mut self, item: &Item, other_manager: Option<String>, written: bool, now: Instant) -> bool {
-        let is_repeated = !written || self.last_written.as_ref() == Some(item);
+        let is_changed_by_other = !written || self.last_written.as_ref() == Some(item);
         if written {
             self.last_written = Some(item.clone());
         }
-        if !is_repeated {
-            (self.changes, self.backoff, self.last_change) = (0, None, now);
+        if !is_changed_by_other {
+            (self.changes, self.backoff, self.recorded_at) = (0, None, now);
             return false;
         }
         self.changes += 1;
-        (self.last_change, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
+        (self.recorded_at, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
         // A single change causes no backoff.
         if self.changes + 1 >= CONTESTED_AFTER {
             match &mut self.backoff {

@@ -19,18 +19,17 @@ use clustermesh_core::{
 };
 use tokio::time::Instant;
 
-use super::{Outcome, contested::ContestedObject};
+use super::{Outcome, contested::ContestedObject, refused::RefusedObjects};
 use crate::backoff::{Backoff, TokenBucket};
 
 /// The most concurrent requests of each lane.
 const CLOSING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
-/// The token bucket of one source in `rest`: a burst of this many writes, then one write per interval. So a source of the tested size
-/// (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes 50 writes per second.
+/// The token bucket of one source in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the
+/// tested size (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes at most 50 writes
+/// per second.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The longest pause after a refusal of one object.
-pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
 /// The longest pause while the member does not answer or throttles a source. After the pause each lane probes the member
 /// with a single request.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
@@ -95,19 +94,8 @@ pub(super) struct Queue {
     outage: Option<(Backoff, String)>,
     /// Lanes whose requests the member throttles, with backoff and reason.
     throttled: BTreeMap<(Lane, Source), (Backoff, String)>,
-    refused: BTreeMap<MeshId, BTreeMap<Key, Refused>>,
-    /// Refused objects with the same cause share a backoff.
-    causes: BTreeMap<Cause, Backoff>,
+    refused: RefusedObjects,
     contested: BTreeMap<Key, ContestedObject>,
-}
-
-/// Why an object is refused: source, kind and reason.
-type Cause = (Source, &'static str, String);
-
-#[derive(Debug)]
-struct Refused {
-    cause: Cause,
-    until: Instant,
 }
 
 impl Queue {
@@ -137,13 +125,9 @@ impl Queue {
             }
         }
         // The failure of a step that is not planned any more must not be reported.
-        for refused in self.refused.values_mut() {
-            refused.retain(|key, _| wanted.contains(key));
-        }
-        self.refused.retain(|_, refused| !refused.is_empty());
-        self.drop_unused_causes();
+        self.refused.retain(&wanted);
         self.contested.retain(|key, object| {
-            let is_recent = now.saturating_duration_since(object.last_change) < CONTEST_WINDOW;
+            let is_recent = now.saturating_duration_since(object.recorded_at) < CONTEST_WINDOW;
             is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
         self.throttled.retain(|lane, _| self.lanes.contains_key(lane));
@@ -172,9 +156,9 @@ impl Queue {
     /// The end of the backoff of a step whose object was refused or is contested. `None` = the step may be sent.
     fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
-        let refused = self.refused.get(&step.mesh).and_then(|refused| refused.get(&key));
+        let refused = self.refused.backoff_until(&step.mesh, &key);
         let contested = self.contested.get(&key).and_then(|object| object.backoff.as_ref());
-        let until = refused.map(|refused| refused.until).max(contested.map(Backoff::until));
+        let until = refused.max(contested.map(Backoff::until));
         until.filter(|until| *until > now)
     }
 
@@ -188,7 +172,8 @@ impl Queue {
         self.lanes.entry((lane, group)).or_default().push_front(batch);
     }
 
-    /// Returns the next step to send. `Err` is the time of the next call; `Err(None)` = call again when a request in flight has ended.
+    /// Returns the next step to send. `Err` is the time of the next call; `Err(None)` = call again when a request in flight has ended
+    /// or the steps were replaced.
     pub(super) fn next(&mut self, now: Instant) -> Result<SentStep, Option<Instant>> {
         if let Some((backoff, _)) = self.outage.as_ref().filter(|(backoff, _)| backoff.is_waiting(now)) {
             return Err(Some(backoff.until()));
@@ -260,6 +245,7 @@ impl Queue {
     /// Takes the next step from the lane of one group and marks it as in flight. `Err` has the same meaning as in [`Self::next`].
     fn take(&mut self, lane: Lane, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
         let lane_of_group = (lane, group.clone());
+        // The steps of `closing` are written before those of `rest` of the same group.
         if lane == Lane::Rest && self.lanes.contains_key(&(Lane::Closing, group.clone())) {
             return Err(None);
         }
@@ -357,10 +343,7 @@ impl Queue {
         if !matches!(outcome, Outcome::Throttled(_) | Outcome::Unavailable(_)) {
             changed |= self.throttled.remove(&lane_of_group).is_some();
         }
-        let refused = self
-            .refused
-            .get_mut(&step.mesh)
-            .and_then(|refused| refused.remove(&key));
+        let refused = self.refused.remove(&step.mesh, &key);
         match outcome {
             // The object has no step any more, so its failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
@@ -379,14 +362,8 @@ impl Queue {
             }
             Outcome::Refused(why) => {
                 let cause = (group.clone(), step.item.kind(), why);
-                let is_known = self.causes.contains_key(&cause);
-                changed |= !is_known;
-                let backoff = self.causes.entry(cause.clone());
-                let backoff = backoff.or_insert_with(|| Backoff::new(now, MAX_REFUSED_PAUSE));
-                backoff.record_failure(now);
-                let until = backoff.until();
-                let refused = self.refused.entry(step.mesh.clone()).or_default();
-                refused.insert(key, Refused { cause, until });
+                changed |= !self.refused.has_cause(&cause);
+                let until = self.refused.insert(&step.mesh, key, cause, now);
                 if !is_outdated {
                     self.defer(until, lane, group, step);
                 }
@@ -422,12 +399,7 @@ impl Queue {
                 }
             }
         }
-        if let Some(Refused { cause, .. }) = refused
-            && !self.is_in_use(&cause)
-        {
-            self.causes.remove(&cause);
-            changed = true;
-        }
+        changed |= refused.is_some_and(|cause| self.refused.drop_unused(&cause));
         changed
     }
 
@@ -442,30 +414,12 @@ impl Queue {
         object.record(&step.item, by, written, now)
     }
 
-    fn is_in_use(&self, cause: &Cause) -> bool {
-        self.refused
-            .values()
-            .flat_map(BTreeMap::values)
-            .any(|refused| refused.cause == *cause)
-    }
-
-    fn drop_unused_causes(&mut self) {
-        let used: BTreeSet<&Cause> = self
-            .refused
-            .values()
-            .flat_map(BTreeMap::values)
-            .map(|refused| &refused.cause)
-            .collect();
-        self.causes.retain(|cause, _| used.contains(cause));
-    }
-
     /// Why an object of a mesh cannot be written. `None` = no write failed.
     pub(super) fn problem(&self, mesh: &MeshId) -> Option<String> {
         if let Some((_, why)) = &self.outage {
             return Some(why.clone());
         }
-        let refused = self.refused.get(mesh).into_iter().flatten();
-        let refused = refused.map(|((kind, name), refused)| (*kind, name, refused.cause.2.clone()));
+        let refused = self.refused.reasons(mesh);
         let contested = self
             .contested
             .iter()

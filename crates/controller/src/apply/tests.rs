@@ -80,8 +80,8 @@ fn existing_peer(path: &str) -> Value {
     })
 }
 
-/// A member whose API server responds to each request after 10 ms, its writer, and a loop that sets the same steps each time it is
-/// woken.
+/// A member whose API server responds to each request after 10 ms, and the writer for this member. [`Self::run_passes`] plays the
+/// reconcile loop.
 struct Fixture {
     writer: MemberWriter,
     connection: Connection,
@@ -147,7 +147,7 @@ impl Fixture {
             .set_steps(groups, Instant::now(), self.connection.clone(), &self.tasks);
     }
 
-    /// Runs passes for `time`. Each pass sets the same steps.
+    /// Runs passes for `time`: one at the start, and one each time the writer notifies `changed`. Each pass sets the same steps.
     async fn run_passes(&mut self, steps: &[Step], time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
@@ -201,6 +201,7 @@ async fn sources_take_turns() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let requests = fixture.requests();
     assert_eq!(requests.len(), 300);
+    // Each source has sent a third of the first 90 requests.
     let count_of = |source: &str| {
         requests[..90]
             .iter()
@@ -248,7 +249,7 @@ async fn throttled_source_does_not_delay_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_objects_trigger_no_pass_and_share_one_backoff() {
+async fn refused_objects_are_retried_without_a_pass_each() {
     let mut fixture = Fixture::new(|_, _| failure(403));
     let steps = create_steps("a", 1000);
     fixture.run_passes(&steps, Duration::from_secs(60)).await;
@@ -275,7 +276,8 @@ async fn refusal_by_admission_policy_names_its_config_map() {
     fixture
         .run_passes(&[peer_step("a", 1, Action::Create)], Duration::from_secs(1))
         .await;
-    let problem = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
+    let problem = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in its \
+                   ConfigMap clustermesh-admission (deploy/admission.yaml)";
     assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
 }
 
@@ -338,7 +340,7 @@ async fn unavailable_member_is_probed_with_backoff() {
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests();
     assert!((10..=40).contains(&requests.len()), "{}", requests.len());
-    // A probe sends the first step of a lane again.
+    // A probe sends the first step of a list in `Lanes` again.
     assert_eq!(
         requests
             .last()
@@ -365,7 +367,7 @@ async fn policy_is_written_before_the_peers_of_its_source() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn peers_with_moving_networks_are_written_sequentially() {
+async fn peers_with_changed_allowed_ips_are_written_sequentially() {
     let mut fixture = Fixture::new(|method, path| match method {
         "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
@@ -378,7 +380,7 @@ async fn peers_with_moving_networks_are_written_sequentially() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_objects_do_not_use_up_tokens_of_others() {
+async fn retries_of_refused_objects_do_not_delay_first_attempts() {
     let mut fixture = Fixture::new(|_, _| failure(403));
     fixture.set_steps(&create_steps("a", 2000));
     tokio::time::sleep(Duration::from_secs(45)).await;

@@ -45,8 +45,9 @@ impl Claims {
     }
 }
 
-/// A row of a table whose object may name an owner in its labels. `None` = the object has none of our labels.
+/// A row of a table whose object may name an owner in its labels.
 trait Owned {
+    /// `None` = the object has none of our labels.
     fn owner(&self) -> Option<&Owner>;
 }
 
@@ -184,8 +185,8 @@ fn api<K: Resource<DynamicType = ()>>(client: &Client, namespace: &str) -> Api<D
     }
 }
 
-/// Returns the owner in the labels of an object. `None` = the object is not ours. A Service or EndpointSlice must also have our
-/// managed-by label, because a user may have copied the other labels.
+/// Returns the owner in the labels of an object. `None` = it has no labels, or it is a Service or EndpointSlice without our managed-by
+/// label: a user may have copied the other labels.
 fn owner_of(object: &DynamicObject) -> Option<Owner> {
     let labels = object.metadata.labels.as_ref()?;
     let is_mirrored_kind = object

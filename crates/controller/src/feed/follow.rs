@@ -82,7 +82,7 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
 /// The state of [`follow`] between attempts.
 struct Progress {
     backoff: ExponentialBackoff,
-    /// The number of 410 responses (version expired) since the last established watch.
+    /// 1 after a 410 response (version expired) since the last established watch, else 0.
     expired: u32,
     /// Since the last established watch the server has repeated 410 or exceeded a limit. Its lists do not count as current until a
     /// watch is established.
@@ -153,7 +153,8 @@ impl From<OverBudget> for FollowError {
     }
 }
 
-/// Sets the trust of the feed after a failure. Returns the pause before the next attempt; `None` = the next pause of the backoff.
+/// Sets the trust of the feed after a failure, except after a single 410. Returns the pause before the next attempt; `None` = the next
+/// pause of the backoff.
 fn report<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,

@@ -41,7 +41,7 @@ fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
 }
 
 fn put(feed: &Feed<i64>, object: DynamicObject) {
-    feed.put(object).expect("no budget");
+    feed.put(object).expect("a feed without a budget");
 }
 
 fn rows(feed: &Feed<i64>) -> Vec<(String, i64)> {

@@ -6,7 +6,7 @@ use serde_json::Value;
 /// Bytes that a value takes in addition to its text: the overhead of the allocation and of the struct that points to it.
 const VALUE_OVERHEAD: usize = 64;
 
-/// Removes `managedFields` and these fields (paths such as `status/images`).
+/// Removes `managedFields`, and the fields at `paths` (such as `status/images`).
 pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
     object.metadata.managed_fields = None;
     for path in paths {
@@ -19,7 +19,7 @@ pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
     }
 }
 
-/// Estimates the bytes of memory for the row of an object. The estimate is more likely too high than too low.
+/// Estimates the bytes of memory that an object takes. The estimate is more likely too high than too low.
 pub(super) fn estimate(object: &DynamicObject) -> usize {
     let metadata = &object.metadata;
     let texts = [

@@ -35,7 +35,7 @@ pub(super) async fn add_finalizer(client: &Client, object: &ClusterMesh) -> Resu
     set_finalizers(client, object, &finalizers).await
 }
 
-/// Removes our finalizer.
+/// Removes our finalizer. Succeeds also if the ClusterMesh does not exist any more.
 pub(super) async fn remove_finalizer(client: &Client, object: &ClusterMesh) -> Result<(), Error> {
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
     finalizers.retain(|name| name != FINALIZER);

@@ -68,7 +68,7 @@ impl TestHub {
         let meshes = mesh_feed(Changed::default());
         for name in names {
             let object = serde_json::from_value(mesh(name, &serde_json::Value::Null)).expect("an object");
-            meshes.put(object).expect("no budget");
+            meshes.put(object).expect("a feed without a budget");
         }
         Self {
             client: Client::new(service, "ns"),
@@ -138,23 +138,23 @@ impl TestHub {
     }
 }
 
-async fn seconds(seconds: u64) {
+async fn sleep_seconds(seconds: u64) {
     tokio::time::sleep(Duration::from_secs(seconds)).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn slow_hub_gets_only_the_newest_report() {
+async fn slow_hub_does_not_get_outdated_reports() {
     let hub = TestHub::new(&["m"], 200, Duration::from_secs(3));
     let writer = hub.writer();
     for reason in ["First", "Second", "Third"] {
         writer.publish([hub.desired("m", None, Some(reason))].into());
-        seconds(1).await;
+        sleep_seconds(1).await;
     }
-    seconds(60).await;
+    sleep_seconds(60).await;
     assert_eq!(hub.requests(), ["status First", "status Third", "events Third"]);
     // An unchanged report is not written again.
     writer.publish([hub.desired("m", None, Some("Third"))].into());
-    seconds(60).await;
+    sleep_seconds(60).await;
     assert_eq!(hub.requests().len(), 3);
 }
 
@@ -163,28 +163,28 @@ async fn finalizer_is_added_before_the_first_report() {
     let hub = TestHub::new(&["m"], 200, Duration::ZERO);
     let writer = hub.writer();
     writer.publish([hub.desired("m", Some(FinalizerChange::Add), Some("Converging"))].into());
-    seconds(1).await;
+    sleep_seconds(1).await;
     assert_eq!(
         hub.requests(),
         ["m 1 finalizers", "status Converging", "events Converging"]
     );
-    assert!(is_finalized(&hub.object("m")), "the feed has the finalizer");
+    assert!(has_finalizer(&hub.object("m")), "the feed has the finalizer");
 }
 
 #[tokio::test(start_paused = true)]
 async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
     let hub = TestHub::new(&["m"], 409, Duration::ZERO);
-    let mut finalized = mesh("m", &serde_json::Value::Null);
-    finalized["metadata"]["finalizers"] = serde_json::json!([FINALIZER]);
-    let finalized = serde_json::from_value(finalized).expect("an object");
-    hub.meshes.put(finalized).expect("no budget");
+    let mut with_finalizer = mesh("m", &serde_json::Value::Null);
+    with_finalizer["metadata"]["finalizers"] = serde_json::json!([FINALIZER]);
+    let with_finalizer = serde_json::from_value(with_finalizer).expect("an object");
+    hub.meshes.put(with_finalizer).expect("a feed without a budget");
     let writer = hub.writer();
     let removal = || [hub.desired("m", Some(FinalizerChange::Remove), Some("Deleting"))].into();
     writer.publish(removal());
-    seconds(60).await;
+    sleep_seconds(60).await;
     assert_eq!(hub.requests(), ["m 0 finalizers"]);
     writer.publish(removal());
-    seconds(60).await;
+    sleep_seconds(60).await;
     assert_eq!(hub.requests(), ["m 0 finalizers"; 2]);
 }
 
@@ -192,8 +192,8 @@ async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
 async fn failed_writes_of_all_meshes_share_one_backoff() {
     let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    // At most ten pauses end within the minute. After each pause, all twenty meshes try again after a 403. After a 503, only the first
-    // four requests are sent.
+    // The shared backoff ends at most ten times within the minute. A 403 may concern one object only, so all twenty meshes are then tried
+    // again. A 503 is an outage of the hub, so only the first `MAX_IN_FLIGHT` (4) requests are then sent.
     for (code, max_requests) in [(403, 20 * 10), (503, 4 * 10)] {
         let hub = TestHub::new(&names, code, Duration::ZERO);
         let writer = hub.writer();

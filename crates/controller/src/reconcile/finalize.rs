@@ -15,12 +15,12 @@ use crate::hub_writer::FinalizerChange;
 
 /// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed. Steps
 /// for orphans are kept only if they delete, because an orphan has no ClusterMesh.
-pub(super) fn drop_unfinalized_steps(pass: &mut Pass) {
+pub(super) fn drop_steps_without_finalizer(pass: &mut Pass) {
     for steps in pass.steps.values_mut() {
         steps.retain(|step| {
             pass.meshes
                 .get(&step.mesh)
-                .map_or(step.action == Action::Delete, LoadedMesh::is_finalized)
+                .map_or(step.action == Action::Delete, LoadedMesh::has_finalizer)
         });
     }
 }
@@ -29,12 +29,12 @@ impl Reconciler {
     /// Returns the change of our finalizer that a mesh needs. `None` = no change.
     pub(super) fn finalizer_change(&self, pass: &Pass, loaded: &LoadedMesh) -> Option<FinalizerChange> {
         if loaded.mesh.deleting {
-            let is_removable = loaded.is_finalized() && !loaded.mesh.paused && self.are_objects_removed(pass, loaded);
+            let is_removable = loaded.has_finalizer() && !loaded.mesh.paused && self.are_objects_removed(pass, loaded);
             return is_removable.then_some(FinalizerChange::Remove);
         }
         let planned = pass.plan.meshes.get(&loaded.mesh.id);
         let is_active = planned.is_some_and(|plan| !plan.paused) && loaded.refused.is_none();
-        (is_active && !loaded.is_finalized()).then_some(FinalizerChange::Add)
+        (is_active && !loaded.has_finalizer()).then_some(FinalizerChange::Add)
     }
 
     /// Whether no object of a mesh is left in any member, except objects that may be left behind.
@@ -61,6 +61,8 @@ impl Reconciler {
             self.is_clean(pass, &entry.identity, id)
                 || (may_be_left_behind && !is_writable && !is_writing(&entry.identity))
         });
+        // `meshes.removed` contains the clusters that were removed from the mesh and still have objects of it, `unlocatable` the
+        // removed entries whose cluster is not known.
         entries_removed
             && self.meshes.removed.is_empty(id)
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))

@@ -1,7 +1,7 @@
 //! Converts ClusterMeshes to the planner's input.
 //!
-//! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) becomes a paused mesh with its last valid content.
-//! So its objects stay in the members, and its accepted networks stay reserved.
+//! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) keeps its last valid content, and its accepted
+//! networks stay reserved. Unless it is in deletion, it is paused, so that its objects stay in the members.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,19 +15,19 @@ use clustermesh_api::{
 use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, PodNetwork};
 
 use super::to_core;
-use crate::{feed::Feed, hub::Hub, hub_writer::is_finalized};
+use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
 
 /// One ClusterMesh.
 pub(super) struct LoadedMesh {
     /// The object. `None` = it does not parse.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// The planner's input. A refused mesh is paused and has its last valid content.
+    /// The planner's input. A refused mesh has its last valid content, and is paused unless it is in deletion.
     pub(super) mesh: Mesh,
     /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,
     /// Reason and message of the condition if the mesh is refused.
     pub(super) refused: Option<(&'static str, String)>,
-    /// Names of entries with accepted networks that the spec does not contain any more, so their cluster is unknown.
+    /// Names with accepted networks for which `mesh` has no entry, so that their cluster is unknown. Empty if the mesh is not refused.
     pub(super) unlocatable: BTreeSet<String>,
 }
 
@@ -36,8 +36,8 @@ pub(super) type LastValidMeshes = BTreeMap<MeshId, (Option<String>, Mesh)>;
 
 impl LoadedMesh {
     /// Whether the ClusterMesh has our finalizer.
-    pub(super) fn is_finalized(&self) -> bool {
-        self.object.as_deref().is_some_and(is_finalized)
+    pub(super) fn has_finalizer(&self) -> bool {
+        self.object.as_deref().is_some_and(has_finalizer)
     }
 }
 
@@ -74,7 +74,8 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         Ok((mut mesh, warnings)) => match hub.namespaces.find_refusal(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
-                hub.namespaces.confine(&mut mesh);
+                // A mesh in deletion is not refused for its namespace, so it may exceed what the namespace allows.
+                hub.namespaces.reduce_to_allowed(&mut mesh);
                 last_valid.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return LoadedMesh {
                     object: Some(object),
@@ -87,8 +88,9 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         },
     };
     let mut mesh = last_valid_mesh(&object, last_valid);
+    // A mesh in deletion is not reduced, because this would remove accepted networks, from which `unlocatable` is computed.
     if !deleting {
-        hub.namespaces.confine(&mut mesh);
+        hub.namespaces.reduce_to_allowed(&mut mesh);
     }
     let is_named = |entry: &String| mesh.clusters.iter().any(|cluster| cluster.name == *entry);
     let unlocatable = mesh.accepted.keys().filter(|entry| !is_named(entry)).cloned().collect();
@@ -101,8 +103,9 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
     }
 }
 
-/// Returns a refused mesh with its last valid content, paused. If that content is not known, as after a restart, the mesh has the
-/// identities of its entries and the accepted networks in its status.
+/// Returns a refused mesh with its last valid content, paused unless it is in deletion. If that content is not known, as after a
+/// restart, the mesh has the identities of its entries and the accepted networks in its status: in deletion those of all entries, else
+/// only of entries with accepted networks.
 ///
 /// It stays in the planner's input because other meshes must not take over its accepted networks, and because a mesh in deletion still
 /// has objects to remove.
@@ -155,8 +158,8 @@ fn last_valid_mesh(object: &ClusterMesh, last_valid: &LastValidMeshes) -> Mesh {
         .collect();
     let created = object.metadata.creation_timestamp.as_ref();
     Mesh {
-        // The oldest mesh adopts the Peers of the predecessor. A mesh that was never valid counts as the newest, so that a valid mesh
-        // adopts them.
+        // The oldest mesh adopts the Peers of the predecessor. A mesh without entries counts as the newest, so that a valid mesh adopts
+        // them.
         created: created
             .filter(|_| !clusters.is_empty())
             .map_or(i64::MAX, |time| time.0.as_second()),

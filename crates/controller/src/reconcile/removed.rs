@@ -111,11 +111,11 @@ impl MeshClusters {
         let mut removed = BTreeMap::new();
         let status = object.status.as_ref();
         for row in status.into_iter().flat_map(|status| &status.clusters) {
-            // A row that an earlier version wrote does not contain the Secret. Such a row is ignored if the spec has an entry of that
-            // name, because then the spec contains the Secret.
-            let has_known_secret = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
+            // `update` compares clusters by their Secret. A row without a Secret is of the local cluster, or an earlier version wrote it.
+            // So its name is compared: if the spec has an entry with this name, the cluster was not removed.
+            let may_be_removed = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
             // A row without `agents` is of a cluster whose Nodes were never read, so no object is left in it.
-            if row.agents.is_some() && has_known_secret {
+            if row.agents.is_some() && may_be_removed {
                 let identity = identity(&row.kubeconfig_secret_ref);
                 let (name, uid, since) = (row.name.clone(), row.uid.clone(), now());
                 removed.insert(identity, FormerCluster { name, uid, since });
@@ -134,7 +134,8 @@ impl MeshClusters {
     }
 }
 
-/// Whether the annotation `force-cleanup` allows leaving objects behind in a cluster where they cannot be deleted.
+/// Whether the annotation `force-cleanup` allows leaving objects behind in a cluster where they cannot be deleted: it names the
+/// entry, or it is `true` and the mesh is being deleted.
 pub(super) fn may_be_left_behind(object: &ClusterMesh, cluster: &str) -> bool {
     let annotations = object.metadata.annotations.as_ref();
     let Some(value) = annotations.and_then(|annotations| annotations.get(FORCE_CLEANUP)) else {
@@ -155,11 +156,12 @@ pub(super) fn cleanup_hint(cluster: &str) -> String {
 }
 
 impl Reconciler {
-    /// Forgets the removed clusters in which no object of their mesh is left. Returns the status rows of the others, by mesh.
+    /// Updates which clusters were read, and forgets the removed clusters that need no status row any more ([`Self::removed_row`]).
+    /// Returns the rows of the others, by mesh.
     pub(super) fn sync_removed(&mut self, pass: &Pass) -> BTreeMap<MeshId, Vec<RemovedRow>> {
-        let mut all = std::mem::take(&mut self.meshes.removed);
+        let mut removed_clusters = std::mem::take(&mut self.meshes.removed);
         let mut rows: BTreeMap<MeshId, Vec<RemovedRow>> = BTreeMap::new();
-        for (id, clusters) in &mut all.meshes {
+        for (id, clusters) in &mut removed_clusters.meshes {
             let Some(loaded) = pass.meshes.get(id) else { continue };
             for (identity, cluster) in &mut clusters.current {
                 let seen = pass.seen.members.get(identity);
@@ -173,11 +175,12 @@ impl Reconciler {
                 true
             });
         }
-        self.meshes.removed = all;
+        self.meshes.removed = removed_clusters;
         rows
     }
 
-    /// Returns the status row of a removed cluster. `None` = no object is left in it, or the objects may be left behind.
+    /// Returns the status row of a removed cluster. `None` = no object is left in it, the objects may be left behind, or another entry
+    /// of the spec is the same cluster.
     fn removed_row(
         &self,
         pass: &Pass,
@@ -193,13 +196,13 @@ impl Reconciler {
             return None;
         }
         // Whether the spec contains the same cluster with another Secret. A sandbox may claim any UID, so its UID proves nothing.
-        let is_renamed = loaded.mesh.clusters.iter().any(|entry| {
+        let has_other_entry = loaded.mesh.clusters.iter().any(|entry| {
             let seen = pass.seen.members.get(&entry.identity).and_then(Observation::fresh);
             let entry_uid = seen.and_then(|seen| seen.uid.as_ref());
             entry.profile != Profile::Sandbox && uid.is_some() && entry_uid == uid.as_ref()
         });
-        if is_renamed || self.is_clean(pass, identity, id) {
-            tracing::info!(mesh = %id, cluster = name, member = %identity, renamed = is_renamed, "no object of the mesh is left in a removed cluster");
+        if has_other_entry || self.is_clean(pass, identity, id) {
+            tracing::info!(mesh = %id, cluster = name, member = %identity, renamed = has_other_entry, "a removed cluster has no object of the mesh, or another entry is the same cluster");
             return None;
         }
         let observation = pass.seen.members.get(identity);

@@ -1,7 +1,7 @@
 //! Publishes the results of a pass: the report of each mesh (status and Events, written by [`crate::hub_writer`]), metrics, and
 //! `/debug/state`.
 //!
-//! This module collects the input of a report and decides whether the report waits for writes. [`crate::report`] builds the report.
+//! This module collects the input of a report and decides whether the report waits. [`crate::report`] builds the report.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,6 +18,7 @@ use clustermesh_core::{
     links::{self, Broken},
     mesh::{ClusterIdentity, MeshId},
     observe::{Claim, Member, Node, Observation, ObservedPeer, Server},
+    ownership::{self, Ownership},
     pending::find_pending,
     plan::{ClusterReport, MeshPlan},
 };
@@ -31,7 +32,7 @@ use crate::{
     report::{MemberFacts, ReportInput, build_report},
 };
 
-/// The longest time that a report waits for writes in flight.
+/// The longest time that a report waits for writes in flight and for sessions that settle.
 const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
 /// The message for an entry that has accepted networks but is not in the spec any more.
@@ -49,7 +50,7 @@ pub(super) struct Reports {
     debug_view: SharedDebugView,
     /// For each entry of a mesh, the time since which its objects have matched the plan (`lastSync`).
     synced: BTreeMap<(MeshId, String), Time>,
-    /// Since when the report of a mesh has been waiting for writes.
+    /// Since when the report of a mesh has been waiting.
     unreported: BTreeMap<MeshId, Instant>,
     /// The broken links in the last report of each mesh.
     links: LinkReports,
@@ -90,7 +91,7 @@ impl Reports {
 }
 
 impl Reconciler {
-    /// Passes status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits for writes.
+    /// Passes status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits ([`Self::must_wait`]).
     pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
         let now = truncate_to_seconds(k8s_openapi::jiff::Timestamp::now());
         let mut all_reported = true;
@@ -161,7 +162,8 @@ impl Reconciler {
             .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait, because a session is settling or objects of the mesh are outstanding.
+    /// Whether the report of a mesh has to wait, because a session is settling or objects of the mesh are outstanding. It waits
+    /// [`MAX_REPORT_DELAY`] at most.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
@@ -186,7 +188,7 @@ impl Reconciler {
         since.elapsed() < MAX_REPORT_DELAY
     }
 
-    /// Collects the facts about each member of a mesh that the plan does not contain.
+    /// Collects what the report of a mesh contains about each member in addition to the plan.
     fn collect_facts(
         &mut self,
         pass: &Pass,
@@ -233,7 +235,9 @@ impl Reconciler {
             // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then it is no problem if a node
             // does not enforce policies.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
-            let is_of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
+            let is_of_mesh = |peer: &ObservedPeer| {
+                ownership::of(&peer.owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(id)
+            };
             let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())
                 || observed_peers.is_some_and(|peers| peers.values().any(is_of_mesh));
             let report = plan.clusters.get(entry).zip(seen);

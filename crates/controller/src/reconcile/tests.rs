@@ -22,7 +22,7 @@ fn id(name: &str) -> MeshId {
     }
 }
 
-/// Returns the plan of a mesh `m` with these entries. It wants no object in any of them.
+/// Returns the plan of a mesh `m` with these entries. The plan contains no object in any of them.
 fn plan_of(entries: &[(&str, ClusterIdentity)], deleting: bool) -> Plan {
     let mesh = MeshPlan {
         deleting,
@@ -76,7 +76,7 @@ fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> V
 
 // threat: same-cluster-twice
 #[test]
-fn second_secret_of_the_same_cluster_deletes_nothing() {
+fn unreferenced_secret_of_the_same_cluster_deletes_nothing() {
     let plan = plan_of(&[("a", secret("new"))], false);
     let (old, new) = (secret("old"), secret("new"));
     // Objects that the plan does not contain are deleted through the Secret that the entry references.
@@ -146,7 +146,7 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
         });
         meshes
             .put(serde_json::from_value(mesh).expect("an object"))
-            .expect("no budget");
+            .expect("a feed without a budget");
     }
     meshes.set_trust(Trust::Live);
     let hub = Arc::new(Hub {

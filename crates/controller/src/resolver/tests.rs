@@ -58,7 +58,7 @@ async fn names_without_answer_do_not_delay_other_members() {
     );
     assert_eq!(silent.len(), 200);
 
-    // No name is wanted any more.
+    // No name is wanted any more. After 6 s the last lookup has ended (`LOOKUP_TIMEOUT` is 5 s).
     names.send_replace(NamesByMember::new());
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert!(addresses.lock().expect("not poisoned").is_empty());

@@ -2,7 +2,7 @@
 //!
 //! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for [`SILENT_AFTER`]. A
 //! new value wakes the reconcile loop only if the node was silent. The time of arrival is measured with the clock of this process, so
-//! neither a wrong clock in the cluster nor a value in the future makes other nodes silent.
+//! a wrong clock in the cluster makes no node silent, and a value in the future makes no other node silent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -53,8 +53,8 @@ impl CheckIns {
 
     /// Returns the nodes that are silent at `now`, which is `unix` in Unix seconds. Forgets nodes for which `exists` is false.
     ///
-    /// While `is_current` is false, the tables are not current, so check-ins may be missing. Then no node becomes silent. Afterwards
-    /// [`SILENT_AFTER`] starts again for each node.
+    /// While `is_current` is false, the watches of the member lag behind, so check-ins may be missing. Then no node becomes silent.
+    /// When it is true again, [`SILENT_AFTER`] starts anew for each node that was not silent.
     pub(super) fn silent(
         &mut self,
         exists: impl Fn(&str) -> bool,

@@ -32,11 +32,12 @@ pub(crate) enum Credentials {
 /// last credentials stay in use.
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 
-/// The text of the kubeconfig; `None` = the Secret has no such key. The type has no `Debug`, so that the text cannot be logged.
+/// The text of the kubeconfig; `None` = the Secret lacks the key that the ClusterMesh names. The type has no `Debug`, so that the text cannot be logged.
 #[derive(Clone, PartialEq)]
 struct KubeconfigText(Option<Vec<u8>>);
 
-/// Watches the credentials of `identity`. Spawns tasks in `tasks`; dropping the set stops them.
+/// Watches the credentials of `identity`. The memory that the client's responses use counts toward the limit of `account`. Spawns
+/// tasks in `tasks`; dropping the set stops them.
 pub(super) fn follow(
     identity: &ClusterIdentity,
     hub: &Arc<Hub>,

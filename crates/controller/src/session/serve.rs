@@ -1,4 +1,5 @@
-//! Runs one connection of a session: the tasks that keep the feeds up to date, and a probe of the API server.
+//! Runs one connection of a session: the tasks that keep the feeds (the watched objects of one kind) up to date, and a probe of the API
+//! server.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 

@@ -1,6 +1,7 @@
 //! The feeds of all kinds that are read from one member, and their conversion to the planner's [`Member`].
 //!
-//! The account needs list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods.
+//! The member's ServiceAccount needs list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services,
+//! endpointslices and pods.
 
 use std::{
     collections::BTreeMap,
@@ -117,7 +118,7 @@ where
 }
 
 impl Tables {
-    /// Creates the feeds. The rows are charged to `account` if it is given.
+    /// Creates the feeds. The memory of their rows counts toward the limit of `account`, if it is given.
     pub(crate) fn new(member: String, account: Option<&Account>, changed: &Changed) -> Self {
         let factory = FeedFactory {
             account: account.cloned(),
@@ -159,7 +160,8 @@ impl Tables {
         self.on_demand.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks all tables as not current, for a new connection. Their rows stay until they are read again.
+    /// Marks all tables as not current: for a new connection, or because the API server answers again. Their rows stay until they are
+    /// read again.
     pub(super) fn mark_unconfirmed(&self) {
         fn mark<V: Clone + PartialEq>(feed: &Feed<V>) {
             feed.forget_writes();
@@ -250,7 +252,7 @@ impl Tables {
         ]
     }
 
-    /// Creates the tasks of the on-demand feeds, by the description of the resource.
+    /// Creates the tasks of the on-demand feeds. The keys are the descriptions of the resources.
     pub(super) fn on_demand_tasks(&self, client: &Client, interest: &Interest) -> BTreeMap<String, FeedTask> {
         let mut tasks = BTreeMap::new();
         let on_demand = self.on_demand();
@@ -276,8 +278,8 @@ impl Tables {
         first_problem(self.trusts())
     }
 
-    /// Returns the trust of all tables. Only Nodes and Peers must be readable: an account that was made for the predecessor may read
-    /// nothing else, and then the other kinds contain no object of ours.
+    /// Returns for each table whether it is current. Only Nodes and Peers must be readable: a ServiceAccount made for the predecessor
+    /// may read nothing else, and then the other kinds contain no object of ours.
     fn trusts(&self) -> Vec<Trust> {
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
         trusts.extend([
@@ -300,7 +302,8 @@ impl Tables {
         trusts
     }
 
-    /// Whether all required feeds were listed at least once. Optional feeds that the account may not read do not count.
+    /// Whether all feeds, except those on demand, were listed at least once. Kinds other than Nodes and Peers do not count if the
+    /// ServiceAccount may not read them.
     pub(super) fn are_listed(&self) -> bool {
         self.nodes.is_listed()
             && self.nodes.trust() != Trust::Absent
@@ -403,7 +406,7 @@ impl Tables {
         self.check_ins.lock().unwrap_or_else(PoisonError::into_inner).due()
     }
 
-    /// Returns the number of rows, the trust and the malformed objects of each table, for `/debug/state`.
+    /// Returns for each table the number of rows, whether it is current, and the malformed objects, for `/debug/state`.
     pub(super) fn dump(&self) -> serde_json::Value {
         fn stats<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
             serde_json::json!({
@@ -477,7 +480,7 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
-/// Returns the trust of a table that is not required. A forbidden kind counts as absent.
+/// Returns whether a table that is not required is current. A forbidden kind counts as absent.
 fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     if feed.is_forbidden() {
         Trust::Absent
@@ -486,7 +489,7 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Returns the rows of a table. `None` = the kind does not exist, or the account was never allowed to read it.
+/// Returns the rows of a table. `None` = the kind does not exist, or the ServiceAccount was never allowed to read it.
 fn rows_if_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
     (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| by_name(feed))
 }

@@ -19,7 +19,7 @@ use super::*;
 #[derive(Default)]
 struct Server {
     /// The status code of `/version`; 0 = 200, 1 = no response.
-    version: AtomicU16,
+    version_status: AtomicU16,
     /// Lists whose path contains this text are refused with 403.
     forbidden_path: Mutex<String>,
     /// The latency of every response.
@@ -65,7 +65,7 @@ impl Server {
         let forbidden_path = self.forbidden_path.lock().expect("not poisoned").clone();
         if path == "/version" {
             self.probes.fetch_add(1, Ordering::Relaxed);
-            match self.version.load(Ordering::Relaxed) {
+            match self.version_status.load(Ordering::Relaxed) {
                 0 => answer(200, json!({"major": "1", "minor": "36", "gitVersion": "v1.36.3"})),
                 1 => std::future::pending().await,
                 code => refused(code),
@@ -148,7 +148,7 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
     assert_eq!(state(&session), FRESH);
     let lists = server.lists.load(Ordering::Relaxed);
     for code in [429, 403, 401, 404, 500] {
-        server.version.store(code, Ordering::Relaxed);
+        server.version_status.store(code, Ordering::Relaxed);
         let probes = server.probes.load(Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
@@ -158,14 +158,14 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
     }
     // A single probe gets no response, or 503.
     for code in [1, 503] {
-        server.version.store(0, Ordering::Relaxed);
+        server.version_status.store(0, Ordering::Relaxed);
         seconds(11).await;
-        server.version.store(code, Ordering::Relaxed);
+        server.version_status.store(code, Ordering::Relaxed);
         let probes = server.probes.load(Ordering::Relaxed);
         while server.probes.load(Ordering::Relaxed) == probes {
             seconds(1).await;
         }
-        server.version.store(0, Ordering::Relaxed);
+        server.version_status.store(0, Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
             assert_eq!(state(&session), FRESH, "{code}");
@@ -180,10 +180,10 @@ async fn recovered_server_is_watched_again_without_new_lists() {
     let (session, _task) = session(&server);
     seconds(1).await;
     let lists = server.lists.load(Ordering::Relaxed);
-    server.version.store(1, Ordering::Relaxed);
+    server.version_status.store(1, Ordering::Relaxed);
     seconds(30).await;
     assert_eq!(state(&session), ("Stale", true));
-    server.version.store(0, Ordering::Relaxed);
+    server.version_status.store(0, Ordering::Relaxed);
     seconds(20).await;
     assert_eq!((state(&session), server.lists.load(Ordering::Relaxed)), (FRESH, lists));
 }
@@ -200,7 +200,6 @@ async fn objects_of_a_restored_interest_are_listed_again() {
     let listed = server.team_lists.load(Ordering::Relaxed);
     let unlisted = |session: &Session| session.observe().last().expect("seen").unlisted.clone();
     assert_eq!((listed, unlisted(&session)), (1, Unlisted::default()));
-    // A probe runs during two of every twelve seconds, so some of these rounds happen during a probe.
     for round in 1..=12 {
         session.set_interest(&Interest::default());
         session.set_interest(&services_of("team"));

@@ -72,6 +72,8 @@ impl PeerOrder {
         existing_spec(step, existing).is_some_and(|spec| self.created_keys.contains(&spec.public_key))
     }
 
+    /// The phase of a Peer's step: steps of a lower phase are written first (design rule 13). `steps` in `diff.rs` lists the phases of the
+    /// other kinds.
     pub(super) fn phase(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> u8 {
         match step.action {
             Action::Delete if self.is_renamed(step, existing) => 1,

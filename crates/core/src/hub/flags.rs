@@ -12,9 +12,11 @@ use crate::mesh::Profile;
 pub struct HubNamespace {
     /// The namespace, or `*` for all.
     pub namespace: String,
-    /// The least restrictive profile that a non-local entry of a mesh in the namespace may have.
+    /// The least restrictive profile that a non-local entry of a mesh in the namespace may have: cluster-meshed is the least
+    /// restrictive, then sandbox, then standard.
     pub profile_limit: Profile,
-    /// Networks that non-local entries of a mesh in the namespace may list, without host bits.
+    /// Networks that non-local entries of a mesh in the namespace may list, without host bits. Empty = every network if `profile_limit`
+    /// is cluster-meshed, else none.
     pub networks: Vec<IpNet>,
 }
 
@@ -27,14 +29,15 @@ pub struct MemberNamespace {
     pub networks: Vec<IpNet>,
 }
 
-/// One network of `--hub-network`, without host bits.
+/// One network of `--hub-network`, without host bits: a network of the hub's own cluster. If a flag limits the networks of a namespace,
+/// only the local entry of a mesh in the namespace may list this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HubNetwork(pub IpNet);
 
 /// Why a value is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FlagError {
-    /// There is no valid namespace before the `=`.
+    /// The text before the `=` (without a `=`: the whole text) is not a namespace.
     #[error(
         "{0:?}: write NAMESPACE, NAMESPACE=PROFILE or NAMESPACE=PROFILE,CIDR such as team-x=sandbox,100.80.16.0/20 (`*` = every namespace)"
     )]

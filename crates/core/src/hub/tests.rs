@@ -47,7 +47,8 @@ fn with_allowed(mut mesh: Mesh, entry: usize, networks: &[&str]) -> Mesh {
     mesh
 }
 
-/// The rights for these values of `--hub-namespace`, with `--hub-network=10.1.0.0/16`.
+/// The rights for these values of `--hub-namespace`, with `--hub-network=10.1.0.0/16`. In the tests' names, a namespace (and each mesh in
+/// it) is restricted if its flag limits profiles or networks.
 fn hub(flags: &[&str]) -> HubNamespaces {
     rights(flags, &[], &["10.1.0.0/16"])
 }
@@ -178,7 +179,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         // A refused mesh does not close the hub either.
         for hub in [&listed, &hub(&[])] {
             closing.id.namespace = "t".into();
-            hub.confine(&mut closing);
+            hub.reduce_to_allowed(&mut closing);
             let local = &closing.clusters[0];
             assert_eq!((local.profile, local.quarantine), (Profile::ClusterMeshed, false));
         }
@@ -199,14 +200,14 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
         refusal(&default, "other", Profile::ClusterMeshed),
         Some("NamespaceNotAllowed")
     );
-    let confined = hub(&["t=sandbox,100.80.0.0/16"]);
-    assert_eq!(refusal(&confined, "t", Profile::Sandbox), None);
+    let sandboxes_only = hub(&["t=sandbox,100.80.0.0/16"]);
+    assert_eq!(refusal(&sandboxes_only, "t", Profile::Sandbox), None);
     assert_eq!(
-        refusal(&confined, "t", Profile::ClusterMeshed),
+        refusal(&sandboxes_only, "t", Profile::ClusterMeshed),
         Some("ProfileNotAllowed")
     );
     let wide = with_allowed(without_local("t", Profile::Sandbox), 0, &["10.9.0.0/16"]);
-    assert_eq!(reason(&confined, &wide), Some("NetworksNotAllowed"));
+    assert_eq!(reason(&sandboxes_only, &wide), Some("NetworksNotAllowed"));
 
     let members = rights(&[], &["t,100.80.0.0/16"], &["10.1.0.0/16"]);
     assert_eq!(refusal(&members, "t", Profile::ClusterMeshed), None);
@@ -224,7 +225,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
 
 // threat: unlisted-network
 #[test]
-fn status_of_restricted_mesh_claims_only_listed_networks() {
+fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
     let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
     let mut mesh = mesh("t", Profile::Sandbox);
     mesh.accepted = BTreeMap::from([
@@ -234,7 +235,7 @@ fn status_of_restricted_mesh_claims_only_listed_networks() {
     ]);
     let confined = |flags: &[&str]| {
         let mut mesh = mesh.clone();
-        hub(flags).confine(&mut mesh);
+        hub(flags).reduce_to_allowed(&mut mesh);
         let confined_to = mesh.clusters[0].confined_to.clone();
         (confined_to, mesh.accepted)
     };
@@ -253,10 +254,10 @@ fn status_of_restricted_mesh_claims_only_listed_networks() {
 
 // threat: grant-across-namespaces
 #[test]
-fn restricted_namespace_grants_only_its_own_services() {
+fn restricted_namespace_cannot_grant_services_of_others() {
     let confines = |flags: &[&str], namespace: &str| {
         let mut mesh = mesh(namespace, Profile::Sandbox);
-        hub(flags).confine(&mut mesh);
+        hub(flags).reduce_to_allowed(&mut mesh);
         let confined: Vec<Option<String>> = mesh.clusters.into_iter().map(|entry| entry.confined_to).collect();
         assert_eq!(confined[1], None);
         confined[0].is_some()

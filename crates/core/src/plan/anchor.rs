@@ -24,7 +24,7 @@ fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
 
 /// Removes InternalIPs of Nodes from the previously anchored networks. An operator may list the address of a Node that joins later.
 /// If another node stayed the anchor of that address, packets to the new Node would go to the wrong node.
-pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
+pub(super) fn unanchor_node_addresses(cluster: &mut Cluster, member: &Member) {
     let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
     for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
         cluster.previous_anchors.remove(&host);
@@ -76,7 +76,7 @@ fn split(net: IpNet, anchors: u16) -> Vec<IpNet> {
 }
 
 /// Adds the nodes whose Peers contain each anchored network to the reports. A network that no Peer contains is reported only if an
-/// earlier plan anchored it, because while no node of a member is registered, no Node seems to own any of its networks.
+/// earlier plan anchored it, because while no node of a member is registered, all its networks look anchored.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
@@ -119,8 +119,9 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     }
 }
 
-/// Assigns each part to a node: to its current anchor while that node is eligible, else to one of `anchors` nodes, which are chosen
-/// by rendezvous hash. `current` = for each prefix, the node whose existing Peer in this target contains it.
+/// Assigns each part to a node: to its current anchor while that node is eligible, else to the one of `anchors` nodes with the fewest
+/// parts. These nodes are current anchors first, then others by a hash of their names. `current` = for each prefix, the node whose
+/// existing Peer in this target contains it.
 pub(super) fn assign(
     parts: &[IpNet],
     anchors: u16,
@@ -155,7 +156,7 @@ pub(super) fn assign(
     assigned
 }
 
-/// The rendezvous weight of a node. The standard hasher with fixed keys gives the same value in every run of one build. That is
+/// The weight of a node: a hash of its name. The standard hasher with fixed keys gives the same value in every run of one build. That is
 /// enough, because an existing assignment is kept, even if the weights change with the next build.
 fn weight(node: &str) -> u64 {
     let mut hasher = DefaultHasher::new();

@@ -110,7 +110,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     let mut owners = NetworkOwners::default();
 
     // 1. Networks that an earlier plan accepted, even if the entry lists others: if the new claim is refused, the mesh keeps
-    //    working with these. Overlaps in a forged status are resolved in the same order.
+    //    working with these. They are read from the meshes' statuses. If a forged status makes them overlap, the first entry wins.
     let mut previous: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let accepted = canonical(
@@ -126,8 +126,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         }
     }
     // 2. New claims: each entry is accepted or refused as a whole. A mesh that has no accepted networks yet and conflicts with
-    //    another mesh gets none at all, so nothing is written for it. Networks that an entry gives up become free only in the
-    //    next plan, because within one plan a network never has two owners.
+    //    another mesh gets none at all, so nothing is written for it. Networks that an entry gives up stay its own in this plan
+    //    and become free in the next one, so that a network never has two owners in one plan.
     let started: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut not_started: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();

@@ -20,7 +20,8 @@ pub(super) fn resolve_conflicts(plan: &mut Plan, seen: &Observations) {
     keep_one_owner_per_prefix(plan, seen);
 }
 
-/// The targets of all meshes that are not paused, oldest mesh first: (age, mesh, entry name, plan, cluster, existing Peers).
+/// The targets of all meshes that are not paused, oldest mesh first: (rank of the mesh by age, 0 = oldest;
+/// mesh; entry name; plan; cluster; existing Peers).
 fn active_targets<'p>(
     plan: &'p Plan,
     seen: &'p Observations,
@@ -87,9 +88,9 @@ impl<'p> ExistingPeers<'p> {
 }
 
 /// If two meshes plan a Peer with the same key for one target, keeps the Peer that exists already, else the Peer of the older mesh.
-/// If the removed Peer describes a Node of another cluster, that Node is reported as skipped.
+/// If the removed Peer and the kept one describe Nodes of different clusters, the Node of the removed Peer is reported as skipped.
 fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
-    // (does not exist yet, age of the mesh, mesh, target, name of the Peer): the smallest claim wins.
+    // (does not exist yet, rank of the mesh, mesh, target, name of the Peer): the smallest claim wins.
     type PeerClaim = (bool, usize, MeshId, String, String);
     let mut claims: BTreeMap<(ClusterIdentity, PublicKey), Vec<PeerClaim>> = BTreeMap::new();
     for (age, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
@@ -145,7 +146,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 /// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
 /// mesh. This happens if both meshes have the same source, because each mesh chooses its anchors independently.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
-    // (does not exist yet, age of the mesh, target): the smallest claim wins.
+    // (does not exist yet, rank of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
     for (age, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
         let existing = existing.prefixes();
@@ -174,7 +175,8 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and reports targets with too many Peers.
+/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in a sandbox.
+/// Reports targets with too many Peers.
 pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways = registered.clone();

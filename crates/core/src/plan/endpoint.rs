@@ -106,10 +106,13 @@ fn node_families(node: &Node) -> Option<Families> {
 
 /// Whether the Node has an address or endpoint. A cloud provider adds the addresses of a new Node only after some time.
 pub(super) fn has_any_address(node: &Node) -> bool {
-    let named = explicit_annotations(node)
+    let has_explicit = explicit_annotations(node)
         .into_iter()
         .any(|(_, claim)| *claim != Claim::Absent);
-    named || node.kilo_endpoint != Claim::Absent || !node.internal_ips.is_empty() || !node.external_ips.is_empty()
+    has_explicit
+        || node.kilo_endpoint != Claim::Absent
+        || !node.internal_ips.is_empty()
+        || !node.external_ips.is_empty()
 }
 
 /// The endpoint annotations that a person sets, by priority.

@@ -26,7 +26,7 @@ use crate::{
 /// if a gateway publishes an address in it.
 const MAX_HOST_BITS: u8 = 8;
 
-/// Removes gateway networks from the accepted networks: small networks that contain an address of a gateway and none of a Node.
+/// Removes the networks of gateways from `cluster.allowed`: small networks that contain an address of a gateway and none of a Node.
 /// Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
 pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
@@ -75,7 +75,7 @@ pub(super) const PORT_COUNT: u16 = 10_000;
 pub(super) struct GatewayAccess<'a> {
     /// The existing SandboxAccess in the member, which gateways enforce.
     pub(super) existing: Option<&'a AccessSpec>,
-    /// The addresses of the Ready gateways to which the sandbox has an endpoint.
+    /// The accepted WireGuard addresses of the Ready gateways that have an endpoint which the sandbox can reach.
     pub(super) ready: BTreeSet<IpAddr>,
     /// Protocols whose gateway ports are all used by grants of the sandbox.
     pub(super) exhausted: BTreeSet<Protocol>,
@@ -119,7 +119,7 @@ impl<'a> MeshInputs<'a> {
 
     /// How a sandbox can use the gateways of a member.
     pub(super) fn gateway_access(&self, mesh_member: &'a MeshMember<'a>, sandbox: &str) -> GatewayAccess<'a> {
-        let (Some(member), Some(target)) = (mesh_member.last_observed(), self.mesh_members.get(sandbox)) else {
+        let (Some(member), Some(sandbox_member)) = (mesh_member.last_observed(), self.mesh_members.get(sandbox)) else {
             return GatewayAccess::default();
         };
         let ready = member.gateways.iter();
@@ -127,7 +127,7 @@ impl<'a> MeshInputs<'a> {
         let ready: Vec<_> = ready.collect();
         let usable_gateways = ready
             .iter()
-            .filter_map(|(_, gateway)| self.peer_parameters(mesh_member, member, target, gateway).ok());
+            .filter_map(|(_, gateway)| self.peer_parameters(mesh_member, member, sandbox_member, gateway).ok());
         let usable: BTreeSet<IpAddr> = usable_gateways
             .flat_map(|(prefixes, _)| prefixes)
             .map(|net| net.addr())
@@ -158,7 +158,11 @@ impl<'a> MeshInputs<'a> {
                 by_message.entry(message).or_default().push(gateway.to_string());
             }
         }
-        let taken = self.taken_ports(mesh_member, member, &self.naming.sandbox(&target.cluster.identity));
+        let taken = self.taken_ports(
+            mesh_member,
+            member,
+            &self.naming.sandbox(&sandbox_member.cluster.identity),
+        );
         let protocols: BTreeSet<Protocol> = taken.iter().map(|(protocol, _)| *protocol).collect();
         GatewayAccess {
             existing: existing.map(|(_, spec)| spec),
@@ -204,10 +208,10 @@ impl<'a> MeshInputs<'a> {
             let named: Vec<String> = gateway.endpoints.iter().map(ToString::to_string).collect();
             let message = format!(
                 "none of its endpoints can be reached from there ({}): give it a hostPort, or name an address of a load balancer in \
-                 spec.endpoints of its SandboxGateway; for workers on the pod network of cluster {source:?} list that network in \
-                 endpointNetworks of cluster {:?}",
+                 spec.endpoints of its SandboxGateway; if nodes of cluster {sandbox:?} are pods of cluster {source:?}, \
+                 list that pod network in endpointNetworks of cluster {sandbox:?}",
                 named.join(", "),
-                sandbox.cluster.name
+                sandbox = sandbox.cluster.name
             );
             return Err((Reason::EndpointForbidden, message));
         }
@@ -221,20 +225,20 @@ impl<'a> MeshInputs<'a> {
         name: &str,
         target: &'a MeshMember<'a>,
         source: &str,
-        mesh_member: &'a MeshMember<'a>,
+        sandbox: &'a MeshMember<'a>,
     ) -> Option<(String, PlannedAccess)> {
         let member = target.last_observed()?;
         let accesses = member.accesses.as_ref()?;
         let existing = self.existing_access(member, source).map(|(_, spec)| spec);
-        let id = self.naming.sandbox(&mesh_member.cluster.identity);
+        let id = self.naming.sandbox(&sandbox.cluster.identity);
         let spec = AccessSpec {
             sandbox: source.to_owned(),
-            networks: mesh_member.cluster.allowed.iter().copied().collect(),
-            nodes: self.planned_nodes(source, mesh_member, existing),
-            grants: if mesh_member.cluster.quarantine || target.cluster.quarantine {
+            networks: sandbox.cluster.allowed.iter().copied().collect(),
+            nodes: self.planned_nodes(source, sandbox, existing),
+            grants: if sandbox.cluster.quarantine || target.cluster.quarantine {
                 BTreeMap::new()
             } else {
-                self.planned_grants(name, target, mesh_member, member, &id, existing)
+                self.planned_grants(name, target, sandbox, member, &id, existing)
             },
             id,
         };
@@ -251,11 +255,12 @@ impl<'a> MeshInputs<'a> {
         Some((access_name, PlannedAccess { source, spec }))
     }
 
-    /// The sandbox's nodes. While the sandbox is not fresh, or a node is held, the nodes of the existing SandboxAccess are kept.
+    /// The sandbox's registered nodes. A node of the existing SandboxAccess is kept while the sandbox's observation is not Fresh or the
+    /// node is held, unless its addresses are no longer allowed or a registered node has its key, name or address.
     fn planned_nodes(
         &self,
         source: &str,
-        mesh_member: &MeshMember<'_>,
+        sandbox: &MeshMember<'_>,
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<crate::key::PublicKey, AccessNode> {
         let registry = self.registries.get(source);
@@ -269,7 +274,7 @@ impl<'a> MeshInputs<'a> {
                 (node.key, seen)
             })
             .collect();
-        let fresh = mesh_member.observed.and_then(Observation::fresh).is_some();
+        let fresh = sandbox.observed.and_then(Observation::fresh).is_some();
         let held: BTreeSet<String> = registry
             .into_iter()
             .flat_map(|registry| registry.held.keys())
@@ -282,10 +287,7 @@ impl<'a> MeshInputs<'a> {
                     .values()
                     .all(|other| other.name != node.name && other.addresses.is_disjoint(&node.addresses))
             };
-            let inside = node
-                .addresses
-                .iter()
-                .all(|ip| mesh_member.cluster.allows(IpNet::from(*ip)));
+            let inside = node.addresses.iter().all(|ip| sandbox.cluster.allows(IpNet::from(*ip)));
             if (!fresh || held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
                 nodes.insert(*key, node.clone());
             }
@@ -305,20 +307,20 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that the sandbox also has in an
-    /// older mesh uses the port of that mesh. A grant for which no port is free is left out; its status reports
-    /// this because of [`GatewayAccess::exhausted`].
+    /// older mesh uses the port of that mesh. A grant for which no port is free is left out;
+    /// [`GatewayAccess::exhausted`] brings this into its status.
     fn planned_grants(
         &self,
         name: &str,
         target: &'a MeshMember<'a>,
-        mesh_member: &'a MeshMember<'a>,
+        sandbox: &'a MeshMember<'a>,
         member: &'a Member,
         id: &str,
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
         let no_gateways = GatewayAccess::default();
-        for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
+        for grant in sandbox.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // The Services of this namespace are not known: existing grants for this Service are kept, and no grant is added.
                 let ports = existing.into_iter().flat_map(|access| &access.grants);
@@ -327,7 +329,7 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let access_path = AccessPath::Gateways(&no_gateways);
-            if let Ok(found) = services::resolve(grant, &mesh_member.cluster, &target.cluster, member, &access_path) {
+            if let Ok(found) = services::resolve(grant, &sandbox.cluster, &target.cluster, member, &access_path) {
                 granted.extend(found.ports.into_iter().map(|port| {
                     let service = grant.service.clone();
                     (

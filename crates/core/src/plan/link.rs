@@ -85,13 +85,14 @@ fn nodes_with_peers<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r 
 
 /// Whether all nodes of a member enforce PeerPolicies. Every node of a cluster configures all of its Peers, so a single node
 /// that does not enforce policies is enough to admit their traffic. A Node that has just joined and published no key has no
-/// tunnel and does not count.
+/// tunnel and does not count. False if no node counts, or if the PeerPolicies of the member are not known.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let with_peers = nodes_with_peers(registry);
-    let serving = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || with_peers.contains(&***name);
-    let mut serving = member.nodes.iter().filter(serving).peekable();
+    let has_tunnel =
+        |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || with_peers.contains(&***name);
+    let mut with_tunnel = member.nodes.iter().filter(has_tunnel).peekable();
     let enforced = |(_, node): (&String, &Node)| node.server == Server::Agent && node.bypassed.is_none();
-    member.policies.is_some() && serving.peek().is_some() && serving.all(enforced)
+    member.policies.is_some() && with_tunnel.peek().is_some() && with_tunnel.all(enforced)
 }
 
 /// Why `importer` cannot use a Service of the entry that its grant names.

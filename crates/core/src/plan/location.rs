@@ -24,7 +24,8 @@ pub(super) struct Segments<'a> {
 pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> bool) -> Segments<'a> {
     let mut found = Segments::default();
     let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
-    // If no node publishes a granularity, kg is restarting on all nodes at once.
+    // If no node publishes a granularity, kg is restarting on all nodes at once. Then the nodes are grouped, because the granularity may be
+    // `location`.
     if !published.is_empty() && !published.contains(&Granularity::Location) {
         return found;
     }
@@ -34,8 +35,9 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
         // A node without a private address is a segment by itself, because other nodes reach it only through the tunnel.
         // kg annotates the private address, and removes the annotation while it restarts. Meanwhile the Node's InternalIPs show
         // whether the node has one.
-        let private = node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
-        if is_grouped && private {
+        let has_private_address =
+            node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
+        if is_grouped && has_private_address {
             locations.entry(&node.location).or_default().push((name, node));
         }
     }
@@ -53,7 +55,7 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
         let Some(&(leader, _)) = active.or_else(held).or_else(silent) else {
             continue;
         };
-        // If no granularity is published, a node that has its own Peer may be a segment by itself.
+        // If no granularity is published, a node that has its own Peer may be a segment by itself, so it keeps that Peer.
         let is_follower = |name: &str, node: &Node| by_location || !(claims(node) || is_held(name, node));
         let others = nodes
             .iter()

@@ -45,7 +45,7 @@ pub fn members<'a>(
     let members = by_age.iter().map(|mesh| {
         let planner = MeshPlanner {
             mesh,
-            all: &by_age,
+            all_meshes: &by_age,
             accepted: &accepted,
             seen,
             settings,
@@ -79,7 +79,8 @@ impl<'a> MeshMembers<'a> {
 }
 
 impl<'m> MemberView<'m> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without gateway networks.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without the networks of
+    /// gateways: only sandboxes send to these.
     #[must_use]
     pub const fn cluster(&self) -> &'m Cluster {
         &self.member.cluster

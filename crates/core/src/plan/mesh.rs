@@ -18,7 +18,7 @@ use crate::{
 pub(super) struct MeshPlanner<'a, 'p> {
     pub(super) mesh: &'p Mesh,
     /// All meshes of this hub, oldest first.
-    pub(super) all: &'p [&'p Mesh],
+    pub(super) all_meshes: &'p [&'p Mesh],
     /// The accepted networks of all meshes.
     pub(super) accepted: &'p claims::Accepted,
     pub(super) seen: &'a Observations,
@@ -71,7 +71,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         } = &prepared;
         for (name, mesh_member) in mesh_members {
             let registry = registries.get(name);
-            let is_linked = mesh_members
+            // A sandbox gets Peers of a member's gateways, not of its nodes. So a member's link into a sandbox does not count.
+            let needs_registration = mesh_members
                 .values()
                 .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
             let report = ClusterReport {
@@ -89,11 +90,11 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 sandbox: mesh_member.cluster.profile == Profile::Sandbox,
                 // A node that needs no Peer is not reported as skipped.
                 skipped: registry
-                    .filter(|_| is_linked)
+                    .filter(|_| needs_registration)
                     .map(|registry| registry.skipped.clone())
                     .unwrap_or_default(),
                 uncovered: registry.map(|registry| registry.uncovered.clone()).unwrap_or_default(),
-                linked: is_linked,
+                needs_registration,
                 held: registry
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),
@@ -111,7 +112,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             seen: self.seen,
             settings: self.settings,
             naming: self.naming,
-            all: self.all,
+            all_meshes: self.all_meshes,
             claimants: self.claimants,
             used: self.used,
         };
@@ -167,7 +168,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
                 gateways::remove_gateway_networks(&mut cluster, member);
-                anchor::forget_node_addresses(&mut cluster, member);
+                anchor::unanchor_node_addresses(&mut cluster, member);
             }
             let discovered = target::discovered(member);
             mesh_members.insert(
@@ -189,7 +190,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     /// (rule 7).
     fn effective_profile(&self, entry: &Cluster, planned: &mut MeshPlan) -> Profile {
         let mut strictest = entry.profile;
-        for mesh in self.all.iter().filter(|mesh| !mesh.deleting) {
+        for mesh in self.all_meshes.iter().filter(|mesh| !mesh.deleting) {
             for other in mesh
                 .clusters
                 .iter()
@@ -215,7 +216,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
 
     /// The oldest mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
     fn quarantined_by(&self, entry: &Cluster) -> Option<&'p MeshId> {
-        let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
+        let meshes = self.all_meshes.iter().filter(|mesh| !mesh.deleting);
         let mut quarantining = meshes.filter(|mesh| {
             let mut entries = mesh.clusters.iter();
             entries.any(|other| other.quarantine && other.identity.same_cluster(&entry.identity))
@@ -302,7 +303,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         cluster: &str,
         node: &str,
     ) -> Vec<&'a ObservedPeer> {
-        let names = [false, true].map(|taken| self.naming.peer(&self.mesh.id, cluster, node, taken));
+        let names = [false, true].map(|is_taken| self.naming.peer(&self.mesh.id, cluster, node, is_taken));
         let members = mesh_members
             .values()
             .filter(|mesh_member| is_trusted(mesh_member))

@@ -44,8 +44,9 @@ impl<'p> AcceptedNetworks<'p> {
     }
 }
 
-/// Returns one fact for each member and each network of another member in which its Nodes have addresses. Nodes of sandboxes are
-/// ignored, because their untrusted claims must not affect the status of other members.
+/// For each cluster-meshed member, returns one fact for each network of another cluster in which Nodes of the member have addresses,
+/// or which their kg routes into its own interface. Networks that overlap the member's endpointNetworks are ignored.
+/// Nodes of sandboxes are ignored, because their untrusted claims must not affect the status of other members.
 pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
     let accepted_networks = AcceptedNetworks::of(mesh_members);
     let mut facts = BTreeSet::new();
@@ -55,7 +56,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
     {
         let cluster = &mesh_member.cluster;
         let is_reported = |owner: &str, network: IpNet| {
-            // This member's Nodes may have addresses in these networks of other members (KubeVirt workers).
+            // This member's Nodes may have addresses in its endpointNetworks: they can be VMs inside another member (KubeVirt).
             let hosted = cluster
                 .endpoint_networks
                 .iter()
@@ -99,7 +100,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 cluster: owner.to_owned(),
                 message: format!(
                     "{nodes} Node(s) of cluster {name:?} have addresses in {network}, first {first}: {address}; packets to these \
-                     addresses are lost or enter the mesh. Give this cluster another network"
+                     addresses are lost or enter the mesh. Give cluster {owner:?} another network"
                 ),
             });
         }

@@ -22,7 +22,7 @@ mod duplicates;
 
 use duplicates::{ClaimIndex, NodeClaims};
 
-/// A registered node: a Node that gets a Peer in every connected member.
+/// A registered node: a Node that gets Peers, or entries in SandboxAccesses, in other members.
 #[derive(Debug, Clone)]
 pub(super) struct RegisteredNode<'a> {
     pub(super) node: &'a str,
@@ -214,7 +214,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .allowed_ips
                     .iter()
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
-                // An address that the entry lists as a separate network may be in the Peer as an anchored network.
+                // If allowedNetworks contains a /32 or /128, the Peer may have it as an anchored network and not as the node's address.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
                 owned.extend(endpoint::peer_endpoints(spec).map(host_route));
             }
@@ -222,8 +222,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         owned
     }
 
-    /// Whether a Node that fails for `reason` keeps its last Peer. kg removes its annotations at each restart, and publishes a
-    /// new WireGuard address late, so these failures may be temporary.
+    /// Whether a Node that fails for `reason` keeps its last Peer. At each restart kg removes the Node's annotations,
+    /// and publishes a new WireGuard address late, so these failures may be temporary.
     fn is_held(&self, name: &str, node: &Node, reason: Reason) -> bool {
         let is_temporary = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
@@ -245,7 +245,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         observed: &'a Node,
         registry: &mut NodeRegistry<'a>,
     ) -> Result<NodeClaims<'a>, Refusal> {
-        // A sandbox's nodes send first to gateways, which use no configured endpoint of them, so their own endpoints do not matter.
+        // A gateway has no configured endpoint of a sandbox's node, because the node sends first. So the node's endpoint does not matter.
         if self.cluster.profile != Profile::Sandbox {
             endpoint::check_explicit(observed)?;
         }
@@ -370,8 +370,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// The podCIDRs that the Node may claim. Others are left out and added to `uncovered`; the Node is refused only if none is
-    /// left.
+    /// The podCIDRs that the Node may claim. Others are left out and added to `uncovered`. The Node is refused if none is left or
+    /// one is malformed.
     fn pod_cidrs(
         &self,
         name: &str,
@@ -434,8 +434,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         hosts.filter(|net| self.is_routable(*net)).collect()
     }
 
-    /// The first few nodes of kg whose InternalIPs no Peer may contain; a condition has no room for all of them. kg sends packets
-    /// of the host network from the InternalIP; wg-agent sends them from the WireGuard address.
+    /// Nodes of kg that have an InternalIP which no Peer may contain. kg sends packets of the host network from the InternalIP, so other
+    /// members drop them; wg-agent sends them from the WireGuard address. At most five, because a condition has no room for all.
     fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return Vec::new();
@@ -458,8 +458,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// Like [`is_routable`], but `net` may also lie inside a network that is anchored by default. The entry itself selects the
-    /// exported pods, so their addresses are no claim of a Node.
+    /// Like [`is_routable`], but if the entry has no `anchoredNetworks`, `net` may also lie inside an anchored network. The entry
+    /// itself selects the exported pods, so their addresses are no claim of a Node.
     fn is_exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_routable(net))
     }

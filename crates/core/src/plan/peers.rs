@@ -78,6 +78,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                     kept_by_other_meshes.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
+                // An orphan with a network of a source of this mesh is superseded: the diff deletes it.
                 Ownership::Orphan => {
                     let superseded = |net: &IpNet| source_networks.iter().any(|other| overlap(*other, *net));
                     !spec.allowed_ips.iter().any(superseded)
@@ -124,7 +125,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     /// Its key and prefixes become free for the planned Peer.
     fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
         let mesh = self.inputs.mesh;
-        let names = [false, true].map(|taken| self.inputs.naming.peer(mesh, source, node.node, taken));
+        let names = [false, true].map(|is_taken| self.inputs.naming.peer(mesh, source, node.node, is_taken));
         let unlabelled = names.into_iter().find(|name| {
             self.existing.get(&**name).is_some_and(|peer| {
                 let ownership = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
@@ -168,7 +169,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let keepalive = self.keepalive(mesh_member);
         let has_all_exports = !mesh_member
             .last_observed()
-            .is_some_and(|member| exports_unlisted(mesh_member, member));
+            .is_some_and(|member| has_unlisted_exports(mesh_member, member));
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &registry.registered {
             let mut prefixes = node.prefixes.clone();
@@ -188,8 +189,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 added.insert(node.node, peer);
             }
         }
-        let anchors = mesh_member.cluster.effective_addressing() == Addressing::Routed;
-        let mut parts = if anchors {
+        let is_routed = mesh_member.cluster.effective_addressing() == Addressing::Routed;
+        let mut parts = if is_routed {
             anchor::split_anchored_networks(&mesh_member.cluster, registry)
         } else {
             Vec::new()
@@ -337,7 +338,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             allowed_ips,
             endpoint: endpoints.first().copied().map(Endpoint::Ip),
             candidates: if endpoints.len() > 1 { endpoints } else { Vec::new() },
-            // A gateway may be behind a hostPort or another NAT, and has no configured endpoint of the sandbox's node.
+            // The sandbox's node keeps the path open: the gateway may be behind a hostPort or another NAT, and knows no endpoint of the
+            // node until the node sends.
             persistent_keepalive: NAT_KEEPALIVE.get(),
         };
         self.add_named_peer(source, name, spec, own_names);
@@ -370,7 +372,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     }
 
     /// Chooses the name of a Peer and adds the Peer to the plan. If a managed Peer already has this key, its name is kept even if the
-    /// naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
+    /// naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes. `own_names` are the names
+    /// that the rule gives to the nodes of `source`: a Peer does not keep a name that belongs to another node.
     fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.inputs.naming;
         let readable = naming.peer(self.inputs.mesh, source, node, false);
@@ -458,7 +461,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 }
 
 /// Whether an export of a member names a namespace that was never listed.
-fn exports_unlisted(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
+fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     let mut exports = mesh_member.cluster.exports.iter();
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }

@@ -13,7 +13,8 @@ use crate::{
     ownership::Claimant,
 };
 
-/// The reason why a Node has no Peer (rule 3). The name of the variant is shown in Events, conditions, metrics and `skipped`.
+/// The reason why a Node has no Peer (rule 3 of docs/design/planner.md). The name of the variant is shown in Events, conditions,
+/// metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Reason {
@@ -47,7 +48,7 @@ pub struct Skipped {
     pub reason: Reason,
     /// The invalid value and the remedy, for people.
     pub message: String,
-    /// The only entry that lacks the Peer. `None` = no entry has it.
+    /// The target in which the Peer is missing. `None` = it is missing in all targets.
     pub target: Option<String>,
 }
 
@@ -78,7 +79,8 @@ pub enum Fact {
         /// Names the member and the remedy.
         message: String,
     },
-    /// A member is quarantined: all traffic from it is denied, and its objects are kept.
+    /// A member is quarantined: all traffic from and to it is denied. Its objects are kept, except its Peers in members that do not
+    /// enforce PeerPolicies.
     Quarantined {
         /// Entry of this mesh.
         cluster: String,
@@ -115,7 +117,7 @@ pub enum Fact {
         /// Names the first podCIDR, its Node and the remedy.
         message: String,
     },
-    /// Held nodes: they publish nothing usable at the moment, and their last Peers are kept.
+    /// Nodes that have been held for longer than a restart takes: they publish nothing usable, and their last Peers are kept.
     NodesHeld {
         /// Entry of this mesh.
         cluster: String,
@@ -285,12 +287,12 @@ pub struct TargetPlan {
 /// The status of one entry.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ClusterReport {
-    /// The accepted allowedNetworks (rule 10).
+    /// The accepted allowedNetworks (rule 10 of docs/design/planner.md).
     pub accepted: Vec<IpNet>,
     /// Its anchored networks, with the nodes whose Peers contain them in the other members. The caller stores them and passes
     /// them to the next plan as [`crate::mesh::Cluster::previous_anchors`].
     pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
-    /// How many of its nodes have a Peer in the other members.
+    /// How many of its nodes have a Peer, or an entry in a SandboxAccess, in some other member.
     pub registered: usize,
     /// How many of its gateways have a Peer in a sandbox.
     pub gateways: usize,
@@ -301,8 +303,10 @@ pub struct ClusterReport {
     pub uncovered: Vec<Uncovered>,
     /// The profile that applies is sandbox.
     pub sandbox: bool,
-    /// The nodes are connected to some other member. False for a sandbox without grants, for example.
-    pub linked: bool,
+    /// The nodes need Peers, or entries in a SandboxAccess, in some other member. False, for example, for a sandbox without grants.
+    /// Also false for a member that is connected only to sandboxes, because a sandbox gets Peers of the member's gateways and not of
+    /// its nodes.
+    pub needs_registration: bool,
     /// Held nodes, which keep their last Peer, with the reason for which they would be skipped. The caller remembers since when
     /// each node is held, and passes the age to the next plan as [`crate::observe::Node::held_for`].
     pub held: BTreeMap<String, Reason>,

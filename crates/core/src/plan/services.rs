@@ -50,8 +50,8 @@ pub(super) struct GrantResolver<'a> {
     pub(super) access_path: AccessPath<'a>,
     /// Returns whether the existing Service with this name in the importer belongs to this mesh.
     pub(super) is_ours: &'a dyn Fn(&ObjectName) -> bool,
-    /// An earlier grant or an older mesh uses the local name.
-    pub(super) is_taken: bool,
+    /// Whether an earlier grant or an older mesh already mirrors a Service as `grant.local`.
+    pub(super) is_local_name_used: bool,
 }
 
 impl GrantResolver<'_> {
@@ -88,7 +88,7 @@ impl GrantResolver<'_> {
             Ok(exporter) => *exporter,
             Err(why) => return outcome_of(None, false, why.clone()),
         };
-        if self.is_taken {
+        if self.is_local_name_used {
             let message = format!(
                 "another grant is already mirrored as {} in cluster {:?}; set `as` to another name",
                 grant.local, self.importer.name
@@ -108,7 +108,7 @@ impl GrantResolver<'_> {
         let unlisted = |member: &Member, namespace: &String, cluster: &str| {
             let why = member.unlisted.services.get(namespace)?;
             Some(format!(
-                "the Services in namespace {namespace} of cluster {cluster:?} are not known; an existing mirrored Service is kept: {why}"
+                "the Services in namespace {namespace} of cluster {cluster:?} are not known: {why}; an existing mirrored Service is kept"
             ))
         };
         let importer_unlisted =
@@ -144,7 +144,7 @@ impl GrantResolver<'_> {
     }
 }
 
-/// Endpoints, grouped by (is IPv6, backend ports). All endpoints of one EndpointSlice have the same values.
+/// Endpoints, grouped by (is IPv6, backend ports), because all endpoints of one EndpointSlice share these two.
 pub(super) type EndpointGroups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
 /// The ports and endpoints of a grant.
@@ -153,7 +153,7 @@ pub(super) struct Resolved {
     pub(super) ports: Vec<ServicePort>,
     /// The endpoints of the mirrored Service.
     pub(super) groups: EndpointGroups,
-    /// Which endpoints are left out and why; empty = none.
+    /// Why endpoints are left out, or why gateways do not serve the grant; empty = neither.
     pub(super) message: String,
 }
 
@@ -171,7 +171,7 @@ pub(super) fn resolve(
     member: &Member,
     access_path: &AccessPath<'_>,
 ) -> Result<Resolved, String> {
-    let sandbox = !matches!(access_path, AccessPath::Direct);
+    let is_sandbox = !matches!(access_path, AccessPath::Direct);
     let describe = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
@@ -197,7 +197,7 @@ pub(super) fn resolve(
             describe()
         ));
     }
-    if sandbox && service.selectorless {
+    if is_sandbox && service.selectorless {
         return Err(format!(
             "{} has no selector, so its EndpointSlices may list any address: it is not granted to a sandbox",
             describe()
@@ -269,6 +269,7 @@ pub(super) fn resolve(
                 outside.insert(endpoint.address);
                 continue;
             }
+            // The node is not in the importer's cluster.
             let without_node = SliceEndpoint {
                 node: None,
                 ..endpoint.clone()

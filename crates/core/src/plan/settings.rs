@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, str::FromStr};
 use crate::mesh::Protocol;
 
 /// TCP ports that are closed to other members on node addresses: kube-apiserver, etcd client and peer, kubelet and its
-/// read-only port, scheduler, controller-manager, kube-proxy, wg-agent's metrics.
+/// read-only port, scheduler, controller-manager, kube-proxy's metrics and health, wg-agent's admin port.
 pub const INFRASTRUCTURE_PORTS: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
 
 /// Settings that apply to all meshes.

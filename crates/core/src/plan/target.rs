@@ -26,7 +26,8 @@ use crate::{
 
 /// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without gateway networks.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without the networks of
+    /// gateways: only sandboxes send to these.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
@@ -101,7 +102,7 @@ pub(super) struct MeshInputs<'a> {
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
     /// All meshes of this hub, oldest first.
-    pub(super) all: &'a [&'a Mesh],
+    pub(super) all_meshes: &'a [&'a Mesh],
     /// The same meshes, as owners of objects.
     pub(super) claimants: &'a [Claimant],
     /// Names that older meshes use in each cluster.
@@ -151,7 +152,7 @@ pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity 
 #[derive(Default)]
 pub(super) struct TargetOutcome {
     pub(super) plan: TargetPlan,
-    /// Nodes that have no Peer in this target only, by source.
+    /// Nodes that have no Peer in this target, although they may have Peers in others, by source.
     pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
     pub(super) facts: BTreeSet<Fact>,
     pub(super) egress: Vec<EgressReport>,
@@ -166,8 +167,8 @@ impl<'a> MeshInputs<'a> {
         };
         outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // Objects of a source that is not connected are deleted even if the source is not observed. A sandbox's grants follow
-            // the ClusterMesh, not the observed state of the sandbox.
+            // A connected source that is not observed now keeps its objects. This does not protect the objects of a source that is not
+            // connected, nor those of a sandbox: its grants come from the ClusterMesh, not from its observed state.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
@@ -200,8 +201,8 @@ impl<'a> MeshInputs<'a> {
         outcome
     }
 
-    /// How `source` is connected to the entry `name`. `None` also if `source` is quarantined and nodes of `name` do not enforce
-    /// PeerPolicies: there, only deleting its Peers stops its traffic.
+    /// How `source` is connected to the entry `name`. `None` also if `source` is quarantined and some nodes of `name` do not
+    /// enforce PeerPolicies: on these nodes, only deleting the Peers of `source` stops its traffic.
     fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
@@ -257,7 +258,8 @@ impl<'a> MeshInputs<'a> {
             .unwrap_or(&NOTHING)
     }
 
-    /// Whether the source of an existing Peer is connected, but was not observed since this controller started.
+    /// Whether the source of an existing Peer is connected, but was not observed since this controller started. Sandboxes do not
+    /// count: a target has no Peers of them.
     pub(super) fn is_source_unobserved(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
         source
@@ -272,7 +274,7 @@ impl<'a> MeshInputs<'a> {
     /// not observed since this controller started. `None` = the Peer is not kept. `Some` contains the source's identity, if that
     /// mesh has an entry for it.
     pub(super) fn kept_source(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
-        let mesh = self.all.iter().find(|other| other.id == *mesh)?;
+        let mesh = self.all_meshes.iter().find(|other| other.id == *mesh)?;
         let label = peer.owner.source_cluster.as_deref();
         let mut entries = mesh.clusters.iter();
         let source = entries
@@ -298,7 +300,7 @@ impl<'a> MeshInputs<'a> {
             return;
         }
         for (source, mesh_member) in self.sources(name, target) {
-            let is_restricted = mesh_member.cluster.profile != Profile::ClusterMeshed;
+            let is_cluster_meshed = mesh_member.cluster.profile == Profile::ClusterMeshed;
             // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
             // deleted one by one, and without a policy the remaining ones would still admit its traffic.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
@@ -306,7 +308,8 @@ impl<'a> MeshInputs<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))
             };
-            if link::between(target, mesh_member) != Some(Link::Meshed) && !(is_restricted && has_existing_peers()) {
+            if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
+            {
                 continue;
             }
             let mut networks = mesh_member.networks();
@@ -423,6 +426,7 @@ impl<'a> MeshInputs<'a> {
         let mut names: BTreeSet<ObjectName> = BTreeSet::new();
         for grant in &target.cluster.egress {
             let mesh_member = self.mesh_members.get(&grant.cluster);
+            // The importer sends to the exporter, so here the importer is the source.
             let link = mesh_member.and_then(|mesh_member| link::between(mesh_member, target));
             let gateway_access = mesh_member.filter(|_| link == Some(Link::Sandbox));
             let gateway_access = gateway_access.map(|mesh_member| self.gateway_access(mesh_member, name));
@@ -440,7 +444,8 @@ impl<'a> MeshInputs<'a> {
                 exporter,
                 access_path: gateway_access.as_ref().map_or(AccessPath::Direct, AccessPath::Gateways),
                 is_ours: &is_ours,
-                is_taken: self.used_names(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
+                is_local_name_used: self.used_names(target).services.contains(&grant.local)
+                    || !names.insert(grant.local.clone()),
             };
             let grant_outcome = resolver.resolve(grant, self.naming);
             if grant_outcome.keep {

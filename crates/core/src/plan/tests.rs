@@ -31,8 +31,8 @@ mod sandbox;
 struct TestNaming;
 
 impl Naming for TestNaming {
-    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
-        let tail = if taken {
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String {
+        let tail = if is_name_taken {
             format!("-{}", mesh.namespace)
         } else {
             String::new()
@@ -40,8 +40,8 @@ impl Naming for TestNaming {
         format!("{}--{cluster}--{node}{tail}", mesh.name)
     }
 
-    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
-        let tail = if taken {
+    fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String {
+        let tail = if is_name_taken {
             format!("-{}", mesh.namespace)
         } else {
             String::new()

@@ -147,7 +147,7 @@ proptest! {
         uid in select(&["uid-0", "uid-1", "uid-2"][..]),
     ) {
         let before = state_without_sandbox(&planned(&scenario));
-        // The keys of the two other members' nodes, and one of its own.
+        // The keys of the hub's node and of the node of `c1`, and a key of the sandbox's own.
         let keys = [PublicKey::new([50; 32]), PublicKey::new([60; 32]), PublicKey::new([200; 32])];
         let mut attacked = scenario;
         let member = sandbox(&mut attacked);

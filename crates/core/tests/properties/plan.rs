@@ -31,11 +31,11 @@ proptest! {
                 for peer in target.peers.values() {
                     let accepted = &planned.clusters[&peer.source].accepted;
                     let entry = mesh.clusters.iter().find(|c| c.name == peer.source).unwrap();
-                    let granted = mesh.accepted.get(&peer.source).into_iter().flatten().chain(&entry.allowed);
-                    let granted: Vec<IpNet> = granted.copied().collect();
+                    let in_mesh = mesh.accepted.get(&peer.source).into_iter().flatten().chain(&entry.allowed);
+                    let in_mesh: Vec<IpNet> = in_mesh.copied().collect();
                     for net in &peer.spec.allowed_ips {
                         prop_assert!(accepted.iter().any(|a| a.contains(net)), "{net} of {peer:?} outside {accepted:?}");
-                        prop_assert!(granted.iter().any(|a| a.contains(net)));
+                        prop_assert!(in_mesh.iter().any(|a| a.contains(net)));
                     }
                 }
                 for service in target.services.values() {
@@ -57,10 +57,11 @@ proptest! {
             let mut prefixes = BTreeSet::new();
             let existing = scenario.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
             for (name, peer) in &existing {
-                // Foreign Peers, Peers of a paused mesh, and Peers of an unobserved member keep their keys and prefixes.
+                // Foreign Peers, Peers of a paused mesh, Peers of an unobserved member, and orphaned Peers that overlap no network of a
+                // source keep their keys and prefixes.
                 let kept = match ownership_of(&plan, &peer.owner) {
                     Ownership::Foreign => true,
-                    // Kept unless the plan adopts the Peer again.
+                    // Kept, unless a mesh plans this Peer and so adopts it.
                     Ownership::Unlabelled => {
                         let mut targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
                         !targets.any(|target| target.peers.contains_key(name))
@@ -74,10 +75,10 @@ proptest! {
                         unseen && target.is_some_and(|target| target.sources_not_fresh.contains(&source))
                     }
                     Ownership::Orphan => peer.spec.as_ref().is_ok_and(|spec| {
-                        let served = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
-                        let served: BTreeSet<IpNet> = served.flat_map(|target| target.source_networks.iter().copied()).collect();
+                        let targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
+                        let sources: BTreeSet<IpNet> = targets.flat_map(|target| target.source_networks.iter().copied()).collect();
                         let overlap = |a: &IpNet, b: &IpNet| a.contains(b) || b.contains(a);
-                        !spec.allowed_ips.iter().any(|net| served.iter().any(|served| overlap(served, net)))
+                        !spec.allowed_ips.iter().any(|net| sources.iter().any(|source| overlap(source, net)))
                     }),
                 };
                 if let (true, Ok(spec)) = (kept, &peer.spec) {
@@ -174,6 +175,7 @@ proptest! {
         (n, mut bad) in (0usize..3).prop_flat_map(|n| (Just(n), node(n, 5))),
         how in 0u8..4,
     ) {
+        // Longer than the 5 minutes for which a Node is held.
         bad.held_for = Some(Duration::from_secs(600));
         bad.granularity = Some(Granularity::Full);
         bad.location = "elsewhere".into();
@@ -189,6 +191,7 @@ proptest! {
             }
             _ => bad.public_key = Claim::Absent,
         }
+        // The youngest Node: it gets no key or prefix that another Node has.
         bad.created = 1_000_000;
         if bad.public_key.value().is_some() {
             bad.public_key = Claim::Valid(PublicKey::new([200; 32]));
@@ -199,8 +202,8 @@ proptest! {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.retain(|net| net.prefix_len() > 0));
             mesh.accepted.values_mut().for_each(|list| list.retain(|net| net.prefix_len() > 0));
         }
-        // The status must contain the anchored networks. Without it, any Node's claim inside a network prevents the planner from
-        // anchoring that network.
+        // Writes the anchored networks to the status. A network that is not in the status is anchored only if no Node claims a
+        // prefix inside it, so the bad Node could end its anchoring.
         let scenario = after_writes(scenario);
         let mut worse = scenario.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
@@ -228,8 +231,9 @@ proptest! {
             })
             .collect();
         let same_in_all = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
+        // If the meshes have no common answer, the bad Node gets no key, so it has no tunnel. wg-agent serves it only if wg-agent
+        // serves another node too. Such a Node changes no answer.
         let is_agent_only = same_in_all.unwrap_or_else(|| {
-            // A node without a key has no tunnel.
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });
@@ -240,11 +244,11 @@ proptest! {
         for (id, mesh) in before.meshes.iter().filter(|(_, mesh)| !mesh.paused) {
             for (target, target_plan) in &mesh.targets {
                 let after = &after.meshes[id].targets[target].peers;
-                let mut changed = target_plan.peers.clone();
+                let mut expected = target_plan.peers.clone();
                 // The keepalive is not compared, because it depends on the target's own nodes.
                 let mut after = after.clone();
-                changed.values_mut().chain(after.values_mut()).for_each(|peer| peer.spec.persistent_keepalive = 0);
-                prop_assert_eq!(&after, &changed, "target {} of {}", target, id);
+                expected.values_mut().chain(after.values_mut()).for_each(|peer| peer.spec.persistent_keepalive = 0);
+                prop_assert_eq!(&after, &expected, "target {} of {}", target, id);
             }
         }
     }
@@ -260,10 +264,10 @@ proptest! {
 
     // threat: empty-list
     #[test]
-    fn foreign_and_unobserved_objects_are_not_changed(scenario in scenario()) {
+    fn foreign_objects_and_peers_of_unobserved_members_stay(scenario in scenario()) {
         let plan = planned(&scenario);
-        for (identity_of, steps) in steps(&plan, &scenario) {
-            let member = scenario.seen.members[&identity_of].fresh().unwrap();
+        for (target_identity, steps) in steps(&plan, &scenario) {
+            let member = scenario.seen.members[&target_identity].fresh().unwrap();
             for step in steps {
                 if step.action == Action::Create {
                     continue;
@@ -283,22 +287,22 @@ proptest! {
                     let source = existing.source_cluster.unwrap_or_default();
                     let Some(source_identity) = mesh.identities.get(&source) else { continue };
                     let entry = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
-                    let meshed = |name: &str| {
+                    let is_meshed = |name: &str| {
                         let cluster = entry.clusters.iter().find(|c| c.name == name).unwrap();
                         let all_entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
-                        let is_restricted = all_entries
+                        let has_other_profile = all_entries
                             .filter(|c| c.identity == cluster.identity)
                             .any(|c| c.profile != Profile::ClusterMeshed);
-                        !is_restricted && !mesh.clusters[name].accepted.is_empty()
+                        !has_other_profile && !mesh.clusters[name].accepted.is_empty()
                     };
-                    let target = mesh.identities.iter().find(|(_, i)| **i == identity_of).unwrap().0.clone();
+                    let target = mesh.identities.iter().find(|(_, i)| **i == target_identity).unwrap().0.clone();
                     // In targets that do not enforce policies, the Peers of a quarantined member are deleted even if it is not
                     // observed.
                     let entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
                     if entries.into_iter().any(|c| c.quarantine && c.identity == *source_identity) {
                         continue;
                     }
-                    if meshed(&source) && meshed(&target) && source != target {
+                    if is_meshed(&source) && is_meshed(&target) && source != target {
                         let observed = scenario.seen.members[source_identity].fresh().is_some();
                         prop_assert!(observed, "{step:?} does not follow from an observation");
                     }

@@ -22,7 +22,7 @@ fn is_host(net: &IpNet) -> bool {
     net.prefix_len() == net.max_prefix_len()
 }
 
-/// The plan of one mesh as text, without the objects in `sandbox` and without its nodes.
+/// The plan of one mesh as text, without the objects in the member `sandbox` and without the nodes of this member.
 pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
     let mut state = Vec::new();
     for (target, target_plan) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
@@ -73,6 +73,7 @@ proptest! {
                 }
                 for policy in target.policies.values() {
                     let PolicySpec { sources, networks, allow, closed, .. } = &policy.spec;
+                    // A member that became a sandbox has a closed policy until its last Peer is deleted.
                     if profile(&scenario, &mesh.identities[&policy.source]) == Profile::Sandbox {
                         prop_assert!(*closed && allow.is_empty() && sources == networks);
                     }
@@ -98,7 +99,7 @@ proptest! {
             for (_, target) in mesh.targets.iter().filter(|(name, _)| profile(&scenario, &mesh.identities[*name]) == Profile::Sandbox) {
                 for peer in target.peers.values() {
                     let member = scenario.seen.members[&mesh.identities[&peer.source]].last().unwrap();
-                    // Several gateways may publish one key; the Peer belongs to one of them.
+                    // Several gateways may publish the same key; the Peer belongs to one of them.
                     let mut gateways = member.gateways.values().filter(|gateway| gateway.public_key == peer.spec.public_key);
                     let matches_gateway = gateways.any(|gateway| {
                         peer.spec.allowed_ips.iter().all(|net| is_host(net) && gateway.addresses.contains(&net.addr()))
@@ -133,9 +134,9 @@ proptest! {
         let mut quiet = Member { peers: Some([].into()), policies: Some([].into()), ..Member::default() };
         quiet.nodes.insert("a".into(), Node::default());
         scenario.seen.members.insert(sandbox.clone(), Observation::Fresh(quiet));
-        let mut other = scenario.clone();
-        other.seen.members.insert(sandbox, Observation::Fresh(hostile));
-        let (before, after) = (planned(&scenario), planned(&other));
+        let mut with_hostile = scenario.clone();
+        with_hostile.seen.members.insert(sandbox, Observation::Fresh(hostile));
+        let (before, after) = (planned(&scenario), planned(&with_hostile));
         for (id, mesh) in &before.meshes {
             prop_assert_eq!(state_without(mesh, "c2"), state_without(&after.meshes[id], "c2"), "mesh {}", id);
         }

@@ -98,6 +98,7 @@ fn answer_http(mut stream: TcpStream) -> std::io::Result<()> {
     stream.set_read_timeout(Some(TIMEOUT))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut line = String::new();
+    // The empty line (CR LF) ends the header.
     while reader.read_line(&mut line)? > 2 {
         line.clear();
     }
@@ -174,7 +175,7 @@ fn scan_repeatedly(file: &str) -> Outcome {
     for round in 1_u64.. {
         for_each_parallel(&all, |address| {
             if TcpStream::connect_timeout(address, SCAN_TIMEOUT).is_ok()
-                && opened.lock().is_ok_and(|mut all| all.insert(*address))
+                && opened.lock().is_ok_and(|mut opened| opened.insert(*address))
             {
                 println!("open {address}");
             }

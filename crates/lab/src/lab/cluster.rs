@@ -197,7 +197,7 @@ impl<'a> Cluster<'a> {
             .map(drop)
     }
 
-    /// The nodes of this cluster, with or without power.
+    /// The nodes of this cluster, powered on or off.
     pub fn nodes(&self) -> Vec<Node<'a>> {
         let plans = self.lab.state().nodes.clone();
         plans
@@ -212,8 +212,8 @@ impl<'a> Cluster<'a> {
     /// # Errors
     /// When it is not Ready within three minutes.
     pub async fn join_node(&self) -> Result<Node<'a>> {
-        let taken = self.nodes().len();
-        let n = u8::try_from(taken + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;
+        let count = self.nodes().len();
+        let n = u8::try_from(count + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;
         let plan = self.lab.plan_node(&self.plan, n).await?;
         self.lab.boot(&plan).await?;
         self.wait_for_nodes().await?;

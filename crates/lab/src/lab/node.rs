@@ -20,7 +20,7 @@ pub struct Node<'a> {
 }
 
 impl Lab {
-    /// The pid of a node's first process in the host's pid namespace. `None` for bare hosts and nodes without power.
+    /// The pid of a node's first process in the host's pid namespace. `None` for bare hosts and nodes that are powered off.
     pub(super) fn node_pid(&self, name: &str) -> Option<i32> {
         let text = std::fs::read_to_string(self.node_directory(name).join("pid")).ok()?;
         text.trim()
@@ -48,7 +48,7 @@ impl Lab {
         }
         let _ = std::fs::remove_file(directory.join("off"));
         self.connect(plan).await?;
-        self.publish_worker(plan).await?;
+        self.publish_worker_pod(plan).await?;
         let program = run::lab_program()?.display().to_string();
         let run = self.directory().display().to_string();
         let argv = argv([
@@ -104,7 +104,8 @@ impl<'a> Node<'a> {
         &self.plan.name
     }
 
-    /// The node's InternalIP: on the underlay, or in another cluster's pod range.
+    /// The node's InternalIP: on the underlay, or, if the node is a pod of another cluster ([`crate::Workers::Pods`]), in
+    /// the pod range there.
     pub fn address(&self) -> std::net::Ipv4Addr {
         self.plan.address
     }
@@ -363,7 +364,8 @@ impl Cluster<'_> {
             .map(drop)
     }
 
-    /// Kills the API server. Connections on the underlay are then refused, and the host's forwarded port closes them.
+    /// Kills the API server. Then the underlay refuses connections to it. The forwarded port on the host accepts
+    /// connections and closes them.
     ///
     /// # Errors
     /// When the API server is not running.

@@ -35,7 +35,7 @@ impl Lab {
         let Workers::Pods { of, api, .. } = &cluster.workers else {
             return Ok(());
         };
-        let (name, at) = (format!("{}-api", cluster.name), cluster.api_address());
+        let (name, address) = (format!("{}-api", cluster.name), cluster.api_address());
         let manifest = format!(
             "apiVersion: v1
 kind: Service
@@ -47,7 +47,7 @@ kind: EndpointSlice
 metadata: {{name: {name}, namespace: kube-public, labels: {{kubernetes.io/service-name: {name}}}}}
 addressType: IPv4
 ports: [{{name: https, port: 6443}}]
-endpoints: [{{addresses: [{at}]}}]
+endpoints: [{{addresses: [{address}]}}]
 "
         );
         let host = self.cluster(of);
@@ -60,9 +60,9 @@ endpoints: [{{addresses: [{at}]}}]
         .await
     }
 
-    /// Creates the pod that represents the worker in the host cluster, like KubeVirt's virt-launcher, so that
+    /// If the node is a worker, creates the pod that represents it in the host cluster, like KubeVirt's virt-launcher, so that
     /// NetworkPolicies can select it. No kubelet runs this pod, so this function writes its status.
-    pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
+    pub(super) async fn publish_worker_pod(&self, worker: &NodePlan) -> Result<()> {
         let Uplink::Pods { of: host_node, .. } = &worker.uplink else {
             return Ok(());
         };

@@ -1,5 +1,5 @@
 //! Creates the underlay, which connects the nodes: a bridge in a network namespace that forwards no packets, and a veth
-//! pair for each node. `pods.rs` connects workers in pods.
+//! pair for each node. `pods.rs` does the same for nodes that are pods of another cluster.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -12,8 +12,9 @@ use crate::{NodePlan, Output, Result, Uplink};
 impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
         self.run.request(&Request::AddNamespace { name: UNDERLAY.into() })?;
-        // The MAC address is fixed. By default a bridge uses the lowest address of its ports, which a power cut changes;
-        // the nodes would then send to a stale MAC address of the API servers for half a minute.
+        // The MAC address is fixed. By default a bridge uses the lowest MAC address of its ports. A simulated power cut
+        // deletes a node's port, so that address could change, and the other nodes would send to the API servers at the
+        // old one for half a minute.
         let mut batch =
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
@@ -62,7 +63,7 @@ impl Lab {
         self.ip_batch(name, &inside).await
     }
 
-    /// The gateway in the address's /24, which is an API server's address.
+    /// The default gateway of an address: .1 of its /24. For a cluster's nodes this is the address of their API server.
     fn gateway(&self, address: Ipv4Addr) -> Ipv4Addr {
         let [a, b, c, _] = address.octets();
         Ipv4Addr::new(a, b, c, 1)

@@ -1,5 +1,5 @@
 //! Builds the guest's initramfs: busybox, the kernel modules that the boot needs, and the two scripts that start the
-//! command.
+//! command of [`super::Machine`].
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};

@@ -68,6 +68,7 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
         "curl",
         "dpkg-deb",
         "xz",
+        "zstd",
         "depmod",
         "modprobe",
         "busybox",
@@ -239,7 +240,8 @@ fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     Ok(kernel)
 }
 
-/// Decompresses the first xz or zstd stream. In a bzImage, the uncompressed size follows it and is ignored.
+/// Decompresses the first xz or zstd stream. In a bzImage, the uncompressed size follows it: zstd then fails after it has written the
+/// whole stream, so only empty output is an error.
 fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let mut file = tempfile::tempfile().map_err(Error::io("make a temporary file"))?;
     std::io::Write::write_all(&mut file, packed)

@@ -27,7 +27,7 @@ cat <$m/out >"$out" & copies=$!
 cat <$m/err >"$err" & copies="$copies $!"
 setsid /bin/bash $m/run/command </dev/null >$m/out 2>$m/err
 code=$?
-# A background process of the command may keep the pipes open.
+# Wait for both copies, at most 2 s: a background process of the command may keep the pipes open.
 for ((i = 0; i < 40; i++)); do kill -0 $copies 2>/dev/null || break; sleep .05; done
 echo $code >$m/run/code
 exec $b poweroff -f

@@ -63,8 +63,8 @@ fn update(nodes: &mut Nodes, node: &Node) {
     let found: Option<Vec<(IpNet, IpAddr)>> = ranges
         .map(|range| {
             let range: IpNet = range.parse().ok()?;
-            let same = |address: &&IpAddr| address.is_ipv4() == range.addr().is_ipv4();
-            Some((range, *addresses.iter().find(same)?))
+            let is_same_family = |address: &&IpAddr| address.is_ipv4() == range.addr().is_ipv4();
+            Some((range, *addresses.iter().find(is_same_family)?))
         })
         .collect();
     // All families or none: code that waits for the routes to a node then waits for both families.

@@ -19,7 +19,7 @@ use super::{Settings, cni};
 use table::ClusterObjects;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // The administrator's user, because reading every Pod and NetworkPolicy needs its rights.
+    // Uses the administrator's kubeconfig, because a node's account may not read every Pod and NetworkPolicy.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("inside.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let client = Client::try_from(config)?;
@@ -59,6 +59,7 @@ struct Watched<K> {
     events: BoxStream<'static, watcher::Result<watcher::Event<K>>>,
     /// All objects. `None` until the first list is complete.
     known: Option<Objects<K>>,
+    /// The objects of the list that is in progress.
     listed: Objects<K>,
 }
 

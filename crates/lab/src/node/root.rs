@@ -50,7 +50,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
     // kubelet and containerd need mounts to propagate into pods.
     mount(NONE, "/", NONE, MsFlags::MS_SHARED | MsFlags::MS_REC, NONE).context("share /")?;
     if cgroups == Cgroups::V2 {
-        // In version 2, a cgroup that enables controllers for its children must not contain processes. So this process
+        // In cgroup version 2, a cgroup that enables controllers for its children must not contain processes. So this process
         // moves into a child before it enables the controllers.
         let top = Path::new("/sys/fs/cgroup");
         fs::create_dir(top.join("init"))?;
@@ -80,9 +80,9 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// kubelet sets these global sysctls if they have other values, and exits if that fails. So files with the expected
-/// values are bind-mounted over them.
-const GLOBAL: [(&str, &str); 6] = [
+/// kubelet sets these sysctls if they have other values, and exits if that fails. They have no namespace, so it would
+/// change the host. Therefore files with the expected values are bind-mounted over them.
+const GLOBAL_SYSCTLS: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),
     ("kernel/panic", "10"),
@@ -92,7 +92,7 @@ const GLOBAL: [(&str, &str); 6] = [
 ];
 
 fn sysctls(dual: bool) -> Result<()> {
-    for (name, value) in GLOBAL {
+    for (name, value) in GLOBAL_SYSCTLS {
         let file = Path::new("/run/sysctl").join(name);
         fs::create_dir_all(file.parent().unwrap_or(&file))?;
         fs::write(&file, format!("{value}\n"))?;

@@ -114,7 +114,7 @@ impl Manager<'_> {
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
-        // Starts this program by the link, because the program's directory is not mounted in the node.
+        // Starts this program again. Its file is not mounted in the node, but /proc/self/exe still opens it.
         let cni = vec![
             "/proc/self/exe".into(),
             "cni".into(),

@@ -32,22 +32,22 @@ pub struct Granted {
     /// The gateways, sorted by name.
     pub gateways: Vec<Gateway>,
     /// Granted TCP ports.
-    pub tcp: BTreeSet<u16>,
+    pub tcp_ports: BTreeSet<u16>,
     /// Granted UDP ports.
-    pub udp: BTreeSet<u16>,
+    pub udp_ports: BTreeSet<u16>,
 }
 
 impl Granted {
     /// Granted TCP sockets at all gateways.
     #[must_use]
-    pub fn tcp(&self) -> BTreeSet<SocketAddr> {
-        self.sockets(&self.tcp)
+    pub fn tcp_sockets(&self) -> BTreeSet<SocketAddr> {
+        self.sockets(&self.tcp_ports)
     }
 
     /// Granted UDP sockets at all gateways.
     #[must_use]
-    pub fn udp(&self) -> BTreeSet<SocketAddr> {
-        self.sockets(&self.udp)
+    pub fn udp_sockets(&self) -> BTreeSet<SocketAddr> {
+        self.sockets(&self.udp_ports)
     }
 
     fn sockets(&self, ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
@@ -67,10 +67,11 @@ impl Granted {
         }
     }
 
-    /// Adds every gateway's WireGuard address, with each port in `all` and each granted port.
+    /// Adds the gateways to the sockets of a scan, each with a label: every gateway's WireGuard address, with each port in `all`
+    /// and each granted port.
     pub fn add_to(&self, all: &mut BTreeMap<SocketAddr, String>) {
         let mut ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
-        ports.extend(self.tcp.union(&self.udp));
+        ports.extend(self.tcp_ports.union(&self.udp_ports));
         for gateway in &self.gateways {
             let sockets = ports.iter().map(|port| SocketAddr::new(gateway.wireguard, *port));
             all.extend(sockets.map(|socket| (socket, format!("gateway {}", gateway.name))));
@@ -104,8 +105,8 @@ impl Product<'_> {
         };
         Ok(Granted {
             gateways,
-            tcp: ports("TCP"),
-            udp: ports("UDP"),
+            tcp_ports: ports("TCP"),
+            udp_ports: ports("UDP"),
         })
     }
 }

@@ -1,5 +1,5 @@
 //! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base image consists of
-//! Debian packages, because the lab uses no registry. They are rebuilt only when an input has changed.
+//! Debian packages, because the lab uses no registry. An image is rebuilt only when an input has changed.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use crate::{Error, Result, lab_home, run};
 
 const PROGRAMS: [&str; 2] = ["wg-agent", "clustermesh-controller"];
-/// Packages of the base image: programs that the Containerfiles run, libraries of our programs (all depend on libc6), nft.
+/// Packages of the base image: the programs that the Containerfiles run, libgcc and nft. libc6 comes as their dependency.
 const PACKAGES: &str = "dash,coreutils,grep,libgcc-s1,nftables";
 /// Environment variable that replaces the base image, for machines that run neither Debian nor Ubuntu.
 const BASE: &str = "CLUSTERMESH_IMAGE_BASE";
@@ -83,8 +83,8 @@ fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
     let mut key = format!("{base}\n");
     for program in programs.iter().chain([&run::workspace_program("xtask")?]) {
         let metadata = fs::metadata(program).map_err(Error::io(format!("read {}", program.display())))?;
-        let (size, seconds, rest) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
-        key += &format!("{} {size} {seconds}.{rest}\n", program.display());
+        let (size, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+        key += &format!("{} {size} {seconds}.{nanoseconds}\n", program.display());
     }
     for file in ["deploy/Containerfile.agent", "deploy/Containerfile.controller"] {
         key += &super::manifest(file)?;

@@ -27,7 +27,7 @@ pub(crate) enum Request {
     Forward { namespace: String, to: SocketAddr },
     /// List the names of all running programs.
     Running,
-    /// Continue when the owner exits.
+    /// Keep everything running when the process exits that started the supervisor.
     Keep,
     /// Take everything down. There is no response: the connection closes when the supervisor exits.
     Down,

@@ -11,7 +11,7 @@ use crate::cgroup::Cgroups;
 /// Runs clusters on one machine.
 #[derive(Debug, Parser)]
 #[command(name = "clustermesh-lab")]
-enum Stage {
+enum LabCommand {
     /// Show the labs that run on this machine.
     List,
     /// Build the lab's programs and put them into its cache.
@@ -60,29 +60,27 @@ enum Stage {
 /// # Errors
 /// When the command fails.
 pub fn main() -> anyhow::Result<()> {
-    match Stage::parse() {
-        Stage::List => {
+    match LabCommand::parse() {
+        LabCommand::List => {
             for run in crate::running_labs() {
-                println!(
-                    "{} {}",
-                    run.display(),
-                    if crate::run::is_kept(&run) { "kept" } else { "owned" }
-                );
+                let is_kept = crate::run::is_kept(&run);
+                let lifetime = if is_kept { "kept" } else { "ends with its owner" };
+                println!("{} {lifetime}", run.display());
             }
             Ok(())
         }
-        Stage::Build => {
+        LabCommand::Build => {
             crate::Tools::ensure(&crate::ArtefactSet::ALL, &|line| eprintln!("{line}"))?;
             Ok(())
         }
-        Stage::Down => Ok(crate::down_all().map(drop)?),
-        Stage::Supervise { run } => super::serve(&run),
-        Stage::Machine { run, name, argv } => {
+        LabCommand::Down => Ok(crate::down_all().map(drop)?),
+        LabCommand::Supervise { run } => super::serve(&run),
+        LabCommand::Machine { run, name, argv } => {
             Cgroups::detect()?.of(&run, Some(&name)).join()?;
             Err(Command::new(&argv[0]).args(&argv[1..]).exec().into())
         }
-        Stage::Node { settings } => crate::node::init(&settings),
-        Stage::Cni { settings } => crate::node::cni(&settings),
-        Stage::Policies { settings } => crate::node::policies(&settings),
+        LabCommand::Node { settings } => crate::node::init(&settings),
+        LabCommand::Cni { settings } => crate::node::cni(&settings),
+        LabCommand::Policies { settings } => crate::node::policies(&settings),
     }
 }

@@ -1,4 +1,4 @@
-//! Runs `go build` for a set in a temporary directory, and renames it when the set is complete.
+//! Builds the programs of a set with `go build` in a temporary directory, which is renamed when all are built.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

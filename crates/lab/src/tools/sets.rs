@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-const KUBERNETES: &str = "v1.36.3";
-const CONTAINERD: &str = "github.com/containerd/containerd/v2";
+const KUBERNETES_VERSION: &str = "v1.36.3";
+const CONTAINERD_MODULE: &str = "github.com/containerd/containerd/v2";
 
 /// A group of programs that are built and cached together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
@@ -77,7 +77,7 @@ impl ArtefactSet {
 
     pub(super) fn builds(self) -> Vec<GoBuild> {
         let kubernetes = |output| GoBuild {
-            define: format!("k8s.io/component-base/version.gitVersion={KUBERNETES}"),
+            define: format!("k8s.io/component-base/version.gitVersion={KUBERNETES_VERSION}"),
             ..GoBuild::new(output, format!("k8s.io/kubernetes/cmd/{output}"))
         };
         let cni = |output: &'static str, package| {
@@ -98,17 +98,17 @@ impl ArtefactSet {
             Self::Runtime => vec![
                 GoBuild {
                     tags: "no_btrfs,no_devmapper,no_zfs,no_aufs,no_tracing",
-                    define: format!("{CONTAINERD}/version.Version=v2.4.2"),
-                    ..GoBuild::new("containerd", format!("{CONTAINERD}/cmd/containerd"))
+                    define: format!("{CONTAINERD_MODULE}/version.Version=v2.4.2"),
+                    ..GoBuild::new("containerd", format!("{CONTAINERD_MODULE}/cmd/containerd"))
                 },
                 GoBuild {
                     tags: "no_grpc",
                     ..GoBuild::new(
                         "containerd-shim-runc-v2",
-                        format!("{CONTAINERD}/cmd/containerd-shim-runc-v2"),
+                        format!("{CONTAINERD_MODULE}/cmd/containerd-shim-runc-v2"),
                     )
                 },
-                GoBuild::new("ctr", format!("{CONTAINERD}/cmd/ctr")),
+                GoBuild::new("ctr", format!("{CONTAINERD_MODULE}/cmd/ctr")),
                 cni("cni/bridge", "main/bridge"),
                 cni("cni/loopback", "main/loopback"),
                 cni("cni/host-local", "ipam/host-local"),

@@ -75,7 +75,8 @@ async fn two_clusters_run_pods_and_do_not_reach_each_other() {
     assert_eq!(leftovers(&directory), Vec::<String>::new());
 }
 
-/// Checks logs, exec, connections between pods, Services, DNS, access to the API, seccomp, and an agent's TUN device.
+/// Checks logs, exec, connections between pods, Services, DNS, access to the API, seccomp, and what the DaemonSet `agent` of
+/// clusters.yaml needs: its TUN device, its file in /var/lib/kilo, and its privileged init container, which writes a sysctl.
 async fn check_workloads(cluster: &Cluster<'_>) {
     let webs = web_pods(cluster).await;
     let nodes: Vec<_> = cluster.nodes().iter().map(|node| node.name().to_owned()).collect();
@@ -174,7 +175,8 @@ async fn check_workloads(cluster: &Cluster<'_>) {
     );
 }
 
-/// Checks that a pod's connection to a host outside the cluster is masqueraded with the address of the pod's node.
+/// Checks that a pod's connection to a host outside the cluster is masqueraded with the address of the pod's node, and that a capture
+/// on the underlay shows this.
 async fn check_capture_and_masquerading(lab: &Lab, web: &WebPod) {
     let node = lab.node(&web.node);
     let outside = lab.add_host("outside", "172.30.9.9".parse().unwrap()).await.unwrap();
@@ -294,6 +296,7 @@ async fn check_node_changes(lab: &Lab) {
 
 #[tokio::test]
 async fn killed_owner_leaves_nothing_behind() {
+    // This process is the owner that `start_owner` started.
     if let Some(file) = std::env::var_os(OWNER_FILE) {
         let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
         std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();
@@ -315,7 +318,7 @@ async fn killed_owner_leaves_nothing_behind() {
 }
 
 #[tokio::test]
-async fn killed_supervisor_kills_processes_and_next_lab_cleans_up() {
+async fn killed_supervisor_leaves_only_files_which_next_lab_removes() {
     let (mut owner, directory) = start_owner().await;
     let pid: i32 = std::fs::read_to_string(directory.join("supervisor.pid"))
         .unwrap()
@@ -392,7 +395,7 @@ async fn start_owner() -> (std::process::Child, PathBuf) {
         .spawn()
         .unwrap();
     let lab = wait_until(
-        "the other owner's lab",
+        "the owner to start its lab",
         Duration::from_secs(150),
         async || match std::fs::read_to_string(&file) {
             Ok(text) if !text.is_empty() => Ok(PathBuf::from(text)),
@@ -428,8 +431,8 @@ fn leftovers(directory: &Path) -> Vec<String> {
         let pid = entry.file_name().into_string().unwrap();
         let read = |file: &str| std::fs::read(entry.path().join(file)).unwrap_or_default();
         let [line, cgroup] = ["cmdline", "cgroup"].map(|file| String::from_utf8_lossy(&read(file)).into_owned());
-        let is_process = pid.parse::<u32>().is_ok() && pid != own;
-        if is_process && (line.contains(directory.to_str().unwrap()) || cgroup.contains(&name)) {
+        let is_other_process = pid.parse::<u32>().is_ok() && pid != own;
+        if is_other_process && (line.contains(directory.to_str().unwrap()) || cgroup.contains(&name)) {
             left.push(format!("{pid} {}", line.replace('\0', " ")));
         }
     }

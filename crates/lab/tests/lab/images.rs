@@ -19,7 +19,7 @@ struct Image {
     files: BTreeSet<String>,
 }
 
-fn members(archive: impl Read) -> Vec<(PathBuf, Vec<u8>)> {
+fn archive_entries(archive: impl Read) -> Vec<(PathBuf, Vec<u8>)> {
     let mut archive = tar::Archive::new(archive);
     let entries = archive.entries().unwrap().map(|entry| {
         let mut entry = entry.unwrap();
@@ -40,13 +40,13 @@ fn members(archive: impl Read) -> Vec<(PathBuf, Vec<u8>)> {
 
 impl Image {
     fn read(archive: &Path) -> Self {
-        let members = members(fs::File::open(archive).unwrap());
-        let member = |name: &str| &members.iter().find(|(path, _)| path == Path::new(name)).unwrap().1;
-        let manifest: Value = serde_json::from_slice(member("manifest.json")).unwrap();
-        let config: Value = serde_json::from_slice(member(manifest[0]["Config"].as_str().unwrap())).unwrap();
+        let entries = archive_entries(fs::File::open(archive).unwrap());
+        let entry = |name: &str| &entries.iter().find(|(path, _)| path == Path::new(name)).unwrap().1;
+        let manifest: Value = serde_json::from_slice(entry("manifest.json")).unwrap();
+        let config: Value = serde_json::from_slice(entry(manifest[0]["Config"].as_str().unwrap())).unwrap();
         let layers = manifest[0]["Layers"].as_array().unwrap();
-        let layers = layers.iter().map(|layer| member(layer.as_str().unwrap()));
-        let files = layers.flat_map(|layer| self::members(layer.as_slice()));
+        let layers = layers.iter().map(|layer| entry(layer.as_str().unwrap()));
+        let files = layers.flat_map(|layer| archive_entries(layer.as_slice()));
         Self {
             names: manifest[0]["RepoTags"].clone(),
             config: config["config"].clone(),
@@ -95,7 +95,7 @@ fn images_contain_only_programs_and_libraries() {
                 .chain(["clustermesh-controller".into()])
                 .collect()
         ),
-        "the images have different libraries: {:?} and {:?}",
+        "the controller's image has a library that the agent's lacks: {:?} and {:?}",
         controller.files,
         agent.files
     );

@@ -33,7 +33,7 @@ fn reason(text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn datagram_truncated_anywhere_is_split() {
+fn truncated_datagram_gives_only_its_whole_messages() {
     let datagram = [message(20, 0, b"hello"), message(21, 0, b"")].concat();
     let all: Vec<_> = split(&datagram).map(Result::unwrap).collect();
     let seen: Vec<_> = all

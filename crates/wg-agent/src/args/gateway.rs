@@ -109,7 +109,7 @@ pub struct GatewayConfig {
     pub serves: BTreeSet<String>,
     /// The private key's file.
     pub key_file: PathBuf,
-    /// How long grants stay open while the API server does not answer.
+    /// How long grants stay open while the API server does not answer, or after this process exits.
     pub grant_timeout: Duration,
     /// New connections a second of each sandbox; 0 = no limit.
     pub sandbox_new_flows: u32,

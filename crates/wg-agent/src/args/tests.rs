@@ -12,7 +12,7 @@ fn config(line: &str) -> Result<Config, ArgsError> {
 const FULL_MODE: &str = "--node-name a --wireguard-cidr 100.66.0.0/16";
 
 #[test]
-fn missing_flags_are_refused_by_name() {
+fn missing_required_flag_is_an_error() {
     let cases = [
         ("--wireguard-cidr 100.66.0.0/16 --node-name=", ArgsError::NoNodeName),
         ("--node-name a", ArgsError::NoRange),
@@ -52,10 +52,16 @@ fn range_without_usable_addresses_is_refused() {
 
 #[test]
 fn cache_file_defaults_to_the_keys_directory() {
-    let at = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_file;
-    assert_eq!(at(""), Path::new("/var/lib/kilo/wg-agent.cache"));
-    assert_eq!(at("--key-file /etc/wg/key"), Path::new("/etc/wg/wg-agent.cache"));
-    assert_eq!(at("--key-file /etc/wg/key --cache-file /run/c"), Path::new("/run/c"));
+    let cache_file = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_file;
+    assert_eq!(cache_file(""), Path::new("/var/lib/kilo/wg-agent.cache"));
+    assert_eq!(
+        cache_file("--key-file /etc/wg/key"),
+        Path::new("/etc/wg/wg-agent.cache")
+    );
+    assert_eq!(
+        cache_file("--key-file /etc/wg/key --cache-file /run/c"),
+        Path::new("/run/c")
+    );
 }
 
 /// The values of a key of the systemd unit, in order.
@@ -66,7 +72,7 @@ fn unit(key: &str) -> Vec<&'static str> {
 }
 
 #[test]
-fn systemd_unit_has_valid_flags_and_the_daemonset_privileges() {
+fn systemd_unit_has_valid_flags_and_minimal_privileges() {
     let example = include_str!("../../../../deploy/systemd/wg-agent.env");
     let lines = || example.lines().filter_map(|line| line.split_once('='));
     let variables: Vec<_> = lines().filter(|(key, _)| !key.starts_with('#')).collect();

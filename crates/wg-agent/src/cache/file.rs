@@ -25,7 +25,7 @@ pub struct LoadedCache {
     pub confirmed: UnixTime,
     /// Live endpoints of the peers.
     pub live: LiveEndpoints,
-    /// Why the file is not used, and whether it was renamed.
+    /// Why the file is not used, and whether it was renamed; `None` = it is used, or does not exist.
     pub problem: Option<String>,
 }
 
@@ -46,8 +46,8 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CacheErr
     }
 }
 
-/// Reads the file. Never fails: an unusable file is renamed to `<file>.damaged` (replacing an earlier one), and the
-/// agent starts without a cache.
+/// Reads the file. Never fails: an unusable file is renamed to `<file>.damaged` (replacing an earlier one), a file that
+/// cannot be read stays. In both cases the agent starts without a cache.
 #[must_use]
 pub fn load(cache_file: &CacheFile, now: UnixTime) -> LoadedCache {
     let CacheFile { path, node, max_age } = cache_file;
@@ -126,7 +126,7 @@ fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
     }
 }
 
-/// Replaces the file atomically; on an error the old file stays.
+/// Replaces the file atomically. On an error the old file stays, except if only the last step fails, the sync of the directory.
 pub(super) fn write(cache_file: &CacheFile, content: &CacheContent) -> Result<(), CacheError> {
     let CacheFile { path, node, .. } = cache_file;
     let text = format::write(node, content).map_err(|error| failed("encode", path)(error.into()))?;

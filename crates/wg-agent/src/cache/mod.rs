@@ -88,8 +88,8 @@ pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 pub struct CacheContent {
     /// `None` = this process has not applied anything yet, so the file must not be overwritten.
     pub saved: Option<Arc<SavedObjects>>,
-    /// When the API server last confirmed `saved`. It advances in steps ([`CacheFile::max_lag`]), not with every pass,
-    /// so that not every pass writes the file.
+    /// When the API server last confirmed `saved`. It advances only when `saved` changes or after
+    /// [`CacheFile::max_lag`], so that not every pass writes the file.
     pub confirmed: UnixTime,
     /// Live endpoints.
     pub live: LiveEndpoints,
@@ -158,7 +158,7 @@ impl CacheFile {
 }
 
 /// How long until `content` must be written; `None` = no write is needed. `written` is the content that was written last,
-/// and `age` is the time since the last write, `None` before the first one.
+/// empty after a failed write. `age` is the time since the last write, also a failed one; `None` = there was none.
 fn write_delay(content: &CacheContent, written: &CacheContent, age: Option<Duration>) -> Option<Duration> {
     if content.saved.is_none() || content == written {
         return None;
@@ -181,8 +181,8 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
     let mut last_error = String::new();
     loop {
         let ended = content.has_changed().is_err();
-        let now = content.borrow_and_update().clone();
-        let Some(wait) = write_delay(&now, &written, last_write.map(|at| at.elapsed())) else {
+        let current = content.borrow_and_update().clone();
+        let Some(wait) = write_delay(&current, &written, last_write.map(|at| at.elapsed())) else {
             if ended {
                 return;
             }
@@ -197,13 +197,13 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
             }
         }
         let mut wait_longer = false;
-        let (to, new) = (file.clone(), now.clone());
+        let (to, new) = (file.clone(), current.clone());
         let done = tokio::task::spawn_blocking(move || file::write(&to, &new)).await;
         let done = done.map_err(|error| error.to_string());
         match done.and_then(|done| done.map_err(|error| error.to_string())) {
             Ok(()) => {
                 last_error.clear();
-                written = now;
+                written = current;
             }
             Err(error) => {
                 metrics.count_error("cache");

@@ -278,6 +278,7 @@ fn failed_cache_write_leaves_the_old_file() {
     assert_eq!(fs::read(&file.path).unwrap(), before);
 }
 
+/// The writer deletes the old file, because a start from it could restore access that was revoked since.
 #[tokio::test]
 async fn cache_after_failed_write_is_deleted_and_written_again() {
     let directory = tempfile::tempdir().unwrap();
@@ -301,7 +302,7 @@ async fn cache_after_failed_write_is_deleted_and_written_again() {
     };
     wait_until_exists(false).await;
     fs::remove_dir(&obstacle).unwrap();
-    // The content does not change.
+    // Wakes the writer without a change of the content.
     sender.send_modify(|_| {});
     wait_until_exists(true).await;
     assert_eq!(load(&file, NOW).saved, Some(SavedObjects::default()));
@@ -326,7 +327,7 @@ fn changed_objects_are_written_sooner_than_changed_endpoints() {
         live: LiveEndpoints::new(),
         ..content()
     };
-    let other = CacheContent {
+    let other_objects = CacheContent {
         saved: Some(Arc::default()),
         ..content()
     };
@@ -334,7 +335,7 @@ fn changed_objects_are_written_sooner_than_changed_endpoints() {
         saved: None,
         ..content()
     };
-    let (soon, later) = (Some(Duration::from_millis(400)), Duration::from_secs(4));
+    let milliseconds = |n| Some(Duration::from_millis(n));
     let seconds = |n| Some(Duration::from_secs(n));
     assert_eq!(write_delay(&content(), &CacheContent::default(), None), seconds(0));
     assert_eq!(write_delay(&content(), &content(), None), None);
@@ -343,9 +344,13 @@ fn changed_objects_are_written_sooner_than_changed_endpoints() {
         None,
         "the file of the last run is kept"
     );
-    assert_eq!(write_delay(&other, &content(), soon), Some(Duration::from_millis(600)));
-    assert_eq!(write_delay(&other, &content(), Some(later)), seconds(0));
-    assert_eq!(write_delay(&roamed, &content(), Some(later)), seconds(6));
+    // The last argument is the time since the last write.
+    assert_eq!(
+        write_delay(&other_objects, &content(), milliseconds(400)),
+        milliseconds(600)
+    );
+    assert_eq!(write_delay(&other_objects, &content(), seconds(4)), seconds(0));
+    assert_eq!(write_delay(&roamed, &content(), seconds(4)), seconds(6));
     assert_eq!(write_delay(&roamed, &content(), seconds(11)), seconds(0));
 }
 
@@ -392,12 +397,12 @@ fn cache_unconfirmed_for_too_long_is_renamed() {
 }
 
 #[test]
-fn confirmation_time_is_written_in_steps() {
-    let step = Duration::from_secs(60);
+fn confirmation_time_lags_by_at_most_max_lag() {
+    let max_lag = Duration::from_secs(60);
     let at = |seconds| UnixTime(NOW.0 + seconds);
     let saved = || SavedObjects::of(&snapshot());
     let mut cached = content();
-    let mut confirm = |saved: SavedObjects, now| (cached.confirm(saved, now, step), cached.confirmed);
+    let mut confirm = |saved: SavedObjects, now| (cached.confirm(saved, now, max_lag), cached.confirmed);
     assert_eq!(confirm(saved(), at(59)), (false, at(0)));
     assert_eq!(confirm(saved(), at(60)), (true, at(60)));
     assert_eq!(confirm(SavedObjects::default(), at(61)), (true, at(61)));
@@ -406,7 +411,7 @@ fn confirmation_time_is_written_in_steps() {
         (true, at(5)),
         "a clock that was set back"
     );
-    let step = |hours: u64| {
+    let max_lag = |hours: u64| {
         let max_age = Duration::from_secs(hours * 3600);
         CacheFile {
             max_age,
@@ -415,5 +420,5 @@ fn confirmation_time_is_written_in_steps() {
         .max_lag()
         .as_secs()
     };
-    assert_eq!([0, 1, 24, 1000].map(step), [60, 150, 3600, 3600]);
+    assert_eq!([0, 1, 24, 1000].map(max_lag), [60, 150, 3600, 3600]);
 }

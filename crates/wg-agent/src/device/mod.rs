@@ -43,7 +43,8 @@ pub trait Device: Send {
     /// handshake; a new firewall mark or MTU does not.
     ///
     /// # Errors
-    /// The port is in use, or the kernel refuses. The old configuration stays.
+    /// The port is in use, and the old configuration stays; or the kernel refuses another value, and the earlier changes stay. A second
+    /// call continues with the rest.
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError>;
 
     /// Applies the changes in order. Peers without a change are not touched, and only a new preshared key or a removal
@@ -108,7 +109,7 @@ pub struct Observed {
     pub peers: ObservedPeers,
     /// The port in use.
     pub listen_port: u16,
-    /// Packets dropped since the device was opened, by reason (usable as a metric label).
+    /// Dropped packets, by reason (usable as a metric label): since the interface was created (kernel), or since the device was opened.
     pub drops: BTreeMap<&'static str, u64>,
     /// Parts of the configuration that external programs changed.
     pub altered: BTreeSet<Altered>,

@@ -96,7 +96,7 @@ pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     Ok(wg_userspace::remove_control_socket(interface)?)
 }
 
-/// Removes the interface of that name if it has the agent's alias; `false` = it does not have the alias, and stays.
+/// Removes the interface of that name if it exists and has the agent's alias; `false` = it has another alias or none, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

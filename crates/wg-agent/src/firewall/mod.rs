@@ -157,8 +157,8 @@ impl<B: Backend> FirewallManager<B> {
     /// otherwise or after an external change. Returns what was written; `None` = the table was already equal.
     ///
     /// # Errors
-    /// The table cannot be listed or written. The kernel then has the old table or a part of the update. The next pass
-    /// tries again.
+    /// The table cannot be listed or written. The kernel then has the old table, or a part or all of the update. The next
+    /// pass tries again.
     pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
         let listing = self.backend.observe().await?;
         self.recognize(desired, listing.as_ref());

@@ -104,13 +104,13 @@ impl Backend for Nft {
         // If the generation cannot be read, the table is listed each time.
         let before = generation::current().ok();
         match &self.listed {
-            Some((at, listing)) if before == Some(*at) => return Ok(listing.clone()),
+            Some((generation, listing)) if before == Some(*generation) => return Ok(listing.clone()),
             _ => {}
         }
         let listing = self.list().await?;
         // If the generation changed meanwhile, it is unknown whether the listing contains the change.
         let stable = before.filter(|before| generation::current().ok() == Some(*before));
-        self.listed = stable.map(|at| (at, listing.clone()));
+        self.listed = stable.map(|generation| (generation, listing.clone()));
         Ok(listing)
     }
 

@@ -1,5 +1,5 @@
-//! Records a digest of the desired table and its listing in a file next to the cache. With it, the next process
-//! recognizes an unchanged table and does not write it again.
+//! Records, in a file next to the agent's cache, a digest of the desired table and of the kernel's listing after it was written.
+//! With it, the next process recognizes an unchanged table and does not write it again.
 //!
 //! Replacing a whole table drops packets that traverse it at that moment, because the old rules look up sets that are
 //! already empty.

@@ -9,7 +9,7 @@ use clustermesh_daemon::Admin;
 use super::forwarding;
 use crate::args::GatewayConfig;
 
-/// Binds the endpoint to the interfaces that exist now.
+/// Binds the endpoint to the interfaces that exist now, or to all if the kernel refuses that (Linux before 5.7).
 ///
 /// # Errors
 /// The address cannot be bound.

@@ -1,5 +1,6 @@
 //! Deletes conntrack entries whose grant or endpoint was removed, in this network namespace. The firewall drops their
-//! packets anyway, but while a UDP client keeps sending, its entry would keep the removed endpoint.
+//! packets anyway. But a UDP client that keeps sending would keep its entry alive, and with it the translation to the removed
+//! endpoint.
 
 use std::{
     collections::BTreeSet,

@@ -11,7 +11,8 @@ use ipnet::IpNet;
 
 use crate::{route::sysctl, status::Trouble};
 
-/// Enables forwarding on each interface, and reports settings that are wrong and cannot be written.
+/// Enables forwarding on each interface, and reports settings that are wrong and cannot be written. `networks` are those of the sandboxes:
+/// IPv6 forwarding is needed only if one of them is IPv6.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
@@ -23,7 +24,7 @@ pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -
         .collect()
 }
 
-/// The settings that `wg-agent prepare --mode=gateway` writes; the pod's interface and the new device inherit them.
+/// The forwarding settings that `wg-agent prepare --mode=gateway` writes; the pod's interface and the new device inherit them.
 pub(crate) fn pod_settings(v6: bool) -> Vec<Sysctl> {
     let mut out = vec![setting(Name::Global("ipv4/ip_forward"))];
     if v6 {

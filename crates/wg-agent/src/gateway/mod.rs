@@ -83,7 +83,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         tunnel: Tunnel {
             routing: Netlink::open(config.interface.clone())?,
             device: None,
-            has_all_peers: false,
+            has_desired_peers: false,
             saved_endpoints: SavedEndpoints::load(&config.key_file),
         },
         gate: ReadinessGate::new(runtime.readiness.clone(), is_new),
@@ -182,6 +182,7 @@ async fn run_loop(
                     if let Some(answered) = answered && !gateway.renew(answered).await {
                         break RETRY;
                     }
+                    // The table is not written yet: the pass may have waited for this answer.
                     if !gateway.table_manager.has_written() {
                         break Duration::ZERO;
                     }

@@ -1,5 +1,5 @@
-//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. A part that cannot be parsed becomes
-//! an error message.
+//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. A part of a SandboxAccess that cannot
+//! be parsed becomes an error message; a part of another object is left out.
 
 use std::{
     collections::BTreeSet,
@@ -32,7 +32,7 @@ pub(super) struct ParsedAccess {
 impl ParsedAccess {
     /// Parses the object. One that cannot be parsed, for example with values of a newer CRD version, grants nothing.
     pub(super) fn new(object: DynamicObject) -> Self {
-        let mut seen = Self {
+        let mut parsed = Self {
             access: Access {
                 name: object.name_any(),
                 created: object.creation_timestamp().map_or(i64::MAX, |time| time.0.as_second()),
@@ -46,14 +46,14 @@ impl ParsedAccess {
             problem: None,
         };
         match object.try_parse::<SandboxAccess>() {
-            Ok(object) => read(object, &mut seen.access),
-            Err(error) => seen.problem = Some(format!("is not what the SandboxAccess CRD describes: {error}")),
+            Ok(object) => read_spec(object, &mut parsed.access),
+            Err(error) => parsed.problem = Some(format!("is not what the SandboxAccess CRD describes: {error}")),
         }
-        seen
+        parsed
     }
 }
 
-fn read(object: SandboxAccess, access: &mut Access) {
+fn read_spec(object: SandboxAccess, access: &mut Access) {
     let hub = object.labels().get(LABEL_HUB).cloned().unwrap_or_default();
     let spec = object.spec;
     access.identity = if spec.sandbox_id.is_empty() {
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn access_that_does_not_parse_grants_nothing_and_is_reported() {
+    fn malformed_access_has_no_networks_and_is_reported() {
         let object = |spec| {
             serde_json::from_value(json!({
                 "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_those_that_kube_proxy_uses() {
+    fn endpoints_are_read_as_by_kube_proxy_and_mirrors_ignored() {
         let slice = |labels, conditions| {
             let object = json!({
                 "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",

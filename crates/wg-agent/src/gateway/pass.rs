@@ -53,8 +53,9 @@ pub(super) struct Gateway {
 pub(super) struct Tunnel {
     pub(super) routing: Netlink,
     pub(super) device: Option<Box<dyn Device>>,
-    /// Whether the device has all desired peers.
-    pub(super) has_all_peers: bool,
+    /// Whether the device has had the desired peers since it was opened. False if the table could not be written: the
+    /// peers are then removed.
+    pub(super) has_desired_peers: bool,
     pub(super) saved_endpoints: SavedEndpoints,
 }
 
@@ -141,7 +142,7 @@ impl Gateway {
         troubles.extend(self.gate.warning());
         troubles.extend(self.conntrack_warning(compiled.served.len()));
         self.report(&compiled);
-        // Until then, the status that the previous container published is still correct.
+        // Before the objects are applied, the status that the previous container published is still correct.
         if may_apply {
             self.publish(snapshot, &compiled, &pod_network, troubles);
         }
@@ -164,7 +165,8 @@ impl Gateway {
         })
     }
 
-    /// Renews the timeout of the table. `answered` = when the API server answered. False = the renewal could not be written.
+    /// Keeps the table open until `--grant-timeout` after the API server's last answer. False = the renewal could not be
+    /// written.
     pub(super) async fn renew(&mut self, answered: Instant) -> bool {
         match self.table_manager.renew(answered + self.config.grant_timeout).await {
             Ok(()) => true,
@@ -226,8 +228,8 @@ impl Gateway {
                 if finished || self.table_manager.is_current() {
                     return Ok(finished);
                 }
-                let message = "the table is written in several steps, and another program changed nftables of this pod between two \
-                               steps, or that cannot be determined; the whole table is written again";
+                let message = "the table is written in several steps, and another program may have changed nftables of this pod between \
+                               two steps; the whole table is written again";
                 Err(Trouble::new("firewall", message))
             }
             Err(error) => {
@@ -237,6 +239,9 @@ impl Gateway {
                         "the peers could not be removed from the device"
                     );
                 }
+                // Until the desired peers are on the device again, `poll_peers` must not save endpoints: it would overwrite those
+                // of the removed peers.
+                self.tunnel.has_desired_peers = false;
                 Err(Trouble::new(
                     "firewall",
                     format!("{error}; until the table is written, no sandbox has a peer here"),
@@ -263,7 +268,7 @@ impl Gateway {
                     tracing::warn!(%error, "the device failed and is opened again");
                     self.report.metrics.count_repairs("device", 1);
                     self.tunnel.device = None;
-                    self.tunnel.has_all_peers = false;
+                    self.tunnel.has_desired_peers = false;
                 }
             }
         }
@@ -311,16 +316,16 @@ impl Gateway {
                 tracing::info!("{change}");
             }
         }
-        self.tunnel.has_all_peers = true;
+        self.tunnel.has_desired_peers = true;
         Ok(())
     }
 
     /// Polls the peers: records which peers have connected, and saves their endpoints for the next start.
     pub(super) fn poll_peers(&mut self) {
-        let Some(device) = self.tunnel.device.as_mut().filter(|_| self.tunnel.has_all_peers) else {
+        let Some(device) = self.tunnel.device.as_mut().filter(|_| self.tunnel.has_desired_peers) else {
             return;
         };
-        // The next pass reports an error.
+        // If this fails, the next pass reports the error.
         if let Ok(observed) = device.observe() {
             self.tunnel.saved_endpoints.save(&observed.peers);
             self.gate.observe(&observed.peers, Instant::now());
@@ -366,7 +371,7 @@ impl Gateway {
     }
 
     /// The endpoints at which sandboxes reach this pod, in order of preference: the pod's addresses, the endpoints in its
-    /// SandboxGateway, the addresses of its node with the NodePort.
+    /// SandboxGateway, the addresses of its node with `spec.nodePort`.
     fn endpoints(&self, own: &ParsedGateway, pod_network: &PodNetwork) -> Vec<SocketAddr> {
         let pod = pod_network
             .addresses

@@ -20,7 +20,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// The public keys of the nodes of each sandbox, by the name of its SandboxAccess.
 pub(super) type NodeKeys = BTreeMap<String, BTreeSet<PublicKey>>;
 
-/// Keeps the gateway unready until one node of each sandbox has completed a handshake.
+/// Keeps the gateway unready until one node of each sandbox has completed a handshake, but at most for [`CONNECT_TIMEOUT`].
 #[derive(Debug)]
 pub(super) struct ReadinessGate {
     readiness: Readiness,
@@ -29,7 +29,7 @@ pub(super) struct ReadinessGate {
 
 #[derive(Debug)]
 enum GateState {
-    /// The sandboxes are not known yet.
+    /// The sandboxes are not known yet. Until they are, other lines of `/readyz` keep the gateway unready.
     New,
     /// Unready: these sandboxes have not connected.
     Waiting {

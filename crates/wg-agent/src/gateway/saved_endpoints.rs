@@ -1,6 +1,6 @@
-//! Saves each peer's live endpoint in a file next to the key. A restarted container initiates handshakes to these
-//! endpoints, because no object contains the endpoints of sandboxes, and a node of a sandbox would use its dead session
-//! for another 15 s.
+//! Saves each peer's live endpoint in a file next to the key, so that a restarted container can initiate a handshake with
+//! every peer. No object contains the endpoints of a sandbox's nodes. If the gateway waited for them, they would send
+//! into the lost session for up to 15 s.
 
 use std::{
     collections::BTreeMap,
@@ -50,8 +50,8 @@ impl SavedEndpoints {
         }
     }
 
-    /// Saves the endpoints if they changed. Must be called when the device has all peers, because the others are removed
-    /// from the file.
+    /// Saves the endpoints if they changed. Call it only while the device has all peers, because a peer that is not in
+    /// `observed`, or has no endpoint, is removed from the file.
     pub(super) fn save(&mut self, observed: &ObservedPeers) {
         let endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));
         let endpoints: BTreeMap<PublicKey, SocketAddr> = observed.iter().filter_map(endpoint).collect();

@@ -25,7 +25,8 @@ pub(super) struct GatewaySnapshot {
     accesses: WatchedKind<ParsedAccess>,
     own: WatchedKind<ParsedGateway>,
     namespaces: BTreeMap<String, Namespace>,
-    /// Since when the API server has answered every request of [`probe_api_server`]; `None` = it did not answer the last.
+    /// Since when the API server has answered every request of [`probe_api_server`]; `None` = it did not answer the last
+    /// request.
     answers_since: Option<Instant>,
     /// Errors of watches, by [`watches::SnapshotSink::kind`].
     errors: BTreeMap<String, String>,
@@ -38,8 +39,10 @@ struct Namespace {
     slices: WatchedKind<ParsedSlice>,
     /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
-    /// The failure if it lasts so long that no Service of the namespace is served.
-    closed: Option<Failure>,
+    /// The failure, once it has lasted so long that no Service of the namespace is served. If access is denied, this takes
+    /// [`watches::REFUSAL_GRACE`] for a listed namespace, and no time for another one. Any other error takes [`Store::timeout`] during
+    /// which the API server answers other requests.
+    lasting_failure: Option<Failure>,
 }
 
 /// Why a namespace cannot be watched.
@@ -133,14 +136,14 @@ impl GatewaySnapshot {
             let Some(namespace) = namespace else {
                 return Service::Unknown(format!("namespace {} has not been read yet", name.namespace));
             };
-            if namespace.closed == Some(Failure::Failed) {
+            if namespace.lasting_failure == Some(Failure::Failed) {
                 return Service::Unknown(format!(
                     "Services and EndpointSlices of namespace {} could not be watched for longer than --grant-timeout, so its Services \
                      are not served; this gateway's /readyz has the error",
                     name.namespace
                 ));
             }
-            if namespace.closed == Some(Failure::Refused) {
+            if namespace.lasting_failure == Some(Failure::Refused) {
                 return Service::Unknown(format!(
                     "gateways may not read Services and EndpointSlices of namespace {0}, so its Services are not served; its owner can \
                      allow it with: kubectl create rolebinding clustermesh-gateway --namespace {0} --clusterrole=clustermesh-gateway-reads \
@@ -187,14 +190,14 @@ fn is_dns_label(text: &str) -> bool {
     !text.is_empty() && text.len() <= 63 && text.chars().all(plain) && !text.starts_with('-') && !text.ends_with('-')
 }
 
-/// The shared snapshot. Clones share it.
+/// A handle to the snapshot. All clones refer to the same snapshot.
 #[derive(Clone)]
 pub(super) struct Store {
     snapshot: Arc<Mutex<GatewaySnapshot>>,
     notify: Arc<Notify>,
     wanted: watch::Sender<BTreeSet<String>>,
     metrics: Metrics,
-    /// How long the Services of a namespace are served after its watches started to fail.
+    /// How long the Services of a namespace are served after its watches started to fail with an error other than 403.
     timeout: Duration,
 }
 
@@ -233,6 +236,8 @@ impl Store {
         self.snapshot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Calls `change` with the snapshot. If `change` returns true, the snapshot has changed: updates the wanted namespaces and
+    /// wakes [`Self::changed`].
     fn change(&self, change: impl FnOnce(&mut GatewaySnapshot) -> bool) {
         let mut snapshot = self.lock();
         if !change(&mut snapshot) {

@@ -1,6 +1,6 @@
-//! Applies the gateway's firewall table. Writes the difference to the table written last, or the whole table after an
-//! external change, and then deletes conntrack entries that do not belong to a grant. [`Table::step`] limits the size of
-//! a transaction, because `nft` runs within the memory limit of this container.
+//! Applies the gateway's firewall table. Writes only what differs from the last written table, or the whole table after
+//! an external change, and then deletes conntrack entries that do not belong to a grant. [`Table::step`] limits the size
+//! of a transaction, because `nft` runs within the memory limit of this container.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -13,6 +13,7 @@ use crate::firewall::{Backend, Error, Generation, Nft, generation};
 #[derive(Debug, Default)]
 pub(super) struct TableManager {
     nft: Nft,
+    /// `None` = this process has not written the table yet, or its last write failed.
     written: Option<Written>,
     /// Until when the table may be open: an open table forwards packets of the tunnel. `None` = the API server has not
     /// answered yet.
@@ -48,17 +49,18 @@ impl TableManager {
         self.written.is_some() || generation::has_table().unwrap_or(false)
     }
 
-    /// Whether this process has written the table.
+    /// Whether this process has written the table, and no later write failed.
     pub(super) const fn has_written(&self) -> bool {
         self.written.is_some()
     }
 
-    /// Whether a new table may be opened, because the API server has answered.
+    /// Whether the API server has answered this process. Before that, a new table stays closed.
     pub(super) const fn can_open(&self) -> bool {
         self.open_until.is_some()
     }
 
-    /// Whether no other program has changed nftables since the last write. True before the first write.
+    /// Whether no other program has changed nftables since the last write. Also true before the first write and after a
+    /// failed one.
     pub(super) fn is_current(&self) -> bool {
         let now = generation::current().ok();
         self.written
@@ -69,7 +71,7 @@ impl TableManager {
     /// Writes the next step toward the table `desired`.
     ///
     /// # Errors
-    /// The step cannot be written; the kernel then has the old table.
+    /// The step cannot be written. The kernel then has the old table, and the next call replaces the whole table.
     pub(super) async fn converge(&mut self, desired: &Table) -> Result<Progress, Error> {
         let mut before = generation::current().ok();
         let can_update = |last: &Written| {
@@ -126,12 +128,12 @@ impl TableManager {
     /// Records a written table. `before` = the generation before the transaction. If another program changed nftables
     /// meanwhile, it may have deleted the table, so no generation is recorded.
     fn record_write(&mut self, table: Table, before: Option<Generation>, is_partial: bool) {
-        let at = before.map(Generation::next);
-        let is_only_write = at.is_some() && at == generation::current().ok();
-        let at = at.filter(|_| is_only_write);
+        let after = before.map(Generation::next);
+        let is_only_write = after.is_some() && after == generation::current().ok();
+        let after = after.filter(|_| is_only_write);
         self.written = Some(Written {
             table,
-            generation: at,
+            generation: after,
             is_partial,
         });
     }
@@ -165,7 +167,8 @@ impl TableManager {
         left.map_or_else(String::new, |left| render_renewal(&table.parameters, left))
     }
 
-    /// Renews the timeout of the table. A table that is being replaced is opened by its last step instead.
+    /// Keeps the table open until `until`: renews the timeout of the element in the set `alive`. A table that is not written
+    /// yet or is being replaced is opened by its last step instead.
     ///
     /// # Errors
     /// The renewal cannot be written; the next [`Self::converge`] replaces the table.

@@ -113,10 +113,10 @@ pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAdd
             return Ok(mine);
         }
     }
-    let taken: BTreeSet<IpAddr> = others().map(|claim| claim.address).collect();
+    let claimed: BTreeSet<IpAddr> = others().map(|claim| claim.address).collect();
     let size = range.size();
-    if taken.len() as u64 >= size {
-        return Err(RangeError::Full(range.net(), taken.len()));
+    if claimed.len() as u64 >= size {
+        return Err(RangeError::Full(range.net(), claimed.len()));
     }
     let by_hash = (0..ATTEMPTS).map(|attempt| hash(me.node, attempt) % size);
     let start = hash(me.node, 0) % size;
@@ -126,8 +126,8 @@ pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAdd
     by_hash
         .chain(in_order)
         .map(|n| range.nth(n))
-        .find(|address| !taken.contains(address))
-        .ok_or(RangeError::Full(range.net(), taken.len()))
+        .find(|address| !claimed.contains(address))
+        .ok_or(RangeError::Full(range.net(), claimed.len()))
 }
 
 fn hash(node: &str, attempt: u32) -> u64 {

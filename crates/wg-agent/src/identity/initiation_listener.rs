@@ -106,8 +106,9 @@ pub(crate) async fn remove() -> Result<(), Error> {
         .await
 }
 
-/// The script that writes the table. The priority of its chain precedes other base chains, including
-/// those of a firewall that drops initiations.
+/// The script that writes the table. Its chain runs before other base chains, including those of a firewall that drops
+/// initiations. `udp length` includes the UDP header (8 bytes); `@th,64,8 1` is the message type of an initiation, the
+/// first byte after this header.
 fn script(port: u16) -> String {
     let length = INITIATION + 8;
     format!(
@@ -174,7 +175,7 @@ mod tests {
         (secret, PublicKey::new(public))
     }
 
-    /// An IPv4 packet with an initiation that boringtun makes for a key.
+    /// An initiation that boringtun makes for a key, after 28 bytes in place of the IPv4 and UDP headers.
     fn initiation(to: &PublicKey) -> Vec<u8> {
         let mut tunnel = Tunn::new(key(1).0, (*to.as_bytes()).into(), None, None, 0, None);
         let mut scratch = [0; 256];
@@ -198,8 +199,8 @@ mod tests {
     }
 
     #[test]
-    fn log_messages_are_parsed_at_any_length() {
-        // A packet message with an attribute of 5 bytes and a payload.
+    fn truncated_log_message_yields_no_partial_packet() {
+        // A message NFULNL_MSG_PACKET of NFNL_SUBSYS_ULOG, with an unknown attribute of 5 bytes and a payload (NFULA_PAYLOAD).
         const PACKET: u16 = 4 << 8;
         let attribute = |kind: u16, value: &[u8]| {
             let mut out = (4 + value.len() as u16).to_ne_bytes().to_vec();

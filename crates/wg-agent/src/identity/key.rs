@@ -288,7 +288,7 @@ fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
         .map_err(io_error("sync", directory))?;
     if linked? {
         let key = NodeKey(StaticSecret::from(*secret));
-        tracing::info!(file = %path.display(), public = %key.public(), "made this node's key");
+        tracing::info!(file = %path.display(), public = %key.public(), "created a private key for this node");
         return Ok(key);
     }
     read(path)?.ok_or_else(|| io_error("read", path)(io::ErrorKind::NotFound.into()))

@@ -25,7 +25,8 @@ use super::{
 };
 use crate::{source::store::Store, status::Trouble};
 
-/// How long a due rekey may stay unanswered by all peers before the device switches.
+/// How long a due rekey may stay unanswered by all peers before the device switches: long enough for an initiation and two
+/// retries, which follow at intervals of 5 s plus jitter (`REKEY_TIMEOUT`).
 const NO_REPLY_MARGIN: Duration = Duration::from_secs(12);
 
 /// The facts that decide whether the device switches.
@@ -90,7 +91,8 @@ impl Rotation {
     }
 }
 
-/// Begins, continues or ends a rotation of `key`, whose file is `path`. Returns a message while the rotation is under way.
+/// Begins, continues or ends a rotation of `key`, whose file is `path`. Returns a message while the rotation is
+/// under way, or if a key file cannot be read or replaced.
 pub(crate) async fn advance(
     rotation: &mut Option<Rotation>,
     key: &mut NodeKey,

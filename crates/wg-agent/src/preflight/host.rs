@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_missing_parts_are_rendered() {
+    fn only_given_parts_are_rendered() {
         assert_eq!(HostSetup::default().for_all_systems(), "");
         let tun = HostSetup {
             modules: vec!["tun"],

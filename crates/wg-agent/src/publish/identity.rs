@@ -46,7 +46,7 @@ pub struct NodeFacts<'a> {
     pub agent: Agent,
 }
 
-/// Computes the desired annotations, and adds the observed ones.
+/// Computes the desired annotations. Also returns the annotations that the Node has now (`seen`).
 #[must_use]
 pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
     let NodeFacts {
@@ -72,7 +72,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
     let mut identity: Annotations = identity.annotations();
     // As in kg, an endpoint that a person set takes precedence; a host name is published unresolved.
     match own.force_endpoint {
-        Some(Endpoint::Ip(at)) => drop(identity.insert(KILO_ENDPOINT, Some(at.to_string()))),
+        Some(Endpoint::Ip(address)) => drop(identity.insert(KILO_ENDPOINT, Some(address.to_string()))),
         Some(Endpoint::Dns(name, port)) => drop(identity.insert(KILO_ENDPOINT, Some(format!("{name}:{port}")))),
         None => {}
     }

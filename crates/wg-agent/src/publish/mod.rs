@@ -21,7 +21,7 @@ pub mod identity;
 /// Annotations by key; `None` = absent, or to be removed.
 pub type Annotations = BTreeMap<&'static str, Option<String>>;
 
-/// The desired and the observed annotations of the Node.
+/// The desired annotations of the Node, and the observed values with which they are compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DesiredAnnotations {
     /// The node's identity: written at once.
@@ -34,7 +34,7 @@ pub struct DesiredAnnotations {
 
 /// The shortest time between two writes of the status.
 pub const STATUS_EVERY: Duration = Duration::from_secs(10);
-/// How long the agent's watch may take to show a write before the write is repeated.
+/// If the agent's watch does not show a write within this time, the write is repeated.
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -127,7 +127,7 @@ pub async fn run(
                 Err(error) => {
                     metrics.count_error("publish");
                     if last_error != error {
-                        tracing::warn!(%error, "cannot publish this node's identity; trying again");
+                        tracing::warn!(%error, "cannot write this Node's annotations; trying again");
                         last_error = error;
                     }
                     next_check = backoff.next();
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn recent_write_is_not_repeated_until_it_settles() {
+    fn unobserved_write_is_repeated_after_five_seconds() {
         let start = Instant::now();
         let mut written = WriteHistory::default();
         written.record(&some(&[("key", "a")]), &Annotations::new(), start);

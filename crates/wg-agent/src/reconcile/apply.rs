@@ -24,7 +24,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Applies all route changes. Returns one trouble for each failed change.
+    /// Applies the route changes. If the device is not open, changes that would add an object to it are left out. Returns one
+    /// trouble for each failed change. An error means that nothing was changed.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;
         let pass = match self.device.open {

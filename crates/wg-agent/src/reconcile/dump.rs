@@ -64,7 +64,7 @@ fn peers(applied: &AppliedState, poll: &PeerPoll) -> BTreeMap<String, PeerView> 
             configured_endpoint: seen.and_then(|seen| seen.configured),
             live_endpoint: stats.endpoint,
             keepalive_seconds: spec.keepalive.map(Into::into),
-            largest_packet: *applied.sizes.narrow.get(key).unwrap_or(&applied.sizes.device),
+            largest_packet: *applied.sizes.peer_mtus.get(key).unwrap_or(&applied.sizes.device),
             handshake_age_seconds: stats.handshake_age.map(|age| (age + since).as_secs()),
             rx_bytes: stats.rx_bytes,
             tx_bytes: stats.tx_bytes,
@@ -87,7 +87,7 @@ fn inputs(inputs: &Inputs) -> Value {
         pods_elsewhere,
         peers,
         policies,
-        narrow,
+        peer_mtus,
     } = inputs;
     json!({
         "node": {
@@ -112,7 +112,7 @@ fn inputs(inputs: &Inputs) -> Value {
             "candidates": peer.candidates,
             "keepaliveSeconds": peer.keepalive,
             "allowedIPs": peer.allowed_ips,
-            "largestPacket": narrow.get(&peer.public_key),
+            "largestPacket": peer_mtus.get(&peer.public_key),
         }))).collect::<BTreeMap<_, _>>(),
         "policies": policies,
     })

@@ -27,6 +27,7 @@ pub(super) struct LocalFacts<'a> {
     pub(super) port: u16,
     pub(super) underlay: &'a Underlay,
     pub(super) resolvers: &'a BTreeSet<IpAddr>,
+    /// Networks that stay on the underlay (`--bypass-cidr`).
     pub(super) bypass: &'a [IpNet],
     /// The addresses of the API server in this process's configuration.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
@@ -70,7 +71,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         };
         let endpoint = match &spec.endpoint {
             None => None,
-            Some(Endpoint::Ip(at)) => Some(*at),
+            Some(Endpoint::Ip(address)) => Some(*address),
             Some(Endpoint::Dns(name, port)) => {
                 names.insert(name.clone());
                 snapshot.addresses.get(name).map(|ip| SocketAddr::new(*ip, *port))
@@ -85,6 +86,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             name: name.to_owned(),
             revision: seen.revision,
             public_key: spec.public_key,
+            // A Peer with a preshared key is among `unreadable`.
             preshared_key: None,
             endpoint,
             candidates: spec.candidates.clone(),
@@ -142,7 +144,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             pods_elsewhere,
             peers,
             policies,
-            narrow: BTreeMap::new(),
+            peer_mtus: BTreeMap::new(),
         },
         names,
         members,

@@ -1,5 +1,5 @@
-//! Counts repairs: changes that a pass makes to objects that the previous pass had already applied as desired. Another
-//! program changed these objects in between.
+//! Counts repairs: changes by which a pass undoes what another program did since the previous pass. They restore what the
+//! previous pass had applied, or delete what it had not applied.
 
 use std::collections::BTreeSet;
 
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn only_unexplained_route_changes_are_repairs() {
+    fn route_change_without_new_desired_state_is_a_repair() {
         let (one, two) = (routes(&["10.1.0.0/24"]), routes(&["10.1.0.0/24", "10.1.1.0/24"]));
         let all = diff(&Routes::default(), &one).unwrap();
         let added = diff(&one, &two).unwrap();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn only_unexplained_peer_changes_are_repairs() {
+    fn peer_change_without_new_desired_state_is_a_repair() {
         let key = |n| PublicKey::new([n; 32]);
         let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
         let one: Peers = [(key(1), PeerSpec::default())].into();

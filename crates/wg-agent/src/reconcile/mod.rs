@@ -1,10 +1,10 @@
 //! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
 //! a pass may begin, `poll_peers` polls the peers between passes, and `run` decides when to run passes and polls.
 //!
-//! The order of a pass keeps packets for the mesh from leaving unencrypted. On a node without any state of the agent:
+//! The order of a pass keeps packets for the mesh from leaving unencrypted. In a pass that opens the device, or fails to:
 //! the device, the firewall (drops packets to mesh prefixes that leave by another device), the routes (with `unreachable` routes
-//! of a higher metric), then the peers. On later passes: the firewall, the peers, then the routes, so that the peer of a
-//! new route always exists and no session ends. If the firewall cannot be written, the pass ends before routes and peers.
+//! of a higher metric), then the peers. In other passes: the firewall, the peers, then the routes, so that the peer of a
+//! new route always exists. If the firewall cannot be written, the pass ends before routes and peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -160,7 +160,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.device.needs_check |= matches!(event, Event::Routing(RoutingEvent::Ours) | Event::Unknown);
     }
 
-    /// Runs one reconcile pass. Returns whether it was complete; a failed pass should be repeated soon.
+    /// Runs one reconcile pass. Returns `false` after a trouble that is not harmless; the pass should then be repeated soon.
     pub(crate) async fn pass(&mut self) -> bool {
         let mut troubles = Vec::new();
         if let Err(trouble) = self.run_steps(&mut troubles).await {
@@ -228,9 +228,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 before.unwrap_or_else(|| mtu::auto(underlay.mtu, &BTreeMap::new()))
             });
         gathered.inputs.node.mtu = sizes.device;
-        gathered.inputs.narrow = sizes.narrow.clone();
+        gathered.inputs.peer_mtus = sizes.peer_mtus.clone();
         // Firewall and routes are applied even if the device cannot be opened: they keep packets for the mesh from
-        // leaving unencrypted. But if another program may own the tunnel, they would interrupt it and are not applied.
+        // leaving unencrypted. But a first pass applies nothing while another program may own the tunnel, because this
+        // would interrupt the tunnel of that program.
         let opened = self.ensure_device(sizes.device);
         if self.device.is_occupied && self.applied.is_none() {
             return opened.map(drop);
@@ -255,6 +256,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracing::info!(%name, "kernel setting written");
         }
         troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
+        // `Ok(false)` = the device was open before this pass.
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);
             (peers, self.apply_routes(&compiled).await)
@@ -327,9 +329,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 
     /// Begins, continues or ends a key rotation.
-    async fn advance_rotation(&mut self, own: &ParsedNode) -> Option<Trouble> {
+    async fn advance_rotation(&mut self, own_node: &ParsedNode) -> Option<Trouble> {
         let (tracker, config) = (&self.tracker, self.deps.config.clone());
-        let published = own
+        let published = own_node
             .own
             .as_ref()
             .and_then(|own| own.published.get(KILO_KEY).cloned().flatten());
@@ -353,7 +355,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
         let max_lag = self.deps.cache.max_lag;
         self.deps.cache.content.send_if_modified(|content| {
-            // Without a confirmation the confirmation time stays, so the cache expires.
+            // Unchanged objects without a confirmation keep their confirmation time, so the cache expires.
             let unchanged = content.saved.as_deref() == Some(&saved);
             (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
         });

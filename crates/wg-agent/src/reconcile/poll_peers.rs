@@ -175,9 +175,9 @@ fn agent_annotation(
     datapath_problem: Option<&DatapathProblem>,
 ) -> Agent {
     let mut links: BTreeMap<String, Link> = BTreeMap::new();
-    let mut all = Link::default();
+    let mut total = Link::default();
     for (key, polled) in peers {
-        count_peer(&mut all, polled.state);
+        count_peer(&mut total, polled.state);
         let member = applied.members.get(key);
         if let Some(member) = member.filter(|member| !member.cluster.is_empty() && !member.mesh.1.is_empty()) {
             let (namespace, mesh) = &member.mesh;
@@ -191,8 +191,8 @@ fn agent_annotation(
         mode: "full".to_owned(),
         mtu: device.mtu,
         policy_revision: applied.policy_revision.clone(),
-        peers_up: all.up,
-        peers_down: all.down,
+        peers_up: total.up,
+        peers_down: total.down,
         datapath_bypassed: DatapathProblem::annotation(datapath_problem),
         links: BTreeMap::new(),
     };

@@ -1,4 +1,4 @@
-//! Decides whether a pass may begin: every kind was listed once, the Node exists, and kg does not own the tunnel.
+//! Decides whether a pass may begin: every kind was listed or is in the cache, the Node exists, and kg does not own the tunnel.
 
 use std::{
     path::Path,
@@ -17,7 +17,7 @@ const KG_ALIVE_SECONDS: i64 = 60;
 /// the controller keeps the Peers of a node without annotations.
 const KG_GONE: Duration = Duration::from_secs(300);
 
-/// Returns an error until every kind was listed once. Until then a pass must not change anything.
+/// Returns an error while a kind is neither listed nor in the cache. Then a pass must not change anything.
 pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Trouble> {
     let pending: Vec<String> = snapshot
         .pending_kinds()
@@ -48,8 +48,8 @@ pub(crate) fn find_own_node(snapshot: &ClusterSnapshot, name: &str) -> Result<Pa
 }
 
 /// Seconds since kg wrote `last-seen` on this Node, if that is recent. This agent never writes that annotation.
-pub(crate) fn kg_age_if_alive(own: &ParsedNode, now: SystemTime) -> Option<i64> {
-    let seen = own.own.as_ref().and_then(|own| own.kg_seen)?;
+pub(crate) fn kg_age_if_alive(own_node: &ParsedNode, now: SystemTime) -> Option<i64> {
+    let seen = own_node.own.as_ref().and_then(|own| own.kg_seen)?;
     age_if_alive(seen, now)
 }
 
@@ -65,6 +65,7 @@ pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
 /// missing annotation does not prove that kg is gone.
 #[derive(Debug, Default)]
 pub(super) struct KgWatch {
+    /// `None` = kg was never alive since this agent started. Then a missing annotation means that kg is gone.
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,

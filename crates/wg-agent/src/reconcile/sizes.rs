@@ -37,46 +37,46 @@ pub(super) fn first_endpoints(peers: &[Peer]) -> FirstEndpoints {
     peers.iter().filter_map(first).collect()
 }
 
-/// Looks up the path MTUs in the kernel, and computes the packet sizes. `underlay` is the MTU of the interface by which
-/// outer packets leave.
+/// Looks up the path MTUs in the kernel, and computes the packet sizes. A fixed MTU needs no lookup and gives no MTUs of peers.
+/// `underlay_mtu` is the MTU of the interface by which outer packets leave.
 pub(super) fn packet_sizes(
     wanted: Mtu,
-    underlay: u16,
+    underlay_mtu: u16,
     first_endpoints: &FirstEndpoints,
     tracker: &PeerTracker,
 ) -> Result<Sizes, NetlinkError> {
     if let Mtu::Fixed(device) = wanted {
         return Ok(Sizes {
             device,
-            narrow: BTreeMap::new(),
+            peer_mtus: BTreeMap::new(),
         });
     }
     let mut peers: BTreeMap<PublicKey, IpAddr> = first_endpoints
         .iter()
-        .map(|(key, at)| (*key, at.ip().to_canonical()))
+        .map(|(key, endpoint)| (*key, endpoint.ip().to_canonical()))
         .collect();
-    for (key, at) in tracker
+    for (key, endpoint) in tracker
         .live_endpoints()
         .iter()
-        .map(|(key, at)| (key, *at))
+        .map(|(key, endpoint)| (key, *endpoint))
         .chain(tracker.outer_destinations())
     {
-        peers.insert(*key, at.ip().to_canonical());
+        peers.insert(*key, endpoint.ip().to_canonical());
     }
     let mtus = paths::mtus(&peers.values().copied().collect::<BTreeSet<_>>(), MARK_UNDERLAY)?;
-    let path = |(key, at): (&PublicKey, &IpAddr)| {
+    let path = |(key, address): (&PublicKey, &IpAddr)| {
         let path = Path {
-            mtu: *mtus.get(at)?,
-            outer: Family::of(&(*at).into()),
+            mtu: *mtus.get(address)?,
+            outer: Family::of(&(*address).into()),
         };
         Some((*key, path))
     };
-    Ok(mtu::auto(underlay, &peers.iter().filter_map(path).collect()))
+    Ok(mtu::auto(underlay_mtu, &peers.iter().filter_map(path).collect()))
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Whether packet sizes differ from those of the last pass: a peer roamed, or the kernel learned a smaller path MTU,
-    /// for which it sends no notification.
+    /// for which it sends no notification. False if the lookup fails or no pass has applied sizes.
     pub(crate) fn packet_sizes_changed(&self) -> bool {
         let Some(applied) = &self.applied else { return false };
         match packet_sizes(

@@ -180,15 +180,15 @@ fn agent_waits_five_minutes_after_kg_stopped() {
 }
 
 #[test]
-fn throw_routes_cover_all_underlay_addresses() {
+fn underlay_and_node_addresses_are_gathered() {
     let mut snapshot = snapshot();
-    let other = |n: u8| ParsedNode {
+    let node = |n: u8| ParsedNode {
         internal_ips: vec![IpAddr::from([192, 0, 2, n])],
         wireguard_ip: Some(IpAddr::from([100, 66, 0, n])),
         pod_cidrs: [format!("10.5.{n}.0/24").parse().unwrap()].into(),
         ..ParsedNode::default()
     };
-    snapshot.nodes = listed([("a", other(7)), ("b", other(8))]);
+    snapshot.nodes = listed([("a", node(7)), ("b", node(8))]);
     let inputs = gathered(&snapshot).inputs;
     let throw: Vec<String> = inputs.throw.iter().map(ToString::to_string).collect();
     assert_eq!(

@@ -14,9 +14,10 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Removes rules, routes, the firewall table, a userspace device, and this agent's annotation, including those of
-    /// an earlier process. Each pass tries again until everything is removed.
-    pub(super) async fn withdraw(&mut self, own: &ParsedNode) -> Result<(), Trouble> {
+    /// Removes rules, routes and the firewall table, also those of an earlier process, the userspace device that this process
+    /// has open, and this agent's annotation. The table of an agent in policy mode stays. Each pass tries again until
+    /// everything is removed.
+    pub(super) async fn withdraw(&mut self, own_node: &ParsedNode) -> Result<(), Trouble> {
         if self.kg.is_withdrawn {
             return Ok(());
         }
@@ -27,10 +28,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // A table without rules and routes was written by policy mode. It stays, because an agent in policy mode may
-        // start again.
-        let is_full_mode = !observed.routes.is_empty() || !observed.rules.is_empty() || firewall.has_written();
-        // The interface's addresses already belong to kg.
+        // If the node has neither rules nor routes of the agent, and this process has not written the firewall table, an agent
+        // in policy mode wrote it. Then the table stays, because an agent in policy mode may start again.
+        let has_full_mode_state = !observed.routes.is_empty() || !observed.rules.is_empty() || firewall.has_written();
+        // kg already uses the interface's addresses, so only they stay.
         let addresses_only = Routes {
             addresses: observed.addresses,
             ..Routes::default()
@@ -46,13 +47,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         {
             open.device.close().map_err(|error| trouble(error.to_string()))?;
         }
-        if is_full_mode {
+        if has_full_mode_state {
             let destroyed = firewall.destroy().await;
             destroyed.map_err(|error| trouble(error.to_string()))?;
             tracing::warn!("kg (Kilo) serves this node: rules, routes and firewall of wg-agent are removed");
         }
         self.applied = None;
-        let published = own.own.clone().unwrap_or_default().published;
+        let published = own_node.own.clone().unwrap_or_default().published;
         self.deps.publish.send_replace(DesiredAnnotations {
             status: [(NODE_AGENT, None)].into(),
             seen: published,

@@ -120,8 +120,8 @@ pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<O
     apply_changes(routing, desired, |_| true).await
 }
 
-/// Like [`converge`], if the device could not be opened. Desired objects on the device stay, since its tunnels may work;
-/// none is added to it, since an interface of that name may belong to another program.
+/// Like [`converge`], for a device that could not be opened: nothing is added to it, because an interface of that name may
+/// belong to another program. Desired objects that are on the device stay, because its tunnels may work.
 pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     apply_changes(routing, desired, |change| !change.adds_to_device()).await
 }

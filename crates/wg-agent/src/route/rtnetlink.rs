@@ -1,4 +1,5 @@
-//! Implements [`Routing`] over rtnetlink(7): dumps are filtered to the agent's objects, and each change is one message.
+//! Implements [`Routing`] over rtnetlink(7). It observes the addresses of the device, and only those routes and rules that have the
+//! agent's protocol number.
 
 use std::net::IpAddr;
 

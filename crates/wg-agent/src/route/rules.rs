@@ -13,7 +13,8 @@ use netlink_packet_route::{
 use super::address_family;
 
 /// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and the
-/// agent's protocol number, which deletes one rule of that priority.
+/// agent's protocol number. Each such message deletes one rule of the agent at that priority, and it is repeated until
+/// none is left.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = address_family(rule.family);
@@ -35,8 +36,8 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
 }
 
 /// Decodes a rule of the agent's protocol; `None` = the rule is ignored. A rule that the agent never writes becomes
-/// [`Action::Other`], which is deleted by its priority. At one of the agent's own priorities it is ignored, because
-/// deleting by the priority would delete the agent's own rule, too.
+/// [`Action::Other`]. To delete it, all rules of the agent at its priority are deleted. So it is ignored at
+/// [`RULE_TUNNEL`] and [`RULE_MESH`], the priorities of the rules that the agent writes.
 pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,
@@ -55,6 +56,7 @@ pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> 
             RuleAttribute::FwMask(m) => rule.mask = *m,
             RuleAttribute::Table(t) => table = *t,
             RuleAttribute::Protocol(p) => is_ours = *p == RouteProtocol::from(PROTOCOL),
+            // `u32::MAX` = not set.
             RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
             RuleAttribute::Other(_) => {}
             _ => has_known_form = false,

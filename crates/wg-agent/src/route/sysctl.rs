@@ -85,8 +85,9 @@ fn read(path: &str) -> io::Result<u8> {
         .map_err(|_| io::Error::other(format!("contains {:?}", text.trim())))
 }
 
-/// Checks the effective value. For an interface it is the greater of the interface's own value and the value of `all`
-/// (Documentation/networking/ip-sysctl.rst, rp_filter and src_valid_mark).
+/// Checks the effective value. For an interface, this is the greater of the interface's own value and the value of `all`:
+/// Documentation/networking/ip-sysctl.rst says so for rp_filter and src_valid_mark, and a test on Linux 6.18 showed it for
+/// ignore_routes_with_linkdown.
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
         Ok(own) => own,

@@ -25,7 +25,7 @@ const BUFFER: usize = 4 << 20;
 /// `_IPV4_RULE`, `_IPV6_IFADDR`, `_IPV6_ROUTE`, `_IPV6_RULE`, `_IPV4_NETCONF`, `_IPV6_NETCONF` (linux/rtnetlink.h).
 const GROUPS: [u32; 9] = [1, 5, 7, 8, 9, 11, 19, 24, 25];
 
-/// The objects that may have changed.
+/// The objects that may have changed. A later variant makes the agent do all that an earlier one does, and more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RoutingEvent {
     /// Kernel settings of the device or of all interfaces. Of the agent's settings, the kernel reports changes only of
@@ -58,8 +58,8 @@ impl Watch {
         Ok(Self { device, events })
     }
 
-    /// Waits for the next event that may concern the agent, and consumes all events that have arrived by then. The agent's own
-    /// changes cause events, too. Safe to cancel.
+    /// Waits for the next event that may concern the agent, consumes all events that have arrived by then, and returns the
+    /// greatest of them. The agent's own changes cause events, too. Safe to cancel.
     ///
     /// # Errors
     /// The socket failed permanently: open another one and observe everything.
@@ -91,7 +91,7 @@ fn filter() -> [SockFilter; 11] {
     const DELETE_ROUTE: u16 = 25;
     // BPF loads convert from network order; the header is in host order.
     let kind = |number: u16| u32::from(number.to_be());
-    let load = |how, at| SockFilter::new(how, 0, 0, at);
+    let load = |size, offset| SockFilter::new(size, 0, 0, offset);
     let equal = |value, skip, else_skip| SockFilter::new(EQUAL, skip, else_skip, value);
     let verdict = |bytes| SockFilter::new(RETURN, 0, 0, bytes);
     [
@@ -168,8 +168,8 @@ fn classify_route(route: &RouteMessage) -> Option<RoutingEvent> {
     }
 }
 
-/// Addresses on any interface count, since the agent's device may have been created anew with another index. Link-local
-/// addresses are ignored: every new pod's interface gets one.
+/// A /32 or /128 may be an address of the agent, which assigns no others. Addresses on any interface count, since the agent's device
+/// may have been created anew with another index. Link-local addresses are ignored: every new pod's interface gets one.
 fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     match (address.header.scope, address.header.prefix_len) {
         (AddressScope::Universe, 32 | 128) => Some(RoutingEvent::Ours),

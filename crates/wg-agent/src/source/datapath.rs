@@ -34,7 +34,8 @@ pub(crate) fn initial() -> Option<DatapathProblem> {
     most_urgent(None, interface_exists(KUBE_IPVS))
 }
 
-/// Checks repeatedly until the token is cancelled. Sends each change to `problem`, and wakes the store's waiter.
+/// Checks repeatedly until the token is cancelled. Sends each change to `problem`, and wakes the task that waits
+/// for changes of `store`.
 pub(crate) async fn run(
     client: Client,
     problem: watch::Sender<Option<DatapathProblem>>,
@@ -116,7 +117,7 @@ pub(crate) enum DatapathProblem {
     Ipvs,
     /// Cilium's settings cannot be read.
     #[error(
-        "Cilium serves this node, and kube-system/cilium-config cannot be read ({0}), so it is not known whether packets pass \
+        "Cilium serves this node, and kube-system/cilium-config cannot be read ({0}), so it is not known whether packets bypass \
          netfilter: allow this account to `get` that ConfigMap (as in deploy/agent.yaml)"
     )]
     Unknown(String),
@@ -133,7 +134,7 @@ impl DatapathProblem {
     }
 }
 
-/// Reads Cilium's settings; `None` = packets pass netfilter.
+/// Reads Cilium's settings; `None` = no packets bypass netfilter.
 async fn check_cilium(client: &Client) -> Option<DatapathProblem> {
     let api: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");
     match tokio::time::timeout(REQUEST_TIMEOUT, api.get_opt("cilium-config")).await {

@@ -21,8 +21,8 @@ const CONCURRENCY: usize = 16;
 /// An address for each name that has one.
 pub type Addresses = BTreeMap<String, IpAddr>;
 
-/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while DNS returns that address or
-/// nothing, so that round-robin DNS does not move a peer. `known` contains the answers of an earlier process.
+/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while the answers contain it or
+/// there is no answer, so that round-robin DNS does not move a peer. `known` contains the answers of an earlier process.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,

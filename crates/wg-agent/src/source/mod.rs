@@ -1,4 +1,4 @@
-//! Reads the agent's inputs: the objects of its own cluster, and the node's network without the mesh.
+//! Reads the agent's inputs: the objects of its own cluster, and the node's underlay.
 
 use clustermesh_api::{peer::Peer, policy::PeerPolicy};
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -24,8 +24,8 @@ pub mod watch;
 
 const PEER_POLICY: &str = "PeerPolicy";
 
-/// Starts the watches of all objects that concern the node `me`. They update `store` until the token is cancelled. `keys`
-/// are the annotations that this agent writes on its own Node.
+/// Starts the watches of all Peers, PeerPolicies and Nodes, and of the API server's endpoints. They update `store` until the
+/// token is cancelled. `keys` are the annotations that this agent writes on its own Node `me`.
 pub fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,
@@ -34,11 +34,11 @@ pub fn start_watches(
     store: &Store,
     stop: &CancellationToken,
 ) {
-    let all = watcher::Config::default;
+    let default_config = watcher::Config::default;
     let peers = ApiResource::erase::<Peer>(&());
     tasks.spawn(watch::watch_kind(
         Api::<DynamicObject>::all_with(client.clone(), &peers),
-        all(),
+        default_config(),
         ParsedPeer::new,
         StoreSink {
             store: store.clone(),
@@ -50,7 +50,7 @@ pub fn start_watches(
     let policies = ApiResource::erase::<PeerPolicy>(&());
     tasks.spawn(watch::watch_kind(
         Api::<DynamicObject>::all_with(client.clone(), &policies),
-        all(),
+        default_config(),
         ParsedPolicy::new,
         StoreSink {
             store: store.clone(),
@@ -62,7 +62,7 @@ pub fn start_watches(
     let me = me.to_owned();
     tasks.spawn(watch::watch_kind(
         Api::<Node>::all(client.clone()),
-        all(),
+        default_config(),
         move |node| ParsedNode::new(&node, &me, keys),
         StoreSink {
             store: store.clone(),
@@ -73,7 +73,7 @@ pub fn start_watches(
     ));
     tasks.spawn(watch::watch_kind(
         Api::<EndpointSlice>::namespaced(client.clone(), "default"),
-        all().labels("kubernetes.io/service-name=kubernetes"),
+        default_config().labels("kubernetes.io/service-name=kubernetes"),
         |slice| sockets(&slice),
         StoreSink {
             store: store.clone(),

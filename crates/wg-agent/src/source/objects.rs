@@ -73,14 +73,14 @@ pub struct ParsedPolicy {
     /// The policy to enforce. An unparsable policy allows nothing. It keeps its networks, so that packets to them never
     /// leave unencrypted.
     pub spec: PolicySpec,
-    /// Why it cannot be parsed.
+    /// Why the object cannot be parsed; `None` = it was parsed.
     pub problem: Option<String>,
-    /// A hash of its spec.
+    /// A hash of its name and spec.
     pub digest: PolicyDigest,
 }
 
 impl ParsedPolicy {
-    /// Parses an object. A policy that cannot be parsed denies as much as possible.
+    /// Parses an object. If that fails, the policy allows nothing and keeps those of its networks that can be read.
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
@@ -123,7 +123,7 @@ pub struct ParsedNode {
     pub own: Option<OwnNode>,
 }
 
-/// Values of this node's own Node. The cache leaves out values that soon become outdated.
+/// Values of this node's own Node. [`crate::cache`] does not store those that soon become outdated.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct OwnNode {
@@ -236,7 +236,7 @@ mod tests {
 
     // threat: unreadable-policy
     #[test]
-    fn unreadable_policy_allows_nothing_and_closes_its_networks() {
+    fn unparsable_policy_allows_nothing_and_keeps_its_networks() {
         let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
         object.data["spec"]["deny"][0]["ports"] = serde_json::json!([{"port": "https"}]);
         let seen = ParsedPolicy::new(object);
@@ -288,16 +288,16 @@ mod tests {
             ParsedNode::new(&node("1"), "other", &[]),
             ParsedNode::new(&node("2"), "other", &[])
         );
-        let own = ParsedNode::new(&node("2"), "n", &["kilo.squat.ai/wireguard-ip", "kilo.squat.ai/key"]);
+        let parsed = ParsedNode::new(&node("2"), "n", &["kilo.squat.ai/wireguard-ip", "kilo.squat.ai/key"]);
         assert_eq!(
-            (own.wireguard_ip, own.internal_ips, own.pod_cidrs),
+            (parsed.wireguard_ip, parsed.internal_ips, parsed.pod_cidrs),
             (
                 Some("10.4.0.1".parse().unwrap()),
                 vec!["192.0.2.7".parse().unwrap()],
                 nets(&["10.5.1.0/24", "fd00:5:0:1::/64"])
             )
         );
-        let own_node = own.own.unwrap();
+        let own_node = parsed.own.unwrap();
         assert_eq!(own_node.kg_seen, Some(2));
         assert_eq!(
             own_node.published,

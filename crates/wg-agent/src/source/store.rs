@@ -36,7 +36,7 @@ pub struct ClusterSnapshot {
 }
 
 impl ClusterSnapshot {
-    /// Kinds that have not been listed yet.
+    /// Kinds that are neither listed nor in the cache.
     #[must_use]
     pub fn pending_kinds(&self) -> Vec<&'static str> {
         let Self {
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_objects_replace_unlisted_kinds_only_once() {
+    fn cached_objects_fill_unlisted_kinds_only_once() {
         let saved = SavedObjects {
             nodes: named("old"),
             api_servers: named("old"),

@@ -62,7 +62,7 @@ struct Hop {
 }
 
 /// Reads the node's network. Outer packets leave by the interface that has one of the Node's InternalIPs (`internal`), else
-/// by the interface of the best default route. `device` is the agent's tunnel device.
+/// by the interface of the best default route (IPv4 before IPv6, then the lowest metric). `device` is the agent's tunnel device.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
     // Opened here, so that it belongs to the network namespace of the caller's thread.
     let socket = Socket::open(Protocol::Route)?;
@@ -89,7 +89,7 @@ fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     }
     let mut hops = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // The kernel returns only this table. Before Linux 4.20 it returns all tables, so `parse_main_table` filters, too.
+        // Since Linux 4.20 the kernel returns only the main table. Older kernels return all tables, so `parse_main_table` filters, too.
         let mut filter = RouteMessage::default();
         filter.header.address_family = family;
         filter.header.table = RouteHeader::RT_TABLE_MAIN;

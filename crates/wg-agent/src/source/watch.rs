@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 /// Objects of one kind by name, as far as known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum WatchedKind<V> {
-    /// Never listed since this process started.
+    /// Not listed since this process started, and not in the cache.
     #[default]
     Pending,
     /// The API server does not know the kind, because its CRD is not installed. Counts as a kind without objects.
@@ -32,7 +32,7 @@ pub enum WatchedKind<V> {
 }
 
 impl<V> WatchedKind<V> {
-    /// The objects; none if the kind is unknown or not listed yet: check
+    /// The listed or cached objects; none if the CRD is missing or the kind is pending. For the latter, check
     /// [`super::store::ClusterSnapshot::pending_kinds`] first.
     pub(crate) fn objects(&self) -> impl Iterator<Item = (&str, &V)> {
         let objects = match self {
@@ -61,7 +61,8 @@ const UNKNOWN_KIND_RETRY: Duration = Duration::from_secs(3);
 /// How long a kind must be unknown until its CRD counts as missing. A starting API server may not know its CRDs yet, and
 /// the next pass removes the state of all objects of a missing kind.
 const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
-/// The same for a kind that was never listed. Until then no pass runs, and the kernel keeps an earlier process's state.
+/// Replaces [`CRD_MISSING_AFTER`] for a kind that was neither listed nor cached. It is shorter, because no pass runs while a kind is
+/// pending, and the kernel keeps the state of an earlier process.
 const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
 /// When the API server first answered that it does not know a kind; `None` = its last answer was different.

@@ -14,10 +14,10 @@ pub(crate) struct StatusArgs {
     /// A table, or the agent's whole state as JSON.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// Only peers of this cluster, by its name in the ClusterMesh (table).
+    /// Show only peers of this cluster, by its name in the ClusterMesh. Ignored with `-o json`.
     #[arg(long)]
     cluster: Option<String>,
-    /// Only this Peer, by its name (table).
+    /// Show only this Peer, by its name. Ignored with `-o json`.
     #[arg(long)]
     peer: Option<String>,
 }
@@ -30,7 +30,8 @@ enum Output {
     Json,
 }
 
-/// Prints the state. The exit code is 0 if the node is healthy, 1 if it has problems, 2 if the agent did not answer.
+/// Prints the state. The exit code is 0 if the node is healthy, 1 if it has problems, 2 if the agent did not answer or has another
+/// version. In a table, peers that `--cluster` and `--peer` exclude do not count.
 pub(crate) fn run(args: StatusArgs) -> ExitCode {
     let StatusArgs { output, cluster, peer } = args;
     let answer = query().map_err(|error| error.to_string()).and_then(|state| {
@@ -48,9 +49,11 @@ pub(crate) fn run(args: StatusArgs) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    view.filter_peers(cluster.as_deref(), peer.as_deref());
     let text = match output {
-        Output::Table => table::page(&view),
+        Output::Table => {
+            view.filter_peers(cluster.as_deref(), peer.as_deref());
+            table::page(&view)
+        }
         Output::Json => format!("{state:#}\n"),
     };
     // The reader may have closed the pipe, as `head` does.

@@ -68,7 +68,7 @@ pub(crate) enum QueryError {
          wg-agent status`) or as root on its node; if the agent should run here, its log says why it does not"
     )]
     NotRunning(io::Error),
-    /// The agent closed the connection, or its answer is not JSON.
+    /// The user may not open the socket, the agent closed the connection, or its answer is not JSON.
     #[error("the agent sent no state: it answers only root, and only once it has started ({0})")]
     NoState(String),
     /// The agent did not answer in time.

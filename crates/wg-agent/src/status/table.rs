@@ -71,6 +71,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             ));
         }
     }
+    // Empty = not checked yet; "restricted" = an admission policy restricts the agent's account, so there is nothing to report.
     if !matches!(view.admission.as_str(), "" | "restricted") {
         facts.push(("Admission", view.admission.clone()));
     }

@@ -111,7 +111,7 @@ impl View {
             && self.peers.values().all(|peer| peer.state != "down")
     }
 
-    /// Keeps only peers of this cluster, or the peer of this name.
+    /// Keeps only the peers that have this cluster and this name; `None` = any.
     pub(crate) fn filter_peers(&mut self, cluster: Option<&str>, peer: Option<&str>) {
         self.peers.retain(|name, view| {
             cluster.is_none_or(|cluster| cluster == view.cluster) && peer.is_none_or(|peer| peer == name)

@@ -152,7 +152,7 @@ fn kernel_accepts_the_table_with_expected_chains_and_sets() {
 }
 
 #[test]
-fn second_update_is_empty_and_changes_update_only_elements() {
+fn repeated_update_is_empty_and_changed_sets_update_elements() {
     let ns = NetNs::new("delta");
     inside(&ns, async {
         let mut manager = FirewallManager::new(Nft::default());
@@ -241,7 +241,7 @@ fn table_is_listed_once_for_each_ruleset_generation() {
         manager.converge(&example()).await.unwrap();
         assert!(manager.matches_kernel().await.unwrap());
     });
-    // Another namespace may have the same ruleset generation.
+    // The generation of another namespace passes through the same numbers. There, the table must not be found.
     inside(&other, async {
         for number in 0..20 {
             let mut same = manager.backend().clone();
@@ -297,7 +297,7 @@ fn missing_nft_is_reported_with_its_remedy() {
 
 // threat: foreign-change
 #[test]
-fn external_nftables_change_is_reported_once() {
+fn table_write_is_reported_once_and_flush_is_reported() {
     let ns = NetNs::new("events");
     inside(&ns, async {
         let mut watch = Watch::open().unwrap();
@@ -338,8 +338,8 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// The same table with 500 rules before each lookup. They delay packets, so that many packets are between two lookups
-/// during an update.
+/// Adds 500 rules before each lookup if the update writes the whole table; an update of elements stays the same. The rules
+/// delay packets, so that many packets are between two lookups during an update.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;
@@ -386,9 +386,10 @@ fn denied_packets_never_pass_during_table_updates() {
         let (sources, to) = (nets(sources), nets(&["10.101.0.0/16"]));
         firewall_that_denies(&sources, &to, &nets(&["10.101.0.9/32"]))
     };
-    let (with, without) = (table(&["10.243.0.0/16", "10.244.0.0/16"]), table(&["10.244.0.0/16"]));
+    let with_member = table(&["10.243.0.0/16", "10.244.0.0/16"]);
+    let without_member = table(&["10.244.0.0/16"]);
     inside(&node, async {
-        let whole = with_slow_rules(update(None, &with).unwrap());
+        let whole = with_slow_rules(update(None, &with_member).unwrap());
         run_update(&mut Nft::default(), &whole).await.unwrap()
     });
 
@@ -398,7 +399,7 @@ fn denied_packets_never_pass_during_table_updates() {
         scope.spawn(move || {
             while ended.try_recv() == Err(mpsc::TryRecvError::Empty) {
                 for to in std::iter::once(OPEN).chain([DENIED; 50]) {
-                    // A full queue may return an error.
+                    // If a queue is full, the kernel may return an error.
                     let _ = socket.send_to(b"?", to.parse::<SocketAddr>().unwrap());
                 }
             }
@@ -406,7 +407,11 @@ fn denied_packets_never_pass_during_table_updates() {
         inside(&node, async {
             let mut nft = Nft::default();
             for _ in 0..150 {
-                for (old, new) in [(None, &with), (Some(&with), &without), (Some(&without), &with)] {
+                for (old, new) in [
+                    (None, &with_member),
+                    (Some(&with_member), &without_member),
+                    (Some(&without_member), &with_member),
+                ] {
                     run_update(&mut nft, &with_slow_rules(update(old, new).unwrap()))
                         .await
                         .unwrap();

@@ -1,5 +1,5 @@
 //! Sends packets through the whole data path of nodes in real network namespaces: routes, conntrack, the masquerading of
-//! a CNI and the DNAT of a Service. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+//! a CNI and the DNAT of a Service. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and tcpdump.
 
 mod worker;
 
@@ -30,10 +30,10 @@ both! {
     locally_translated_service_keeps_the_pod_source
     node_address_is_tunnelled_while_outer_packets_are_not
     icmp_errors_come_back_through_the_tunnel
-    destinations_outside_the_policy_are_closed
+    destinations_outside_the_policy_are_unreachable
     host_listeners_are_open_only_at_listed_node_addresses
-    removed_allow_rule_closes_an_open_connection
-    closed_member_loses_open_connections_both_ways
+    removed_allow_rule_blocks_an_open_connection
+    closed_policy_blocks_open_connections_both_ways
     mesh_packets_never_leave_unencrypted_without_a_tunnel
     spoofed_mesh_source_is_not_forwarded
     mss_fits_the_smaller_device_mtu
@@ -42,8 +42,8 @@ both! {
     worker_forwards_node_port_connections_into_the_tunnel
 }
 
-/// Runs tests with real WireGuard devices, whose outer packets have the other family. Tests that break the tunnel and
-/// tests of a worker are excluded: they need the veth pair.
+/// Runs tests with real WireGuard devices, whose outer packets have the other family. Tests that need the veth pair are excluded: those
+/// that break the tunnel, those that send outer packets themselves, and those of a worker (a member's node in the hub's pod network).
 macro_rules! across {
     ($($name:ident)*) => {
         mod ipv4_over_ipv6 { $(#[test] fn $name() { super::$name(&super::V4_OVER_V6) })* }
@@ -57,10 +57,10 @@ across! {
     remote_service_is_reached_and_answers_through_its_anchor
     locally_translated_service_keeps_the_pod_source
     icmp_errors_come_back_through_the_tunnel
-    destinations_outside_the_policy_are_closed
+    destinations_outside_the_policy_are_unreachable
     host_listeners_are_open_only_at_listed_node_addresses
-    removed_allow_rule_closes_an_open_connection
-    closed_member_loses_open_connections_both_ways
+    removed_allow_rule_blocks_an_open_connection
+    closed_policy_blocks_open_connections_both_ways
     spoofed_mesh_source_is_not_forwarded
     mss_fits_the_smaller_device_mtu
 }
@@ -120,7 +120,7 @@ fn node_address_is_tunnelled_while_outer_packets_are_not(f: &'static Family) {
     }
     assert_eq!(source_of(&mesh.member, f.hub, 9090), f.member_wireguard);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
-    // The member's device sends its outer packets, which have a mark, to the same address.
+    // Outer packets of the member's device have a mark and go to the hub's node address, too.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     let capture = Capture::start(&mesh.member, "eth0", "udp port 51820");
@@ -153,14 +153,14 @@ fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
         });
     }
     // Errors about a reply reach the server.
-    let at = |ns: &NetNs, address: &str| {
+    let bind = |ns: &NetNs, address: &str| {
         let socket = ns
             .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), 5000)))
             .unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         socket
     };
-    let (client, server) = (at(&mesh.member_pod, f.member_pod), at(&mesh.hub_pod, f.hub_pod));
+    let (client, server) = (bind(&mesh.member_pod, f.member_pod), bind(&mesh.hub_pod, f.hub_pod));
     let (_, from) = wait_for("the request", Duration::from_secs(5), || {
         client
             .send_to(b"question", (f.hub_pod.parse::<IpAddr>().unwrap(), 5000))
@@ -177,7 +177,7 @@ fn icmp_errors_come_back_through_the_tunnel(f: &'static Family) {
 }
 
 // threat: denied-address
-fn destinations_outside_the_policy_are_closed(f: &'static Family) {
+fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     let mesh = Mesh::new(f);
     for port in [9090, 10250] {
         serve(&mesh.hub, f.hub, port);
@@ -216,7 +216,7 @@ fn destinations_outside_the_policy_are_closed(f: &'static Family) {
         let closed = request(&mesh.member_pod, to, port).unwrap_err();
         assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
     }
-    // A Service may have a pod with such a port number as endpoint.
+    // A pod behind a Service may listen on a port with the number of an infrastructure port.
     serve(&mesh.hub2_pod, f.hub2_pod, 10250);
     mesh.service_on(&mesh.hub, f.service, f.hub2_pod, 10250);
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
@@ -276,7 +276,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         .enter(|| UdpSocket::bind((any.parse::<IpAddr>().unwrap(), 161)).unwrap());
     udp.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
     let client = mesh.member_pod.enter(|| UdpSocket::bind((f.member_pod, 0)).unwrap());
-    let sent = |to: &str| {
+    let received = |to: &str| {
         client
             .send_to(to.as_bytes(), (to.parse::<IpAddr>().unwrap(), 161))
             .unwrap();
@@ -284,13 +284,13 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         let (length, _) = udp.recv_from(&mut buffer).ok()?;
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     };
-    assert_eq!(sent(f.hub).as_deref(), Some(f.hub));
+    assert_eq!(received(f.hub).as_deref(), Some(f.hub));
     for address in [f.hub_wireguard, f.hub_gateway] {
         for port in [22, 30080] {
             let closed = request(&mesh.member_pod, address, port).unwrap_err();
             assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {closed}");
         }
-        assert_eq!(sent(address), None, "{address}");
+        assert_eq!(received(address), None, "{address}");
         assert!(mesh.member_pod.pings(address), "{address}");
     }
     // The node receives the replies to connections that it opened from its WireGuard address.
@@ -299,7 +299,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
 }
 
 // threat: policy-removed
-fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
+fn removed_allow_rule_blocks_an_open_connection(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
     let listener = mesh
@@ -327,7 +327,7 @@ fn removed_allow_rule_closes_an_open_connection(f: &'static Family) {
 }
 
 // threat: closed-member-continues
-fn closed_member_loses_open_connections_both_ways(f: &'static Family) {
+fn closed_policy_blocks_open_connections_both_ways(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
     let open = |from: &NetNs, to: &NetNs, at: &str, port| {
@@ -391,7 +391,8 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
     };
     mesh.member.ip("link set kilo0 down");
     for ns in [&mesh.member, &mesh.member_pod] {
-        // The client gets an error before the timeout. TCP over IPv6 reports it at the first retransmission, after 1 s.
+        // The client gets an error (exit code 7 of curl) before the timeout. TCP over IPv6 reports it at the first retransmission,
+        // after 1 s.
         let output = ns.output(
             "curl",
             &["-sS", "-m", "5", &format!("http://{}:8080", f.url(f.hub_pod))],
@@ -430,21 +431,21 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     // Another machine on the hub's underlay sends from an address of the member.
     mesh.hub2
         .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
-    let from = |ns: &NetNs| {
+    let reaches_hub_pod = |ns: &NetNs| {
         let url = format!("http://{}:8080", f.url(f.hub_pod));
         ns.output("curl", &["-sS", "-m", "1", "--interface", f.member_pod, &url])
             .status
             .success()
     };
     assert!(mesh.hub2.pings(f.hub));
-    // Remove all other rules that would drop the packet.
+    // Let only the chain path_in drop the packet: empty the chain `leave`, and route the address to the sender.
     mesh.hub.sh("nft flush chain inet clustermesh leave");
     mesh.hub.ip(&format!(
         "route add {}/{} via {} table 99",
         f.member_pod, f.host, f.hub2
     ));
     mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
-    assert!(!from(&mesh.hub2));
+    assert!(!reaches_hub_pod(&mesh.hub2));
     let path = mesh.hub.sh("nft list chain inet clustermesh path_in");
     let dropped = path
         .lines()
@@ -452,7 +453,10 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
         .count();
     assert_eq!(dropped, 1, "{path}");
     mesh.hub.sh("nft flush chain inet clustermesh path_in");
-    assert!(from(&mesh.hub2), "without the chain the packet must be forwarded");
+    assert!(
+        reaches_hub_pod(&mesh.hub2),
+        "without the chain the packet must be forwarded"
+    );
 }
 
 fn mss_fits_the_smaller_device_mtu(f: &'static Family) {

@@ -13,8 +13,8 @@ use clustermesh_tests::netns::{NetNs, wait_until};
 use wg_agent::device::Device;
 
 use testbed::{
-    ATTACKER, Conversation, FRIEND, MEMORY_LIMIT, Outer, PORT, RawPeer, TIMEOUT, Testbed, V4, V6, VICTIM, open, peer,
-    public, resident_memory, secret, udp,
+    ATTACKER, Conversation, FRIEND, MAX_MEMORY_GROWTH, Outer, PORT, RawPeer, TIMEOUT, Testbed, V4, V6, VICTIM, open,
+    peer, public, resident_memory, secret, udp,
 };
 
 /// Number of source addresses of the handshake flood.
@@ -22,6 +22,7 @@ const SOURCES: u32 = 10_000;
 /// Maximum number of staged packets of a peer (`wg-userspace/src/staged.rs`).
 const STAGED_PACKETS: u64 = 128;
 
+/// Runs each test over IPv4 with one worker thread of the device, and over IPv6 with two.
 macro_rules! both {
     ($($name:ident)*) => {
         mod over_ipv4_with_one_worker {
@@ -72,7 +73,7 @@ fn messages(testbed: &Testbed) -> Vec<Vec<u8>> {
     all
 }
 
-/// Ends a flood on drop, even when the test panics.
+/// Ends a flood when this value goes out of scope, also when the test panics.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -87,7 +88,8 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     // The attacker has every address of the range, and the victim routes replies to it.
     testbed.attacker.ip(&format!("route add local {} dev lo", outer.range));
     testbed.attacker.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
-    // The attacker cannot send a neighbour solicitation from such an address, so a ping creates the neighbour entry.
+    // The attacker cannot send a neighbour solicitation from such an address. A ping from its own address creates the
+    // neighbour entry of the victim first.
     assert!(testbed.attacker.pings(&outer.victim.to_string()));
     testbed
         .victim
@@ -150,7 +152,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     );
     assert!(sources.load(Ordering::Relaxed) >= SOURCES.into());
     assert!(testbed.dropped(&["under_load"]) > 1_000 && testbed.dropped(&["invalid"]) > 100);
-    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
+    assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
 }
 
 // threat: replayed-message
@@ -213,9 +215,9 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
         elsewhere.send(&fresh[..length]).expect("send");
         sent += 1;
     }
-    for at in 0..fresh.len() {
+    for offset in 0..fresh.len() {
         let mut changed = fresh.clone();
-        changed[at] ^= 0x10;
+        changed[offset] ^= 0x10;
         elsewhere.send(&changed).expect("send");
         sent += 1;
     }
@@ -319,7 +321,8 @@ fn flood_to_unreachable_peer_uses_bounded_memory(outer: &'static Outer) {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            // All senders share the interface's queue, which drops the newest packets. The pause leaves room for others.
+            // All senders share the interface's queue, which drops the newest packets. The pause leaves room for the replies
+            // of the conversation.
             std::thread::sleep(Duration::from_millis(1));
         }
     };
@@ -329,7 +332,7 @@ fn flood_to_unreachable_peer_uses_bounded_memory(outer: &'static Outer) {
         let _stop = Stop(&stop);
         conversation.wait_for_answers();
         wait_until("twice the memory limit to be sent", Duration::from_secs(60), || {
-            sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY_LIMIT
+            sent.load(Ordering::Relaxed) * 1_392 > 2 * MAX_MEMORY_GROWTH
         });
         conversation.wait_for_answers();
     });
@@ -340,8 +343,8 @@ fn flood_to_unreachable_peer_uses_bounded_memory(outer: &'static Outer) {
         "{grown} bytes; {sent} sent, {:?}",
         testbed.device.observe().expect("observe").drops
     );
-    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
-    wait_until("every packet that is not queued to be counted", TIMEOUT, || {
+    assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
+    wait_until("the drops of all packets that are not queued", TIMEOUT, || {
         testbed.dropped(&["no_session", "interface_queue"]) + STAGED_PACKETS >= sent
     });
     assert!(testbed.dropped(&["no_session"]) > STAGED_PACKETS);
@@ -375,7 +378,7 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     let (link, before_down) = (&testbed.interface, testbed.dropped(&counted));
     testbed.victim.ip(&format!("link set {link} down"));
     flood(10_000);
-    wait_until("packets that the interface refuses to be counted", TIMEOUT, || {
+    wait_until("a drop for every packet to the disabled interface", TIMEOUT, || {
         testbed.dropped(&counted) >= before_down + 10_000
     });
     testbed.victim.ip(&format!("link set {link} up"));
@@ -383,7 +386,7 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     let grown = resident_memory().saturating_sub(before);
     println!("{grown} bytes, {:?}", testbed.device.observe().expect("observe").drops);
     conversation.finish();
-    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
+    assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
     assert!(testbed.dropped(&["interface"]) > 0);
     drop(inner);
 }
@@ -416,7 +419,7 @@ fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
         wait_until(
             "more packets than fit into the send buffer",
             Duration::from_secs(60),
-            || sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY_LIMIT && testbed.dropped(&["network"]) > 0,
+            || sent.load(Ordering::Relaxed) * 1_392 > 2 * MAX_MEMORY_GROWTH && testbed.dropped(&["network"]) > 0,
         );
     });
     let grown = resident_memory().saturating_sub(before);
@@ -425,9 +428,9 @@ fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
         "{grown} bytes; {sent} sent, {:?}",
         testbed.device.observe().expect("observe").drops
     );
-    assert!(grown < MEMORY_LIMIT, "{grown} bytes more");
+    assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
     // Queued packets are not counted as dropped: up to 8 MiB in the socket and 500 packets in each interface queue.
-    wait_until("every packet that is not queued to be counted", TIMEOUT, || {
+    wait_until("the drops of all packets that are not queued", TIMEOUT, || {
         testbed.dropped(&counted) * 1_392 + (16 << 20) >= sent * 1_392
     });
     tc("qdisc del dev eth1 root");

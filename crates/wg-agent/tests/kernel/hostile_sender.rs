@@ -1,5 +1,5 @@
 //! Tests the data path of a target node with packets that no normal kernel sends, on a node whose administrator has
-//! enabled sysctls that make them dangerous. A veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+//! enabled sysctls that make them dangerous. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and tcpdump.
 
 use std::{
     net::{IpAddr, UdpSocket},
@@ -25,22 +25,22 @@ fn target(mesh: &Mesh) -> Inputs {
     inputs
 }
 
-/// A node that accepts source routes forwards a packet with this IP option to an address that its netfilter rules have
-/// not checked. One open port of the node would then open the same port of every other address.
+/// If a node accepts the IP option "source route", it forwards a packet with this option to an address that its netfilter rules
+/// have not checked. One open port of the node would then open the same port of every other address.
 /// (`conf.all.accept_source_route` is 0 by default, `conf.default.accept_source_route` is 1.)
 // threat: ip-source-route
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
     apply(&mesh.hub, &target(&mesh));
-    // The network namespaces of pods inherit the node's sysctls.
+    // Also in the pods: their network namespaces inherit the node's sysctls.
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
     }
     let [from, node, pod, other_pod, gateway] = [V4.member_wireguard, V4.hub, V4.hub_pod, V4.hub2_pod, V4.hub_gateway]
         .map(|text| text.parse::<IpAddr>().unwrap());
-    let listen = |ns: &netns::NetNs, at: IpAddr| {
-        let socket = ns.enter(|| UdpSocket::bind((at, PORT))).unwrap();
+    let listen = |ns: &netns::NetNs, address: IpAddr| {
+        let socket = ns.enter(|| UdpSocket::bind((address, PORT))).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
         socket
     };
@@ -69,6 +69,7 @@ fn accepted_source_route_reaches_no_closed_address() {
         send(&[], b"honest");
         received(&open).is_some()
     });
+    // The IP options "loose source route" and "strict source route" (RFC 791).
     for kind in [131, 137] {
         for hop in [pod, other_pod, gateway] {
             send(&source_route(kind, hop), b"source-routed");

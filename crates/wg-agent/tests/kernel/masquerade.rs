@@ -1,6 +1,6 @@
-//! Runs flows as in `flows` together with the netfilter rules of kube-proxy and CNIs, loaded as these programs load them:
-//! with nft, iptables-nft and iptables-legacy. `rules/README.md` gives the source of the rules. Needs root, nft, iptables
-//! and ipset.
+//! Tests flows through the mesh, as `flows.rs` does, but with the netfilter rules of kube-proxy and CNIs on the nodes. The
+//! rules are loaded as these programs load them: with nft, iptables-nft and iptables-legacy. `rules/README.md` gives the
+//! source of the rules. Needs root, nft, iptables and ipset.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -32,6 +32,7 @@ enum Loader {
 
 /// The values that replace the placeholders in the rules of one node.
 struct Rules<'a> {
+    /// The IP family of the rules.
     f: &'a Family,
     /// The pod network of the node, and the pod network of its cluster.
     pods: &'a str,
@@ -103,7 +104,7 @@ fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     mesh
 }
 
-/// Checks the flows, and checks that without the agent's rules the loaded rules would masquerade them.
+/// Checks the flows. Then removes the agent's rules and checks for one flow that the loaded rules would masquerade it.
 fn check_flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);

@@ -58,6 +58,7 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
 fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
     check_sizes(&star, 2, largest);
+    // The device's MTU is at least 1280, the minimum for IPv6. With the same underlay MTU, large outer packets are fragmented.
     if mtu > 1280 {
         assert_eq!(
             star.sites.iter().map(|s| s.fragments()).sum::<u64>(),
@@ -86,6 +87,7 @@ underlays! {
 // threat: forged-path-mtu
 #[test]
 fn peers_of_different_path_mtu_share_one_device() {
+    // Outer packets are IPv4 between nodes 1 and 2, and IPv6 from and to node 3.
     let outer = |a, b| if a + b == 3 { V4 } else { V6 };
     let mut star = Star::new(&[1500, 1500, 1400], outer);
     for (from, to) in [(1, 3), (2, 3)] {
@@ -97,8 +99,9 @@ fn peers_of_different_path_mtu_share_one_device() {
     star.reconcile();
     star.wait_until_connected();
     let sizes = |n: usize| star.sites[n].sizes();
-    assert_eq!((sizes(0).device, sizes(0).narrow), (1440, [(key(3), 1312)].into()));
-    assert_eq!((sizes(2).device, sizes(2).narrow), (1320, [].into()));
+    // The path from node 1 to node 3 carries 1320 bytes. A peer's MTU is a multiple of 16, because WireGuard pads packets.
+    assert_eq!((sizes(0).device, sizes(0).peer_mtus), (1440, [(key(3), 1312)].into()));
+    assert_eq!((sizes(2).device, sizes(2).peer_mtus), (1320, [].into()));
     check_sizes(&star, 2, [1440, 1440]);
     let assert_no_fragments = |what: &str| {
         let fragments: Vec<u64> = star.sites.iter().map(path::real::Site::fragments).collect();
@@ -115,7 +118,7 @@ fn peers_of_different_path_mtu_share_one_device() {
             assert_no_fragments("TCP between 1 and 3");
         }
     }
-    // Node 3 sends packets up to its own device's MTU. Node 1 fragments the echoes before it encrypts them.
+    // Node 3 sends packets up to its own device's MTU. The echoes are fragmented before node 1 encrypts them.
     for [one, _] in [V4, V6].map(ends) {
         assert_eq!(probe_sizes(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
     }
@@ -144,7 +147,7 @@ fn smaller_path_mtu_is_learned_and_applied() {
 }
 
 #[test]
-fn narrow_link_without_icmp_is_no_black_hole() {
+fn packets_pass_a_link_with_small_mtu_and_no_icmp() {
     let star = Star::connected(&[1500, 1500], |_, _| V4);
     for (number, link) in [(1, "r1"), (2, "r2")] {
         star.router
@@ -152,6 +155,7 @@ fn narrow_link_without_icmp_is_no_black_hole() {
     }
     star.router
         .sh("nft 'table ip quiet { chain out { type filter hook output priority 0; meta l4proto icmp drop; }; }'");
+    // Outer packets must not have the DF bit, so that the router can fragment them.
     let capture = Capture::start(&star.router, "r1", "udp port 51820 and ip[6] & 0x40 != 0");
     check_ipv4_sizes(&star, 1440);
     let seen = capture.finish(
@@ -162,7 +166,7 @@ fn narrow_link_without_icmp_is_no_black_hole() {
     assert_eq!(seen, Vec::<String>::new(), "outer packets with the DF bit");
 }
 
-/// Does the same as [`check_sizes`], but only for IPv4 and with fewer sizes.
+/// Checks IPv4 packets from the pod of node 1 to the pod of node 2: fewer sizes than [`check_sizes`], and a TCP transfer.
 fn check_ipv4_sizes(star: &Star, largest: u16) {
     let (here, there) = (&star.sites[0], &star.sites[1]);
     let at = pod(2, V4);

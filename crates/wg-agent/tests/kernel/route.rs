@@ -39,15 +39,15 @@ fn node(name: &str) -> NetNs {
 }
 
 fn plan() -> Plan {
-    fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
+    fn parse_all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
         texts.iter().map(|t| t.parse().unwrap()).collect()
     }
     Plan {
-        addresses: all(&["100.66.9.1", "fd00:66:9::1"]),
-        peers: all(&["10.101.0.0/24", "100.66.1.1/32", "fd00:101::/64", "fd00:66:1::1/128"]),
-        mesh: all(&["10.101.0.0/16", "100.66.1.0/24", "fd00:101::/48", "fd00:66:1::/64"]),
-        throw: all(&["10.101.0.1/32", "fd00:101::1/128"]),
-        underlay: all(&["10.101.0.200", "fd00:101::200"]),
+        addresses: parse_all(&["100.66.9.1", "fd00:66:9::1"]),
+        peers: parse_all(&["10.101.0.0/24", "100.66.1.1/32", "fd00:101::/64", "fd00:66:1::1/128"]),
+        mesh: parse_all(&["10.101.0.0/16", "100.66.1.0/24", "fd00:101::/48", "fd00:66:1::/64"]),
+        throw: parse_all(&["10.101.0.1/32", "fd00:101::1/128"]),
+        underlay: parse_all(&["10.101.0.200", "fd00:101::200"]),
         ..Plan::default()
     }
 }
@@ -85,6 +85,7 @@ fn table(ns: &NetNs, family: &str, table: u32) -> Vec<String> {
     out
 }
 
+/// The policy routing rules for the agent's tables, 5182 and 5183.
 fn rules(ns: &NetNs, family: &str) -> Vec<String> {
     let rules = ns.ip_json(&format!("{family} rule show"));
     rules
@@ -158,11 +159,13 @@ fn change_of_one_peer_writes_one_route() {
         converge_fully(&ns, &desired(&plan())),
         ["route add 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20"]
     );
-    let other = Plan {
+    // Without an underlay address that lies in a mesh network, the four routes to peers lose their source address, and there are no
+    // fallback routes (metric 4095).
+    let without_underlay = Plan {
         underlay: BTreeSet::new(),
         ..plan()
     };
-    let changes = converge_fully(&ns, &desired(&other));
+    let changes = converge_fully(&ns, &desired(&without_underlay));
     assert_eq!(
         changes.iter().filter(|c| c.starts_with("route replace")).count(),
         4,
@@ -304,7 +307,7 @@ fn altered_route_of_the_agent_is_restored() {
 }
 
 #[test]
-fn watch_reports_agent_drift_and_ignores_foreign_changes() {
+fn watch_reports_changes_of_own_state_and_ignores_foreign() {
     let ns = node("watch");
     converge_fully(&ns, &desired(&plan()));
     inside(&ns, async {
@@ -366,11 +369,12 @@ fn watch_reports_agent_drift_and_ignores_foreign_changes() {
 fn smaller_peer_mtu_is_set_on_its_routes() {
     let ns = node("sizes");
     let sizes = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
-    let narrow = Plan {
+    let smaller_mtu = Plan {
         mtus: sizes.into(),
         ..plan()
     };
-    converge_fully(&ns, &desired(&narrow));
+    converge_fully(&ns, &desired(&smaller_mtu));
+    // Only the MTU of an IPv6 route is locked, see `mtu_metrics`.
     let shown = |family, net| ns.sh(&format!("ip {family} route show table 5182 | grep '^{net} dev kilo0'"));
     assert!(
         shown("-4", "10.101.0.0/24").contains(" mtu 1328"),
@@ -386,7 +390,7 @@ fn smaller_peer_mtu_is_set_on_its_routes() {
     ns.ip("-6 route replace fd00:101::/64 dev kilo0 table 5182 metric 20 proto 117 src fd00:101::200 mtu 1328");
     ns.ip("route replace 10.101.0.0/24 dev kilo0 table 5182 metric 20 proto 117 src 10.101.0.200 mtu 1300");
     assert_eq!(
-        converge_fully(&ns, &desired(&narrow)),
+        converge_fully(&ns, &desired(&smaller_mtu)),
         [
             "route replace 10.101.0.0/24 dev <device> src 10.101.0.200 mtu 1328 table 5182 metric 20",
             "route replace fd00:101::/64 dev <device> src fd00:101::200 mtu 1328 table 5182 metric 20",

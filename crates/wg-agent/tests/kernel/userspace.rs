@@ -1,4 +1,4 @@
-//! Tests the userspace device, once with offload and four workers, and once without offload and with one worker. The tests
+//! Tests the userspace device, once with offload and four worker threads, and once without offload and with one. The tests
 //! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. Tests of both backends are in `contract`.
 
 mod drops;
@@ -29,6 +29,7 @@ macro_rules! tests {
             endpoints::restart_of_one_side_resumes_data_within_five_seconds
             endpoints::changed_endpoint_of_unreachable_peer_is_tried_at_once
             endpoints::outer_packets_carry_the_current_fwmark
+            endpoints::failed_mtu_change_does_not_block_a_second_attempt
             interface::foreign_interfaces_are_kept_and_reported
             interface::interface_remains_after_process_and_is_reused
             interface::interface_with_older_flags_is_recreated
@@ -47,7 +48,7 @@ macro_rules! tests {
     )* };
 }
 
-/// With the TUN device's offload (several packets in one read) and four workers in each direction.
+/// With the TUN device's offload (several packets in one read) and four worker threads in each direction.
 mod offload {
     tests!(super::Options {
         offload: true,
@@ -55,7 +56,7 @@ mod offload {
     });
 }
 
-/// Without offload, and with one worker in each direction.
+/// Without offload, and with one worker thread in each direction.
 mod plain {
     tests!(super::Options {
         offload: false,
@@ -168,7 +169,7 @@ fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
     PeerSpec {
         endpoint: endpoint.map(|endpoint| endpoint.parse().expect("an endpoint")),
         allowed_ips: [format!("10.9.0.{number}/32"), format!("fd09::{number}/128")]
-            .map(|range| range.parse().expect("a range"))
+            .map(|range| range.parse().expect("a prefix"))
             .into(),
         ..PeerSpec::default()
     }

@@ -1,5 +1,6 @@
-//! Tests the userspace device against wireguard-go, whose concurrent handshake workers make crossed handshakes (both
-//! sides send an initiation at the same time) dangerous, see `wg-userspace/src/tunnel.rs`. Needs root and Go.
+//! Tests the userspace device against wireguard-go. If both sides send an initiation at the same time (crossed handshakes),
+//! wireguard-go may keep a session whose index it has deleted, and then receives nothing until its timer of 15 s expires: see
+//! `wg-userspace/src/tunnel.rs`. Needs root and Go.
 
 use std::{
     fs::File,
@@ -23,6 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wg_agent::device::{Configuration, Device, userspace::Userspace};
 use x25519_dalek::StaticSecret;
 
+/// How often the test starts both devices. Each start is one attempt to make their handshakes cross.
 const STARTS: u32 = 40;
 /// WireGuard's retry interval with its jitter, plus a round trip and some time for a busy machine.
 const RETRY: Duration = Duration::from_millis(5_333 + 700);
@@ -121,9 +123,9 @@ struct Relay {
     thread: Option<JoinHandle<bool>>,
 }
 
-/// The relay's socket for the userspace device, which is the device's endpoint for wireguard-go.
+/// Where the relay receives packets from the userspace device. The device uses it as the endpoint of wireguard-go.
 const TO_GO: &str = "192.0.2.2:6000";
-/// The relay's socket for wireguard-go, which is wireguard-go's endpoint for the userspace device.
+/// Where the relay receives packets from wireguard-go. wireguard-go uses it as the endpoint of the userspace device.
 const TO_DEVICE: &str = "127.0.0.1:6001";
 
 impl Relay {
@@ -207,7 +209,7 @@ fn peer_change(endpoint: &str) -> PeerChange {
         public(2),
         PeerSpec {
             endpoint: Some(endpoint.parse().expect("an endpoint")),
-            allowed_ips: ["10.9.0.2/32".parse().expect("a range")].into(),
+            allowed_ips: ["10.9.0.2/32".parse().expect("a prefix")].into(),
             ..PeerSpec::default()
         },
     )

@@ -34,6 +34,7 @@ fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String
 /// Runs the command `damage` and waits until device and routes are restored. The agent must count the repairs `want`.
 fn check_repair(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
     let [a, _] = sites;
+    // The routes to the peers are in the routing table 5182.
     let routes = || {
         (
             a.ns.ip_json("route show table 5182"),
@@ -68,22 +69,22 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     a.wait_until_ready();
     assert_eq!(a.repairs(), [].into());
     let peer = a.wg_show("latest-handshakes").into_keys().next().expect("a peer");
-    let other = a.file("other-key");
-    let other = other.display();
-    a.ns.sh(&format!("wg genkey > {other}"));
+    let other_key = a.file("other-key");
+    let other_key = other_key.display();
+    a.ns.sh(&format!("wg genkey > {other_key}"));
 
     check_repair(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
     check_repair(
         &sites,
         &agent,
-        &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other}"),
+        &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other_key}"),
         &[("listen_port", 1), ("fwmark", 1), ("private_key", 1)],
     );
     b.wait_until_reaches(a);
     check_repair(
         &sites,
         &agent,
-        &format!("wg set DEV peer {peer} remove peer $(wg pubkey < {other}) allowed-ips 10.99.0.0/16"),
+        &format!("wg set DEV peer {peer} remove peer $(wg pubkey < {other_key}) allowed-ips 10.99.0.0/16"),
         &[("peers", 2)],
     );
     check_repair(

@@ -1,5 +1,6 @@
 //! Tests a gateway with the kernel's WireGuard: its tunnel continues without the gateway's process, unlike a gateway with
-//! the userspace device, which `tests/node/gateway.rs` tests.
+//! the userspace device, and it serves grants behind kube-proxy in IPVS mode. `tests/node/gateway.rs` has the other tests
+//! of gateways.
 
 mod kube_proxy;
 
@@ -11,13 +12,13 @@ use std::{
 };
 
 use clustermesh_tests::{
-    agent::{CONFINED, agent_program},
+    agent::{AGENT_PRIVILEGES, agent_program},
     netns::{NetNs, Running, wait_until},
     pair::{
         TIMEOUT,
         api::{ACCESSES, Api, GATEWAYS, GRANTED_SLICES, SERVICES},
     },
-    traffic::{TCP, TcpConnection, serve_name},
+    traffic::{TCP_PORT, TcpConnection, serve_name},
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -37,7 +38,7 @@ const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 const SANDBOX: [&str; 2] = ["100.80.0.7", "fd80:a::7"];
 const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
 /// The gateway port of the grant.
-const SQL: u16 = 20001;
+const GATEWAY_PORT: u16 = 20001;
 
 fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
@@ -54,14 +55,14 @@ fn kernel_gateway_serves_grants_without_its_process() {
     let mut gateway = testbed.gateway();
     testbed.set_peer(at(POD[0], 51820));
     for to in GATEWAY {
-        testbed.wait_for_answer(at(to, SQL));
+        testbed.wait_for_answer(at(to, GATEWAY_PORT));
     }
     let link = testbed.pod.ip_json("-d link show wg0");
     assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
-    for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP), (GATEWAY[1], SQL + 1)] {
+    for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP_PORT), (GATEWAY[1], GATEWAY_PORT + 1)] {
         assert!(testbed.connect(at(address, port)).is_none(), "{address} {port}");
     }
-    let mut connection = testbed.connect(at(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = testbed.connect(at(GATEWAY[0], GATEWAY_PORT)).expect("a connection");
     assert!(connection.request().is_some());
 
     // If the API server does not answer when the container restarts, the kernel state of the previous process remains.
@@ -79,7 +80,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
         connection.request().is_some(),
         "with a process that has listed no objects"
     );
-    testbed.wait_for_answer(at(GATEWAY[1], SQL));
+    testbed.wait_for_answer(at(GATEWAY[1], GATEWAY_PORT));
     let key = testbed.status()["publicKey"].clone();
     testbed.api.set_stalled(false);
     wait_until("the next process to be ready", TIMEOUT, || testbed.readyz() == "ok\n");
@@ -93,7 +94,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     wait_until("the connection to end with its grant", TIMEOUT, || {
         connection.request().is_none()
     });
-    assert!(testbed.connect(at(GATEWAY[0], SQL)).is_none());
+    assert!(testbed.connect(at(GATEWAY[0], GATEWAY_PORT)).is_none());
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
     assert!(gateway.wait(TIMEOUT).success());
 }
@@ -119,10 +120,10 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     for node in NODE {
         testbed.set_peer(at(node, NODE_PORT));
         for to in GATEWAY {
-            testbed.wait_for_answer(at(to, SQL));
+            testbed.wait_for_answer(at(to, GATEWAY_PORT));
         }
         for (service, db) in CLUSTER_IPS.into_iter().zip(DB) {
-            for not_granted in [at(service, 5432), at(db, TCP), at(GATEWAY[0], SQL + 1)] {
+            for not_granted in [at(service, 5432), at(db, TCP_PORT), at(GATEWAY[0], GATEWAY_PORT + 1)] {
                 assert!(testbed.connect(not_granted).is_none(), "{not_granted}");
             }
         }
@@ -143,9 +144,12 @@ struct Testbed {
 impl Testbed {
     fn new() -> Self {
         let [node, sandbox, pod, db] = ["node", "sandbox", "gateway", "db"].map(NetNs::new);
-        let outside = ["10.30.0.7", "fd00:30::7"];
+        let sandbox_underlay = ["10.30.0.7", "fd00:30::7"];
         node.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding");
-        for (number, (ns, [v4, v6])) in [(&sandbox, outside), (&pod, POD), (&db, DB)].into_iter().enumerate() {
+        for (number, (ns, [v4, v6])) in [(&sandbox, sandbox_underlay), (&pod, POD), (&db, DB)]
+            .into_iter()
+            .enumerate()
+        {
             let link = format!("to{number}");
             node.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
             node.sh(&format!(
@@ -158,7 +162,7 @@ impl Testbed {
             ));
         }
         for address in DB {
-            serve_name(&db, "db", ip(address), TCP);
+            serve_name(&db, "db", ip(address), TCP_PORT);
         }
         let [v4, v6] = SANDBOX;
         sandbox.sh(&format!(
@@ -202,12 +206,12 @@ impl Testbed {
                 GRANTED_SLICES,
                 json!({
                     "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": family,
-                    "metadata": {"name": name, "namespace": "team", "labels": labels}, "ports": ports(TCP),
+                    "metadata": {"name": name, "namespace": "team", "labels": labels}, "ports": ports(TCP_PORT),
                     "endpoints": [{"addresses": [address], "conditions": {"ready": true}}],
                 }),
             );
         }
-        let grant = json!({"service": {"namespace": "team", "name": "db"}, "port": "sql", "protocol": "TCP", "gatewayPort": SQL});
+        let grant = json!({"service": {"namespace": "team", "name": "db"}, "port": "sql", "protocol": "TCP", "gatewayPort": GATEWAY_PORT});
         self.grant(&[grant]);
     }
 
@@ -231,7 +235,7 @@ impl Testbed {
             "--mount",
             "sh",
             "-ec",
-            CONFINED,
+            AGENT_PRIVILEGES,
             "sh",
             agent_program(),
             "--mode=gateway",

@@ -96,13 +96,13 @@ impl Parsed {
     }
 
     /// Whether two packets have the same addresses, ports and protocol.
-    pub(super) fn is_same_flow(&self, packet: &[u8], other: &Self, of_other: &[u8]) -> bool {
+    pub(super) fn is_same_flow(&self, packet: &[u8], other: &Self, other_packet: &[u8]) -> bool {
         let addresses = if self.v6 { 8..40 } else { 12..20 };
         let ports = self.transport..self.transport + 4;
         self.v6 == other.v6
             && self.protocol == other.protocol
-            && packet[ports.clone()] == of_other[ports]
-            && packet[addresses.clone()] == of_other[addresses]
+            && packet[ports.clone()] == other_packet[ports]
+            && packet[addresses.clone()] == other_packet[addresses]
     }
 
     /// Whether the transport checksum is correct.

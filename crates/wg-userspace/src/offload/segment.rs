@@ -11,7 +11,7 @@ use super::{
 #[error("a virtio-net header that does not fit its packet")]
 pub struct Malformed;
 
-/// Completes the checksum of a packet that is not large.
+/// Completes the checksum of a packet that is not cut into segments (not [`Header::is_large`]).
 ///
 /// # Errors
 /// [`Malformed`]; the packet is unchanged.

@@ -1,4 +1,7 @@
-//! Decides when a tunnel sends an initiation or a response, and which of two crossed handshakes counts.
+//! Decides when a tunnel sends an initiation or a response.
+//!
+//! The initiations of two peers cross if each is sent before the other arrives. Then the response is held for up to [`RESPONSE_HOLD`]; the
+//! documentation of the module `tunnel` gives the reason.
 
 use std::time::{Duration, Instant};
 
@@ -14,8 +17,8 @@ impl Tunnel {
         self.initiation.is_some_and(|(own, _)| own == index)
     }
 
-    /// Whether our initiation is unanswered and a retry is due.
-    pub(crate) fn has_unanswered_initiation(&self, now: Instant) -> bool {
+    /// Whether our last initiation is unanswered and may be repeated now.
+    pub(crate) fn is_initiation_retry_due(&self, now: Instant) -> bool {
         self.initiation.is_some()
             && self.wanted_since.is_some()
             && self.no_initiation_before.is_some_and(|until| until <= now)
@@ -80,7 +83,8 @@ impl Tunnel {
         out.send_datagram(initiation);
     }
 
-    /// Delays the next initiation by [`REKEY_TIMEOUT`] and a random jitter, for which the MACs of the message are the random bytes.
+    /// Delays the next initiation by [`REKEY_TIMEOUT`] and a jitter. The MACs at the end of `message` serve as the random bytes of the
+    /// jitter.
     fn delay_next_initiation(&mut self, message: &[u8], now: Instant) {
         let random = message
             .last_chunk::<32>()

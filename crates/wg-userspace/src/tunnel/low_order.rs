@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn low_order_keys_share_zero_with_every_private_key() {
+    fn low_order_key_gives_zero_shared_secret() {
         for mut point in POINTS {
             for high in [0, 0x80] {
                 point[31] = point[31] & 0x7f | high;

@@ -1,10 +1,11 @@
 //! Wraps boringtun for one peer: messages, handshakes, keys and the replay window. [`super::Tunnel`] decides when a message is sent.
 //!
 //! boringtun's timers only expire its sessions here. An initiation that they return is sent only if the tunnel has also requested one. The
-//! tunnel does not rely on these timers, because they
-//! - initiate for every packet without a session, also in the round trip after a response to the peer's initiation;
-//! - lose a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
-//! - stop 90 s after the last message of a peer, even with persistent keepalives.
+//! tunnel does not use boringtun's own decisions about when to send, because boringtun
+//! - initiates a handshake for a packet without a session, even if it has just answered the peer's initiation and the peer has not
+//!   confirmed that session yet;
+//! - loses a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
+//! - gives up 90 s after the last message of a peer and then sends nothing more, even with persistent keepalives.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -24,7 +25,7 @@ pub(crate) const RESPONSE: usize = 92;
 pub(crate) const OVERHEAD: usize = 32;
 /// Length of the shortest IPv4 header (RFC 791 §3.1).
 const IPV4_HEADER: usize = 20;
-/// boringtun keeps a session in the slot of its index modulo this (`N_SESSIONS`).
+/// Number of slots in which boringtun keeps sessions (`N_SESSIONS`); a session is in the slot of its index modulo this number.
 const SLOTS: u32 = 8;
 
 /// The first byte of a message.
@@ -186,7 +187,7 @@ impl Protocol {
             }
         }
         if first == kind::INITIATION {
-            // Updates boringtun's clock, by which boringtun selects the session of the later handshake.
+            // Updates boringtun's clock. Of two sessions, boringtun selects the one whose handshake was later by this clock.
             self.expire(plain);
         }
         if Tunn::parse_incoming_packet(datagram).is_err() {
@@ -249,22 +250,22 @@ pub(super) fn response_receiver(response: &[u8]) -> u32 {
     number(response, 8)
 }
 
-fn number(message: &[u8], at: usize) -> u32 {
+fn number(message: &[u8], offset: usize) -> u32 {
     message
-        .get(at..)
+        .get(offset..)
         .and_then(|rest| rest.first_chunk())
         .map_or(0, |bytes| u32::from_le_bytes(*bytes))
 }
 
 /// The unencrypted ephemeral key of an initiation or a response; zeros if the message is too short.
 fn ephemeral_key(message: &[u8]) -> [u8; 32] {
-    let at = if message.first() == Some(&kind::INITIATION) {
+    let offset = if message.first() == Some(&kind::INITIATION) {
         8
     } else {
         12
     };
     message
-        .get(at..)
+        .get(offset..)
         .and_then(|rest| rest.first_chunk())
         .copied()
         .unwrap_or_default()

@@ -1,4 +1,5 @@
-//! Tests two tunnels against each other, with real cryptography and without sockets. Each test passes its own time.
+//! Tests two tunnels against each other, with real cryptography and without sockets. The tests do not sleep: they pass the time to each
+//! call.
 
 use x25519_dalek::StaticSecret;
 
@@ -13,6 +14,7 @@ const DATA: u8 = 4;
 #[derive(Default)]
 struct Sent {
     datagrams: Vec<Vec<u8>>,
+    /// The packets that [`TestPeer::receive`] passed to the interface.
     inner: Vec<Vec<u8>>,
 }
 
@@ -61,7 +63,7 @@ impl TestPeer {
     fn tick(&mut self, now: Instant) -> Sent {
         self.call(|tunnel, scratch, sent| tunnel.tick(now, scratch, sent))
     }
-    /// Counts the initiations that the tunnel sends in that time. Each tick happens when the tunnel schedules it.
+    /// Counts the initiations that the tunnel sends between `from` and `until`. Each tick happens when the tunnel schedules it.
     fn count_initiations(&mut self, from: Instant, until: Instant) -> usize {
         let (mut count, mut at) = (0, from);
         loop {
@@ -169,7 +171,8 @@ fn held_response_is_dropped_when_own_initiation_is_answered() {
     let (from_a, from_b) = (a.initiate_handshake(now), b.initiate_handshake(now));
     assert_eq!(a.receive(&from_b.datagrams[0], now).kinds(), Vec::<u8>::new());
     assert_eq!(b.receive(&from_a.datagrams[0], now).kinds(), Vec::<u8>::new());
-    // wireguard-go would answer at once. This peer holds its response, so the test lets its tick happen early.
+    // Both hold their responses (see "Crossed handshakes" in tunnel.rs). wireguard-go would answer at once, so the test makes b answer
+    // before a's hold ends.
     let response = b.tick(now + RESPONSE_HOLD);
     assert_eq!(response.kinds(), vec![RESPONSE]);
     assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
@@ -183,7 +186,8 @@ fn held_response_is_sent_at_a_scheduled_tick() {
     a.initiate_handshake(now);
     let from_b = b.initiate_handshake(now);
     let retry = a.tunnel.reschedule(now).expect("a retry");
-    assert!(retry >= now + REKEY_TIMEOUT && retry <= now + Duration::from_millis(5333));
+    let max_jitter = Duration::from_millis(MAX_JITTER.into());
+    assert!(retry >= now + REKEY_TIMEOUT && retry <= now + REKEY_TIMEOUT + max_jitter);
     a.receive(&from_b.datagrams[0], now);
     assert_eq!(a.tunnel.reschedule(now), Some(now + RESPONSE_HOLD));
     assert!(!a.tunnel.expects_tick(retry));
@@ -244,7 +248,7 @@ fn unanswered_handshake_is_retried_for_ninety_seconds() {
 
 // threat: low-order-handshake
 #[test]
-fn low_order_peer_key_is_retried_at_the_usual_rate() {
+fn handshake_with_low_order_key_is_retried_at_usual_rate() {
     let now = Instant::now();
     let [mut a, _] = pair(&mut seeded(16), now);
     let local = Arc::new(Local::new(StaticSecret::from([1; 32])));
@@ -297,11 +301,12 @@ fn initiator_that_sends_rekeys_after_two_minutes() {
     assert_eq!(initiation.kinds(), vec![INITIATION]);
     assert_eq!(a.send(&packet(4), later).kinds(), vec![DATA], "on the old session");
     let response = b.receive(&initiation.datagrams[0], later);
+    // Sent on the old session, received after b has answered the new handshake.
     assert_eq!(b.receive(&old.datagrams[0], later).inner, vec![packet(3)]);
     let confirmation = a.receive(&response.datagrams[0], later);
     assert_eq!(confirmation.kinds(), vec![DATA]);
     b.receive(&confirmation.datagrams[0], later);
-    // A packet in flight on the old session still arrives, and the new session works after the old one has expired.
+    // The new session works after the old one has expired.
     let ended = now + Duration::from_secs(181);
     let there = a.send(&packet(5), ended);
     assert_eq!(b.receive(&there.datagrams[0], ended).inner, vec![packet(5)]);
@@ -331,7 +336,7 @@ fn session_and_its_keys_expire_after_three_minutes() {
     assert_eq!(a.send(&packet(1), before).kinds(), vec![DATA]);
     let after = now + Duration::from_secs(180);
     assert_eq!(b.send(&packet(2), after).kinds(), vec![INITIATION]);
-    // Even an idle tunnel has a tick at this time, in which boringtun deletes the keys.
+    // Even an idle tunnel has a tick one second after the session expires (`EXPIRY_MARGIN`). In it boringtun deletes the keys.
     assert_eq!(b.tunnel.keys_until, Some(now + Duration::from_secs(181)));
 }
 
@@ -346,12 +351,13 @@ fn replayed_or_foreign_initiation_is_refused() {
     assert!(!received.moves_endpoint);
     assert_eq!(kinds, vec![RESPONSE]);
     assert_eq!(b.try_receive(&first, later), Err(Refused::Replayed));
-    let ours = Arc::new(Local::new(secret(&mut seeded(14))));
-    let to_b = Tunnel::new(ours, b.public, None, 1, None, now);
+    let stranger_local = Arc::new(Local::new(secret(&mut seeded(14))));
+    let public = stranger_local.public;
+    let to_b = Tunnel::new(stranger_local, b.public, None, 1, None, now);
     let mut stranger = TestPeer {
         tunnel: to_b,
         scratch: vec![0; 4096],
-        public: b.public,
+        public,
     };
     let foreign = stranger.initiate_handshake(now).datagrams.remove(0);
     assert_eq!(b.try_receive(&foreign, later), Err(Refused::Invalid));
@@ -434,7 +440,7 @@ fn lost_first_packets_cause_a_new_handshake() {
 fn only_the_newer_of_two_initiations_is_answered() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(20), now);
-    let ours = b.initiate_handshake(now).datagrams.remove(0);
+    let from_b = b.initiate_handshake(now).datagrams.remove(0);
     let first = a.initiate_handshake(now).datagrams.remove(0);
     assert_eq!(b.receive(&first, now).kinds(), Vec::<u8>::new(), "the response is held");
     // The tick is late: the next initiation arrives before the held response was sent.
@@ -445,8 +451,8 @@ fn only_the_newer_of_two_initiations_is_answered() {
     assert_eq!(response.kinds(), vec![RESPONSE]);
     assert_eq!(b.tick(late).kinds(), Vec::<u8>::new());
     // b's own initiation arrives late. `a` holds its response, and drops it when b's response arrives, so b's session stays.
-    let to_ours = a.receive(&ours, late);
-    assert_eq!(to_ours.kinds(), Vec::<u8>::new(), "a holds its response");
+    let held = a.receive(&from_b, late);
+    assert_eq!(held.kinds(), Vec::<u8>::new(), "a holds its response");
     let confirmation = a.receive(&response.datagrams[0], late);
     assert_eq!(b.receive(&confirmation.datagrams[0], late).kinds(), Vec::<u8>::new());
     assert!(b.tunnel.is_ready(late));

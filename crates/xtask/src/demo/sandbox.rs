@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Context;
 use clustermesh_lab::{
-    Boundary, Cluster, Granted, INFRASTRUCTURE, Lab, LabPlan, MESH, Product, TrafficClient, Tunnel, WEB,
+    Boundary, Cluster, Granted, INFRASTRUCTURE_PORTS, Lab, LabPlan, MESH, Product, TrafficClient, Tunnel, WEB,
 };
 
 use super::{Demo, HUB, MEMBER, describe};
@@ -38,8 +38,8 @@ struct OpenSockets {
 impl OpenSockets {
     fn granted(granted: &Granted) -> Self {
         Self {
-            tcp: granted.tcp(),
-            udp: granted.udp(),
+            tcp: granted.tcp_sockets(),
+            udp: granted.udp_sockets(),
         }
     }
 
@@ -138,7 +138,7 @@ impl<'a> Demo<'a> {
         self.scan_underlay(&scene).await?;
         self.attack_through_tunnel(&scene).await?;
         self.check_trusted_member(&scene).await?;
-        self.title("the objects: notebooks refuses the controller's writes, and the mesh reports it");
+        self.title("the objects: notebooks has revoked the controller's rights, and the mesh reports it");
         for (cluster, kinds) in [
             (&scene.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
             (&scene.sandbox, "peers,services"),
@@ -235,7 +235,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Scans over the underlay, with the routes of the sandbox: first without NetworkPolicies, then with those in deploy/.
+    /// Scans over the underlay, before the sandbox changes its routes: first without NetworkPolicies, then with those in deploy/.
     async fn scan_underlay(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open at any of them, with unchanged routes",
@@ -315,21 +315,21 @@ impl<'a> Demo<'a> {
         self.check(&format!("{from} -> pod {}", store.name), describe(answer));
         let all = scene.hub.sockets().await?;
         let open = OpenSockets::scan(scene.lab, &from, all.keys().copied()).await?;
-        // Clients reach the API servers of kubeconfigs over the underlay, not through the mesh.
+        // The API servers' addresses in kubeconfigs are reached over the underlay, not through the mesh.
         let apis = [&scene.hub, &scene.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
         println!(
-            "  Sockets that answer; {} and {} (API servers of kubeconfigs) over the underlay:",
+            "  Sockets that answer ({} and {} are API servers, which answer over the underlay):",
             apis[0], apis[1]
         );
         open.print_by_address(&all);
         let wrong: Vec<_> = open
             .tcp
             .iter()
-            .filter(|socket| INFRASTRUCTURE.contains(&socket.port()) && !apis.contains(&socket.ip()))
+            .filter(|socket| INFRASTRUCTURE_PORTS.contains(&socket.port()) && !apis.contains(&socket.ip()))
             .collect();
         let outcome = match wrong[..] {
             [] => Ok(format!(
-                "of {} sockets {}, none of these through the mesh",
+                "of {} sockets {}, no infrastructure port through the mesh",
                 all.len(),
                 open.describe_counts()
             )),

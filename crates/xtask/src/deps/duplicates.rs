@@ -34,7 +34,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
 
 const BORINGTUN: &str = "boringtun is pinned and uses older RustCrypto crates";
 
-/// Every crate with an older version that has no reason, and every reason without such a version.
+/// Every older version of a crate without a reason in the list, and every reason in the list without an older version.
 pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for package in packages {
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn second_version_without_reason_is_reported() {
+    fn crate_in_two_versions_without_reason_is_reported() {
         let package = |name: &str, version: &str| Package {
             name: name.into(),
             version: version.into(),

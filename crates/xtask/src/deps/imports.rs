@@ -94,7 +94,7 @@ pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
             ));
             continue;
         };
-        // Dev-dependencies are allowed: tests may use the lab.
+        // Dev-dependencies are allowed except in a standalone crate: tests may use the lab.
         let is_standalone = STANDALONE.contains(&&*package.name);
         let counts = |dependency: &&Dependency| is_standalone || dependency.kind.as_deref() != Some("dev");
         for dependency in package.dependencies.iter().filter(counts) {
@@ -105,7 +105,7 @@ pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
                 && !ours.contains(&*dependency.name)
                 && !pure.contains(&&*dependency.name)
             {
-                wrong.push(format!("{} -> {}: a pure crate", package.name, dependency.name));
+                wrong.push(format!("{} -> {}: not in PURE", package.name, dependency.name));
             }
         }
     }
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(
             violations(&metadata),
             vec![
-                "clustermesh-core -> tokio: a pure crate",
+                "clustermesh-core -> tokio: not in PURE",
                 "clustermesh-api -> clustermesh-controller",
                 "newcomer: this crate is not listed; add it to ARCHITECTURE.md and to ALLOWED in crates/xtask/src/deps/imports.rs",
             ]
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn standalone_crate_has_no_workspace_dev_dependency() {
+    fn workspace_dev_dependency_of_standalone_crate_is_reported() {
         let mut metadata = metadata(&[
             ("clustermesh-lab", &["wg-agent"]),
             ("wg-agent", &["clustermesh-lab", "wg-userspace"]),

@@ -41,13 +41,13 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
             .map(|(_, licence, _)| *licence)
             .collect();
         let expression = package.license.as_deref().unwrap_or_default();
-        let with = |more: &[&str]| {
+        let is_allowed_with = |more: &[&str]| {
             allows(expression, &|licence| {
                 ALLOWED.contains(&licence) || more.contains(&licence)
             })
         };
         let Package { name, version, .. } = package;
-        match (with(&[]), with(&exceptions)) {
+        match (is_allowed_with(&[]), is_allowed_with(&exceptions)) {
             (Ok(true), _) => {}
             (_, Ok(true)) => {
                 used.insert(name);
@@ -73,35 +73,35 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
 fn allows(expression: &str, is_allowed: &dyn Fn(&str) -> bool) -> Result<bool, String> {
     let spaced = expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ");
     let mut words = spaced.split_whitespace().peekable();
-    let allowed = any(&mut words, is_allowed).filter(|_| words.peek().is_none());
+    let allowed = parse_or(&mut words, is_allowed).filter(|_| words.peek().is_none());
     allowed.ok_or_else(|| format!("{expression:?} is not an SPDX expression"))
 }
 
 type Words<'w> = std::iter::Peekable<std::str::SplitWhitespace<'w>>;
 
 /// Alternatives, joined by `OR`. `None` = not an expression.
-fn any(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
-    let mut allowed = all(words, is_allowed)?;
+fn parse_or(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
+    let mut allowed = parse_and(words, is_allowed)?;
     while words.next_if_eq(&"OR").is_some() {
-        allowed |= all(words, is_allowed)?;
+        allowed |= parse_and(words, is_allowed)?;
     }
     Some(allowed)
 }
 
 /// Licences that apply together, joined by `AND`, which binds more tightly than `OR`.
-fn all(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
-    let mut allowed = one(words, is_allowed)?;
+fn parse_and(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
+    let mut allowed = parse_licence(words, is_allowed)?;
     while words.next_if_eq(&"AND").is_some() {
-        allowed &= one(words, is_allowed)?;
+        allowed &= parse_licence(words, is_allowed)?;
     }
     Some(allowed)
 }
 
 /// A licence with its exception, or an expression in parentheses.
-fn one(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
+fn parse_licence(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
     let word = words.next()?;
     if word == "(" {
-        let allowed = any(words, is_allowed)?;
+        let allowed = parse_or(words, is_allowed)?;
         return (words.next()? == ")").then_some(allowed);
     }
     if ["OR", "AND", "WITH", ")"].contains(&word) {

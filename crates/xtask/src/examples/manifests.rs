@@ -1,5 +1,5 @@
-//! Parses every YAML block in the documents: objects and parts of a ClusterMesh with the API types, arguments with the program's
-//! argument parser.
+//! Parses every YAML block in the documents: objects and parts of a ClusterMesh with the API types, container arguments with
+//! the controller's argument parser.
 
 use clap::CommandFactory;
 use clustermesh_api::{
@@ -13,10 +13,10 @@ use serde_json::Value;
 
 use super::pages;
 
-/// First keys of machine configurations of Talos and Flatcar. Such blocks only have to be valid YAML.
-const FOREIGN: &[&str] = &["machine", "variant"];
+/// Keys by which machine configurations of Talos and Flatcar are recognized. Such blocks only have to be valid YAML.
+const MACHINE_CONFIGURATION_KEYS: &[&str] = &["machine", "variant"];
 
-/// Deserializes a value; an unknown field is an error.
+/// Deserializes a value. An unknown field is an error, except `apiVersion` and `kind`, which the types do not have.
 fn read<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
     let mut unknown = Vec::new();
     let read =
@@ -35,7 +35,7 @@ struct Container {
 }
 
 /// Checks a YAML document. A part of a ClusterMesh is checked within `mesh`, the ClusterMesh of README.md.
-fn fault(value: &Value, mesh: &ClusterMesh) -> Result<(), String> {
+fn check_document(value: &Value, mesh: &ClusterMesh) -> Result<(), String> {
     let text = |key| value.get(key).and_then(Value::as_str);
     match (text("apiVersion"), text("kind")) {
         (Some("kilo.squat.ai/v1alpha1"), Some("ClusterMesh")) => check_mesh(&read(value)?),
@@ -47,7 +47,7 @@ fn fault(value: &Value, mesh: &ClusterMesh) -> Result<(), String> {
         )),
         _ if value.is_array() => check_entries(read(value)?, mesh.clone()),
         _ if value.get("args").is_some() => check_arguments(&read(value)?),
-        _ if FOREIGN.iter().any(|key| value.get(key).is_some()) => Ok(()),
+        _ if MACHINE_CONFIGURATION_KEYS.iter().any(|key| value.get(key).is_some()) => Ok(()),
         _ => Err("the type is not known to this test: add it here".to_owned()),
     }
 }
@@ -111,7 +111,7 @@ fn manifests_in_the_documents_fit_the_types() {
     let mesh = readme_mesh(&documents);
     let mut faults = String::new();
     for (position, value) in &documents {
-        if let Err(fault) = fault(value, &mesh) {
+        if let Err(fault) = check_document(value, &mesh) {
             faults += &format!("\n{position}: {fault}");
         }
     }
@@ -122,7 +122,7 @@ fn manifests_in_the_documents_fit_the_types() {
 #[test]
 fn wrong_manifests_are_reported() {
     let mesh = readme_mesh(&documents());
-    let fault = |yaml: &str| fault(&serde_saphyr::from_str(yaml).unwrap(), &mesh).unwrap_err();
+    let fault = |yaml: &str| check_document(&serde_saphyr::from_str(yaml).unwrap(), &mesh).unwrap_err();
     let entry = "- {name: x, kubeconfigSecretRef: {name: x}, allowedNetworks: [10.9.0.0/16]";
     assert_eq!(
         fault(&format!("{entry}, allowedNetwork: []}}")),

@@ -1,4 +1,4 @@
-//! Generates `deploy/gateway.yaml`: the gateways of a cluster that sandboxes may enter.
+//! Generates `deploy/gateway.yaml`: the gateways through which sandboxes reach Services of a cluster.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_a
 pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 
 const NAME: &str = "clustermesh-gateway";
-/// The namespace of the gateways. It contains nothing else, because it admits privileged pods for their init container.
+/// The namespace of the gateways. It contains nothing else, because it admits privileged pods: the gateways' init container is one.
 const NAMESPACE: &str = "clustermesh-gateway";
 /// The tunnel's UDP ports, in the pod and on its node.
 const PORT: u16 = 51820;
@@ -27,7 +27,7 @@ fn gateways() -> Vec<String> {
 fn account() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
-        // If you add a replica, add its name to this list, and create its SandboxGateway.
+        // The names of the gateways in this file. A user who adds a replica also adds its name to this Role, and its SandboxGateway.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
     ]);
     let mut out = vec![

@@ -78,7 +78,7 @@ impl Counts {
             problems.push(match scope {
                 Scope::All { least } => format!(
                     "{ran} tests ran, {missing} fewer than MIN_TESTS ({least}) in crates/xtask/src/test/count.rs: find the program or \
-                     module that is not built any more. MIN_TESTS is raised when tests are added, and lowered only by those deleted"
+                     module that is not built any more. MIN_TESTS is raised when tests are added, and lowered only when tests are deleted"
                 ),
                 Scope::Selected => "no test matches: a name is a part of a test's path, as `cargo test -p PACKAGE -- --list` \
                                     prints it"

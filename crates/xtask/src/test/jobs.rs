@@ -137,6 +137,7 @@ impl Job {
         let mut output = tempfile::tempfile().context("a file")?;
         let again = || output.try_clone().context("a file");
         let mut command = self.program.command(own_programs);
+        // Without `--`, which only cargo needs.
         command.args(&SEQUENTIAL[1..]).stdout(again()?).stderr(again()?);
         if !self.tests.is_empty() {
             command.arg("--exact").args(&self.tests);

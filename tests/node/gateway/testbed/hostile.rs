@@ -8,14 +8,15 @@ use clustermesh_tests::{
         packets::{self, MORE_FRAGMENTS},
     },
     netns::NetNs,
-    traffic::{Counter, TcpConnection, UDP},
+    traffic::{Counter, TcpConnection, UDP_PORT},
 };
 
-use super::{DB, GATEWAY, LOG, OTHER, POD, SQL, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
+use super::{DB, GATEWAY, LOG_PORT, OTHER, POD, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
 
-/// IPv6 next headers: a fragment, and destination options.
-const FRAGMENT: u8 = 44;
-const DESTINATION: u8 = 60;
+/// The IPv6 next header of a fragment header.
+const FRAGMENT_HEADER: u8 = 44;
+/// The IPv6 next header of a destination options header.
+const DESTINATION_OPTIONS: u8 = 60;
 
 /// Counters in the pod distinguish the packets by their UDP length.
 // threat: gateway-ungranted
@@ -26,7 +27,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
     let forbidden = Counter::new(db, "udp dport 5000 udp length 701-799");
     for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
         let plain = Counter::new(db, "udp dport 5000 udp length 700");
-        let body = |length: usize| packets::udp_body(from, to, (6000, LOG), &vec![0; length - 8]);
+        let body = |length: usize| packets::udp_body(from, to, (6000, LOG_PORT), &vec![0; length - 8]);
         let (fragmented, whole) = (body(701), body(702));
         let all = if from.is_ipv4() {
             vec![
@@ -38,14 +39,14 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
         } else {
             let piece = |offset: usize, more, part: &[u8]| {
                 let header = packets::fragment(packets::UDP, 7, (offset / 8) as u16, more);
-                packets::v6(from, to, FRAGMENT, &[header, part.to_vec()].concat())
+                packets::v6(from, to, FRAGMENT_HEADER, &[header, part.to_vec()].concat())
             };
             // A destination options header with four bytes of padding.
             let padding = vec![packets::UDP, 0, 1, 4, 0, 0, 0, 0];
             vec![
                 piece(0, true, &fragmented[..400]),
                 piece(400, false, &fragmented[400..]),
-                packets::v6(from, to, DESTINATION, &[padding, whole].concat()),
+                packets::v6(from, to, DESTINATION_OPTIONS, &[padding, whole].concat()),
             ]
         };
         let last = packets::ip(from, to, packets::UDP, &body(700));
@@ -69,27 +70,28 @@ pub(crate) struct ForgedEntry {
     family: usize,
     /// Index of the endpoint's pod.
     pod: usize,
-    /// The source port of the sandbox, and that of the gateway towards the endpoint.
+    /// The source port of the sandbox's packets.
     port: u16,
-    masqueraded: u16,
+    /// The source port of these packets after masquerading, between gateway and endpoint.
+    masqueraded_port: u16,
 }
 
 impl ForgedEntry {
-    /// An entry of the grant at [`LOG`].
-    pub(crate) fn of_log_grant(testbed: &Testbed, family: usize, port: u16, masqueraded: u16) -> Self {
+    /// An entry of the UDP grant, whose gateway port is [`LOG_PORT`].
+    pub(crate) fn of_udp_grant(testbed: &Testbed, family: usize, port: u16, masqueraded_port: u16) -> Self {
         let mark = mark(testbed, &testbed.sandboxes[0]);
-        Self::new(testbed, &mark, family, 0, (port, masqueraded))
+        Self::new(testbed, &mark, family, 0, (port, masqueraded_port))
     }
 
-    fn new(testbed: &Testbed, mark: &str, family: usize, pod: usize, (port, masqueraded): (u16, u16)) -> Self {
+    fn new(testbed: &Testbed, mark: &str, family: usize, pod: usize, (port, masqueraded_port): (u16, u16)) -> Self {
         let forged = Self {
             family,
             pod,
             port,
-            masqueraded,
+            masqueraded_port,
         };
-        let gateway = (GATEWAY[family], LOG);
-        let source = Some((POD[family], masqueraded));
+        let gateway = (GATEWAY[family], LOG_PORT);
+        let source = Some((POD[family], masqueraded_port));
         insert_forged_entry(
             testbed,
             mark,
@@ -106,13 +108,13 @@ impl ForgedEntry {
     }
 
     fn endpoint(&self) -> (&'static str, u16) {
-        ([DB, OTHER][self.pod][self.family], UDP)
+        ([DB, OTHER][self.pod][self.family], UDP_PORT)
     }
 
     /// Counters of the connection's requests at the endpoint, and of its replies at the sandbox.
     pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
         (
-            Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
+            Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded_port)),
             Counter::new(&testbed.sandboxes[0].ns, &format!("udp dport {}", self.port)),
         )
     }
@@ -120,18 +122,19 @@ impl ForgedEntry {
     /// Sends a datagram from the sandbox.
     pub(crate) fn send_request(&self, testbed: &Testbed) {
         let a = &testbed.sandboxes[0];
-        let gateway = (GATEWAY[self.family], LOG);
+        let gateway = (GATEWAY[self.family], LOG_PORT);
         send(&a.ns, &a.tunnel.interface, self.sandbox(testbed), gateway);
     }
 
     /// Sends a reply from the endpoint.
     pub(crate) fn send_reply(&self, testbed: &Testbed) {
-        let back = (POD[self.family], self.masqueraded);
+        let back = (POD[self.family], self.masqueraded_port);
         send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
     }
 }
 
-/// Any host of the underlay can send such packets with forged sources, which would fill the conntrack table.
+/// Any host of the underlay can send packets with forged sources to the gateway's pod. Entries for them would fill the
+/// conntrack table.
 // threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.pods[0];
@@ -147,11 +150,15 @@ pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     }
 }
 
-/// The conntrack mark of a sandbox's connections to [`LOG`].
+/// The conntrack mark of a sandbox's connections to [`LOG_PORT`].
 fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
-    assert!(sandbox.udp_reply(socket_addr(to, LOG)).is_some(), "{}", sandbox.name);
-    let port = LOG.to_string();
+    assert!(
+        sandbox.udp_reply(socket_addr(to, LOG_PORT)).is_some(),
+        "{}",
+        sandbox.name
+    );
+    let port = LOG_PORT.to_string();
     let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
     let text = testbed.pod.run("conntrack", &list);
     let mut words = text.split_whitespace();
@@ -184,7 +191,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
     sent.expect("send a packet");
 }
 
-/// Sends a packet and waits until the gateway has processed it, because it answers a later ping.
+/// Sends a packet, and then a ping. The reply to the ping shows that the gateway has processed the packet.
 fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
     let gateway = POD[usize::from(ip(from.0).is_ipv6())];
@@ -194,8 +201,8 @@ fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
 // threat: gateway-revoked-connection
 pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let sql = grant("web", "sql", "TCP", SQL);
-    let both = [sql.clone(), grant("web", "log", "UDP", LOG)];
+    let sql = grant("web", "sql", "TCP", SQL_PORT);
+    let both = [sql.clone(), grant("web", "log", "UDP", LOG_PORT)];
     testbed.apply_access("m--b", b.access(&both)).await;
     let [own, others] = [a, b].map(|sandbox| mark(testbed, sandbox));
     for (family, gateway) in GATEWAY.into_iter().enumerate() {
@@ -221,8 +228,9 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             let (requests, replies) = entry.counters(testbed);
             entry.send_request(testbed);
             // This reply comes after the gateway has processed the previous packet.
-            assert!(a.udp_reply(socket_addr(gateway, LOG)).is_some());
+            assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
+            // The table matches a reply by grant and endpoint, not by sandbox.
             if *mark == own {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");
@@ -233,13 +241,13 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     testbed.apply_access("m--b", b.access(&[sql])).await;
 }
 
-/// Forges three entries: from a pod to a sandbox, from a pod to another pod, and from a sandbox without source NAT, so
-/// that the reply goes to the sandbox's own address.
+/// Forges three conntrack entries: from a pod to a sandbox; from a pod to another pod; and from a sandbox to a pod
+/// without masquerading, so that the pod replies to the sandbox's own address.
 // threat: gateway-inbound
 fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let [db, other] = &testbed.pods;
     let a = &testbed.sandboxes[0];
-    let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
+    let (endpoint, sandbox, pod) = ((DB[family], UDP_PORT), a.addresses[family], POD[family]);
     insert_forged_entry(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
     let received = Counter::new(&a.ns, "udp dport 7010");
     send_from_pod(db, endpoint, (pod, 50010));
@@ -249,7 +257,14 @@ fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let received = Counter::new(db, "udp sport 40000");
     send_from_pod(other, client, (pod, 50011));
     assert_eq!(received.packets(), 0, "family {family}: a pod receives a packet");
-    insert_forged_entry(testbed, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
+    insert_forged_entry(
+        testbed,
+        mark,
+        (sandbox, 7012),
+        (GATEWAY[family], LOG_PORT),
+        endpoint,
+        None,
+    );
     let received = Counter::new(&a.ns, "udp dport 7012");
     let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));

@@ -11,21 +11,24 @@ use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
     attacker::{BackgroundThread, RawSender, packets, public},
-    traffic::{Counter, MUTE, TcpConnection, UdpFlow},
+    traffic::{Counter, MUTE_PORT, TcpConnection, UdpFlow},
 };
 use serde_json::json;
 use x25519_dalek::StaticSecret;
 
 use super::{
-    ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, SANDBOX_CONNECTIONS, SQL, Sandbox, TIMEOUT, Testbed, grant, ip,
-    socket_addr,
+    ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG_PORT, SANDBOX_CONNECTIONS, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant,
+    ip, socket_addr,
 };
 
-/// Writes the grants of three other sandboxes at once. A single transaction would need more memory than nft gets.
+/// Writes thousands of grants for three other sandboxes. The gateway has to split them: for a single nft transaction,
+/// nft would need more memory than the testbed allows it.
 pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let other = |number: u8, count: u16| {
-        let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
+    let access_of_sandbox = |number: u8, count: u16| {
+        let grants: Vec<_> = (0..count)
+            .map(|port| grant("db", "sql", "TCP", SQL_PORT + port))
+            .collect();
         let key = StaticSecret::from([100 + number; 32]);
         let third_octet = 32 + 16 * number;
         json!({
@@ -33,27 +36,29 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
             "nodes": [{"name": "c-1", "publicKey": public(&key).to_string(), "wireguardIPs": [format!("100.80.{third_octet}.7")]}],
         })
     };
-    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    let grants = [grant("db", "sql", "TCP", SQL_PORT), grant("db", "log", "UDP", LOG_PORT)];
     testbed.apply_access("m--a", a.access(&grants)).await;
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     for count in [2000, 0] {
+        // All three are written before the test waits for the first.
         for number in 0..3 {
             testbed
-                .write_access(&format!("m--c{number}"), other(number, count))
+                .write_access(&format!("m--c{number}"), access_of_sandbox(number, count))
                 .await;
         }
         for number in 0..3 {
             testbed
-                .apply_access(&format!("m--c{number}"), other(number, count))
+                .apply_access(&format!("m--c{number}"), access_of_sandbox(number, count))
                 .await;
         }
         let table = testbed.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
         let elements = table.matches(" . tcp . ").count();
+        // The set also has the few grants of the testbed's own sandboxes.
         assert!(
             (3 * usize::from(count)..3 * usize::from(count) + 10).contains(&elements),
             "{elements}"
         );
-        assert!(connection.request().is_some(), "an earlier connection");
+        assert!(connection.request().is_some(), "an earlier connection must stay open");
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--c0", "m--c1", "m--c2"];
     testbed
@@ -67,10 +72,13 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
 pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
-    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "mute", "UDP", LOG)];
+    let grants = [
+        grant("db", "sql", "TCP", SQL_PORT),
+        grant("db", "mute", "UDP", LOG_PORT),
+    ];
     testbed.apply_access("m--a", a.access(&grants)).await;
-    let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE}"));
-    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG));
+    let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE_PORT}"));
+    let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     wait_until("the pod to get a datagram", TIMEOUT, async || {
         flow.send();
         match got.packets() {
@@ -80,18 +88,19 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
     let mut slow = a.access(&grants);
     slow["newConnectionsPerSecond"] = json!(1);
     testbed.apply_access("m--a", slow).await;
-    // Far more new connections than the limit and its burst. The TCP reply comes after the last of them.
+    // Far more new connections than the limit and its burst.
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let before = got.packets();
     for port in 30000..30200 {
-        let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
+        let sent = raw.send(to, &packets::udp(from, to, (port, LOG_PORT)));
         sent.expect("send a packet");
     }
+    // This request is sent last, so its reply shows that the gateway has processed all these packets.
     assert!(connection.request().is_some());
     let new = got.packets() - before;
     assert!((1..20).contains(&new), "{new} of 200 new connections admitted at once");
@@ -107,7 +116,7 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
-    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    let grants = [grant("db", "sql", "TCP", SQL_PORT), grant("db", "log", "UDP", LOG_PORT)];
     testbed.apply_access("m--a", a.access(&grants)).await;
 }
 
@@ -115,7 +124,7 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
 pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
     for gateway in GATEWAY {
-        let to = socket_addr(gateway, SQL);
+        let to = socket_addr(gateway, SQL_PORT);
         a.wait_for_answer_from(to, "db").await;
         let mut connections: Vec<TcpConnection> = (0..2 * ENDPOINT_CONNECTIONS)
             .map_while(|_| TcpConnection::open(&a.ns, to))
@@ -136,11 +145,11 @@ pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
 
 pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let sql = grant("db", "sql", "TCP", SQL);
-    let closed = [sql.clone(), grant("db", "shut", "UDP", LOG)];
-    testbed.apply_access("m--a", a.access(&closed)).await;
+    let sql = grant("db", "sql", "TCP", SQL_PORT);
+    let to_closed_port = [sql.clone(), grant("db", "shut", "UDP", LOG_PORT)];
+    testbed.apply_access("m--a", a.access(&to_closed_port)).await;
     for gateway in GATEWAY {
-        let flow = UdpFlow::open(&a.ns, socket_addr(gateway, LOG));
+        let flow = UdpFlow::open(&a.ns, socket_addr(gateway, LOG_PORT));
         wait_until("the port to be unreachable", TIMEOUT, async || match flow.error() {
             Some(ErrorKind::ConnectionRefused) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -148,8 +157,8 @@ pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
         .await
         .unwrap_or_else(|error| panic!("{error}"));
     }
-    let log = [sql, grant("db", "log", "UDP", LOG)];
-    testbed.apply_access("m--a", a.access(&log)).await;
+    let to_log_port = [sql, grant("db", "log", "UDP", LOG_PORT)];
+    testbed.apply_access("m--a", a.access(&to_log_port)).await;
 }
 
 /// The limit counts all grants and endpoints of a sandbox together. The limit of another sandbox is separate.
@@ -158,7 +167,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
     let mut connections: Vec<TcpConnection> = Vec::new();
     for gateway in GATEWAY {
-        let to = socket_addr(gateway, SQL);
+        let to = socket_addr(gateway, SQL_PORT);
         a.wait_for_answer_from(to, "db").await;
         connections.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| TcpConnection::open(&a.ns, to)));
     }
@@ -172,10 +181,10 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
     for port in 31000..31000 + ENDPOINT_CONNECTIONS as u16 {
-        let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
+        let sent = raw.send(to, &packets::udp(from, to, (port, LOG_PORT)));
         sent.expect("send a packet");
     }
-    // These replies come after the last of the packets.
+    // These requests are sent last, so their replies show that the gateway has processed all these packets.
     assert!(connections.iter_mut().all(|one| one.request().is_some()));
     let left = SANDBOX_CONNECTIONS - connections.len();
     assert!(
@@ -184,12 +193,12 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         got.packets()
     );
     assert!(testbed.dropped("count", "too many connections of a sandbox") > 0);
-    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+    b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     drop(connections);
     testbed
         .pod
         .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
-    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "db").await;
+    a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }
 
 /// Packets of the flood in [`flood_of_one_sandbox_spares_connections_of_another`]; most open a new connection.
@@ -202,7 +211,7 @@ const SAMPLES: usize = 100;
 // threat: gateway-connection-flood
 pub(crate) async fn flood_of_one_sandbox_spares_connections_of_another(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
-    let to = socket_addr(GATEWAY[0], SQL);
+    let to = socket_addr(GATEWAY[0], SQL_PORT);
     b.wait_for_answer_from(to, "other").await;
     println!(
         "connections while the other sandbox is idle: {}",
@@ -235,9 +244,9 @@ fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop:
         }
         let port = 1024 + u16::try_from(number % 60_000).expect("a port");
         let packet = if number % 2 == 0 {
-            packets::udp(from, gateway, (port, LOG))
+            packets::udp(from, gateway, (port, LOG_PORT))
         } else {
-            packets::syn(from, gateway, (port, SQL))
+            packets::syn(from, gateway, (port, SQL_PORT))
         };
         // The transmit queue of the sandbox's own interface may be full.
         let _ = raw.send(gateway, &packet);
@@ -263,7 +272,7 @@ fn time_connections(from: &Sandbox, to: SocketAddr) -> String {
 /// A SandboxAccess with the maximum number of nodes, which a sandbox's API server could invent. A gateway's memory
 /// limit is 256 MiB.
 // threat: oversized-access
-pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway: &Gateway) {
+pub(crate) async fn largest_sandbox_access_fits_into_the_memory_limit(testbed: &Testbed, gateway: &Gateway) {
     let [a, b] = &testbed.sandboxes;
     let node = |number: u32| {
         let mut key = [7; 32];
@@ -273,9 +282,9 @@ pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway:
     };
     let mut spec = json!({
         "sandbox": "large", "networks": ["100.81.0.0/19"],
-        "grants": [grant("db", "sql", "TCP", SQL)], "nodes": [],
+        "grants": [grant("db", "sql", "TCP", SQL_PORT)], "nodes": [],
     });
-    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL)).expect("a connection");
+    let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     for count in [5000, 0] {
         spec["nodes"] = (0..count).map(node).collect();
         let began = Instant::now();
@@ -287,8 +296,8 @@ pub(crate) async fn largest_sandbox_access_is_served(testbed: &Testbed, gateway:
             memory
         );
         assert!(memory < 256 << 10, "{memory} kB");
-        assert!(connection.request().is_some(), "an earlier connection");
-        b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL), "other").await;
+        assert!(connection.request().is_some(), "an earlier connection must stay open");
+        b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     }
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--large"];
     testbed

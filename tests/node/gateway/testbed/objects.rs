@@ -1,7 +1,7 @@
 //! Writes the objects of the testbed, as the controller and the cluster do, and reads the gateway's status.
 
 use clustermesh_lab::wait_until;
-use clustermesh_tests::traffic::{MUTE, TCP, UDP};
+use clustermesh_tests::traffic::{MUTE_PORT, TCP_PORT, UDP_PORT};
 use kube::{
     Api,
     api::{DynamicObject, GroupVersionKind, Patch, PatchParams},
@@ -69,9 +69,9 @@ impl Testbed {
 
     pub(crate) async fn write_service(&self, name: &str, extra_fields: Value) {
         let mut spec = json!({"ports": [
-            {"name": "sql", "port": 5432, "targetPort": TCP, "protocol": "TCP"},
-            {"name": "log", "port": 514, "targetPort": UDP, "protocol": "UDP"},
-            {"name": "mute", "port": 515, "targetPort": MUTE, "protocol": "UDP"},
+            {"name": "sql", "port": 5432, "targetPort": TCP_PORT, "protocol": "TCP"},
+            {"name": "log", "port": 514, "targetPort": UDP_PORT, "protocol": "UDP"},
+            {"name": "mute", "port": 515, "targetPort": MUTE_PORT, "protocol": "UDP"},
             {"name": "shut", "port": 516, "targetPort": CLOSED_PORT, "protocol": "UDP"},
         ]});
         let fields = extra_fields.as_object().expect("fields").clone();
@@ -83,13 +83,14 @@ impl Testbed {
             .expect("write a Service");
     }
 
-    /// Writes the EndpointSlices of a Service, with ready endpoints.
+    /// Writes the EndpointSlices of a Service, with ready endpoints. Each pod is its IPv4 and its IPv6 address.
     pub(crate) async fn write_endpoints(&self, service: &str, pods: &[[&str; 2]]) {
         let ready = json!({"ready": true, "serving": true, "terminating": false});
         let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();
         self.write_endpoints_with(service, &endpoints).await;
     }
 
+    /// Like [`Self::write_endpoints`], with the conditions of each endpoint.
     pub(crate) async fn write_endpoints_with(&self, service: &str, pods: &[([&str; 2], Value)]) {
         let mut text = String::new();
         for (family, kind) in ["IPv4", "IPv6"].into_iter().enumerate() {
@@ -103,8 +104,10 @@ impl Testbed {
                     "labels": {"kubernetes.io/service-name": service},
                 },
                 "ports": [
-                    {"name": "sql", "port": TCP, "protocol": "TCP"}, {"name": "log", "port": UDP, "protocol": "UDP"},
-                    {"name": "mute", "port": MUTE, "protocol": "UDP"}, {"name": "shut", "port": CLOSED_PORT, "protocol": "UDP"},
+                    {"name": "sql", "port": TCP_PORT, "protocol": "TCP"},
+                    {"name": "log", "port": UDP_PORT, "protocol": "UDP"},
+                    {"name": "mute", "port": MUTE_PORT, "protocol": "UDP"},
+                    {"name": "shut", "port": CLOSED_PORT, "protocol": "UDP"},
                 ],
                 "endpoints": endpoints.collect::<Vec<_>>(),
             });

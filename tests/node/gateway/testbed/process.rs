@@ -1,4 +1,4 @@
-//! Runs the gateway's process with exactly the privileges and the environment variables of its pod.
+//! Runs the gateway's process with exactly the privileges of its pod, and with the environment variables that the pod sets.
 
 use std::{
     os::unix::fs::PermissionsExt,
@@ -11,7 +11,7 @@ use std::{
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
-    agent::{CONFINED, agent_program},
+    agent::{AGENT_PRIVILEGES, agent_program},
     netns::Running,
     traffic::packets,
 };
@@ -30,7 +30,7 @@ impl Testbed {
             "--mount",
             "sh",
             "-ec",
-            CONFINED,
+            AGENT_PRIVILEGES,
             "sh",
             agent_program(),
             "--mode=gateway",

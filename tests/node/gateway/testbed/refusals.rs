@@ -10,7 +10,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Testbed, grant, socket_addr};
+use super::{GATEWAY, LOG_PORT, NAME, NAMESPACE, SQL_PORT, Sandbox, Testbed, grant, socket_addr};
 
 // threat: granted-slice-redirected, gateway-forbidden-endpoint
 pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
@@ -23,7 +23,7 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         .write_endpoints("elsewhere", &[["192.0.2.7", "2001:db8::7"]])
         .await;
     let mut spec = a.access(&[
-        grant("db", "sql", "TCP", SQL),
+        grant("db", "sql", "TCP", SQL_PORT),
         grant("by-hand", "sql", "TCP", 20003),
         grant("elsewhere", "sql", "TCP", 20004),
         grant("none", "sql", "TCP", 20005),
@@ -31,11 +31,11 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         json!({"service": {"namespace": "default", "name": "kubernetes"}, "port": "https", "gatewayPort": 20007}),
     ]);
     spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
-    let other =
+    let copied =
         json!({"name": "copied", "publicKey": public_key_of(&testbed.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
     let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
     let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
-    for node in [other, outside, bad] {
+    for node in [copied, outside, bad] {
         spec["nodes"].as_array_mut().expect("nodes").push(node);
     }
     testbed.apply_access("m--a", spec).await;
@@ -54,11 +54,11 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         ("spec.grants[3].service", "ServiceMissing"),
         ("spec.grants[4].service", "ServiceMissing"),
         ("spec.grants[5].service", "ServiceNotServed"),
-        // The older SandboxAccess wins: m--a is older than m--b, so m--b loses its network and its node.
         ("spec.networks[3]", "NetworkInvalid"),
         ("spec.nodes[2].wireguardIPs[0]", "AddressInvalid"),
         ("spec.nodes[2].wireguardIPs[1]", "AddressDuplicate"),
         ("spec.nodes[3].publicKey", "PublicKeyInvalid"),
+        // The older SandboxAccess wins: m--a is older than m--b, so m--b loses its network and its node.
         ("spec.networks[0]", "NetworkOverlap"),
         ("spec.nodes[0].publicKey", "PublicKeyDuplicate"),
     ];
@@ -70,14 +70,14 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         .into();
     assert_eq!(refused, expected);
     assert!(
-        a.tcp_reply(socket_addr(GATEWAY[0], SQL))
+        a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT))
             .is_some_and(|answer| answer.starts_with("db"))
     );
     assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], 20004)), None);
     testbed
         .apply_access(
             "m--a",
-            a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+            a.access(&[grant("db", "sql", "TCP", SQL_PORT), grant("db", "log", "UDP", LOG_PORT)]),
         )
         .await;
     testbed
@@ -89,16 +89,17 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
 /// applied.
 pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let mut spec = a.access(&[grant("db", "sql", "TCP", SQL)]);
+    let mut spec = a.access(&[grant("db", "sql", "TCP", SQL_PORT)]);
     spec["sandbox"] = json!("copy");
     testbed.write_access("m--copy", spec).await;
-    let named = |list: &Value| {
+    let count_copy = |list: &Value| {
         let list = list.as_array().into_iter().flatten();
         list.filter(|part| part["name"] == "m--copy").count()
     };
-    let status = testbed.wait_for_status("the copy to be refused", |status| named(&status["refused"]) == 2);
+    // Both networks of the copy are refused.
+    let status = testbed.wait_for_status("the copy to be refused", |status| count_copy(&status["refused"]) == 2);
     let status = status.await;
-    assert_eq!(named(&status["applied"]), 0, "{status}");
+    assert_eq!(count_copy(&status["applied"]), 0, "{status}");
     let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--copy"];
     testbed.cluster().kubectl(delete).await.expect("delete the copy");
     testbed
@@ -115,7 +116,7 @@ fn key(number: u8) -> String {
 }
 
 // threat: stolen-gateway-token
-pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
+pub(crate) async fn stolen_gateway_token_gives_no_access(testbed: &Testbed) {
     let stolen = testbed.gateway_client().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
@@ -126,19 +127,24 @@ pub(crate) async fn stolen_token_grants_no_access(testbed: &Testbed) {
     let refused = gateways
         .patch_status("clustermesh-gateway-1", &PatchParams::default(), &forged)
         .await;
-    let refused = refused.expect_err("the other gateway's status").to_string();
+    let refused = refused
+        .expect_err("the token must not write another gateway's status")
+        .to_string();
     assert!(
-        refused.contains("only the pod clustermesh-gateway/clustermesh-gateway-1 writes the status"),
+        refused.contains("only the pod clustermesh-gateway/clustermesh-gateway-1 may write the status"),
         "{refused}"
     );
-    let object = gateways
+    let spec_change = gateways
         .patch(
             NAME,
             &PatchParams::default(),
             &Patch::Merge(json!({"spec": {"nodePort": 1}})),
         )
         .await;
-    assert!(object.is_err(), "the token must not change its own spec");
+    assert!(
+        spec_change.is_err(),
+        "the token must not change the spec of its own SandboxGateway"
+    );
     let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(stolen.clone(), NAMESPACE);
     assert!(
         secrets.list(&ListParams::default()).await.is_err(),

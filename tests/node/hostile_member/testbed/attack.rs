@@ -1,5 +1,5 @@
-//! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: all packets that are
-//! allowed, and many that are not.
+//! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: datagrams and connections to
+//! an allowed pod, and many packets that are not allowed.
 
 use std::net::IpAddr;
 
@@ -14,12 +14,12 @@ use super::{
     surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
 };
 
-/// Each kind of forbidden packet has its own source port, above this one.
-const FIRST_CLOSED_PORT: u16 = 14_000;
+/// Each forbidden packet has its own source port, above this one.
+const FORBIDDEN_PORT_BASE: u16 = 14_000;
 
 /// All packets of the flood. `wireguard` is the target node's WireGuard address.
 pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
-    let mut next = FIRST_CLOSED_PORT;
+    let mut next = FORBIDDEN_PORT_BASE;
     let mut port = || {
         next += 1;
         next
@@ -42,6 +42,7 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
         }
         for to in closed_addresses(family) {
             packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (port(), UDP_PORT))]));
+            // IPv4 and IPv6 encapsulation, and GRE.
             for protocol in [4, 41, 47] {
                 let body = udp_body(from, to, (port(), UDP_PORT), b"inside");
                 packets.push(FloodPacket::Repeated(to, vec![packets::ip(from, to, protocol, &body)]));
@@ -81,7 +82,7 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
     all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
     all.push((ip(EXTERNAL_SERVICE[family]), 80));
-    // The node's own addresses. At those outside the mesh networks all ports are closed, at the others only the
+    // The node's own addresses. Here, `TCP_PORT` is closed, too; the two addresses added below are tried only at the
     // infrastructure ports.
     let own: &[&str] = match family {
         0 => &["172.30.1.11", "127.0.0.1"],
@@ -134,6 +135,8 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
     let mut all = Vec::new();
     for to in [OTHER, GATEWAY].map(|pair| ip(pair[family])) {
         for hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
+            // IPv4: the options for a loose (131) and a strict (137) source route. IPv6: types of the routing header, which is
+            // next header 43.
             for kind in [[131, 137], [0, 2]][family] {
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {

@@ -10,7 +10,8 @@ use clustermesh_tests::{
 
 use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, ip, surroundings};
 
-/// The nftables tables of the target node besides the agent's table: the witness, and DNAT rules like kube-proxy's.
+/// The nftables tables of the target node besides the agent's table: one that counts packets
+/// (see [`clustermesh_tests::attacker::witness`]), and one with DNAT rules like kube-proxy's.
 pub(super) fn tables(interface: &str) -> String {
     let [db, db6] = DB;
     let [vip, vip6] = VIP;
@@ -31,8 +32,8 @@ pub(super) fn tables(interface: &str) -> String {
     )
 }
 
-/// Sets up the target node: dual-stack pods, each on its own link, and a default route for packets that escape the
-/// mesh.
+/// Sets up the target node: dual-stack pods, each on its own link, and an IPv6 default route, so that packets outside the
+/// tunnel can leave the node.
 pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
     node.sh("
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
@@ -50,7 +51,8 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
         }
-        // A flood without answers would otherwise fill the pod's queue of half-open connections for a minute.
+        // The flood does not answer SYN-ACKs. If the pod retransmitted them, half-open connections would fill its queue for
+        // a minute.
         pod.set_sysctl("net/ipv4/tcp_synack_retries", "1");
         node.ip(&format!(
             "link add {link} type veth peer name eth0 netns {}",

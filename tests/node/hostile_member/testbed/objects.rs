@@ -12,9 +12,10 @@ use x25519_dalek::StaticSecret;
 
 use crate::two_clusters::{Site, TwoClusters};
 
-/// The PeerPolicy of a cluster-meshed member, with the default infrastructure ports.
-pub(super) fn policy(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
-    let [v4, v6] = nodes.map(|node| node.rsplit_once(['.', ':']).expect("a last part").0.to_owned());
+/// The PeerPolicy of a cluster-meshed member, with the default infrastructure ports. The member's networks are the /24 and
+/// the /64 of its node's WireGuard addresses.
+pub(super) fn policy(source: &str, wireguard: [&str; 2]) -> PeerPolicySpec {
+    let [v4, v6] = wireguard.map(|address| address.rsplit_once(['.', ':']).expect("a last part").0.to_owned());
     let networks = vec![format!("{v4}.0/24"), format!("{v6}:/64")];
     let to = ["10.10.0.0/16", "100.66.1.0/24", "fd00:10::/32"]
         .map(str::to_owned)
@@ -42,7 +43,7 @@ pub(super) fn infrastructure() -> impl Iterator<Item = u16> {
         .map(|(_, port)| port)
 }
 
-/// A Peer with a pair of addresses.
+/// A Peer whose allowed IPs are one address of each family.
 pub(super) fn peer(name: &str, key: &StaticSecret, addresses: [&str; 2], endpoint: Option<&str>) -> Peer {
     let [v4, v6] = addresses;
     Peer::new(

@@ -9,7 +9,7 @@ use super::{TCP_PORT, UDP_PORT, ip};
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
 pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
 /// The metadata address at which clouds serve credentials of the node. The IPv4 address is link-local, the IPv6
-/// address (of one cloud) is not.
+/// address (of AWS) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
 /// A container on another bridge of the node, and the node's address there.
 pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
@@ -66,8 +66,8 @@ impl Surroundings {
         // kube-proxy in iptables mode sets this sysctl. So the firewall, not the kernel default, must protect the
         // loopback addresses.
         node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
-        // The reply to a SYN that arrives while there is no table is not retransmitted. Retransmissions would continue
-        // for a minute.
+        // Some SYNs arrive while the node has no nftables table. If the node retransmitted its SYN-ACKs, it would answer these
+        // SYNs for up to a minute, also when it has its table again.
         node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
         Self { neighbour, container }
     }

@@ -1,4 +1,4 @@
-//! Collects the traffic that witnesses count, and compares it to the allowed traffic.
+//! Collects the packets that the testbed has counted, and compares them to the allowed traffic.
 
 use std::collections::BTreeSet;
 
@@ -9,10 +9,10 @@ use clustermesh_tests::attacker::{
 
 use super::{FLOOD_PORTS, MEMBER, MEMBER_PORT, OTHER, TCP_PORT, UDP_PORT};
 
-/// Traffic that the witnesses at three places have counted.
+/// Packets that the witnesses ([`clustermesh_tests::attacker::witness`]) have counted at three places.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ObservedTraffic {
-    /// In the pods and surrounding machines.
+    /// Packets that arrived at the target's pods and at the machines around the target ([`super::surroundings`]).
     pub(super) arrived: Counts,
     /// Packets from the tunnel that the node accepted or forwarded.
     pub(super) passed: Counts,
@@ -32,6 +32,7 @@ impl ObservedTraffic {
             let [udp, tcp] = FLOOD_PORTS;
             out.arrived.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
             out.arrived.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
+            // The member's kernel sends this error for the pod's replies to the flood, because it has no socket for them.
             out.arrived.insert(format!("{from} destination-unreachable -> {to}"), 0);
             out.replies
                 .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
@@ -69,9 +70,9 @@ impl ObservedTraffic {
     pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
         let (arrived, passed, forbidden) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
-        let (rounds, kinds) = (flood.rounds(), flood.packets_per_round());
+        let (rounds, kinds) = (flood.rounds(), flood.kinds_per_round());
         println!(
-            "{:6.1} s {what}: {arrived} packets in pods, {passed} accepted or forwarded by the node, {forbidden} keys that are not allowed; {rounds} rounds of {kinds}",
+            "{:6.1} s {what}: {arrived} packets arrived, {passed} accepted or forwarded by the node, {forbidden} keys that are not allowed; {rounds} rounds of {kinds}",
             flood.started_at().elapsed().as_secs_f64()
         );
     }

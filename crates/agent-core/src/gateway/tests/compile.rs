@@ -96,15 +96,15 @@ fn network_that_overlaps_a_reserved_one_is_refused() {
     ] {
         let bad = with(|inputs| inputs.accesses[0].networks.push(Ok(net(network))));
         let refused = format!(
-            "SandboxAccess a: spec.networks[2]: NetworkInvalid: {network} overlaps {own}, which this cluster, the gateway or the local \
-             host has itself: give the sandbox another range"
+            "SandboxAccess a: spec.networks[2]: NetworkInvalid: {network} overlaps {own}, which this cluster or the gateway \
+             uses or which is a special-purpose range: give the sandbox another range"
         );
         assert_refused(&bad, &inputs(), &[&refused]);
     }
 }
 
 #[test]
-fn network_of_an_older_sandbox_is_refused() {
+fn network_that_an_older_sandbox_has_is_refused() {
     let bad = with(|inputs| inputs.accesses[1].networks.push(Ok(net("100.80.1.128/25"))));
     let refused = "SandboxAccess b: spec.networks[2]: NetworkOverlap: 100.80.1.128/25 overlaps 100.80.1.0/24 of SandboxAccess a, which is \
                    older and keeps it";
@@ -142,7 +142,8 @@ fn access_without_a_served_network_is_not_served() {
     let bad = with(|inputs| {
         let mut c = sandbox("c", 3);
         c.networks = vec![Err("wrong".to_owned())];
-        c.nodes[0].public_key = Err("unread".to_owned());
+        // Not reported: the nodes of a SandboxAccess without a valid network are not parsed.
+        c.nodes[0].public_key = Err("invalid".to_owned());
         inputs.accesses.push(c);
     });
     let refused = "SandboxAccess c: spec.networks[0]: NetworkInvalid: wrong";
@@ -150,7 +151,7 @@ fn access_without_a_served_network_is_not_served() {
 }
 
 #[test]
-fn key_that_does_not_parse_refuses_its_node() {
+fn node_with_an_invalid_key_is_refused() {
     let bad = with(|inputs| {
         let mut node = node(9, &["100.80.1.9"]);
         node.public_key = Err("wrong".to_owned());
@@ -161,11 +162,11 @@ fn key_that_does_not_parse_refuses_its_node() {
 }
 
 #[test]
-fn duplicate_key_refuses_the_later_node() {
+fn later_node_with_a_duplicate_key_is_refused() {
     let bad = with(|inputs| {
         inputs.accesses[0].nodes.push(node(1, &["100.80.1.9"]));
         inputs.accesses[1].nodes.push(node(1, &["100.80.2.9"]));
-        // Has the same addresses but belongs to another sandbox. Equal nodes are accepted only within one identity.
+        // Equals the node of SandboxAccess a. Equal nodes are accepted only in SandboxAccesses of the same sandbox.
         inputs.accesses[1].nodes.push(node(1, &["100.80.1.1", "fd80:1::1"]));
     });
     let refused = [("a", 1), ("b", 1), ("b", 2)].map(|(access, node)| {
@@ -207,7 +208,7 @@ fn address_in_a_refused_network_is_refused_with_it() {
 }
 
 #[test]
-fn address_of_another_node_is_refused() {
+fn address_that_another_node_has_is_refused() {
     let bad = with(|inputs| inputs.accesses[0].nodes.push(node(9, &["100.80.1.1", "100.80.1.9"])));
     let rest = with(|inputs| inputs.accesses[0].nodes.push(node(9, &["100.80.1.9"])));
     let refused = "SandboxAccess a: spec.nodes[1].wireguardIPs[0]: AddressDuplicate: SandboxAccess a spec.nodes[0] has 100.80.1.1, too, \
@@ -228,7 +229,7 @@ fn node_without_a_valid_address_does_not_take_its_key() {
 }
 
 #[test]
-fn port_of_another_grant_is_refused() {
+fn port_that_another_grant_has_is_refused() {
     let bad = with(|inputs| inputs.accesses[0].grants.push(sql("web", 20001)));
     let refused = "SandboxAccess a: spec.grants[1].gatewayPort: PortDuplicate: port 20001 (tcp) has another grant, which comes first and \
                    keeps it";
@@ -285,7 +286,7 @@ fn sctp_is_refused() {
     assert_refused(&bad, &inputs(), &[refused]);
 }
 
-/// A second SandboxAccess of `a`, as another mesh writes it.
+/// A second SandboxAccess of the sandbox `a`, as another mesh writes it.
 fn second_access_of_a() -> Access {
     Access {
         name: "z".to_owned(),
@@ -295,7 +296,7 @@ fn second_access_of_a() -> Access {
 }
 
 #[test]
-fn equal_accesses_of_one_identity_are_served_as_one() {
+fn equal_accesses_of_one_sandbox_are_served_as_one() {
     let compiled = compile(&with(|inputs| inputs.accesses.push(second_access_of_a())));
     let mut want = compile(&inputs());
     want.served.insert("z".to_owned());
@@ -303,8 +304,8 @@ fn equal_accesses_of_one_identity_are_served_as_one() {
 }
 
 #[test]
-fn accesses_of_one_identity_are_merged() {
-    let further = |inputs: &mut Inputs, access: usize| {
+fn different_accesses_of_one_sandbox_are_merged() {
+    let add_parts = |inputs: &mut Inputs, access: usize| {
         let access = &mut inputs.accesses[access];
         access.networks.push(Ok(net("100.81.0.0/24")));
         access.nodes.push(node(9, &["100.81.0.9"]));
@@ -312,15 +313,15 @@ fn accesses_of_one_identity_are_merged() {
     };
     let compiled = compile(&with(|inputs| {
         inputs.accesses.push(second_access_of_a());
-        further(inputs, 2);
+        add_parts(inputs, 2);
     }));
-    let mut want = compile(&with(|inputs| further(inputs, 0)));
+    let mut want = compile(&with(|inputs| add_parts(inputs, 0)));
     want.served.insert("z".to_owned());
     assert_eq!(compiled, want);
 }
 
 #[test]
-fn different_parts_of_one_identity_are_refused() {
+fn conflicts_between_accesses_of_one_sandbox_are_refused() {
     let bad = with(|inputs| {
         let mut z = second_access_of_a();
         z.networks = vec![Ok(net("100.80.1.0/25")), Ok(net("fd80:1::/64"))];

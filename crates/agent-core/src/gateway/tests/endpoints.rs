@@ -19,7 +19,7 @@ fn grant_of_db(inputs: &Inputs) -> Grant {
     table.grants[&(sandbox, Protocol::Tcp, 20001)].clone()
 }
 
-/// Adds a grant of `service` to `a`, and asserts that only this grant is refused, with this message.
+/// Adds the grant to `a`, and the state of its Service if it was read. Asserts that only this grant is refused, with this message.
 #[track_caller]
 fn assert_service_refused(granted: GrantSpec, service: Option<Service>, refused: &str) {
     let bad = with(|inputs| {
@@ -69,7 +69,7 @@ fn service_that_no_sandbox_may_reach_is_refused() {
     };
     let refused = "ServiceNotServed: this is the API server, which no sandbox may reach";
     assert_service_refused(server, seen(|_| {}), refused);
-    let refused = "ServiceNotServed: Service team/x mirrors another cluster's: grant that one";
+    let refused = "ServiceNotServed: Service team/x mirrors a Service of another cluster: grant that Service";
     assert_service_refused(sql("x", 2), seen(|observed| observed.mirror = true), refused);
     let refused = "ServiceNotServed: Service team/x is of type ExternalName and has no endpoints";
     assert_service_refused(sql("x", 2), seen(|observed| observed.external_name = true), refused);
@@ -97,7 +97,7 @@ fn service_named_kubernetes_elsewhere_is_served() {
 }
 
 #[test]
-fn port_of_a_service_without_a_name_is_served() {
+fn unnamed_port_of_a_service_is_served() {
     let mut inputs = with_db(|db| {
         db.ports = [(Protocol::Tcp, String::new())].into();
         let unnamed = Endpoint {
@@ -232,7 +232,7 @@ fn sticky_service_makes_a_sticky_balancer() {
 /// Adds `further` endpoints to team/db, granted only to `a`, and asserts that only these endpoints are left out.
 #[track_caller]
 fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
-    let one = |mut inputs: Inputs| {
+    let only_access_of_a = |mut inputs: Inputs| {
         inputs.accesses.truncate(1);
         inputs
     };
@@ -241,7 +241,7 @@ fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
     db.endpoints.extend(further.iter().cloned());
     bad.services.insert(team("db"), Service::Observed(db));
     let refused = format!("SandboxAccess a: spec.grants[0].service: EndpointForbidden: {refused}");
-    assert_refused(&one(bad), &one(inputs), &[&refused]);
+    assert_refused(&only_access_of_a(bad), &only_access_of_a(inputs), &[&refused]);
 }
 
 // threat: gateway-forbidden-endpoint

@@ -1,4 +1,4 @@
-//! Tests the rules, which depend only on [`RuleParameters`].
+//! Tests the rules of the base table, which depend only on [`RuleParameters`]: those without sandboxes and grants.
 
 use std::num::NonZeroU32;
 
@@ -25,21 +25,23 @@ fn assert_rules(change: impl FnOnce(&mut RuleParameters), lines: &[&str], withou
 }
 
 #[test]
-fn family_without_an_address_is_closed() {
-    let closed =
+fn packets_of_family_without_an_address_are_dropped() {
+    let drop_rule =
         |family: u8| format!("meta nfproto ipv{family} counter drop comment \"a family without an address here\"");
     assert_rules(
         |parameters| parameters.addresses = [ip("fd66::1")].into(),
-        &[&closed(4)],
-        &[&closed(6), "ip daddr !="],
+        &[&drop_rule(4)],
+        &[&drop_rule(6), "ip daddr !="],
     );
     assert_rules(
         |parameters| parameters.addresses = [ip("100.66.255.1")].into(),
-        &[&closed(6)],
-        &[&closed(4), "ip6 daddr !="],
+        &[&drop_rule(6)],
+        &[&drop_rule(4), "ip6 daddr !="],
     );
 }
 
+/// The limits of `table()` are large. So the connections of each are counted in many lists, one for each element of a set, with
+/// about 64 connections in each. Lists fill unevenly, so the rule allows 96.
 #[test]
 fn without_a_limit_connections_are_not_counted() {
     assert_rules(
@@ -75,7 +77,7 @@ fn small_limit_of_connections_is_exact() {
 }
 
 #[test]
-fn source_ports_leave_out_the_pods_own_and_those_below_1024() {
+fn source_ports_are_the_largest_free_range_above_1023() {
     for (own, ports) in [
         ([51820, 9587], "9588-51819"),
         ([9587, 51820], "9588-51819"),

@@ -23,7 +23,7 @@ const NETWORKS: [&str; 8] = [
     "0.0.0.0/0",
 ];
 const ADDRESSES: [&str; 5] = ["100.80.1.1", "100.80.1.129", "100.80.2.1", "fd80:1::1", "192.0.2.1"];
-/// A gateway leaves out the last two.
+/// A gateway leaves out the last two: one lies outside the endpoint networks of [`settings`], the other is reserved.
 const ENDPOINTS: [&str; 6] = [
     "10.244.1.5",
     "10.244.1.6",
@@ -126,9 +126,9 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
     let ports = prop_oneof![4 => Just(all_ports), 1 => Just(BTreeSet::new())];
     let flag = || prop_oneof![9 => Just(false), 1 => Just(true)];
     let seen = (ports, vec(endpoint, 0..8), [flag(), flag(), flag()], any::<bool>());
-    let seen = seen.prop_map(|(ports, endpoints, [selector, external_name, mirror], sticky)| {
+    let seen = seen.prop_map(|(ports, endpoints, [selectorless, external_name, mirror], sticky)| {
         Service::Observed(ObservedService {
-            selector: !selector,
+            selector: !selectorless,
             external_name,
             mirror,
             sticky,
@@ -164,7 +164,7 @@ fn two_texts() -> Vec<String> {
     ["x", "y"].map(str::to_owned).to_vec()
 }
 
-/// Two inputs. They differ in all objects, or only in SandboxAccesses, or only in Services.
+/// Two inputs. Each has its own settings; either the SandboxAccesses or the Services may be the same.
 fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     let keep = select(vec![[true, false], [false, true], [false, false]]);
     (any_inputs(two_texts()), any_inputs(two_texts()), keep).prop_map(|(old, mut new, [accesses, services])| {
@@ -239,7 +239,7 @@ proptest! {
     }
 
     #[test]
-    fn text_of_objects_does_not_reach_the_script(
+    fn text_from_objects_does_not_change_the_rules(
         inputs in vec(any_text(), 1..3).prop_flat_map(any_inputs),
     ) {
         let table = compile(&inputs).table;
@@ -250,7 +250,7 @@ proptest! {
     }
 
     #[test]
-    fn served_parts_do_not_conflict(inputs in any_inputs(two_texts())) {
+    fn served_parts_of_accesses_do_not_conflict(inputs in any_inputs(two_texts())) {
         let Compiled { peers, routes, table, served, .. } = compile(&inputs);
         prop_assert_eq!(&routes, &table.sandboxes.keys().copied().collect());
         prop_assert!(served.iter().all(|name| inputs.accesses.iter().any(|access| access.name == *name)));
@@ -261,14 +261,15 @@ proptest! {
         let allowed: Vec<&IpNet> = peers.values().flat_map(|peer| &peer.allowed_ips).collect();
         prop_assert_eq!(allowed.iter().collect::<BTreeSet<_>>().len(), allowed.len());
         prop_assert!(allowed.iter().all(|ip| routes.iter().any(|network| network.contains(*ip))));
-        let closed = ["192.0.2.1", "10.244.0.9"].map(|text| host(ip(text)));
+        let forbidden = ["192.0.2.1", "10.244.0.9"].map(|text| host(ip(text)));
         for ((_, protocol, _), grant) in &table.grants {
             prop_assert!(*protocol != Protocol::Sctp);
             let Balancer { v4, v6, .. } = &grant.balancer;
             prop_assert!(v4.iter().all(SocketAddr::is_ipv4) && v6.iter().all(SocketAddr::is_ipv6));
             prop_assert!(v4.iter().chain(v6).all(|socket| grant.allowed_endpoints.contains(socket)));
-            let open = |socket: &SocketAddr| !closed.contains(&host(socket.ip())) && socket.port() != 10250;
-            prop_assert!(grant.allowed_endpoints.iter().all(open));
+            // 10250 is the port of the kubelet.
+            let is_permitted = |socket: &SocketAddr| !forbidden.contains(&host(socket.ip())) && socket.port() != 10250;
+            prop_assert!(grant.allowed_endpoints.iter().all(is_permitted));
         }
     }
 }

@@ -155,7 +155,7 @@ fn removing_the_last_endpoint_removes_its_chain() {
 }
 
 #[test]
-fn draining_endpoint_keeps_its_connections_only() {
+fn draining_endpoint_keeps_connections_and_gets_no_new_ones() {
     let old = table_with(|table| {
         let two = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
         table.grants.insert((A, Protocol::Tcp, 20001), two);
@@ -202,7 +202,7 @@ fn removed_grant_loses_its_elements_before_its_chain() {
 }
 
 #[test]
-fn port_changes_its_grant_in_one_transaction() {
+fn replaced_grant_of_a_port_is_one_transaction() {
     let new = table_with(|table| {
         table.grants = [((A, Protocol::Tcp, 20001), grant(3, &["10.244.1.5:5432"]))].into();
     });
@@ -305,13 +305,13 @@ fn small_change_is_one_step() {
     assert_eq!(steps(None, &table()), [table()]);
 }
 
-/// Counts the parts that a script adds and removes.
+/// Counts the parts that a script adds and removes: elements, chains, rules and limits.
 fn count_parts(script: &str) -> usize {
     script.lines().map(|line| line.split(", ").count()).sum()
 }
 
 /// The limit of a step, plus the parts that do not belong to a grant: a network, a rate, a chain with its rules.
-const MAX_SCRIPT_PARTS: usize = table::STEP + 10;
+const MAX_SCRIPT_PARTS: usize = table::MAX_STEP_WEIGHT + 10;
 
 #[test]
 fn many_grants_are_added_in_bounded_steps() {
@@ -399,7 +399,7 @@ fn allowed_endpoints_pairs_each_grant_with_each_endpoint() {
 }
 
 #[test]
-fn renewal_adds_the_interface_again_in_whole_seconds() {
+fn renewal_sets_a_timeout_in_whole_seconds() {
     let parameters = table().parameters;
     let lines = |seconds: u32| {
         ["add", "delete", "add"]

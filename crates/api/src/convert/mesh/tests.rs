@@ -187,7 +187,7 @@ fn every_field_is_converted() {
     );
 }
 
-/// The mesh is like one that an existing Helm chart writes: the tenants of one namespace, without the hub.
+/// The mesh is like one that a user's Helm chart may render: the tenant clusters of one namespace, without the hub.
 #[test]
 fn mesh_without_local_entry_is_accepted() {
     let mut spec = two_clusters();

@@ -68,7 +68,7 @@ fn closed_policy_has_profile_standard_and_allows_nothing() {
 }
 
 #[test]
-fn changed_policy_is_an_error_that_names_the_field() {
+fn invalid_policy_is_an_error_that_names_the_field() {
     type Change = fn(&mut PeerPolicySpec);
     let cases: [(Change, &str); 5] = [
         (|s| s.sources[0] = "x".into(), "spec.sources[0]"),

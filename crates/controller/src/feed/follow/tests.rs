@@ -22,7 +22,7 @@ use tower::{BoxError, Layer};
 use super::*;
 use crate::feed::Changed;
 
-/// Returns the Nodes of an API server that responds with `answer(is_watch)`, and the number of requests to it.
+/// Returns the resource `nodes` of an API server that responds with `answer(is_watch)`, and the number of requests to it.
 fn server(answer: impl Fn(bool) -> Value + Clone + Send + Sync + 'static) -> (WatchedResource, Arc<AtomicUsize>) {
     server_with(move |watch| (200, answer(watch).to_string()))
 }
@@ -36,7 +36,8 @@ fn server_with(
     let service = tower::service_fn(move |request: Request<Body>| {
         let (answer, requests) = (answer.clone(), Arc::clone(&counted));
         async move {
-            // The clock is paused, so a loop without a pause would never end.
+            // The paused clock advances only while all tasks wait. A client that retries without a delay would never let it
+            // advance, so the server stops answering at some time. Then the test fails instead of running for ever.
             if requests.fetch_add(1, Ordering::Relaxed) > 5_000 {
                 return std::future::pending().await;
             }
@@ -57,8 +58,8 @@ fn server_with(
     (resource(Client::new(service, "default")), requests)
 }
 
-/// Returns the Nodes of an API server that has `count` Nodes of `length` bytes each, behind the limits for members, and the requested
-/// page sizes.
+/// Returns the resource `nodes` of an API server that has `count` Nodes of `length` bytes each, behind the limits for members. Also
+/// returns the page sizes that were requested.
 fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Vec<usize>>>) {
     let sizes = Arc::new(Mutex::new(Vec::new()));
     let recorded = Arc::clone(&sizes);
@@ -138,7 +139,7 @@ fn list_of(items: &Value, next: &str) -> Value {
 async fn follow_ten_minutes(resource: &WatchedResource, feed: &Feed<()>, requests: &AtomicUsize) -> usize {
     let (_resume, resumed) = watch::channel(0);
     let followed = tokio::time::timeout(Duration::from_secs(600), follow(resource, feed, resumed)).await;
-    assert!(followed.is_err(), "follow never returns");
+    assert!(followed.is_err(), "follow returned");
     requests.load(Ordering::Relaxed)
 }
 

@@ -119,9 +119,10 @@ async fn refused_mesh_that_was_never_valid_claims_nothing() {
     assert_eq!(loaded.mesh, empty_mesh(loaded.mesh.id.clone()));
 }
 
+/// The mesh is restricted: `--hub-namespace` lists the networks that meshes of its namespace may use.
 // threat: unlisted-network
 #[tokio::test]
-async fn confined_mesh_ignores_networks_in_its_status() {
+async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     let hub_with_flag = |flag: &str| {
         let flags = [flag.parse().expect("a flag")];
         hub_with(HubNamespaces::new(
@@ -138,7 +139,7 @@ async fn confined_mesh_ignores_networks_in_its_status() {
         Arc::new(object)
     };
     let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/8"]));
-    let confined_hub = hub_with_flag("ns=sandbox,10.2.0.0/16");
+    let restricted_hub = hub_with_flag("ns=sandbox,10.2.0.0/16");
     let summary = |loaded: &LoadedMesh| {
         let accepted = loaded.mesh.accepted.get("a").map(Vec::len);
         let claimed: Vec<_> = claims(&loaded.mesh)
@@ -149,10 +150,11 @@ async fn confined_mesh_ignores_networks_in_its_status() {
     };
     let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
 
-    // The mesh was never valid. Its status contains half of the IPv4 addresses, or networks that it may have.
+    // The mesh was never valid. In the first case its status contains an unlisted network (half of all IPv4 addresses), in the second
+    // case the listed one.
     let never = load_mesh(
         sandbox(&outside, "128.0.0.0/1"),
-        &confined_hub,
+        &restricted_hub,
         &mut LastValidMeshes::new(),
     );
     assert_eq!(
@@ -161,7 +163,7 @@ async fn confined_mesh_ignores_networks_in_its_status() {
     );
     let never = load_mesh(
         sandbox(&outside, "10.2.0.0/16"),
-        &confined_hub,
+        &restricted_hub,
         &mut LastValidMeshes::new(),
     );
     let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
@@ -169,13 +171,13 @@ async fn confined_mesh_ignores_networks_in_its_status() {
 
     // The mesh is valid, and its status contains more than its spec. Then its spec changes.
     let mut last_valid = LastValidMeshes::new();
-    let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &confined_hub, &mut last_valid);
+    let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &restricted_hub, &mut last_valid);
     assert_eq!(summary(&good), (None, kept.clone(), None));
-    let changed = load_mesh(sandbox(&outside, "128.0.0.0/1"), &confined_hub, &mut last_valid);
+    let changed = load_mesh(sandbox(&outside, "128.0.0.0/1"), &restricted_hub, &mut last_valid);
     assert_eq!(summary(&changed), (Some("NetworksNotAllowed"), kept, None));
     assert!(changed.mesh.paused);
 
-    // The namespace of the mesh is in no flag.
+    // No flag names the namespace of the mesh.
     let unlisted = load_mesh(
         sandbox(&inside, "10.2.0.0/16"),
         &hub_with_flag("other"),

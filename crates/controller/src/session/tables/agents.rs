@@ -69,8 +69,8 @@ impl NodeRow {
 }
 
 impl Tables {
-    /// Counts the nodes by the program that owns their tunnels. An agent is outdated if its version differs from `version`, which is
-    /// the version of the controller.
+    /// Counts the nodes: all, with wg-agent in full mode, in policy mode, with kg alone and a key, and with an agent whose version is not
+    /// `version`, the version of the controller.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {

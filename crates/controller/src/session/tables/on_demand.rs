@@ -38,7 +38,7 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         }
     }
 
-    /// Returns the rows of the last list, with later events.
+    /// Returns the objects of the last list, updated by the watch events since then.
     ///
     /// # Errors
     /// The reason why the feed was not listed yet, or why the account may not read it now.
@@ -52,8 +52,9 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         }
     }
 
-    /// Whether the feed is current. A namespace that the account may not read does not make the whole member stale: [`Self::rows`]
-    /// returns an error, so the planner keeps the objects that depend on the namespace.
+    /// Whether the feed is current, or why not. A namespace that the account may not read (`Denied`) counts as `Absent`, so that it
+    /// does not make the whole member stale. [`Self::rows`] then returns an error, so the planner keeps the objects that depend on the
+    /// namespace.
     pub(super) fn trust(&self) -> Trust {
         match self.feed.trust() {
             Trust::Denied(_) => Trust::Absent,

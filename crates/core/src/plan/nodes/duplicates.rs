@@ -21,15 +21,17 @@ pub(super) struct NodeClaims<'a> {
     pub(super) key: PublicKey,
     pub(super) wireguard_ip: IpAddr,
     pub(super) pods: BTreeSet<IpNet>,
+    /// InternalIPs of the Node, and of the Nodes that it leads in a Kilo location.
     pub(super) internal: BTreeSet<IpNet>,
-    /// `kilo.squat.ai/allowed-location-ips` and exported pods. A Node with a duplicate among these still gets a Peer.
+    /// `kilo.squat.ai/allowed-location-ips` and exported pods. A Node with a duplicate among these or `internal` still gets a Peer,
+    /// without the duplicate.
     pub(super) extra: BTreeSet<IpNet>,
     pub(super) uncovered: Vec<Uncovered>,
 }
 
 /// The registered claims of one member's Nodes. A network inside another Node's podCIDR would take a part of that Node's
-/// traffic, because the longest prefix wins, so it counts as a duplicate. A location network that contains podCIDRs of other
-/// Nodes is no duplicate.
+/// traffic, because the longest prefix wins, so it counts as a duplicate. A network of `allowed-location-ips` that contains
+/// podCIDRs of other Nodes is no duplicate.
 #[derive(Default)]
 pub(super) struct ClaimIndex<'a> {
     /// The first node that claims each WireGuard address and is not silent. kg reassigns the address of a node that has not
@@ -44,7 +46,7 @@ pub(super) struct ClaimIndex<'a> {
 }
 
 impl<'a> ClaimIndex<'a> {
-    /// The registered claim that equals or contains `net`.
+    /// The registered claim that equals `net`, else the registered podCIDR that contains it.
     fn containing(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         let exact = self.prefixes.get_key_value(&net);
         let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
@@ -52,7 +54,7 @@ impl<'a> ClaimIndex<'a> {
         claims.map(|(net, owner)| (*net, *owner))
     }
 
-    /// The registered claim that overlaps `net`.
+    /// The result of [`Self::containing`], else a registered podCIDR or WireGuard address inside `net`.
     fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         // `IpNet` sorts a network directly before the networks inside it.
         let within = || {
@@ -65,6 +67,7 @@ impl<'a> ClaimIndex<'a> {
             .or_else(|| within().map(|(net, owner)| (*net, *owner)))
     }
 
+    /// Registers the claims of a Node, or returns why the Node gets no Peer. The caller registers older Nodes first.
     pub(super) fn register(&mut self, claims: NodeClaims<'a>) -> Result<(RegisteredNode<'a>, Vec<Uncovered>), Refusal> {
         let name = claims.node;
         if let Some(owner) = self.keys.get(&claims.key) {

@@ -15,15 +15,15 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Adds each of `parts` to the Peer of one eligible node. Parts that a held Peer keeps are not in `parts`. `added` = the names
-    /// of the member's planned Peers, by node.
+    /// Adds each of `parts`, the parts of the member's anchored networks, to the Peer of one eligible node. Parts that a held Peer
+    /// keeps are not in `parts`. `peer_names` = the names of the member's planned Peers, by node.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
         mesh_member: &MeshMember<'a>,
         registry: &NodeRegistry<'a>,
         parts: &[IpNet],
-        added: &BTreeMap<&str, String>,
+        peer_names: &BTreeMap<&str, String>,
     ) {
         let parts: Vec<IpNet> = parts
             .iter()
@@ -38,11 +38,12 @@ impl<'a> PeerPlanner<'a, '_> {
             .iter()
             .filter(|node| node.observed.ready && !node.observed.deleting)
             .filter(|node| {
-                let peer = added.get(node.node).and_then(|name| self.peers.get(name));
+                let peer = peer_names.get(node.node).and_then(|name| self.peers.get(name));
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // A WireGuard tunnel keeps working without kg. So if kg checks in for no node, the network stays with its current anchor.
+        // A silent node is not eligible, unless all nodes are silent: a WireGuard tunnel keeps working without kg, so the network
+        // then stays with its current anchor.
         let any_active = ready_nodes.iter().any(|node| !node.observed.is_silent());
         let eligible = ready_nodes
             .iter()
@@ -60,13 +61,13 @@ impl<'a> PeerPlanner<'a, '_> {
             return;
         }
         let mut current: BTreeMap<IpNet, String> = BTreeMap::new();
-        for (node, peer) in added {
+        for (node, peer) in peer_names {
             if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.existing.get(&**peer) {
                 current.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
             }
         }
         for (part, node) in anchor::assign(&parts, mesh_member.cluster.anchors, &eligible, &current) {
-            let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
+            let Some(peer) = peer_names.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
                 continue;
             };
             match self.taken_prefixes.get(&part) {
@@ -86,7 +87,7 @@ impl<'a> PeerPlanner<'a, '_> {
     }
 
     /// Whether `part` contains the endpoint of one of the member's Peers and kg serves the target. Then kg would route that Peer's
-    /// outer packets into the tunnel. wg-agent marks its outer packets, so they are never routed there.
+    /// outer packets into the tunnel, so this is also reported as a fact. wg-agent marks its outer packets, so they are never routed there.
     fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
         let endpoints = peers.flat_map(|peer| endpoint::peer_endpoints(&peer.spec));

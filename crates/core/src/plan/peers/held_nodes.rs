@@ -11,14 +11,16 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Keeps the existing Peer of a held node, unless its key is taken. Prefixes that are taken are left out.
+    /// Plans the existing Peer of a held node again, without prefixes that another Peer has or that allowedNetworks do not contain.
+    /// `None` = the node has no valid Peer, or another Peer has its key or name.
     pub(super) fn hold_node(
         &mut self,
         source: &str,
         mesh_member: &MeshMember<'a>,
         node: &str,
     ) -> Option<&mut PlannedPeer> {
-        let names = [false, true].map(|taken| self.inputs.naming.peer(self.inputs.mesh, source, node, taken));
+        // The existing Peer may have the readable name, or the name with a hash.
+        let names = [false, true].map(|is_taken| self.inputs.naming.peer(self.inputs.mesh, source, node, is_taken));
         let existing = names.iter().find_map(|name| {
             let peer = self
                 .existing

@@ -33,7 +33,7 @@ fn candidates_for(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net
         .spec
         .clone();
     let first = spec.candidates.first().copied().map(Endpoint::Ip);
-    assert_eq!(spec.endpoint, first, "kg uses only the endpoint");
+    assert_eq!(spec.endpoint, first, "kg reads only this endpoint, not the candidates");
     spec.candidates
 }
 
@@ -151,7 +151,7 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
 }
 
 #[test]
-fn uncovered_pod_cidr_of_unmeshed_family_is_no_fact() {
+fn pod_cidr_of_family_without_allowed_network_is_no_fact() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
@@ -234,7 +234,7 @@ fn internal_ip_inside_another_nodes_pod_cidr_is_left_out() {
 }
 
 #[test]
-fn location_network_may_contain_addresses_of_other_nodes() {
+fn allowed_location_ips_exclude_pod_cidrs_of_other_nodes() {
     let mut mesh = two_clusters();
     mesh.clusters[1].allowed.extend(nets(&["172.30.0.0/16"]));
     let mut seen = seen();
@@ -247,6 +247,6 @@ fn location_network_may_contain_addresses_of_other_nodes() {
     assert_eq!(
         *allowed(&mesh_plan, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32", "172.30.2.2/32", "172.30.0.0/16"]),
-        "a part of another Node's podCIDR is left out"
+        "10.2.1.128/25 is part of x's podCIDR and left out; 172.30.0.0/16 may contain x's InternalIP"
     );
 }

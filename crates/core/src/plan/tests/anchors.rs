@@ -160,7 +160,7 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
 
 // threat: anchored-range-claimed
 #[test]
-fn anchor_of_deleted_node_moves_despite_claim_of_a_node() {
+fn anchored_network_moves_from_deleted_node_despite_claim() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
@@ -236,7 +236,7 @@ fn anchored_network_without_peers_is_not_remembered() {
 }
 
 #[test]
-fn listed_address_moves_to_node_that_joins_later() {
+fn anchored_address_moves_to_node_that_joins_later() {
     let (mut mesh, mut seen) = anchored_tenant();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.9/32"]));
     write_plan(&mesh, &mut seen);

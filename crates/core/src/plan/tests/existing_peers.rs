@@ -181,6 +181,25 @@ fn objects_of_an_absent_mesh_are_kept() {
     assert_eq!(steps(&[other]), vec![(Action::Create, "n--tenant".to_owned())]);
 }
 
+/// Another mesh mirrors the same Service into another namespace, so its slices do not replace those of the absent mesh.
+#[test]
+fn absent_mesh_keeps_its_slice_in_another_namespace() {
+    let (mut mesh, mut seen) = sandbox::mesh_with_sandbox();
+    mesh.clusters[1].egress = vec![sandbox::grant(sandbox::postgres(), &[], "db")];
+    write_plan(&mesh, &mut seen);
+    let deleted = |mesh: &Mesh| {
+        let (plan, _) = plan_mesh(mesh, &seen);
+        let tenant = seen.members[&secret("tenant")].fresh().unwrap();
+        let steps = diff(&plan, &secret("tenant"), tenant).into_iter();
+        let slices = steps.filter(|step| matches!(step.item, Item::Slice(_, None)));
+        slices.map(|step| step.item.name()).collect::<Vec<_>>()
+    };
+    let mut other = mesh.clone();
+    other.id.name = "n".into();
+    other.clusters[1].egress[0].local.namespace = "elsewhere".into();
+    assert_eq!(deleted(&other), Vec::<String>::new());
+}
+
 /// A mesh that uses all state that is listed per namespace: `tenant` exports pods; `tenant` and the sandbox `nb` are granted a
 /// Service.
 fn mesh_with_namespaced_state() -> (Mesh, Observations) {
@@ -206,7 +225,7 @@ fn mesh_with_namespaced_state() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// Changes the observations as if these namespaces had never been listed.
+/// Changes the observations of [`mesh_with_namespaced_state`] as if none of its namespaces had been listed yet.
 fn mark_namespaces_unlisted(seen: &mut Observations) {
     let why = || "it is being read for the first time".to_owned();
     edit(seen, &ClusterIdentity::Local, |m| {
@@ -233,6 +252,7 @@ fn all_steps(mesh: &Mesh, seen: &Observations) -> Vec<(Action, String)> {
 #[test]
 fn unlisted_namespaces_cause_no_writes() {
     let (mesh, mut seen) = mesh_with_namespaced_state();
+    // Twice, because some objects are planned only after others exist.
     write_plan(&mesh, &mut seen);
     write_plan(&mesh, &mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
@@ -266,8 +286,8 @@ fn unlisted_namespaces_cause_no_writes() {
     mark_namespaces_unlisted(&mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
     let (_, plan) = plan_mesh(&mesh, &seen);
-    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known; an existing mirrored Service is kept: it is \
-                   being read for the first time";
+    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known: it is being read for the first time; an \
+                   existing mirrored Service is kept";
     let messages: Vec<&str> = plan.egress.iter().map(|grant| &*grant.message).collect();
     assert_eq!(messages, [message, message]);
 

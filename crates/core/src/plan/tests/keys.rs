@@ -207,7 +207,7 @@ fn paused_mesh_reserves_no_service_name() {
 }
 
 #[test]
-fn copied_key_removes_its_owners_peer_only_for_kg() {
+fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
     let mesh = two_clusters();
     let peers = |server: Server| {
         let mut seen = seen();
@@ -235,7 +235,8 @@ fn copied_key_removes_its_owners_peer_only_for_kg() {
         vec!["copy".to_owned()],
     );
     assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
-    // If a Peer in `tenant` had the key of the Node `copy`, kg would permanently drop this Node from its own mesh.
+    // Node `copy` of the target `tenant` has the key of Node `a`. If a Peer in `tenant` had this key, kg would permanently drop
+    // `copy` from its own mesh.
     assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
     assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
 }
@@ -300,12 +301,18 @@ fn peer_without_our_labels_is_not_adopted() {
         "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
-    let taken = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
+    let refused = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
     // Peers of a person, of another hub, of another mesh of this hub, and of another source.
-    assert_eq!(changed(&|peer| peer.owner = Owner::default()), taken);
-    assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), taken);
-    assert_eq!(changed(&|peer| peer.owner.mesh_namespace = Some("other".into())), taken);
-    assert_eq!(changed(&|peer| peer.owner.source_cluster = Some("other".into())), taken);
+    assert_eq!(changed(&|peer| peer.owner = Owner::default()), refused);
+    assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), refused);
+    assert_eq!(
+        changed(&|peer| peer.owner.mesh_namespace = Some("other".into())),
+        refused
+    );
+    assert_eq!(
+        changed(&|peer| peer.owner.source_cluster = Some("other".into())),
+        refused
+    );
     // A Peer with another key does not describe this node: it is kept, and the node gets a Peer with another name.
     let (steps, _) = changed(&|peer| peer.spec.as_mut().unwrap().public_key = key(99));
     assert_eq!(steps, [(Action::Create, "m--tenant--x-meshes".to_owned())]);

@@ -112,6 +112,7 @@ fn internal_ip_is_never_in_the_peer_of_another_node() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
+    // The InternalIP of k2, which no Peer contains, is not planned as an anchored network either.
     let anchored = |mesh_plan: &MeshPlan| mesh_plan.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
     assert_eq!(anchored(&mesh_plan), net_set(&[]));
 }
@@ -225,7 +226,7 @@ fn address_of_silent_node_goes_to_the_active_one() {
     assert_eq!(
         outcome(&plan_mesh(&mesh, &seen).1),
         (vec!["k1", "k2"], vec!["k2"], vec![]),
-        "kg checks in for both nodes, so it may be assigning new addresses"
+        "kg runs on both nodes, and may be changing their addresses"
     );
     let silent = |held_for| {
         let mut seen = seen.clone();
@@ -290,7 +291,7 @@ fn held_nodes_are_reported_after_half_a_minute() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
-    let at = |held_for: u64| {
+    let held_nodes_after = |held_for: u64| {
         let mut seen = seen.clone();
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             for node in m.nodes.values_mut() {
@@ -307,7 +308,10 @@ fn held_nodes_are_reported_after_half_a_minute() {
         })
     };
     let held = BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), Reason::NodeNoPublicKey)));
-    assert_eq!([at(1), at(29), at(30)], [None, None, Some(("mgmt".to_owned(), held))]);
+    assert_eq!(
+        [1, 29, 30].map(held_nodes_after),
+        [None, None, Some(("mgmt".to_owned(), held))]
+    );
 
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("x").unwrap();
@@ -337,8 +341,10 @@ fn node_without_kg_check_in_is_reported() {
     assert_eq!(degraded(&plan_mesh(&mesh, &seen).1).0, "AllServed");
 }
 
+/// A Peer in a target that kg serves does not contain the node's InternalIP if this is also the Peer's endpoint. Otherwise kg would
+/// route the tunnel's own packets into the tunnel.
 #[test]
-fn internal_ip_omitted_from_peer_for_kg_is_reported() {
+fn internal_ip_that_kg_cannot_route_is_reported() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     let omitted = |seen: &Observations| {
         let (_, mesh_plan) = plan_mesh(&mesh, seen);
@@ -353,7 +359,7 @@ fn internal_ip_omitted_from_peer_for_kg_is_reported() {
     });
     let both = BTreeSet::from(["k1", "k2"].map(str::to_owned));
     assert_eq!(omitted(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), both)));
-    // k1 has another endpoint.
+    // The endpoint of k1 is not its InternalIP any more.
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("k1").unwrap();
         node.force_endpoint = Claim::Valid(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));

@@ -89,7 +89,7 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
                 .any(|f| matches!(f, Fact::NetworksOverlap { lost: false, .. }))
         );
     }
-    // An entry whose new networks overlap those of another entry is refused, and keeps the networks that it had.
+    // If new networks of an entry overlap those of another entry, they are refused, and the entry keeps the networks that it had.
     newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
     newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
     older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);
@@ -212,7 +212,8 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
             .values()
             .map(|s| (s.ports.clone(), s.endpoints.len()))
             .collect::<Vec<_>>(),
-        vec![(vec![port("pg", 15432)], 100), (vec![port("pg", 15432)], 30)]
+        vec![(vec![port("pg", 15432)], 100), (vec![port("pg", 15432)], 30)],
+        "a slice has at most 100 endpoints"
     );
     assert!(mesh_plan.egress[0].ready);
     assert!(
@@ -221,6 +222,7 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
         mesh_plan.egress[0].message
     );
 
+    // The name is already in use by a Service that the controller did not write.
     edit(&mut seen, &secret("tenant"), |m| {
         m.services.insert(
             local.clone(),

@@ -25,7 +25,7 @@ fn node_addresses_in_other_members_network_are_reported_once() {
         }
     });
     let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
-                   are lost or enter the mesh. Give this cluster another network";
+                   are lost or enter the mesh. Give cluster \"tenant\" another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let conditions = crate::status::conditions(&mesh_plan, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
@@ -38,7 +38,7 @@ fn node_addresses_in_other_members_network_are_reported_once() {
         (true, "NetworkInUse", &*format!("cluster \"tenant\": {message}"))
     );
 
-    // Workers that run as VMs in another member may have addresses of that member.
+    // mgmt declares with endpointNetworks that its Nodes may have addresses there, because they are VMs inside tenant.
     let mut hosted = mesh.clone();
     hosted.clusters[0].endpoint_networks = nets(&["100.66.2.0/24"]);
     assert_eq!(in_use(&hosted, &seen), []);
@@ -58,7 +58,7 @@ fn kg_network_that_contains_other_members_network_is_reported() {
     };
     // kg routes the whole WireGuard network into its interface, wg-agent only the node's own address.
     let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
-                   addresses are lost or enter the mesh. Give this cluster another network";
+                   addresses are lost or enter the mesh. Give cluster \"tenant\" another network";
     assert_eq!(reported_with(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
     assert_eq!(reported_with(Server::Agent), []);
 }

@@ -168,7 +168,7 @@ fn masqueraded_member_exposes_only_wireguard_addresses() {
 }
 
 #[test]
-fn masqueraded_policy_keeps_networks_of_unobserved_nodes() {
+fn policy_of_masqueraded_member_keeps_unobserved_sources() {
     let mut mesh = two_clusters();
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     let mut seen = seen();

@@ -68,6 +68,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
     let names: Vec<_> = mesh_plan.targets["mgmt"].peers.keys().collect();
     assert_eq!(names, ["m--tenant--x-meshes-1"]);
 
+    // A foreign Peer with the key of Node x.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.peers
             .as_mut()
@@ -96,9 +97,10 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
+    // If a node of tenant ran kg, the key of x would count as taken there, and the owner would have no Peer in tenant.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
-        "only the copy is skipped: without kg in tenant, the owner keeps its Peer there"
+        "only the copy is skipped: the owner keeps its Peer in tenant"
     );
 }
 
@@ -160,7 +162,7 @@ fn existing_peer_key_of_unobserved_member_is_not_reused() {
     assert_eq!(
         third.keys().collect::<Vec<_>>(),
         vec!["m--mgmt--b"],
-        "the existing Peer of x has that key"
+        "the key of Node a is that of the existing Peer of x"
     );
 }
 
@@ -182,7 +184,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         });
         let mut owners = BTreeMap::new();
         for (node, mesh) in peers {
-            assert_eq!(owners.insert(node, mesh), None, "a key has more than one Peer");
+            assert_eq!(owners.insert(node, mesh), None, "a node has more than one Peer");
         }
         let carriers = plan
             .meshes
@@ -201,7 +203,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         owners(&seen),
         BTreeMap::from([("a".into(), "m".into()), ("b".into(), "m".into())])
     );
-    // The younger mesh has an existing Peer for `a`, with the anchored network. That Peer is kept; `b` stays with the older mesh.
+    // The newer mesh has an existing Peer for `a`, with the anchored network. That Peer is kept; `b` stays with the older mesh.
     let spec = plan_mesh(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"]
         .spec
         .clone();
@@ -226,12 +228,12 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
 }
 
 #[test]
-fn paused_mesh_that_is_deleted_keeps_its_keys() {
+fn deleted_mesh_keeps_its_keys_while_it_is_paused() {
     let mut deleted = two_clusters();
     deleted.id.name = "n".into();
     let mut seen = seen();
     write_plan(&deleted, &mut seen);
-    // A Peer that lost its source label still belongs to this mesh.
+    // A Peer without a source label still belongs to the mesh of its mesh label.
     edit(&mut seen, &secret("tenant"), |m| {
         let peer = m.peers.as_mut().unwrap().get_mut("n--mgmt--a").unwrap();
         peer.owner.source_cluster = None;
@@ -239,6 +241,7 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     // A paused mesh that is being deleted removes nothing until it is resumed.
     (deleted.paused, deleted.deleting) = (true, true);
     let mesh = two_clusters();
+    // The number of Peers that the other mesh plans, and whether any object is deleted.
     let planned = |deleted: &Mesh| {
         let plan = plan(
             &[mesh.clone(), deleted.clone()],
@@ -283,7 +286,11 @@ fn objects_of_another_hub_are_not_changed() {
             .map(|s| (s.action, s.item.name(), s.fields))
             .collect::<Vec<_>>()
     };
-    assert_eq!(touched(&mesh), vec![], "the node's key is taken, so no Peer is created");
+    assert_eq!(
+        touched(&mesh),
+        vec![],
+        "a Peer of the other hub has the node's key, so no Peer is created"
+    );
     assert_eq!(
         touched(&Mesh {
             deleting: true,

@@ -241,7 +241,7 @@ fn target_without_gateway_is_reported_with_remedy() {
 #[test]
 fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
-    // The sandbox is the earlier entry, and its Node is the older one.
+    // The sandbox has the key of the tenant's Node. The sandbox is the earlier entry, and its Node is the older one.
     mesh.clusters.swap(1, 2);
     edit(&mut seen, &secret("nb"), |m| {
         let node = m.nodes.get_mut("s").unwrap();

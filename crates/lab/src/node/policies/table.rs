@@ -156,29 +156,29 @@ impl<'a> ClusterObjects<'a> {
         let mut out = Vec::new();
         for peer in peers {
             if let Some(block) = &peer.ip_block {
-                let same = |net: &str| {
+                let has_family = |net: &str| {
                     net.parse()
                         .is_ok_and(|net: IpNet| net.addr().is_ipv4() == address.is_ipv4())
                 };
-                if same(&block.cidr) {
-                    let except = block.except.iter().flatten().filter(|net| same(net));
+                if has_family(&block.cidr) {
+                    let except = block.except.iter().flatten().filter(|net| has_family(net));
                     let except: String = except.map(|net| format!("{family} {other} != {net} ")).collect();
                     out.push((format!("{family} {other} {} {except}", block.cidr), None));
                 }
                 continue;
             }
             for pod in self.pods.values().filter_map(addressed) {
-                let home = pod.pod.metadata.namespace.as_deref().unwrap_or_default();
+                let pod_namespace = pod.pod.metadata.namespace.as_deref().unwrap_or_default();
                 let in_namespace = match &peer.namespace_selector {
-                    None => home == namespace,
+                    None => pod_namespace == namespace,
                     Some(selector) => self
                         .namespaces
-                        .get(&(String::new(), home.to_owned()))
-                        .is_some_and(|home| selected(Some(selector), home.metadata.labels.as_ref())),
+                        .get(&(String::new(), pod_namespace.to_owned()))
+                        .is_some_and(|object| selected(Some(selector), object.metadata.labels.as_ref())),
                 };
                 if in_namespace && selected(peer.pod_selector.as_ref(), pod.pod.metadata.labels.as_ref()) {
-                    let same = pod.addresses.iter().filter(|ip| ip.is_ipv4() == address.is_ipv4());
-                    out.extend(same.map(|ip| (format!("{family} {other} {ip} "), Some(pod.pod))));
+                    let of_family = pod.addresses.iter().filter(|ip| ip.is_ipv4() == address.is_ipv4());
+                    out.extend(of_family.map(|ip| (format!("{family} {other} {ip} "), Some(pod.pod))));
                 }
             }
         }
@@ -215,7 +215,8 @@ fn allowed(spec: &NetworkPolicySpec, direction: Direction) -> Vec<Allowed<'_>> {
     }
 }
 
-/// A match expression for a port. `None` = the destination pod has no port with this name.
+/// A match expression for a port. `None` = the port has a name, and `listening`, the destination pod, has no port with this name or
+/// is unknown.
 fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<String> {
     let protocol = port.protocol.as_deref().unwrap_or("TCP");
     let low = protocol.to_ascii_lowercase();

@@ -1,4 +1,4 @@
-//! Finds, creates, configures and removes the WireGuard interface over rtnetlink.
+//! Finds and creates the WireGuard interface over rtnetlink. [`super`] configures, renames and removes it.
 //!
 //! An interface belongs to the agent if its alias is [`ALIAS`]. The kernel accepts no alias when it creates a link. So a
 //! link is created as [`TEMPORARY_NAME`] and gets its real name last: a link with the real name is always complete.

@@ -3,7 +3,7 @@
 //!
 //! The netlink interface lacks three operations, which have workarounds:
 //! - **Remove one allowed IP.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves the peer
-//!   without any for a moment. So the allowed IP moves to a temporary peer, which the same message removes.
+//!   without any for a moment. So the allowed IP moves to a temporary peer, which a later entry removes.
 //! - **Start a handshake.** Turning persistent keepalive on sends a keepalive at once, which starts a handshake if there
 //!   is no session. So the message turns it off, on, and sets its configured value. Sending a packet into the tunnel
 //!   instead would need an exception in the firewall.
@@ -28,7 +28,8 @@ use sha2::{Digest, Sha256};
 
 /// The maximum size of the peer entries in one message, so that they fit into a page together with the headers.
 const MESSAGE_BYTES: usize = 2_000;
-/// The limit of allowed IPs in one entry; a peer with more has several entries.
+/// The limit of allowed IPs in one entry; a peer with more has several entries. An IPv6 one takes 40 bytes, so an entry is smaller than
+/// [`MESSAGE_BYTES`].
 const ALLOWED_IPS_PER_ENTRY: usize = 40;
 
 /// The live endpoint of each peer, which may differ from the configured one.
@@ -139,6 +140,7 @@ fn update_peer(
 
 /// Turns persistent keepalive off and on, which sends a packet, and sets its configured value.
 fn toggle_keepalive(key: &PublicKey, keepalive: Option<NonZeroU16>, entries: &mut Vec<WireguardPeer>) {
+    // Any value except 0 turns it on.
     let on = keepalive.or(NonZeroU16::new(25));
     let mut values = vec![0, seconds(on)];
     if keepalive.is_none() {

@@ -54,7 +54,8 @@ impl Kernel {
     ///
     /// # Errors
     /// [`DeviceError::NoKernelWireguard`]; an interface of another program has this name; the port is in use. After an
-    /// error, nothing new is left behind, and existing state stays.
+    /// error, nothing new is left behind. A device of an earlier process stays, but the interface of the userspace backend may
+    /// be removed already.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         let links = open_links()?;
         let adopted = match find_link(&links, interface)? {
@@ -68,8 +69,8 @@ impl Kernel {
                         let _ = netlink_link::delete(&links, made);
                         return Err(error);
                     }
-                    // boringtun's TAI64N timestamps include 27 leap seconds, the kernel's do not. Peers reject an older timestamp
-                    // as a replay.
+                    // The userspace backend's TAI64N timestamps (boringtun's) include 27 leap seconds, the kernel's do not. Peers
+                    // refuse an initiation with an older timestamp as a replay.
                     tracing::warn!(
                         interface,
                         "this node moves from the userspace backend to the kernel's: for the first 27 s peers refuse the handshakes that \
@@ -292,7 +293,7 @@ impl Device for Kernel {
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
         let ends_session =
             |change: &PeerChange| matches!(change, PeerChange::Update(_, update) if update.preshared_key.is_some());
-        // `messages::plan` removes such a peer and adds it again with its live endpoint.
+        // `messages::plan` removes a peer whose preshared key changes, and adds it again with its live endpoint.
         let live = if changes.iter().any(ends_session) {
             let peers = self.read()?.peers.into_iter();
             peers

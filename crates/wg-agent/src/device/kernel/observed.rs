@@ -27,7 +27,7 @@ pub(super) struct DeviceDump {
     pub(super) public_key: Option<[u8; 32]>,
     pub(super) listen_port: u16,
     pub(super) fwmark: u32,
-    /// The peers. The endpoint is the live one in both structs.
+    /// The peers. Both structs contain the endpoint that the kernel uses now.
     pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
 }
 
@@ -62,9 +62,9 @@ fn add_peer(seen: &mut DeviceDump, peer: WireguardPeer, now: SystemTime) {
                 spec.preshared_key = PresharedKey::new(key);
                 key.zeroize();
             }
-            Attribute::Endpoint(at) => {
-                let at = SocketAddr::new(at.ip().to_canonical(), at.port());
-                (spec.endpoint, stats.endpoint) = (Some(at), Some(at));
+            Attribute::Endpoint(endpoint) => {
+                let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());
+                (spec.endpoint, stats.endpoint) = (Some(endpoint), Some(endpoint));
             }
             Attribute::PersistentKeepalive(seconds) => spec.keepalive = NonZeroU16::new(seconds),
             Attribute::LastHandshake(at) => stats.handshake_age = age(at.seconds, at.nano_seconds, now),

@@ -72,7 +72,7 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
 
 // threat: gateway-api-away
 #[test]
-fn namespace_that_cannot_be_watched_is_closed_after_a_while() {
+fn watch_failure_stops_serving_only_if_it_lasts() {
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
     let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * REFUSAL_GRACE);
     let sink = SnapshotSink::<ParsedService> {
@@ -90,54 +90,66 @@ fn namespace_that_cannot_be_watched_is_closed_after_a_while() {
         let status = serde_json::from_value(json!({"code": code, "message": "no"})).unwrap();
         watcher::Error::WatchStartFailed(kube::Error::Api(status))
     };
-    let closed_by = |namespace: Namespace, code| {
+    let lasting_failure_after = |namespace: Namespace, code| {
         store.change(|snapshot| snapshot.namespaces.insert("team".to_owned(), namespace).is_none());
         sink.failed(&error(code));
-        store.snapshot().namespaces["team"].closed
+        store.snapshot().namespaces["team"].lasting_failure
     };
     let failing_for = |time, failure| Namespace {
         failing: Instant::now().checked_sub(time).map(|since| (since, failure)),
         ..listed_namespace()
     };
     assert_eq!(
-        closed_by(Namespace::default(), 403),
+        lasting_failure_after(Namespace::default(), 403),
         Some(Failure::Refused),
         "never read"
     );
-    assert_eq!(closed_by(listed_namespace(), 403), None, "refused just now");
+    assert_eq!(lasting_failure_after(listed_namespace(), 403), None, "refused just now");
     assert_eq!(
-        closed_by(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
+        lasting_failure_after(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
         Some(Failure::Refused)
     );
     sink.change(|_| false);
-    assert_eq!(store.snapshot().namespaces["team"].closed, None, "answered again");
     assert_eq!(
-        closed_by(failing_for(REFUSAL_GRACE, Failure::Failed), 503),
+        store.snapshot().namespaces["team"].lasting_failure,
+        None,
+        "answered again"
+    );
+    assert_eq!(
+        lasting_failure_after(failing_for(REFUSAL_GRACE, Failure::Failed), 503),
         None,
         "failing for less than the timeout"
     );
     let long = || failing_for(2 * REFUSAL_GRACE, Failure::Failed);
-    assert_eq!(closed_by(long(), 503), None, "the API server does not answer at all");
+    assert_eq!(
+        lasting_failure_after(long(), 503),
+        None,
+        "the API server does not answer at all"
+    );
     store.set_answering(true);
     assert_eq!(
-        closed_by(long(), 503),
+        lasting_failure_after(long(), 503),
         None,
         "the API server has answered only recently"
     );
     store.lock().answers_since = Instant::now().checked_sub(2 * REFUSAL_GRACE);
-    assert_eq!(closed_by(long(), 503), Some(Failure::Failed));
+    assert_eq!(lasting_failure_after(long(), 503), Some(Failure::Failed));
     store.set_answering(false);
-    assert_eq!(closed_by(long(), 503), None, "the API server has stopped answering");
+    assert_eq!(
+        lasting_failure_after(long(), 503),
+        None,
+        "the API server has stopped answering"
+    );
 }
 
 #[test]
 fn services_of_a_namespace_that_fails_for_long_are_unknown() {
     let mut snapshot = granted();
-    let closed = Some(Failure::Failed);
+    let lasting_failure = Some(Failure::Failed);
     snapshot.namespaces.insert(
         "team".to_owned(),
         Namespace {
-            closed,
+            lasting_failure,
             ..listed_namespace()
         },
     );

@@ -28,13 +28,13 @@ const KEEP_WATCHING: Duration = Duration::from_secs(600);
 /// The number of SandboxAccesses in one page of a list. An object can be larger than a megabyte, and the
 /// container of a gateway has 256 MB.
 const PAGE: u32 = 8;
-/// Pause after a request without an answer.
+/// Pause after a request that failed or was not answered, if the usual interval is longer.
 const RETRY: Duration = Duration::from_secs(1);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a namespace that was listed stays open while the API server refuses access. A starting API server refuses all
-/// requests until it has read its roles.
+/// How long the Services of a namespace that was listed stay served while the API server denies access to it. A starting API server
+/// denies all requests until it has read the RBAC roles.
 pub(super) const REFUSAL_GRACE: Duration = Duration::from_secs(30);
 
 pub(super) type KindSelector<V> =
@@ -51,7 +51,8 @@ pub(super) struct SnapshotSink<V> {
 }
 
 impl<V> SnapshotSink<V> {
-    /// Records the failure to watch the namespace; `None` = it is watched. True = [`Namespace::closed`] changed.
+    /// Records the failure to watch the namespace; `None` = it is watched. Returns whether [`Namespace::lasting_failure`] changed: then the
+    /// gateway stops or resumes serving the Services of the namespace.
     fn set_failure(&self, snapshot: &mut GatewaySnapshot, failure: Option<Failure>) -> bool {
         let answers_since = snapshot.answers_since;
         let namespace = self
@@ -61,14 +62,14 @@ impl<V> SnapshotSink<V> {
         let Some(namespace) = namespace else { return false };
         let since = namespace.failing.map_or_else(Instant::now, |(since, _)| since);
         namespace.failing = failure.map(|failure| (since, failure));
-        let closes_namespace = |failure: &Failure| match failure {
+        let is_lasting = |failure: &Failure| match failure {
             Failure::Refused => !namespace.is_listed() || since.elapsed() >= REFUSAL_GRACE,
-            // While the API server answers no requests at all, the timeout of the table closes all grants instead, and
-            // connections can continue when it is renewed.
+            // Counts only while the API server answers other requests. If it answers none, the element of `alive` in the gateway's
+            // nftables table expires instead (`--grant-timeout`), which closes all grants. Connections continue when it is renewed.
             Failure::Failed => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
-        let closed = failure.filter(closes_namespace);
-        std::mem::replace(&mut namespace.closed, closed) != closed
+        let lasting = failure.filter(is_lasting);
+        std::mem::replace(&mut namespace.lasting_failure, lasting) != lasting
     }
 }
 
@@ -76,8 +77,8 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
     fn change(&self, change: impl FnOnce(&mut WatchedKind<V>) -> bool + Send) {
         self.store.change(|snapshot| {
             let recovered = snapshot.errors.remove(&self.kind).is_some();
-            let opened = recovered && self.set_failure(snapshot, None);
-            (self.select)(snapshot).is_some_and(change) || recovered || opened
+            let is_served_again = recovered && self.set_failure(snapshot, None);
+            (self.select)(snapshot).is_some_and(change) || recovered || is_served_again
         });
     }
 
@@ -97,9 +98,9 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
         };
         let message = format!("{} cannot be watched: {why}", self.kind);
         self.store.change(|snapshot| {
-            let closed = self.set_failure(snapshot, Some(failure));
+            let has_changed = self.set_failure(snapshot, Some(failure));
             let is_new = snapshot.errors.insert(self.kind.clone(), message.clone()) != Some(message);
-            closed || is_new
+            has_changed || is_new
         });
     }
 }
@@ -200,7 +201,7 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
             .is_none()
     });
     let mut tasks = JoinSet::new();
-    let (at, kind_of) = (name.to_owned(), |kind: &str| format!("{kind} of namespace {name}"));
+    let (namespace_name, kind_of) = (name.to_owned(), |kind: &str| format!("{kind} of namespace {name}"));
     tasks.spawn(watch_kind(
         Api::<v1::Service>::namespaced(client.clone(), name),
         watcher::Config::default(),
@@ -212,13 +213,13 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
             select: Box::new(move |snapshot| {
                 snapshot
                     .namespaces
-                    .get_mut(&at)
+                    .get_mut(&namespace_name)
                     .map(|namespace| &mut namespace.services)
             }),
         },
         stop.clone(),
     ));
-    let at = name.to_owned();
+    let namespace_name = name.to_owned();
     tasks.spawn(watch_kind(
         Api::<EndpointSlice>::namespaced(client.clone(), name),
         watcher::Config::default(),
@@ -227,7 +228,12 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
             store: store.clone(),
             kind: kind_of("EndpointSlices"),
             namespace: Some(name.to_owned()),
-            select: Box::new(move |snapshot| snapshot.namespaces.get_mut(&at).map(|namespace| &mut namespace.slices)),
+            select: Box::new(move |snapshot| {
+                snapshot
+                    .namespaces
+                    .get_mut(&namespace_name)
+                    .map(|namespace| &mut namespace.slices)
+            }),
         },
         stop.clone(),
     ));

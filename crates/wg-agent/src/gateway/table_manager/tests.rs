@@ -13,7 +13,8 @@ use super::*;
 
 /// The limit of nft's address space: too small for 5,000 grants in one transaction, large enough for one step.
 const ADDRESS_SPACE_KB: u32 = 40_000;
-/// The number of grants with one endpoint that fit into one step.
+/// The number of grants with one endpoint that fit into one step: a step, which is one transaction, changes at most 10,000
+/// elements, and each of these grants counts as 7.
 const STEP_GRANTS: u16 = 1428;
 const SANDBOX: SandboxId = SandboxId(7);
 
@@ -54,10 +55,12 @@ fn list(what: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
+/// Whether the table forwards packets of the tunnel: the set `alive` contains the tunnel's interface.
 fn is_open() -> bool {
     list(&["set", "inet", NFT_TABLE, "alive"]).contains("\"wg0\" timeout")
 }
 
+/// The number of grants in the table. The chain `choose4-1...` chooses among one IPv4 endpoint.
 fn count_grants() -> usize {
     list(&["map", "inet", NFT_TABLE, "services4"])
         .matches(" : goto choose4-1")
@@ -89,7 +92,7 @@ fn in_ten_minutes() -> Instant {
     Instant::now() + Duration::from_secs(600)
 }
 
-/// Takes all steps; returns their number.
+/// Writes steps until the table is the desired one; returns their number.
 async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
     for step in 1..100 {
         if table_manager.converge(desired).await.expect("a step").finished {
@@ -103,7 +106,7 @@ async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
 fn large_table_is_opened_by_its_last_step() {
     in_namespace(async |mut table_manager| {
         let desired = table(3000);
-        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
+        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
         for grants in [STEP_GRANTS, 2 * STEP_GRANTS] {
             assert!(!table_manager.converge(&desired).await.expect("a step").finished);
             table_manager.renew(in_ten_minutes()).await.expect("a renewal");
@@ -117,7 +120,7 @@ fn large_table_is_opened_by_its_last_step() {
 #[test]
 fn many_grants_at_once_fit_into_little_memory() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
+        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
         assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
         assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
         // The table stays open.
@@ -130,7 +133,7 @@ fn many_grants_at_once_fit_into_little_memory() {
 #[test]
 fn table_that_shrinks_between_steps_is_opened() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(in_ten_minutes()).await.expect("nothing to renew");
+        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
         assert!(
             !table_manager
                 .converge(&table(STEP_GRANTS + 1))

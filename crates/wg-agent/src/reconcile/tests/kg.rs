@@ -124,7 +124,7 @@ async fn agent_removes_its_state_when_kg_is_back() {
     assert_eq!(agent.deps.kernel.routing.routes, kg_routes);
     assert!(!table_exists(&mut agent).await);
     assert!(agent.device.open.is_none() && agent.applied.is_none());
-    // kg takes the kernel device over.
+    // kg takes the kernel device over, so the agent must not close it.
     assert!(!device.is_closed());
     let withdrawn = DesiredAnnotations {
         status: [(NODE_AGENT, None)].into(),

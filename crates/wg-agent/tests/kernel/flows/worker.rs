@@ -41,8 +41,9 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert_replies_by_eth0("the tunnel is restored");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
-    // This works for TCP only. A UDP reply from an unbound socket fails: its first route lookup is before netfilter can
-    // mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes `unreachable`.
+    // Without the device, only TCP works. A UDP reply from a socket that is not bound to an address fails: its first route lookup is
+    // before netfilter can mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes
+    // `unreachable`.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),
         f.hub_pod,
@@ -78,7 +79,7 @@ pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static 
     // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
     w.node_port(30080, f.hub2_pod);
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
-    // The source address at the endpoint is the anchor's: the first hub node is the anchor for the second node's pods.
+    // The Peer of the first hub node contains the second node's pods, so the packets pass the first node, which masquerades them.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
     assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
 }

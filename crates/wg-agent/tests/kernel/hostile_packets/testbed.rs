@@ -36,8 +36,9 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 /// A gap between replies longer than this is a stall, even on a busy machine.
 pub(crate) const STALL: Duration = Duration::from_secs(5);
 /// The limit of memory growth during an attack.
-pub(crate) const MEMORY_LIMIT: u64 = 64 << 20;
-const ECHO: u16 = 7;
+pub(crate) const MAX_MEMORY_GROWTH: u64 = 64 << 20;
+/// The UDP port at which the victim echoes.
+const ECHO_PORT: u16 = 7;
 
 pub(crate) fn secret(number: u8) -> StaticSecret {
     StaticSecret::from([number; 32])
@@ -50,7 +51,7 @@ pub(crate) fn public(number: u8) -> PublicKey {
 pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
     let spec = PeerSpec {
         endpoint,
-        allowed_ips: [format!("10.9.0.{number}/32").parse().expect("a range")].into(),
+        allowed_ips: [format!("10.9.0.{number}/32").parse().expect("a prefix")].into(),
         ..PeerSpec::default()
     };
     PeerChange::Add(public(number), spec)
@@ -59,7 +60,8 @@ pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
 /// The outer addresses of one family, and other parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outer {
-    /// The victim's three links: the victim's address and the address of the other end.
+    /// The victim's links to the friend, to the attacker and to a further peer that some tests add: on each, the victim's address and
+    /// the address of the other end.
     pub(crate) links: [[IpAddr; 2]; 3],
     /// The victim's address on the link to the attacker.
     pub(crate) victim: IpAddr,
@@ -112,7 +114,7 @@ pub(crate) struct Testbed {
     pub(crate) attacker: NetNs,
     pub(crate) device: Userspace,
     pub(crate) interface: String,
-    _friends: Userspace,
+    _friend_device: Userspace,
 }
 
 impl Testbed {
@@ -120,14 +122,14 @@ impl Testbed {
         let (victim, friend, attacker) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("attacker"));
         outer.add_link(0, &victim, &friend);
         outer.add_link(1, &victim, &attacker);
-        let [at, friend_at] = outer.links[0].map(|address| SocketAddr::new(address, PORT));
+        let [victim_at, friend_at] = outer.links[0].map(|address| SocketAddr::new(address, PORT));
         let (interface, device) = open(
             outer,
             &victim,
             VICTIM,
             &[peer(FRIEND, Some(friend_at)), peer(ATTACKER, None)],
         );
-        let (_, friends) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(at))]);
+        let (_, friend_device) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(victim_at))]);
         wait_until("a ping from the friend", TIMEOUT, || friend.pings("10.9.0.1"));
         Self {
             outer,
@@ -136,7 +138,7 @@ impl Testbed {
             attacker,
             device,
             interface,
-            _friends: friends,
+            _friend_device: friend_device,
         }
     }
 
@@ -211,10 +213,10 @@ pub(crate) struct Conversation {
 
 impl Conversation {
     pub(crate) fn start(testbed: &Testbed) -> Self {
-        let echo = testbed.inner_socket(ECHO);
+        let echo = testbed.inner_socket(ECHO_PORT);
         let requester = testbed.friend.enter(|| {
             let socket = UdpSocket::bind("10.9.0.2:0").expect("bind");
-            socket.connect(("10.9.0.1", ECHO)).expect("connect");
+            socket.connect(("10.9.0.1", ECHO_PORT)).expect("connect");
             socket
         });
         requester

@@ -1,4 +1,4 @@
-//! Tests the sysctls that the agent writes, and those that it can only report.
+//! Tests the sysctls that the agent writes and those that it can only report, and routes on a device without IPv6.
 
 use super::*;
 
@@ -35,7 +35,7 @@ fn sysctls_are_written_or_reported_with_a_remedy() {
 }
 
 #[test]
-fn read_only_proc_sets_interface_sysctls_over_netlink() {
+fn interface_sysctls_are_set_over_netlink_on_read_only_proc() {
     let ns = node("readonly");
     ns.set_sysctl("net/ipv4/conf/all/rp_filter", "1");
     ns.set_sysctl("net/ipv4/tcp_fwmark_accept", "0");

@@ -29,7 +29,7 @@ fn thirty_thousand_foreign_routes_hide_no_event() {
         };
         while next_event(300).is_some() {} // events of the new device
         let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
-        // More events than fit into the socket's buffer.
+        // More events than fit into the socket's buffer. The socket's filter drops all of them.
         batch(
             &ns,
             (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
@@ -78,7 +78,7 @@ fn monitor_routes(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
 }
 
 #[test]
-fn change_among_ten_thousand_routes_is_one_message() {
+fn only_changed_routes_of_ten_thousand_are_written() {
     let ns = node("many");
     let net = |n: u32| ipnet::Ipv4Net::new((0x0a80_0000 + (n << 8)).into(), 24).unwrap();
     let peers = |count: u32| (0..count).map(|n| net(n).into()).collect();
@@ -96,7 +96,7 @@ fn change_among_ten_thousand_routes_is_one_message() {
         peers: peers(9_999),
         ..all.clone()
     };
-    let narrower = Plan {
+    let smaller_mtu = Plan {
         mtus: [(net(7).into(), 1328)].into(),
         ..one_less.clone()
     };
@@ -111,11 +111,12 @@ fn change_among_ten_thousand_routes_is_one_message() {
         monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
         [""; 0]
     );
-    let replaced = monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 2));
+    // The Peer's route, and the default route of the tunnel's table, which has the smallest MTU of all Peers.
+    let replaced = monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&smaller_mtu)).done.len(), 2));
     assert_eq!(replaced.len(), 2, "{replaced:?}");
     ns.ip(&format!("route del {} table 5182 metric 20", net(1234)));
     assert_eq!(
-        monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 1)),
+        monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&smaller_mtu)).done.len(), 1)),
         [format!(
             "{} dev kilo0 table 5182 proto 117 scope link metric 20",
             net(1234)

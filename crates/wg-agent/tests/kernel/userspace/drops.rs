@@ -84,6 +84,7 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
             let _ = socket.send_to(&datagram, "192.0.2.1:51820");
         }
     });
+    // The kernel drops the datagrams that do not fit into the receive queue, so not all are counted here.
     wait_until("the flood to be read", TIMEOUT, || {
         let drops = a.observe().drops;
         drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000

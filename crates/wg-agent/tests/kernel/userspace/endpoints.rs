@@ -71,3 +71,19 @@ pub(super) fn outer_packets_carry_the_current_fwmark(options: Options) {
     );
     assert_eq!(a.observe().listen_port, 51999);
 }
+
+pub(super) fn failed_mtu_change_does_not_block_a_second_attempt(options: Options) {
+    let [mut a, _b] = node_pair(options);
+    let mut configuration = a.configuration.clone();
+    configuration.listen_port = 51998;
+    configuration.mtu = 30;
+    let device = a.device.as_mut().expect("an open device");
+    let error =
+        a.ns.enter(|| device.configure(&configuration))
+            .expect_err("the kernel refuses this MTU");
+    assert!(error.to_string().contains("MTU of 30"), "{error}");
+    configuration.mtu = 1400;
+    a.configure(&configuration);
+    assert_eq!(a.observe().listen_port, 51998);
+    wait_until("a ping from the new port", TIMEOUT, || a.reaches(2));
+}

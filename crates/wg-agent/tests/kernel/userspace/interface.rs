@@ -100,6 +100,7 @@ pub(super) fn interface_remains_after_process_and_is_reused(options: Options) {
         a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
         Some(1)
     );
+    // It removes no interface that another program created, even with the same name.
     a.ns.ip(&format!("tuntap add dev {} mode tun", a.interface));
     assert!(!a.ns.enter(|| remove_interface(&a.interface)).expect("not removed"));
 }
@@ -108,6 +109,7 @@ pub(super) fn interface_with_older_flags_is_recreated(options: Options) {
     let [mut a, b] = node_pair(options);
     drop(a.device.take());
     assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
+    // As an older version of the agent created it: without the flags `multi_queue` and `vnet_hdr`.
     a.ns.sh(&format!(
         "ip tuntap add dev {0} mode tun; ip link set {0} alias 'clustermesh wg-agent'",
         a.interface

@@ -47,6 +47,7 @@ pub(super) fn ping_and_tcp_pass_and_wg_shows_the_peer(options: Options) {
     );
     assert_eq!(lines[1][7], "25");
     assert!(stats.tx_bytes > 20_000_000 && stats.rx_bytes > 20_000_000, "{stats:?}");
+    // Only the program that opened the device may change it.
     let refused =
         a.ns.output("wg", &["set", &a.interface, "peer", &public(2).to_string(), "remove"]);
     assert!(!refused.status.success() && a.observe().peers.contains_key(&public(2)));
@@ -93,19 +94,19 @@ pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
                 )),
                 keepalive: Some(NonZeroU16::new(rounds % 7)),
                 preshared_key: Some(PresharedKey::new([rounds as u8; 32])),
-                add_allowed_ips: [format!("10.77.{}.0/24", rounds % 256).parse().expect("a range")].into(),
+                add_allowed_ips: [format!("10.77.{}.0/24", rounds % 256).parse().expect("a prefix")].into(),
                 ..PeerUpdate::default()
             };
             for changes in [
                 vec![PeerChange::Add(public(3), spec(3, Some("198.51.100.3:51820")))],
                 vec![PeerChange::Update(public(3), moved)],
-                // Changes of the flow's own peer that must not end its session.
+                // Changes of peer 2, to which the flow goes. They must not end its session, either.
                 vec![PeerChange::Update(
                     public(2),
                     PeerUpdate {
                         endpoint: Some("192.0.2.2:51820".parse().expect("an endpoint")),
                         keepalive: Some(NonZeroU16::new(1 + rounds % 9)),
-                        add_allowed_ips: [format!("10.78.{}.0/24", rounds % 256).parse().expect("a range")].into(),
+                        add_allowed_ips: [format!("10.78.{}.0/24", rounds % 256).parse().expect("a prefix")].into(),
                         ..PeerUpdate::default()
                     },
                 )],
@@ -139,7 +140,8 @@ pub(super) fn large_datagrams_arrive_whole_and_in_order_in_both_families(options
         let receiver = b.ns.enter(|| std::net::UdpSocket::bind(to)).expect("bind");
         receiver.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         let sender = a.ns.enter(|| std::net::UdpSocket::bind(from)).expect("bind");
-        // Datagrams of equal length, which the kernel may pass to the device as one packet, with lengths around the limits.
+        // Datagrams of equal length, which the kernel may pass to the device as one packet. Lengths: around 64 bytes, around the MTU of
+        // 1420 bytes minus the headers of IPv6 (1372) and IPv4 (1392), and above the MTU.
         for length in [1_u16, 63, 64, 65, 1000, 1372, 1392, 1400, 4000, 60_000] {
             // No more datagrams than fit into the receiver's socket buffer.
             let count = if length > 1500 { 2 } else { 16 };

@@ -6,14 +6,15 @@ use clustermesh_lab::{ArtefactSet, Tools};
 use clustermesh_tests::{
     netns::{NetNs, Running},
     pair::api::{ALL_SERVICES, ALL_SLICES, Api, NODES},
-    traffic::TCP,
+    traffic::TCP_PORT,
 };
 use serde_json::{Value, json};
 
 use super::{DB, POD};
 
-/// The node's addresses, and the NodePort of the gateway.
+/// The node's addresses.
 pub(super) const NODE: [&str; 2] = ["10.10.0.2", "fd00:10::2"];
+/// The NodePort of the gateway.
 pub(super) const NODE_PORT: u16 = 30820;
 /// The ClusterIPs of the Service whose endpoints are [`DB`].
 pub(super) const CLUSTER_IPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
@@ -45,7 +46,7 @@ impl KubeProxy {
             wireguard,
             POD,
         );
-        let sql = json!({"port": 5432, "protocol": "TCP", "targetPort": TCP});
+        let sql = json!({"port": 5432, "protocol": "TCP", "targetPort": TCP_PORT});
         create_service(&api, "db", "ClusterIP", CLUSTER_IPS, sql, DB);
 
         let files = tempfile::tempdir().expect("a directory");

@@ -18,6 +18,7 @@ struct Simulation {
     began: Instant,
     next_send: [Instant; 2],
     next_tick: [Option<Instant>; 2],
+    /// When each peer decrypted its first inner packet.
     first_packet: [Option<Duration>; 2],
 }
 
@@ -50,7 +51,7 @@ impl Simulation {
         simulation
     }
 
-    /// Puts the datagrams that a peer sent on the wire, and records its first inner packet and its next tick.
+    /// Puts the datagrams in `sent` on the wire. Records when the peer `from` decrypted its first inner packet, and its next tick.
     fn transmit(&mut self, from: usize, sent: Sent, now: Instant, rng: &mut TestRng) {
         for datagram in sent.datagrams {
             if self.to_lose[from] > 0 {
@@ -119,7 +120,8 @@ fn crossed_handshakes_complete_within_the_retry_time() {
             2 | 4 => 1,
             _ => 2,
         };
-        // One retry with the longest jitter for each lost datagram, and the round trips.
+        // Each lost datagram costs its sender one retry with the longest jitter; the peers retry at the same time. Round trips take at
+        // most one second more.
         let bound = (REKEY_TIMEOUT + Duration::from_millis(333)) * lost + Duration::from_secs(1);
         for _ in 0..1000 {
             if simulation.first_packet.iter().all(Option::is_some) {

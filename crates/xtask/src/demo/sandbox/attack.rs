@@ -1,5 +1,5 @@
-//! Shows an attack by the administrator of the sandbox, who routes every address into the tunnel and scans it: with the grant, and
-//! after the revocation of the grant.
+//! Shows an attack by the administrator of the sandbox, who routes every address into the tunnel and scans all these addresses: with
+//! the grant, and after the revocation of the grant.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,14 +33,14 @@ impl Demo<'_> {
         self.title(
             "root of notebooks attacks: revokes the controller's rights, and routes every address into the tunnel",
         );
-        let worker = scene
+        let node = scene
             .sandbox
             .nodes()
             .first()
             .context("notebooks has no node")?
             .name()
             .to_owned();
-        let attacker = Attacker::new(scene.lab, SANDBOX, &worker).await?;
+        let attacker = Attacker::new(scene.lab, SANDBOX, &node).await?;
         println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
         let mut sockets = scene
             .sandbox
@@ -49,7 +49,7 @@ impl Demo<'_> {
         scene.grant.add_to(&mut sockets);
         let addresses: BTreeSet<IpAddr> = sockets.keys().map(SocketAddr::ip).collect();
         print_scan_scope(&sockets, &addresses);
-        let mut all = BTreeMap::new();
+        let mut scanned = BTreeMap::new();
         for gateway in &scene.grant.gateways {
             let (peer, name) = (&gateway.peer, &gateway.name);
             println!(
@@ -62,14 +62,14 @@ impl Demo<'_> {
                     "  The agent of notebooks keeps {ip} on eth0, although a Peer contains it: it is the next hop. It was scanned above."
                 );
             }
-            all = sockets.clone();
-            all.retain(|socket, _| !left.contains(&socket.ip()));
+            scanned = sockets.clone();
+            scanned.retain(|socket, _| !left.contains(&socket.ip()));
             let granted = OpenSockets::granted(&scene.grant.through(gateway));
             for from in &scene.clients {
                 // Wait for a session: without a session, WireGuard stages only some of the first packets of a scan and drops the others.
                 scene.lab.wait_for_open_sockets(from, &granted.tcp).await?;
             }
-            let found = self.scan_all(scene, &all, &granted).await?;
+            let found = self.scan_all(scene, &scanned, &granted).await?;
             for (from, found) in scene.clients.iter().zip(found) {
                 let outcome = if found == granted {
                     Ok(format!("{found}: exactly the grant"))
@@ -80,19 +80,19 @@ impl Demo<'_> {
             }
         }
         let last = scene.grant.gateways.last().context("mgmt has no gateway")?;
-        self.revoke_grant(scene, &all, last).await
+        self.revoke_grant(scene, &scanned, last).await
     }
 
     async fn scan_all(
         &self,
         scene: &Scene<'_>,
-        all: &BTreeMap<SocketAddr, String>,
+        scanned: &BTreeMap<SocketAddr, String>,
         wanted: &OpenSockets,
     ) -> anyhow::Result<Vec<OpenSockets>> {
         let scans = scene
             .clients
             .iter()
-            .map(|from| OpenSockets::scan_with_retries(scene.lab, from, all.keys().copied(), wanted));
+            .map(|from| OpenSockets::scan_with_retries(scene.lab, from, scanned.keys().copied(), wanted));
         try_join_all(scans).await
     }
 
@@ -100,7 +100,7 @@ impl Demo<'_> {
     async fn revoke_grant(
         &mut self,
         scene: &Scene<'_>,
-        all: &BTreeMap<SocketAddr, String>,
+        scanned: &BTreeMap<SocketAddr, String>,
         gateway: &Gateway,
     ) -> anyhow::Result<()> {
         self.title("the grant is revoked: the controller still writes in mgmt, and that is enough");
@@ -127,12 +127,12 @@ impl Demo<'_> {
             );
             last_answers.push(last);
         }
-        let found = self.scan_all(scene, all, &OpenSockets::default()).await?;
+        let found = self.scan_all(scene, scanned, &OpenSockets::default()).await?;
         for ((from, found), (watch, last)) in scene.clients.iter().zip(found).zip(watches.iter().zip(last_answers)) {
             let outcome = match watch.answers().pop() {
                 again if again != last => Err(format!("it answered again at {again:?}, after {last:?}")),
                 _ if found != OpenSockets::default() => Err(found.to_string()),
-                _ => Ok(format!("none of {} sockets answers", all.len())),
+                _ => Ok(format!("none of {} sockets answers", scanned.len())),
             };
             self.check(&format!("{from}, through {}", gateway.name), outcome);
         }
@@ -140,13 +140,13 @@ impl Demo<'_> {
     }
 }
 
-fn print_scan_scope(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
-    let owners: BTreeMap<IpAddr, &String> = all.iter().map(|(socket, what)| (socket.ip(), what)).collect();
+fn print_scan_scope(scanned: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
+    let owners: BTreeMap<IpAddr, &String> = scanned.iter().map(|(socket, what)| (socket.ip(), what)).collect();
     let count = |begins: &str| owners.values().filter(|what| what.starts_with(begins)).count();
     let kinds = KINDS.map(|(begins, words)| (count(begins), words));
     let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
     let kinds: Vec<String> = kinds.map(|(count, words)| format!("{count} {words}")).collect();
-    let ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
+    let ports: BTreeSet<u16> = scanned.keys().map(SocketAddr::port).collect();
     let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
     println!(
         "  {} addresses of mgmt and tenant-a: {}",

@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// A part of a line whose value comes from an object.
+/// The kind of a value in an element's key or data.
 #[derive(Debug, Clone, Copy)]
-enum Part {
+enum ValueKind {
     Mark,
     Protocol,
     Port,
@@ -31,7 +31,7 @@ fn is_limit(text: &str) -> bool {
     text.strip_prefix("sandbox-").is_some_and(is_number)
 }
 
-impl Part {
+impl ValueKind {
     fn is(self, text: &str) -> bool {
         match self {
             Self::Mark => text.strip_prefix("0x").is_some_and(is_number),
@@ -49,9 +49,9 @@ impl Part {
     }
 }
 
-/// The form of a set's elements: the parts of the key, and the data of a map.
-fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
-    use Part::*;
+/// The kinds of the values of a set's elements: those of the key, and the data of a map.
+fn kinds_of(set: &str) -> Option<(&'static [ValueKind], Option<ValueKind>)> {
+    use ValueKind::*;
     Some(match set {
         "limits" => (&[Mark], Some(Limit)),
         "services4" | "services6" => (&[Mark], Some(Chain)),
@@ -68,7 +68,9 @@ fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
 /// A command of a script, after the lines of `render::base_table`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Line<'a> {
+    /// Set or map, key, and the data of a map.
     AddElement(&'a str, &'a str, Option<&'a str>),
+    /// Set or map, and key.
     DeleteElement(&'a str, &'a str),
     AddChain(&'a str),
     FlushChain(&'a str),
@@ -81,23 +83,23 @@ enum Line<'a> {
 /// Parses `SET { KEY : DATA, .. }`, or `SET { KEY, .. }`.
 fn elements(text: &str, with_data: bool) -> Option<Vec<(&str, &str, Option<&str>)>> {
     let (set, rest) = text.strip_suffix(" }")?.split_once(" { ")?;
-    let (parts, data_part) = form(set)?;
+    let (key_kinds, data_kind) = kinds_of(set)?;
     let element = |text| {
-        let (key, data) = match data_part.filter(|_| with_data) {
-            Some(part) => {
+        let (key, data) = match data_kind.filter(|_| with_data) {
+            Some(kind) => {
                 let (key, data): (&str, _) = str::split_once(text, " : ")?;
-                (key, Some(data).filter(|data| part.is(data))?)
+                (key, Some(data).filter(|data| kind.is(data))?)
             }
-            None => return is_key(parts, text).then_some((set, text, None)),
+            None => return is_key(key_kinds, text).then_some((set, text, None)),
         };
-        is_key(parts, key).then_some((set, key, Some(data)))
+        is_key(key_kinds, key).then_some((set, key, Some(data)))
     };
     rest.split(", ").map(element).collect()
 }
 
-fn is_key(parts: &[Part], key: &str) -> bool {
+fn is_key(kinds: &[ValueKind], key: &str) -> bool {
     let texts: Vec<&str> = key.split(" . ").collect();
-    texts.len() == parts.len() && parts.iter().zip(texts).all(|(part, text)| part.is(text))
+    texts.len() == kinds.len() && kinds.iter().zip(texts).all(|(kind, text)| kind.is(text))
 }
 
 fn is_rule(chain: &str, rule: &str) -> Option<bool> {
@@ -170,8 +172,8 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    /// Applies a script at least as strictly as the kernel does. A part that is added must not exist, and the parts that it refers to
-    /// must exist. A part that is deleted must exist, and no other part may refer to it.
+    /// Applies a script at least as strictly as the kernel does. An element, chain or limit that is added must not exist, and all that it
+    /// refers to must exist. One that is deleted must exist, and nothing may refer to it.
     pub(super) fn apply(&mut self, script: &str) -> Result<(), String> {
         for line in script.lines() {
             let parsed = Line::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
@@ -198,8 +200,8 @@ impl Kernel {
                 .and_then(|rest| rest.strip_prefix(family))
                 .ok_or(chain)?;
             let count = rest.trim_start_matches('-').trim_end_matches("-by-address");
-            for at in 0..count.parse::<u32>().map_err(|error| error.to_string())? {
-                backends.insert((format!("backends{family}"), format!("{key} . {at:#010x}")));
+            for index in 0..count.parse::<u32>().map_err(|error| error.to_string())? {
+                backends.insert((format!("backends{family}"), format!("{key} . {index:#010x}")));
             }
         }
         let existing = self.elements.keys().filter(|(set, _)| set.starts_with("backends"));
@@ -253,7 +255,7 @@ impl Kernel {
         }
     }
 
-    /// Whether a network overlaps no other element of its interval map.
+    /// Whether the kernel accepts a new key: a network must belong to the map of its family, and overlap no other element of it.
     fn is_free(&self, set: &str, key: &str) -> bool {
         let Ok(network) = key.parse::<IpNet>() else { return true };
         let others = self.elements.keys().filter(|(other, _)| other == set);
@@ -265,7 +267,7 @@ impl Kernel {
         set == family && others.map(|(_, key)| net(key)).all(|other| !overlap(&other, &network))
     }
 
-    /// Whether the part that an element refers to exists: its chain or limit, or the element of `open` that belongs to a grant.
+    /// Whether everything exists that an element refers to: its chain or limit, or the element of `open` that belongs to a grant.
     fn has_references(&self, set: &str, key: &str, data: Option<&str>) -> bool {
         let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
         let Some(data) = data else { return true };

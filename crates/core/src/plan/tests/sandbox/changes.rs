@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// The state of `nb` in the target after each write: (its policy is open, it has Peers, it has a SandboxAccess).
+/// The state of the member `nb` in the local cluster after each write: (its policy exists and is not closed, it has Peers, it has a
+/// SandboxAccess).
 fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();
@@ -47,6 +48,7 @@ fn profile_change_closes_policy_first_and_adds_peers_last() {
             (false, false, true)
         ]
     );
+    // The closed policy stays until the last Peer is gone, so only the second plan deletes it.
     write_plan(&sandbox, &mut seen);
     write_plan(&sandbox, &mut seen);
     assert_eq!(
@@ -161,6 +163,7 @@ fn member_set_to_standard_is_closed_before_peer_deletion() {
         steps,
         [step(Action::Update, "m--tenant"), step(Action::Delete, "m--tenant--x")]
     );
+    // The closed policy stays until the last Peer is gone, so only the second plan deletes it.
     write_plan(&mesh, &mut seen);
     write_plan(&mesh, &mut seen);
     let left = seen.members[&ClusterIdentity::Local].last().unwrap();
@@ -168,7 +171,7 @@ fn member_set_to_standard_is_closed_before_peer_deletion() {
 }
 
 #[test]
-fn quarantined_target_grants_nothing_to_sandboxes() {
+fn sandbox_has_no_grants_in_quarantined_target() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     mesh.clusters[0].quarantine = true;

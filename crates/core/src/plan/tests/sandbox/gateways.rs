@@ -320,8 +320,8 @@ fn quarantine_removes_grants_and_keeps_nodes() {
     let before = access(&seen);
     mesh.clusters[2].quarantine = true;
     write_plan(&mesh, &mut seen);
-    let closed = access(&seen);
-    assert_eq!((closed.grants.len(), &closed.nodes), (0, &before.nodes));
+    let quarantined = access(&seen);
+    assert_eq!((quarantined.grants.len(), &quarantined.nodes), (0, &before.nodes));
     mesh.clusters[2].quarantine = false;
     write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen), before);
@@ -407,6 +407,7 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
 fn old_sandbox_peers_are_denied_and_then_deleted() {
     for is_observed in [true, false] {
         let (mesh, mut seen) = mesh_with_sandbox();
+        // A Peer from the time when `nb` was cluster-meshed.
         let old = ObservedPeer {
             owner: Owner {
                 mesh: Some("m".into()),

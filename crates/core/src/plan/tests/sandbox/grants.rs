@@ -6,8 +6,9 @@ use super::*;
 
 // threat: grant-across-namespaces
 #[test]
-fn confined_mesh_grants_only_services_that_allow_it() {
+fn confined_mesh_needs_permission_in_other_namespaces() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
+    // The granted Service is in the namespace team-x of the hub.
     mesh.clusters[0].confined_to = Some("team-x".into());
     assert_eq!(granted(&mesh, &seen), [postgres_grant("pg")]);
     mesh.clusters[0].confined_to = Some("lab".into());
@@ -23,11 +24,11 @@ fn confined_mesh_grants_only_services_that_allow_it() {
     });
     assert_eq!(message(&plan_mesh(&mesh, &seen).1), refused);
     let (_, mut seen) = mesh_with_sandbox();
-    for (names, open) in [("lab", true), ("other", false)] {
+    for (namespace, open) in [("lab", true), ("other", false)] {
         edit(&mut seen, &ClusterIdentity::Local, |m| {
-            m.services.get_mut(&postgres()).unwrap().allowed_from = [names.to_owned(), "more".to_owned()].into();
+            m.services.get_mut(&postgres()).unwrap().allowed_from = [namespace.to_owned(), "more".to_owned()].into();
         });
-        assert_eq!(!granted(&mesh, &seen).is_empty(), open, "{names}");
+        assert_eq!(!granted(&mesh, &seen).is_empty(), open, "{namespace}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Tests that a revocation that is not in effect in a member is reported, with the member and the reason.
+//! Tests that a revocation that is not known to be in effect in a member is reported, with the member and the reason.
 
 use super::*;
 use crate::pending::{PendingReason, PendingRevocation, find_pending};

@@ -101,7 +101,7 @@ fn pods() -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn selected_pod_drops_all_but_allowed_traffic() {
+fn only_allowed_traffic_of_selected_pod_passes() {
     let spec = json!({
         "podSelector": {"matchLabels": {"kubevirt.io": "virt-launcher"}},
         "policyTypes": ["Ingress", "Egress"],
@@ -114,6 +114,7 @@ fn selected_pod_drops_all_but_allowed_traffic() {
              "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP"}]},
         ],
     });
+    // A chain's name contains the position of its pod among all pods, sorted by namespace and name: `vm` is number 2.
     let want = "table inet policies
 delete table inet policies
 table inet policies {
@@ -176,7 +177,7 @@ fn policy_without_types_restricts_egress_only_with_egress_rules() {
 }
 
 #[test]
-fn remote_host_network_and_terminated_pods_get_no_chain() {
+fn only_running_local_pod_with_own_address_gets_a_chain() {
     let mut all = pods();
     let mut on_host = pod("tenant", "host", json!({}), "172.30.1.11", "172.30.1.11");
     on_host["spec"]["hostNetwork"] = true.into();

@@ -16,8 +16,8 @@ fn socket(text: &str) -> Option<SocketAddr> {
     Some(text.parse().unwrap())
 }
 
-/// Renders each entry as a line, such as `1 update-only endpoint=.. +10.0.0.0/8`. A key is rendered as its first byte,
-/// or as `temporary`.
+/// Renders each entry as a line, such as `1 update-only endpoint=.. +10.0.0.0/8`. A key of equal bytes is rendered as one
+/// byte, the key of a temporary peer as `temporary`.
 fn lines(messages: &[Vec<WireguardPeer>]) -> Vec<String> {
     messages.iter().flatten().map(entry).collect()
 }

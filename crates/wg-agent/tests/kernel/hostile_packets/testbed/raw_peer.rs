@@ -60,7 +60,7 @@ impl RawPeer {
     }
 }
 
-/// An inner IPv4 UDP packet without a UDP checksum, which IPv4 allows.
+/// An inner IPv4 UDP packet from port 12345 to `port` of the victim, without a UDP checksum, which IPv4 allows.
 pub(crate) fn udp(from: [u8; 4], port: u16, text: &[u8]) -> Vec<u8> {
     let length = 28 + text.len() as u16;
     let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0];
