@@ -24,7 +24,7 @@ use crate::{
 /// Numbers of TCP streams in the throughput runs.
 const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
-/// Time to boot, and to set up each run on an emulated processor.
+/// Time to boot, and to set up all runs, on an emulated processor.
 const SETUP: Duration = Duration::from_secs(300);
 /// Real time for one variant in one round, for each second of `--seconds`, while other programs use the machine.
 const LIMIT_PER_SECOND: Duration = Duration::from_secs(60);

@@ -1,11 +1,11 @@
 //! The benchmarks, which `cargo xtask bench` runs. They print figures for people, and assert nothing.
 #![forbid(unsafe_code)]
 
+mod compared_programs;
 mod cpu;
 mod dataplane;
 mod kernel;
 mod load;
-mod peers;
 mod policy;
 mod report;
 mod soak;

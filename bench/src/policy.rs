@@ -11,10 +11,10 @@ use crate::report::{self, Format, spread};
 
 mod changes;
 mod load;
-mod world;
+mod test_clusters;
 
 use load::{Idle, Sample};
-use world::TestClusters;
+use test_clusters::TestClusters;
 
 /// Arguments of `cargo xtask bench policy`.
 #[derive(Debug, clap::Args)]
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 async fn measure(args: &Args) -> anyhow::Result<Measured> {
     let print_progress = |line: &str| eprintln!("bench: {line}");
-    let lab = Lab::start_with(world::plan(), &print_progress).await?;
+    let lab = Lab::start_with(test_clusters::plan(), &print_progress).await?;
     let clusters = TestClusters::up(&lab, &print_progress).await?;
     let mut measured = Measured {
         backend: clusters.backend().await?,
@@ -207,7 +207,7 @@ fn markdown(measured: &Measured, args: &Args) -> String {
     if !samples.is_empty() {
         out.push_str(&format!(
             "\nMedians [min-max], {} s a run.\n\n| | 1 stream, Gbit/s | round trip p50, us | p99 | gateway's VmRSS, MB | \
-             new table applied after, s |\n|---|---|---|---|---|---|\n",
+             added grants served after, s |\n|---|---|---|---|---|---|\n",
             args.seconds
         ));
     }

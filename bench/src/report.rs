@@ -3,9 +3,9 @@
 use std::fmt::{self, Write as _};
 
 use crate::{
+    compared_programs,
     dataplane::{Measured, STREAMS, Sample},
     load::Throughput,
-    peers,
     tunnel::{IDLE_PEERS, IdlePeers, Variant},
 };
 
@@ -39,7 +39,7 @@ impl Machine {
                 .into(),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
             kernel: version(&read("/proc/sys/kernel/osrelease")).into(),
-            revision: peers::revision(),
+            revision: compared_programs::revision(),
         }
     }
 }

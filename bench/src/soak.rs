@@ -16,7 +16,7 @@ use anyhow::Context;
 use xtask::prereq;
 
 use crate::{
-    load, peers, report,
+    compared_programs, load, report,
     tunnel::{Keys, Tunnel, Variant},
     wire::{End, Running, Wire},
 };
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         prereq,
     } = args;
     prereq::ensure(prereq)?;
-    let program = peers::build_our_device()?;
+    let program = compared_programs::build_our_device()?;
     let until = Duration::from_secs(minutes * 60);
     let plan = plan(
         until,
@@ -142,7 +142,7 @@ struct Events {
     disturbances: Vec<(Duration, Disturbance)>,
     /// Handshakes of the first end: the number of different times that it reported for its latest handshake.
     handshakes: usize,
-    /// Bytes that the other end received.
+    /// Bytes that the other end's veth received, nearly all of them from the TCP connection.
     received_bytes: f64,
 }
 

@@ -13,7 +13,7 @@ use anyhow::{Context, bail};
 use xtask::programs::from_crates_io;
 
 use crate::{
-    cpu, peers,
+    compared_programs, cpu,
     wire::{End, Running, Wire, wait_for},
 };
 
@@ -57,8 +57,8 @@ impl Variant {
     pub(crate) fn build(self) -> anyhow::Result<Option<PathBuf>> {
         Ok(match self {
             Self::Veth => None,
-            Self::WgAgent | Self::WgAgentNoOffload => Some(peers::build_our_device()?),
-            Self::WireguardGo => Some(peers::build_wireguard_go()?),
+            Self::WgAgent | Self::WgAgentNoOffload => Some(compared_programs::build_our_device()?),
+            Self::WireguardGo => Some(compared_programs::build_wireguard_go()?),
             Self::Boringtun => Some(from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
             Self::Gotatun => Some(from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
         })

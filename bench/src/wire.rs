@@ -31,6 +31,7 @@ pub(crate) struct End {
 
 /// The veth pair with both ends.
 pub(crate) struct Wire {
+    /// The near end, which sends the load, and the far end.
     pub(crate) ends: [End; 2],
 }
 

@@ -124,7 +124,7 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect(variable))
 }
 
-/// Runs a fuzz target. It returns whether the input was useful, that is, valid enough to be processed and not only refused. At
+/// Runs a fuzz target. `body` returns whether its input was useful, that is, valid enough to be processed and not only refused. At
 /// least `least` percent of the mutations must be useful; otherwise the run would test almost nothing.
 fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);

@@ -16,7 +16,7 @@ const NOT_RUN: [(&str, &str, &str); 7] = [
     (
         "README.md",
         "cargo xtask demo",
-        "this test is a part of the second command, and CI runs the first",
+        "the demo starts clusters of its own, and `cargo xtask test` runs this test",
     ),
     ("README.md", "podman push", "the lab has no registry"),
     (
@@ -38,7 +38,7 @@ const NOT_RUN: [(&str, &str, &str); 7] = [
     ("install.md", "systemctl enable", "the lab's nodes have no systemd"),
 ];
 
-/// Stands in for the `editor` of install.md: sets the two lists that the comment behind the command names.
+/// Replaces the `editor` command of install.md: sets `networks` and `reachable` to the values in the comment after that command.
 const EDITOR: &str = "#!/bin/sh
 sed -i -e 's|# networks: .*|networks: 10.10.0.0/16, 172.16.1.0/24, 10.11.0.0/16|' \\
   -e 's|# reachable: .*|reachable: 10.20.0.0/16, 172.16.2.0/24, 10.21.0.0/16|' \"$1\"

@@ -3,8 +3,8 @@
 //! deleted and the nodes are cleaned up as docs/operations/removal.md says.
 
 mod credentials;
-mod enforced;
 mod links;
+mod policy_enforcement;
 mod restarts;
 mod rights;
 

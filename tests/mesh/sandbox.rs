@@ -2,10 +2,10 @@
 //! unchanged. Through the tunnel, the sandbox reaches the Service that is granted to it and nothing else, even if its
 //! administrator adds every address to the allowed IPs of the gateways' Peers.
 
+mod disruptions;
 mod gateways;
 mod race;
-mod upheavals;
-mod verified;
+mod verify;
 
 use std::{
     collections::BTreeSet,
@@ -18,8 +18,8 @@ use clustermesh_lab::{
     Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel,
     gateway_ranges, wait_until,
 };
+use disruptions::ScannedGateway;
 use ipnet::IpNet;
-use upheavals::ScannedGateway;
 
 use crate::setup::{HUB, MEMBER, PATIENCE, host, json, pod, url, wireguard};
 
@@ -50,9 +50,9 @@ async fn sandbox_reaches_only_grants_through_gateways() {
     hub_and_member_cannot_connect_to_sandbox(&env).await;
     sandbox_routes_only_gateways_into_tunnel(&env).await;
     hub_nodes_have_no_trace_of_sandbox(&env).await;
-    verified::verify_lists_grants_and_reports_other_open_sockets(&env).await;
+    verify::verify_lists_grants_and_reports_other_open_sockets(&env).await;
     let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
-    let scanned = upheavals::disturbed_gateway_opens_no_other_port(&env, &attacker).await;
+    let scanned = disruptions::disturbed_gateway_opens_no_other_port(&env, &attacker).await;
     race::fast_changes_of_grants_open_no_other_port(&env, &scanned).await;
     revoked_grant_and_deleted_mesh_close_everything(&env, &scanned).await;
 }
@@ -209,7 +209,7 @@ async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
 }
 
 /// Words that only this cluster contains: names of pods, UIDs of objects, its CA certificate, and data of Secrets
-/// except for the sandbox's own kubeconfig. Gateway pods are left out, because the sandbox's Peers contain their names.
+/// except for the sandbox's own kubeconfig. The names of gateway pods are left out, because the sandbox's Peers contain them.
 async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
     let objects = json(cluster, &["get", kinds, "-A"]).await;
@@ -342,7 +342,7 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
 // threat: gateway-revoked-connection
 async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
     let granted = env.granted().await;
-    let closed = async |how: &str, called: Instant| {
+    let assert_closed = async |how: &str, called: Instant| {
         for from in env.clients() {
             env.lab.wait_for_closed_sockets(&from, &granted).await.unwrap();
         }
@@ -356,7 +356,7 @@ async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scan
     let mesh_with_grants = |grants: &[(&str, &str)]| env.product.mesh_with(&[SANDBOX], grants);
     let called = Instant::now();
     env.hub.apply(&mesh_with_grants(&[])).await.unwrap();
-    closed("grant revoked", called).await;
+    assert_closed("grant revoked", called).await;
     env.wait_for_no_access().await;
 
     env.hub.apply(&mesh_with_grants(&[(SANDBOX, GRANT)])).await.unwrap();
@@ -364,7 +364,7 @@ async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scan
     let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
     let called = Instant::now();
     env.hub.kubectl(delete).await.unwrap();
-    closed("mesh deleted", called).await;
+    assert_closed("mesh deleted", called).await;
     env.wait_for_no_access().await;
     // Everything stays closed after every object of the mesh is deleted.
     scanned.assert_nothing_answers("no object of the mesh left").await;

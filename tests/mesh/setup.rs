@@ -168,8 +168,8 @@ impl<'a> Mesh<'a> {
         path.display().to_string()
     }
 
-    /// Captured packets between the clusters that are not WireGuard packets. This ignores ICMP errors from closed UDP
-    /// ports, and the controller's connections to the member's API server, which use the underlay.
+    /// Captured packets that are not WireGuard packets, between the clusters or with any WireGuard address. This ignores ICMP
+    /// errors from closed UDP ports, and the controller's connections to the member's API server, which use the underlay.
     pub(crate) async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let api = self.member.plan().api_address();
         let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";

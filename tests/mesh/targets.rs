@@ -281,8 +281,8 @@ impl<'a> TestEnv<'a> {
         );
     }
 
-    /// Checks that the hub has no Peer and no PeerPolicy CRD, and that on the nodes of its gateways no kernel state contains
-    /// the sandbox's name or WireGuard address.
+    /// Checks that the hub has no Peer and not even the CRD of PeerPolicies, and that on the nodes of its gateways no kernel state
+    /// contains the sandbox's name or WireGuard address.
     async fn hub_has_no_trace_of_sandbox(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         assert_eq!(peers["items"], json!([]));
@@ -327,7 +327,7 @@ impl<'a> TestEnv<'a> {
             .foreign_sockets(&[&self.hub], &granted.tcp_sockets())
             .await
             .unwrap();
-        granted.add_to(&mut all);
+        granted.add_gateway_sockets(&mut all);
         let attacker = Attacker::new(self.lab, SANDBOX, &self.sandbox_web.node).await.unwrap();
         let addresses = all.keys().map(SocketAddr::ip).collect();
         for (gateway, from) in granted.gateways.iter().zip(self.clients()) {

@@ -14,7 +14,7 @@ use clustermesh_tests::{
 use serde_json::json;
 
 use testbed::{
-    DB, ENDPOINT_CONNECTIONS, GATEWAY, HOST_PORT, LOG_PORT, OTHER, POD, SANDBOX_CONNECTIONS, SQL_PORT, TIMEOUT,
+    DB, ENDPOINT_CONNECTIONS, GATEWAY, HOST_PORT, LOG_PORT, OTHER_POD, POD, SANDBOX_CONNECTIONS, SQL_PORT, TIMEOUT,
     Testbed, grant, hostile, ip, limits, refusals, socket_addr,
 };
 
@@ -165,11 +165,11 @@ fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
         (POD[0], 9587),
         (DB[0], TCP_PORT),
         (DB[1], TCP_PORT),
-        (OTHER[0], TCP_PORT),
+        (OTHER_POD[0], TCP_PORT),
         // The gateway and these pods both serve this port.
         (DB[0], SQL_PORT),
         (DB[1], SQL_PORT),
-        (OTHER[1], SQL_PORT),
+        (OTHER_POD[1], SQL_PORT),
         ("10.10.1.1", 22),
     ];
     for (address, port) in ungranted {
@@ -196,7 +196,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     assert!(flow.request().is_some_and(|answer| answer.starts_with("db")));
-    testbed.write_endpoints("db", &[OTHER]).await;
+    testbed.write_endpoints("db", &[OTHER_POD]).await;
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     // By itself, conntrack would keep a UDP flow at the removed endpoint.
     wait_until("the flow to reach the other endpoint", TIMEOUT, async || {
@@ -208,7 +208,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
     .await
     .unwrap_or_else(|error| panic!("{error}"));
     // New connections are spread over all endpoints.
-    testbed.write_endpoints("db", &[DB, OTHER]).await;
+    testbed.write_endpoints("db", &[DB, OTHER_POD]).await;
     let mut seen = BTreeSet::new();
     wait_until("both endpoints to answer", TIMEOUT, async || {
         seen.extend(a.tcp_reply(socket_addr(GATEWAY[1], SQL_PORT)));
@@ -252,7 +252,7 @@ async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
     let ready = json!({"ready": true, "serving": true, "terminating": false});
     let terminating = json!({"ready": false, "serving": true, "terminating": true});
     testbed
-        .write_endpoints_with("db", &[(DB, terminating), (OTHER, ready)])
+        .write_endpoints_with("db", &[(DB, terminating), (OTHER_POD, ready)])
         .await;
     a.wait_for_answers_only_from(socket_addr(GATEWAY[0], SQL_PORT), "other")
         .await;
@@ -260,7 +260,7 @@ async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
         connection.request().is_some_and(|answer| answer.starts_with("db")),
         "the old connection"
     );
-    testbed.write_endpoints("db", &[OTHER]).await;
+    testbed.write_endpoints("db", &[OTHER_POD]).await;
     wait_until("the old connection to end", TIMEOUT, async || {
         match connection.request() {
             None => Ok(()),
@@ -385,8 +385,8 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(flow.request().is_some());
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // Without a reset by the gateway, the database would still reset each connection that gets another source port at the gateway.
-    // Of several connections, one would most likely keep its port.
+    // Eight connections, because a single one would not prove that the gateway resets it: the database itself resets a connection
+    // that comes back from another source port of the gateway. Of eight, at least one most likely keeps its port.
     let mut others =
         [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;

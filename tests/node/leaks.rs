@@ -61,7 +61,8 @@ const IPV4: [[&str; 3]; 2] = [
     ["10.10.1.9", "10.10.1.1", "10.10.99.9"],
     ["10.20.1.9", "10.20.1.1", "10.20.99.9"],
 ];
-/// Further source addresses of the pod under test, one for each sender of [`Senders::slow`], in order.
+/// Further addresses of the pod under test, one for each sender of [`Senders::slow`], because Linux rate-limits ICMP errors
+/// per source.
 const SLOW_SENDERS: [&str; 3] = ["10.20.1.21", "10.20.1.22", "10.20.1.23"];
 /// tcpdump filter: every inner address.
 const INNER: &str = "net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or net fd00:20::/32";
@@ -152,7 +153,7 @@ impl Testbed {
                 start("pod", &pod, ip(IPV6[MGMT].pod)),
                 start("host", &host, ip(pod_ip)),
             ],
-            closed: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
+            to_wireguard_address: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
             back: vec![
                 start("mgmt pod", &self.pod(MGMT), ip(IPV4[TENANT][0])),
                 start("mgmt pod", &self.pod(MGMT), ip(IPV6[TENANT].pod)),
@@ -185,7 +186,8 @@ impl Testbed {
         .unwrap();
     }
 
-    /// Waits until the table, the rules and the `unreachable` routes all exist and the device is up.
+    /// Waits until the firewall table, the rules and routes of the agent's routing tables (5182 and 5183) all exist and the
+    /// device is up.
     async fn wait_until_restored(&self, after: &str) {
         let host = self.clusters.host(self.clusters.site(TENANT));
         let interface = &self.clusters.site(TENANT).interface;

@@ -22,7 +22,7 @@ use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 const KG_ADDRESS: &str = "100.66.1.7";
 /// A second address of the node's pod, which the policy denies.
 const DENIED_ADDRESS: &str = "10.10.1.77";
-/// A laptop with a manual Peer, which is no member of any mesh.
+/// The address of a laptop, which is no member of any mesh.
 const LAPTOP_ADDRESS: &str = "10.99.0.2";
 
 /// wireguard-go and annotations, as kg creates them. Dropping it removes the control socket.
@@ -402,6 +402,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
 
     // The member also reaches nothing without its Peer object. The simulated kg never removes the WireGuard peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
+    // The first attempt takes 2 s, so the agent has handled the deletion before the second.
     for _ in 0..2 {
         assert_eq!(
             seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),

@@ -1,4 +1,4 @@
-//! Tests restarts of real agents: they restore the cached state, rotate their key, and never print the private key.
+//! Tests real agents across restarts and a key rotation: they restore the cached state, and never print the private key.
 
 use std::{
     collections::BTreeMap,
@@ -113,6 +113,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         "ok\nbut: cache: the API server has not listed these kinds since",
     )
     .await;
+    // Peers, PeerPolicies, Nodes and EndpointSlices.
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
     let on_device = wg_show(&clusters, tenant, "allowed-ips").await;
     let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
@@ -147,7 +148,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     let after = wg_show(&clusters, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
-    // If the API server answers every list with an error, the tunnels are kept, but the node is not ready.
+    // If the API server answers every list with an error, the tunnels are kept, but the agent is not ready.
     kill(&mut second).await;
     let kubeconfig = clusters.kubeconfig(tenant);
     let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
@@ -396,7 +397,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         clusters,
         mgmt,
         "/readyz",
-        &format!("\nbut: key: the new key {next} is published"),
+        &format!("\nbut: key: the agent publishes the new key {next};"),
     )
     .await;
     for _ in 0..5 {
@@ -432,7 +433,8 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         let numbers: Vec<u32> = numbers.collect();
         let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
         println!("packets lost in a row, of 20 a second: {gap}");
-        // 2 s at 20 packets per second. WireGuard itself would repeat a lost handshake only after 5 s.
+        // 2 s at 20 packets per second. WireGuard itself would repeat a lost handshake only after 5 s. Each ping sends about 100 packets,
+        // and the change comes after the 10th: an answer after the 60th shows that the flow recovered.
         assert!(
             gap < 40 && numbers.last().is_some_and(|last| *last > 60),
             "{gap}: {log}\n{}",

@@ -90,7 +90,8 @@ async fn peer_that_is_down_is_reported_everywhere_until_removed() {
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(tenant, clusters.site(MGMT)).await;
 
-    // The peer in the other cluster is up, and the phantom Peer is down. Every report shows both.
+    // The peer in the other cluster is up, and the phantom Peer is down. The annotation has only links with a tunnel that is down; the
+    // other reports show both peers.
     let gone = [(
         "ns/prod/gone".to_owned(),
         Link {

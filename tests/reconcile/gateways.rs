@@ -187,7 +187,7 @@ async fn sandbox_enters_through_ready_gateways() {
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // A gateway that is not Ready is no endpoint of the Service, but keeps its Peer. A gateway whose pod was replaced is
-    // an endpoint again after it has published a new key.
+    // an endpoint again when its status contains the UID of the new pod.
     apply_gateway(&env, ("mgmt", 1), 0, false).await;
     until_endpoints(&env, &["100.64.1.241"]).await;
     assert_eq!(env.peers("notebooks").await.len(), 2);
@@ -214,7 +214,7 @@ async fn sandbox_enters_through_ready_gateways() {
     );
 
     // The SandboxAccess survives a restart of the controller and a quarantine, which removes its grants. The deletion of the mesh
-    // removes it and the sandbox's Peers.
+    // removes it and the gateways' Peers in the sandbox.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
     let _controller = env.start_controller().await;

@@ -228,7 +228,7 @@ async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     env.apply_mesh(&mesh).await;
 
     // Step 1: the leader's Peer has the allowed IPs of its location, although an agent runs next to kg on each of its
-    // nodes. If an InternalIP is also the endpoint, Peers for kg do not contain it, and the status reports that.
+    // nodes. If an InternalIP is also the endpoint, Peers in a member that kg serves do not contain it, and the status reports that.
     env.until_peers("mgmt", &[LEADER, WEST], SOON).await;
     let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
     let of_west = ["10.2.3.0/24", "100.64.2.3/32"];
@@ -259,8 +259,8 @@ async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     until_passes(&env, 3).await;
     assert_eq!((status().await, audit(&env)), before);
 
-    // Step 3: kg stops on tenant-a-3. The status reports it after half a minute. Until then no other Peer gets the
-    // InternalIP of this node. kg is also killed on tenant-a-1: step 4 waits until that node is silent.
+    // Step 3: kg stops on tenant-a-3. The status reports it after half a minute. The allowed IPs stay as they are: no other Peer gets
+    // the InternalIP of this node. kg is also killed on tenant-a-1: step 4 waits until that node is silent.
     fleet.stop_kg("tenant-a-3").await;
     fleet.kill_kg("tenant-a-1");
     until_held(&env, &["tenant-a-3"]).await;

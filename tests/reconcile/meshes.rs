@@ -133,6 +133,7 @@ async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
     env.create_node("tenant-a", 2, 1).await;
     env.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
     let _controller = env.start_controller().await;
+    // No `--hub-namespace` names this namespace, and the mesh has an entry with `local: true`.
     let mut mesh = env.mesh();
     mesh["metadata"]["namespace"] = json!("elsewhere");
     env.apply_mesh(&mesh).await;

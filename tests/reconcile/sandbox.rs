@@ -37,7 +37,7 @@ pub(crate) async fn create_service(
     }
 }
 
-/// Every object of every kind that the API server lists, as one text.
+/// The objects that `dump_objects` lists, as one text. Asserts that cluster-scoped kinds are among them.
 async fn all_objects(env: &TestEnv, cluster: &str) -> String {
     let all = env.lab.cluster(cluster).dump_objects().await.unwrap();
     for kind in ["Namespace", "ClusterRoleBinding"] {
@@ -171,7 +171,8 @@ async fn sandbox_contains_only_data_of_its_grant() {
         assert!(!seen.contains(&**word), "{word} is in the sandbox");
     }
 
-    // An API server may publish this Event about any new Service, so the Event must not fail the test.
+    // An API server may publish this Event about any new Service. The Event names the Service and outlives it, so `dump_objects` must
+    // leave it out.
     env.lab.cluster("notebooks").apply(IPALLOCATOR_EVENT).await.unwrap();
 
     // After the revocation of the grant, neither cluster contains an object of it.

@@ -257,7 +257,7 @@ async fn irrelevant_changes_and_restart_write_nothing() {
     );
     let controller = env.start_controller().await;
     env.until_read(2).await;
-    // A pass that writes is followed by another pass. Both have ended when this change has been written.
+    // If the restart causes a write, that write is sent before the Peer of this new Node.
     env.create_node("tenant-a", 2, 9).await;
     env.until_peers(
         "mgmt",

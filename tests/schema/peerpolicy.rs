@@ -66,6 +66,7 @@ async fn invalid_field_is_refused_with_its_path() {
 async fn policy_of_largest_member_is_accepted() {
     let server = ApiServer::start().await;
     let mut object = policy();
+    // The limits of the schema: 8192 networks in `sources`, and 1024 in one entry of `allow`.
     let hosts: Vec<String> = (0..8192)
         .map(|i| format!("100.66.{}.{}/32", i / 256, i % 256))
         .collect();

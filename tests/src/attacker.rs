@@ -270,7 +270,8 @@ impl RawSender {
 pub enum FloodPacket {
     /// The same packets to this address.
     Repeated(IpAddr, Vec<Vec<u8>>),
-    /// The SYN of a new connection from this source to this destination, with another source port in each round.
+    /// The SYN of a new connection from this source to this destination, with another source port of [`witness::NEW_PORTS`] in
+    /// each round.
     NewConnection(IpAddr, SocketAddr),
 }
 

@@ -80,7 +80,7 @@ pub fn exchange_peers(sites: &[Site; 2]) {
 }
 
 impl Drop for Site {
-    /// Removes the lock and control socket of a killed agent: all network namespaces share the directory of these files.
+    /// Removes the control socket, lock and status socket of a killed agent: all network namespaces share their directory.
     fn drop(&mut self) {
         let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = fs::metadata(self.ns.path()) {

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{
     Measured, Time,
-    world::{TIMEOUT, TestClusters, now},
+    test_clusters::{TIMEOUT, TestClusters, now},
 };
 
 /// A flow without a reply for this time counts as closed.

@@ -18,7 +18,7 @@ use crate::cpu::{Cpu, resident};
 
 use super::{
     quantile,
-    world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
+    test_clusters::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
 };
 
 /// Numbers of grants in the table of every gateway, including those of the measured sandbox.

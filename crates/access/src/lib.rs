@@ -62,8 +62,8 @@ pub enum MemberClientError {
 /// API server must not be one of the hub's, which `hub` lists. The memory of responses in transfer is charged to `account`.
 ///
 /// # Errors
-/// The kubeconfig is refused, see [`kubeconfig::read`], or its certificates do not parse. Host names are resolved and checked at each connection, not here. If a name is
-/// refused, the request fails with [`Refused`] among its causes.
+/// The kubeconfig is refused, see [`kubeconfig::read`], or its certificates do not parse. Host names are resolved and checked at each
+/// connection, not here. If a name is refused, the request fails with [`Refused`] among its causes.
 pub async fn build_member_client(
     text: &[u8],
     context: Option<&str>,

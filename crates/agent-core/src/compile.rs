@@ -204,7 +204,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 /// are its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
-/// them. In a Masqueraded cluster `allow` contains only WireGuard addresses, so every other source is translated to the device's
+/// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source is translated to the device's
 /// address (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy exists, the
 /// agent does not know allowedNetworks, so only the WireGuard addresses count as published.
 #[must_use]

@@ -149,7 +149,7 @@ pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
     changes.iter().for_each(|change| indexed.apply(change));
 }
 
-/// Peers with an index of the owner of each allowed IP, for a backend that applies many changes and reads the peers in between.
+/// Peers with an index of the owner of each allowed IP, for a backend that applies many changes and reads the peers after each.
 #[derive(Debug)]
 pub struct IndexedPeers<'a> {
     peers: &'a mut Peers,

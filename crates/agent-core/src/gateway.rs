@@ -1,9 +1,9 @@
 //! Computes the WireGuard peers and the firewall table of a gateway, from SandboxAccess objects and the endpoints of granted Services.
 //!
 //! A grant maps (sandbox, protocol, gateway port) to the endpoints of one port of one Service. The connection mark is the id of the
-//! grant. Every packet in both directions is matched against the current table: the grant by sandbox, protocol, port and id, the
-//! endpoint by id and address. So deleting an element also stops open connections, and after a port gets another grant, packets of
-//! connections of the earlier grant are dropped.
+//! grant. Every packet is matched against the current table: one from a sandbox by (sandbox, protocol, gateway port, id) and by (id,
+//! endpoint), a reply by (id, endpoint). So deleting an element also stops open connections, and after a port gets another grant,
+//! packets of connections of the earlier grant are dropped.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

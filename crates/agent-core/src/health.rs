@@ -69,8 +69,8 @@ pub struct PeerActivity {
     pub has_endpoint: bool,
     /// Interval between keepalives; `None` = none are sent.
     pub keepalive: Option<Duration>,
-    /// Time since the first packet that needs a reply was sent after the peer's last packet; `None` = no such packet was sent. A packet
-    /// needs a reply if more bytes were sent than keepalives take ([`max_keepalive_bytes`]).
+    /// How long the peer has not replied to packets other than keepalives; `None` = it has replied, or no such packets were sent. The
+    /// device counts bytes, not packets: such packets were sent if the bytes exceed [`max_keepalive_bytes`].
     pub unanswered: Option<Duration>,
 }
 
@@ -107,7 +107,7 @@ pub fn max_keepalive_bytes(interval: Option<Duration>, time: Duration) -> u64 {
     KEEPALIVE_BYTES * (1 + periodic)
 }
 
-/// Whether to try the next endpoint, because the current one has not replied for [`HANDSHAKE_TIMEOUT`].
+/// Whether to try the next endpoint, because no session is alive and the current endpoint has not replied for [`HANDSHAKE_TIMEOUT`].
 ///
 /// `tried_for` is how long the current endpoint has been tried. A peer that replies keeps its endpoint.
 #[must_use]

@@ -71,7 +71,7 @@ pub struct Plan {
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes that stay on the underlay.
     pub throw: BTreeSet<IpNet>,
-    /// This node's underlay addresses. The first that lies in `mesh` is the source of the routes of its family into the device.
+    /// This node's underlay addresses. The first that lies in `mesh` is the source of its family's peer and fallback routes.
     pub underlay: BTreeSet<IpAddr>,
     /// MTUs of the routes to those of `peers` whose path MTU is too small for the device's MTU ([`crate::mtu`]).
     pub mtus: BTreeMap<IpNet, u16>,
@@ -191,8 +191,9 @@ impl Change {
 
 /// Computes the changes from `observed` to `desired`; `None` = they are equal.
 ///
-/// The order keeps packets to the mesh from leaving unencrypted in between. `unreachable` and fallback routes are added before the
-/// routes of Peers and deleted after them. Rules are added after all routes are added, and deleted before any route is deleted.
+/// The order keeps packets to the mesh from leaving unencrypted while the changes are applied. `unreachable` and fallback routes are
+/// added before the routes of Peers and deleted after them. Rules are added after all routes are added, and deleted before any route
+/// is deleted.
 #[must_use]
 pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     let mut changes: Vec<Change> = desired

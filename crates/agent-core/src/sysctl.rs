@@ -92,8 +92,8 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors must leave by the path by which their packet came",
         ));
-        // Netlink can write this setting of one interface for IPv4, but not for IPv6, and NET_ADMIN alone cannot write /proc. So
-        // `wg-agent prepare` sets the default, which the device inherits.
+        // Netlink can write this setting of one interface for IPv4, but not for IPv6, and `/proc/sys` is read-only in the container.
+        // So `wg-agent prepare` sets the default, which the device inherits.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
             "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",

@@ -32,7 +32,7 @@ pub struct NodeIdentity {
     pub endpoint: Option<SocketAddr>,
     /// Its private address with the prefix length of its interface; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// The live endpoints of peers behind NAT, as this node observes them.
+    /// The endpoints at which this node observes its peers. wg-agent leaves this empty; only kg publishes such endpoints.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
     pub agent: Agent,

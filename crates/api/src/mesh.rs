@@ -124,8 +124,9 @@ pub struct ClusterEntry {
     /// its nodes, so its pod networks may be the same as those of another member. A sandbox is always masqueraded.
     #[serde(default)]
     pub addressing: Addressing,
-    /// All networks in which addresses of this member may lie: pod, WireGuard, Service and node networks in one list. They must be
-    /// disjoint from the networks of every other member, and each no wider than /8 (IPv4) or /7 (IPv6).
+    /// All networks in which addresses of this member may lie: pod, WireGuard, Service and node networks in one list; of a masqueraded
+    /// member only its WireGuard networks. They must be disjoint from the networks of every other member, and each no wider than /8 (IPv4)
+    /// or /7 (IPv6).
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
     /// Networks inside `allowedNetworks` that no single node owns, such as the Service network. They are reached through an anchor node,
@@ -150,7 +151,8 @@ pub struct ClusterEntry {
     #[serde(default = "default_port")]
     #[schemars(schema_with = "schema::port")]
     pub wireguard_port: u16,
-    /// Seconds between keepalive packets to nodes of this member; 0 = only where NAT needs them.
+    /// Seconds between keepalive packets. The highest value of all entries applies to the Peers of all nodes of the mesh. 0 = keepalives
+    /// only where NAT needs them.
     #[serde(default)]
     #[schemars(schema_with = "schema::seconds")]
     pub persistent_keepalive: u16,

@@ -40,7 +40,7 @@ mod tests {
 
     /// Agents of other versions publish these revisions on Nodes. If the hash changed, all of them would look outdated.
     #[test]
-    fn revision_changes_with_any_field_and_not_with_the_version() {
+    fn revision_covers_every_field_and_is_equal_in_all_versions() {
         let spec = json!({"sources": ["10.5.0.0/16"], "networks": [], "later": 7});
         let one = digest("m--a", Some(&spec));
         let revision = of_all([&one]);

@@ -56,7 +56,8 @@ pub(crate) fn rule_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "minItems": 1, "maxItems": 1024, "items": cidr()})
 }
 
-/// Networks that an earlier plan accepted. The controller writes them, so they are bounded but not validated.
+/// Networks that an earlier plan accepted, in the status. They are not validated, because the controller ignores malformed ones when it
+/// reads the status.
 pub(crate) fn accepted_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": {"type": "string", "maxLength": MAX_CIDR}})
 }

@@ -15,11 +15,11 @@ use crate::{
     problem::Problem,
 };
 
-mod end;
+mod connection_end;
 mod locate;
 mod show;
 
-use end::ConnectionEnd;
+use connection_end::ConnectionEnd;
 use locate::{DestinationAddress, LocatedDestination};
 
 /// Exit code for [`Verdict::Unknown`] and for errors.
@@ -66,12 +66,14 @@ pub(crate) async fn run(
         input,
         output,
     } = args;
-    let (source, port) = end::parse(from).map_err(|why| vec![Problem::other(format!("SRC {from:?}: {why}"))])?;
+    let (source, port) =
+        connection_end::parse(from).map_err(|why| vec![Problem::other(format!("SRC {from:?}: {why}"))])?;
     if port.is_some() {
         let why = format!("SRC {from:?}: leave the port out, because the client of a connection has no fixed port");
         return Err(vec![Problem::other(why)]);
     }
-    let (destination, port) = end::parse(to).map_err(|why| vec![Problem::other(format!("DST {to:?}: {why}"))])?;
+    let (destination, port) =
+        connection_end::parse(to).map_err(|why| vec![Problem::other(format!("DST {to:?}: {why}"))])?;
     let outcome = PlanResult::read(input, stdin, stderr).await?;
     let answer = answer(&outcome, (from, &source), (to, &destination, port.as_ref()))?;
     print(stdout, &show::render(&answer, *output)?)?;
@@ -85,7 +87,7 @@ pub(crate) async fn run(
 fn answer(
     outcome: &PlanResult,
     (from, source): (&str, &ConnectionEnd),
-    (to, destination, port): (&str, &ConnectionEnd, Option<&end::Port>),
+    (to, destination, port): (&str, &ConnectionEnd, Option<&connection_end::Port>),
 ) -> Result<Answer, Vec<Problem>> {
     let mut answer = Answer {
         from: from.to_owned(),
@@ -122,8 +124,8 @@ fn answer(
     Ok(answer)
 }
 
-/// Returns the first source whose address has the IP family of the destination, or that has no address. If there is none, the first
-/// source.
+/// Returns the first source whose address has the IP family of the destination, or that has no address. If no source fits, returns
+/// the first element of `sources`.
 fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
     let is_same_family = |source: &&Source| source.address.is_none_or(|address| address.is_ipv4() == to.is_ipv4());
     sources

@@ -14,7 +14,7 @@ use kube::ResourceExt;
 use crate::{objects::Objects, problem::Problem};
 
 /// Replaces the hub id of objects whose mesh was not given. No hub has this id, because it is no valid label value. So these
-/// objects count as objects of another hub: they keep their keys and addresses, and are not deleted.
+/// objects count as objects of another hub: no other object gets their keys and addresses, and they are not deleted.
 const HUB_OF_MISSING_MESH: &str = "(mesh not given)";
 
 /// One cluster that was read.

@@ -56,7 +56,7 @@ pub fn run(
     };
     let Args { command } = match Args::try_parse_from(args) {
         Ok(args) => args,
-        // clap's own exit code for wrong usage is 2, which means "an object would change" here. `--help` is also an `Err`.
+        // clap's own exit code for wrong usage is 2, which means "an object would change" in `plan`. `--help` is also an `Err`.
         Err(usage) => {
             let is_error = usage.use_stderr();
             let out: &mut dyn Write = if is_error { stderr } else { stdout };

@@ -212,7 +212,7 @@ pub(crate) struct Objects {
     pub(crate) pods: BTreeMap<ObjectName, Pod>,
     /// UID of the Namespace kube-system, if that Namespace was read.
     pub(crate) uid: Option<String>,
-    /// The CRDs that are installed. `None` = the objects come from files, which show neither the CRDs nor the listed kinds.
+    /// The CRDs that are installed. `None` = not known, because the objects come from files.
     pub(crate) crds: Option<InstalledCrds>,
 }
 

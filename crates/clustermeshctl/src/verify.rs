@@ -36,7 +36,7 @@ use sockets::{ExcludedAddresses, Socket, Sockets};
 
 /// Exit code if a socket answers that must not.
 const VIOLATION: u8 = 1;
-/// Exit code if a socket could not be probed. Errors of the command have the same code.
+/// Exit code if a socket could not be probed, or if there was nothing to probe. Errors of the command have the same code.
 pub(crate) const CANNOT_TELL: u8 = 2;
 /// Exit code if there is no violation, but an allowed socket does not answer.
 const UNANSWERED: u8 = 3;

@@ -16,7 +16,7 @@ struct Run {
     err: String,
 }
 
-/// The flags for the files of all clusters. The mesh is on standard input.
+/// The flags for the files of all clusters except `parked`. The mesh is on standard input.
 const INPUT: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml \
                      --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a \
                      --cluster tenant-a=explain/tenant-a.yaml --cluster notebooks=explain/notebooks.yaml";
@@ -197,7 +197,7 @@ fn wireguard_address_allows_only_ping() {
 
 #[test]
 fn masquerading_on_a_kg_node_is_unknown() {
-    const NOTE: &str = "kg does not keep the source address";
+    const NOTE: &str = "kg does not prevent masquerading: if the CNI masquerades";
     let nodes = fs::read_to_string(fixtures().join("kilo/nodes-c2.json")).unwrap();
     let path_from = |nodes: &Value| {
         let folder = TempDir::new().unwrap();
@@ -230,6 +230,7 @@ fn path_shows_which_objects_are_written() {
     let mut flags = String::new();
     for target in plan["meshes"][0]["targets"].as_array().unwrap() {
         let name = target["cluster"].as_str().unwrap();
+        // No files of `parked` are given, so nothing is planned into it.
         if name == "parked" {
             continue;
         }

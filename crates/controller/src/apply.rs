@@ -63,7 +63,7 @@ enum Outcome {
     Refused(String),
     /// The member throttles requests (429).
     Throttled(String),
-    /// The member does not answer, or refuses the credentials.
+    /// The member does not answer, fails (502 to 504), or refuses the credentials (401).
     Unavailable(String),
 }
 
@@ -75,7 +75,7 @@ impl Outcome {
             Self::Conflict { .. } => "conflict",
             Self::Refused(_) => "refused",
             Self::Throttled(_) => "throttled",
-            Self::Unavailable(_) => "trouble",
+            Self::Unavailable(_) => "unavailable",
         }
     }
 }

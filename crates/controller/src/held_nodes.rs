@@ -20,7 +20,7 @@ use clustermesh_core::{
 pub(crate) struct HeldNodes(BTreeMap<(ClusterIdentity, String), Instant>);
 
 impl HeldNodes {
-    /// Sets `held_for` of each held Node in the planner's input.
+    /// Sets `held_for` of each remembered Node in the planner's input.
     pub(crate) fn fill_ages(&self, seen: &mut Observations, now: Instant) {
         for ((identity, name), since) in &self.0 {
             let Some(Observation::Fresh(member) | Observation::Stale(member, _)) = seen.members.get_mut(identity)
@@ -54,7 +54,7 @@ impl HeldNodes {
                 );
             }
         }
-        // The plan contains no Nodes of a member that was not read yet, so their times stay.
+        // The plan contains no Nodes of a member without an observation, so their times stay.
         self.0
             .retain(|key, _| keep.contains(key) || seen.members.get(&key.0).is_none_or(|o| o.last().is_none()));
         for key in keep {

@@ -81,7 +81,7 @@ struct Entries(Arc<Mutex<Arc<Vec<EntryGauges>>>>);
 impl Collector for Entries {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let entries = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        let (peers, skipped, members) = (
+        let (registered, skipped, states) = (
             Family::<EntryLabels, Gauge>::default(),
             Family::<SkippedLabels, Gauge>::default(),
             Family::<StateLabels, Gauge>::default(),
@@ -89,13 +89,13 @@ impl Collector for Entries {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         for gauges in entries.iter() {
             let EntryLabels { mesh, cluster } = &gauges.entry;
-            peers.get_or_create(&gauges.entry).set(number(gauges.registered));
+            registered.get_or_create(&gauges.entry).set(number(gauges.registered));
             let state = StateLabels {
                 mesh: mesh.clone(),
                 cluster: cluster.clone(),
                 state: gauges.state,
             };
-            members.get_or_create(&state).set(1);
+            states.get_or_create(&state).set(1);
             for (reason, count) in &gauges.skipped {
                 let skip = SkippedLabels {
                     mesh: mesh.clone(),
@@ -109,14 +109,14 @@ impl Collector for Entries {
         encode(
             "registered_nodes",
             "Nodes of a member that are registered in other members",
-            &peers,
+            &registered,
         )?;
         encode(
             "skipped_nodes",
             "Nodes of a member that are left out, by reason",
             &skipped,
         )?;
-        encode("member_state", "1 for the state of a member", &members)
+        encode("member_state", "1 for the state of a member", &states)
     }
 }
 

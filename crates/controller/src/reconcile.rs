@@ -192,7 +192,7 @@ impl Reconciler {
         self.update_debug_view(&pass);
 
         let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
-        // A due time in the past is from a member that cannot be observed now.
+        // The time at which the next node of `kg` becomes silent. A time in the past is from a member that cannot be observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [

@@ -112,7 +112,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         fields: String::new(),
     };
     let watch_task = tokio::spawn(async move {
-        // Nothing probes this connection, so no signal to resume is sent. A watch on a dead connection times out by itself.
+        // This signal tells a feed that its connection may be dead. Nothing probes this connection, so the signal is never sent: a watch
+        // on a dead connection times out by itself.
         let (_resume, resumed) = tokio::sync::watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
     });

@@ -6,7 +6,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 /// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and drops a node from its own mesh
-/// after 60 s.
+/// after 60 s, so before the node counts as silent here.
 pub const SILENT_AFTER: Duration = Duration::from_secs(65);
 
 /// Returns the age of each node's last check-in, measured from the newest one. `now` is the observer's Unix time. If the newest check-in

@@ -122,11 +122,10 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     });
     let gateways = members.iter().filter(|(_, member)| !member.gateways.is_empty());
     let gateways = gateways.map(|(cluster, member)| {
-        let names: Vec<&str> = member.gateways.iter().map(String::as_str).take(MAX_LISTED).collect();
         format!(
             "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: grants that were revoked \
              since then may still work through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
-            names.join(", "),
+            list(member.gateways.iter()),
             GRACE.as_secs(),
         )
     });
@@ -186,14 +185,18 @@ fn pending_messages(pending: &[&PendingRevocation]) -> Vec<String> {
 
 /// Lists node names: `Node a`, or `Nodes a, b and 3 more`.
 pub(crate) fn list_nodes<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
-    let count = nodes.len();
-    let names: Vec<&str> = nodes.take(MAX_LISTED).map(String::as_str).collect();
-    let noun = if count == 1 { "Node" } else { "Nodes" };
-    let more = match count.saturating_sub(MAX_LISTED) {
+    let noun = if nodes.len() == 1 { "Node" } else { "Nodes" };
+    format!("{noun} {}", list(nodes))
+}
+
+/// Lists names: `a`, or `a, b and 3 more`.
+fn list<'a>(names: impl ExactSizeIterator<Item = &'a String>) -> String {
+    let more = match names.len().saturating_sub(MAX_LISTED) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    format!("{noun} {}{more}", names.join(", "))
+    let names: Vec<&str> = names.take(MAX_LISTED).map(String::as_str).collect();
+    format!("{}{more}", names.join(", "))
 }
 
 #[cfg(test)]

@@ -63,8 +63,8 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
     lanes
 }
 
-/// Whether the step belongs to `closing`. Creates and updates of policies always do, because no Peer may be written before them.
-/// The delete of a policy does not: it follows the delete of the last Peer that the policy limits.
+/// Whether the step belongs to [`Lanes::closing`]. The delete of a policy does not: it follows the delete of the last Peer that
+/// the policy limits.
 fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
     // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
     let moves_prefix = || {

@@ -98,7 +98,7 @@ pub struct Member {
     pub gateways: BTreeMap<ObjectName, Gateway>,
     /// Services that a grant names, and all with the controller's managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
-    /// EndpointSlices of those Services, by the name of the slice.
+    /// EndpointSlices of granted Services, and all with the managed-by label, by the name of the slice.
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,

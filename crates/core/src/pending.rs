@@ -1,5 +1,5 @@
-//! Compares the planned with the observed policies, and finds revocations that are not known to be in effect in a member: of a
-//! quarantine, a revoked grant or a more restrictive profile.
+//! Compares planned with observed objects, and finds revocations that are not known to be in effect in a member. A quarantine, a
+//! removed grant and a more restrictive profile revoke access.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,7 +95,8 @@ pub fn find_pending(
         let reason = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            // Other revocations are found by comparing the plan with existing objects, which are not known here.
+            // Other revocations are found by comparing the plan with existing objects, which are not known here. A source whose nodes
+            // need no Peer in any member, such as a sandbox without grants, has no access that a quarantine could revoke.
             let needs_registration = |source: &&&str| {
                 let report = planned.clusters.get(**source);
                 **source != *name && report.is_some_and(|report| report.needs_registration)

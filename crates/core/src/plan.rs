@@ -1,4 +1,4 @@
-//! Plans all meshes: computes the desired Peers, policies and mirrored Services of every member.
+//! Plans all meshes: computes the desired Peers, PeerPolicies, SandboxAccesses and mirrored Services of every member.
 //!
 //! [`plan`] is a pure function that never fails or panics. Comments cite the planner's rules by the numbers in
 //! docs/design/planner.md; most modules name the rules that they implement in their first sentence.

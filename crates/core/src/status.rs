@@ -21,7 +21,7 @@ pub struct Condition {
     pub message: String,
 }
 
-/// Derives the conditions of a mesh.
+/// Derives the conditions of a mesh, except `PolicyEnforced` ([`crate::enforcement::condition`]).
 ///
 /// - `unwritten`: members, by entry name, into which something could not be written, with the reason.
 /// - `leftovers`: clusters that were removed from the spec, with the reason why the mesh's objects there are not deleted yet.
@@ -245,7 +245,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                 format!(
                     "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks or in an anchored network: packets that kg sends \
                      from these addresses are dropped in other clusters. This affects the host network and, if the CNI masquerades, \
-                     pods whose packets leave through another node of their location. List each InternalIP as a /32",
+                     pods of nodes that do not lead their Kilo location. List each InternalIP as a /32",
                     nodes.join(", ")
                 ),
             ),

@@ -74,7 +74,7 @@ impl Readiness {
     }
 }
 
-/// One item of the list: a pending item or a remark. Dropping the value removes the item.
+/// Keeps one item in the list: a pending item or a remark. Dropping the last value of an item removes it.
 #[derive(Debug)]
 #[must_use = "the item is removed from the list when this value is dropped"]
 pub struct Pending {

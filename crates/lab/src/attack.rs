@@ -1,5 +1,5 @@
-//! Acts as a malicious administrator of a sandbox: revokes the controller's rights, and gives the sandbox's Peers every
-//! address as allowed IPs. The caller then checks which sockets are reachable.
+//! Acts as a malicious administrator of a sandbox: revokes the controller's rights, and gives one of the sandbox's Peers
+//! the addresses of other clusters as allowed IPs. The caller then checks which sockets are reachable.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -112,8 +112,8 @@ impl<'a> Attacker<'a> {
         })
     }
 
-    /// Allows the controller to read in the sandbox again, but not to write. Otherwise it would know none of the sandbox's
-    /// nodes, and for a new grant it could not plan the Peers again that were deleted with the last grant. A running
+    /// Allows the controller to read in the sandbox again, but not to write. Without read access, a
+    /// restarted controller does not know the sandbox's nodes, and so cannot write a deleted SandboxAccess again. A running
     /// controller retries its reads within half a minute.
     ///
     /// # Errors
@@ -136,7 +136,7 @@ impl<'a> Attacker<'a> {
         self.patch(peer, &json!({"spec": {"publicKey": key}})).await
     }
 
-    /// Routes all addresses through one Peer and waits until the routing table has these routes. Returns the addresses
+    /// Routes `addresses` through one Peer and waits until the routing table has these routes. Returns the addresses
     /// that the sandbox's node keeps on the underlay (a `throw` route) although a Peer contains them, such as the
     /// node's next hop.
     ///

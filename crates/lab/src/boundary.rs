@@ -67,8 +67,8 @@ impl Boundary<'_> {
         })
     }
 
-    /// The TCP sockets that the policies admit for the sandbox's nodes: both addresses of their API server, and the
-    /// hub's DNS.
+    /// The TCP sockets that the policies admit for the sandbox's nodes: their API server, at its ClusterIP in the hub and at its own
+    /// address, and the hub's DNS.
     ///
     /// # Errors
     /// When the hub's API server does not answer.
@@ -110,7 +110,7 @@ impl Boundary<'_> {
             all.extend(other.sockets().await?);
         }
         all.retain(|socket, _| !own.contains(&socket.ip()));
-        granted.add_to(&mut all);
+        granted.add_gateway_sockets(&mut all);
         for socket in self.admitted().await? {
             all.entry(socket)
                 .or_insert_with(|| "the sandbox's API server".to_owned());

@@ -95,6 +95,7 @@ pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &st
         .map_err(certificate_error)
 }
 
+/// The URL at which nodes reach the API server. Nodes that are pods of another cluster use a ClusterIP of that cluster.
 fn server_for_nodes(cluster: &ClusterPlan) -> String {
     format!("https://{}:6443", cluster.advertised_api())
 }

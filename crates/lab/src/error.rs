@@ -23,7 +23,7 @@ pub enum Error {
         command: String,
         /// The exit status, as text.
         status: String,
-        /// The last lines of its output.
+        /// Its output, or the last lines of it.
         output: String,
     },
     /// A condition did not become true in time.

@@ -53,7 +53,8 @@ struct LabState {
 
 impl Lab {
     /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until it is
-    /// ready: API servers answer, and in whole clusters every node is Ready and has pod routes, and DNS answers.
+    /// ready: API servers answer. Where [`ClusterPlan::controllers`] is set, every node is Ready and has pod routes, and DNS
+    /// answers.
     ///
     /// # Errors
     /// When a program or permission is missing, or a component does not start or is not ready within three minutes.
@@ -157,7 +158,7 @@ impl Lab {
     ) -> Result<()> {
         let cluster = self.cluster(&plan.name);
         self.publish_api_to_pods(plan).await?;
-        // Nodes boot while the API server starts. Before kubelet they wait for `release_nodes`.
+        // Nodes boot while the API server starts, but start the kubelet only after `release_nodes`.
         for n in 1..=plan.nodes {
             self.boot(&self.plan_node(plan, n).await?).await?;
         }

@@ -1,10 +1,9 @@
-//! Runs whole Kubernetes clusters on one machine, for tests, the demo and the benchmarks.
+//! Runs Kubernetes clusters on one machine, for tests, the demo and the benchmarks.
 //!
-//! A [`Lab`] has one of two sizes:
-//! - **API servers alone** ([`LabPlan::control_planes`]): one etcd and one API server for each cluster, ready in
-//!   seconds;
-//! - **whole clusters** ([`LabPlan::clusters`]): nodes are namespaces with containerd, kubelet, kube-proxy and CNI
-//!   plugins.
+//! Each cluster of a [`Lab`] has one of two sizes:
+//! - **only an API server** ([`LabPlan::control_planes`]): ready in seconds. All clusters share one etcd;
+//! - **a whole cluster** ([`LabPlan::clusters`]): also controller-manager, scheduler, DNS and nodes. Nodes are namespaces
+//!   with containerd, kubelet, kube-proxy and CNI plugins.
 //!
 //! ```text
 //!  owner (test, demo)  --pipe-->  supervisor (pid 1 of its own pid and mount namespace)
@@ -47,7 +46,7 @@ pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Clock, CommandEnd, Machine};
-pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
+pub use plan::{ClusterPlan, HostNode, LabPlan, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
 pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };

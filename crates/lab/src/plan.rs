@@ -109,15 +109,15 @@ pub enum Uplink {
     /// The bridge of the pods on a node of another cluster.
     Pods {
         /// The host node.
-        of: NodeName,
+        of: HostNode,
         /// The pod range of that node. Its first address is the worker's default gateway.
         range: Ipv4Net,
     },
 }
 
-/// A node's name and its address on the underlay.
+/// The name and the underlay address of a node that runs workers in pods.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeName {
+pub struct HostNode {
     /// `<cluster>-<n>`.
     pub name: String,
     /// The address on the underlay.
@@ -390,7 +390,7 @@ impl ClusterPlan {
     /// Node number `n`, from 1, in the pod range of a node of another cluster. Its address is near the end of the range,
     /// because the IPAM plugin of that node allocates from the start and does not know this address.
     pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
-        let of = NodeName {
+        let of = HostNode {
             name: of.name.clone(),
             address: of.address,
         };

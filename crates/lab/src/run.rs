@@ -29,7 +29,7 @@ const ROOT: &str = "/run/clustermesh-lab";
 pub(crate) struct Run {
     pub(crate) directory: PathBuf,
     /// `unshare`, whose child is the supervisor. The supervisor takes the lab down when the pipe to its standard input
-    /// closes. `None` = attached, not owned, or kept.
+    /// closes. `None` = this process does not own the lab, or the lab is kept.
     supervisor: Option<Child>,
 }
 

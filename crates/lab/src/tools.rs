@@ -1,4 +1,4 @@
-//! Builds the programs that the lab runs from the pinned Go modules in `tools/`, into a cache. The cache key is a hash of
+//! Builds the programs that the lab runs, from the pinned Go modules in `tools/`, and caches them. The cache key is a hash of
 //! the build's inputs.
 
 mod build;

@@ -15,8 +15,9 @@ use crate::{Cluster, Error, Lab, Result, wait_until};
 /// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
 
-/// Services of every type. Their servers are pods with three ports (`store`: TCP 8080 and 8081, a UDP echo at 9000) and a
-/// pod in the host network of one node (`hosted`: TCP 18080, a UDP echo at 19000). Applied by [`Cluster::run_store`].
+/// Services of every type except ExternalName. Their servers are pods with three ports (`store`: TCP 8080 and 8081, a UDP
+/// echo at 9000) and a pod in the host network of one node (`hosted`: TCP 18080, a UDP echo at 19000). Applied by
+/// [`Cluster::run_store`].
 pub const STORE: &str = include_str!("traffic/store.yaml");
 
 /// The name, node and addresses of a running pod.

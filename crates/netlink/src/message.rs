@@ -109,7 +109,7 @@ pub(crate) fn read_result(header: &NetlinkHeader, payload: &[u8]) -> Result<(), 
     })
 }
 
-/// Reads the kernel's reason. It follows the error code; in an NLMSG_ERROR, a copy of the request or of its header is in between.
+/// Reads the kernel's reason. It follows the error code and, in an NLMSG_ERROR, a copy of the request or of its header.
 fn extended_ack(header: &NetlinkHeader, payload: &[u8]) -> Option<String> {
     if header.flags & NLM_F_ACK_TLVS == 0 {
         return None;

@@ -84,7 +84,7 @@ impl Socket {
     /// Requests one object.
     ///
     /// # Errors
-    /// [`Error::Kernel`], for example if the object does not exist; or any other error except [`Error::Open`].
+    /// [`Error::Kernel`], for example if the object does not exist; [`Error::NoAnswer`], [`Error::Socket`] or [`Error::Malformed`].
     pub fn get<M: NetlinkSerializable + NetlinkDeserializable>(&self, request: &M) -> Result<M, Error> {
         let mut exchange = self.lock();
         exchange.send(request, 0)?;

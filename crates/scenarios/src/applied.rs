@@ -69,7 +69,8 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Applies all steps, and stores the accepted and anchored networks in the status of each mesh, as the controller does.
+/// Applies all steps, and stores the accepted and anchored networks in the status of each mesh that is not being deleted, as the
+/// controller does.
 pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);
     let steps = steps(&plan, scenario);

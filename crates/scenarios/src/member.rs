@@ -226,7 +226,7 @@ pub fn gateway_name(name: &str) -> ObjectName {
     }
 }
 
-/// A gateway of cluster `n`. Gateways have the keys and addresses of numbers 6 to 8; nodes have the numbers 1 to 4.
+/// A gateway of cluster `n`. Its key, and mostly its address, is that of a number from 6 to 8; nodes have the numbers 1 to 4.
 fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
     let address = prop_oneof![8 => (6u8..9).prop_map(move |k| own_wireguard(n, k).addr()), 1 => ip()];
     (

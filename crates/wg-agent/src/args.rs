@@ -55,7 +55,7 @@ pub(crate) enum Command {
     Prepare(PrepareArgs),
 }
 
-/// Settings of `prepare` that are optional.
+/// The flags of `prepare`.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrepareArgs {
     /// Minimum size of the conntrack table of the node and of each pod on it, gateway pods included. A larger

@@ -9,7 +9,7 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
 
-/// The kernel's counters of connections that it could not track (net/netfilter/nf_conntrack_standalone.c).
+/// The kernel's counters of connections that it could not track or whose entry it evicted (net/netfilter/nf_conntrack_standalone.c).
 const FAILURES: [&str; 3] = ["insert_failed", "drop", "early_drop"];
 
 /// The conntrack table of the caller's network namespace.
@@ -40,7 +40,7 @@ fn read_setting(name: &str) -> io::Result<u64> {
 /// The settings cannot be written: the caller is not in the node's own network namespace, or not privileged.
 pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
     let limit = match read_setting("max") {
-        // The program that loads conntrack later sets the limit.
+        // Conntrack is not loaded, so there is no limit yet. kube-proxy sets its own limit when it starts.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         limit => limit?,
     };

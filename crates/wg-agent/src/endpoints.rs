@@ -32,7 +32,7 @@ struct TrackedPeer {
     polled_at: Instant,
     /// The number of sent bytes when the last packet of the peer arrived, plus the persistent keepalives sent since then.
     tx_at_last_receive: u64,
-    /// When a poll first showed packets that the peer has not answered.
+    /// When a poll first showed packets other than keepalives to which the peer has not replied.
     unanswered_since: Option<Instant>,
     /// When the bytes received from the peer last increased.
     last_received: Option<Instant>,
@@ -294,6 +294,7 @@ mod tests {
         let mut tracker = PeerTracker::default();
         sync(&mut tracker, &["192.0.2.1:1", "192.0.2.2:1"], start);
         let mut tried = vec![tracker.configured_endpoint(&KEY)];
+        // Each candidate is tried for 15 s (`HANDSHAKE_TIMEOUT`).
         for seconds in [10, 16, 20, 32] {
             tracker.update(&observed(None, None, 0, seconds), after(seconds));
             tried.push(tracker.configured_endpoint(&KEY));
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn live_peer_keeps_its_endpoint_while_that_is_a_candidate() {
+    fn live_endpoint_is_kept_while_it_is_a_candidate() {
         let now = Instant::now();
         let mut tracker = PeerTracker::default();
         sync(&mut tracker, &["192.0.2.1:1"], now);
@@ -448,6 +449,7 @@ mod tests {
         tracker.update(&observed(Some(0), None, 10, 10), after(1));
         tracker.update(&observed(Some(200), None, 10, 10), after(201));
         assert_eq!(tracker.state(&KEY, after(201)), PeerHealth::Unknown, "idle");
+        // The session has expired, so the peer is down if data gets no reply for 15 s (`HANDSHAKE_TIMEOUT`).
         tracker.update(&observed(Some(280), None, 10, 158), after(281));
         assert_eq!(tracker.state(&KEY, after(300)), PeerHealth::Down);
         tracker.update(&observed(Some(281), None, 11, 158), after(301));
@@ -471,7 +473,8 @@ mod tests {
             tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));
             assert_eq!(tracker.state(&KEY, after(poll * 5)), PeerHealth::Up);
         }
-        // The keepalive triggers a rekey, and the initiation is not answered.
+        // At 125 s a keepalive triggers a rekey, and the initiations are not answered. While the session is alive, the peer is down only
+        // after 45 s without a reply (`REPLY_TIMEOUT`).
         for poll in 25..=34 {
             tx += 148;
             tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));

@@ -1,7 +1,7 @@
 //! Runs `--mode=policy`, where kg owns the tunnel: turns PeerPolicies into the firewall table and publishes one
 //! annotation.
 //!
-//! This mode changes no device, key, route, rule or kernel setting, and nothing that kg writes.
+//! This mode changes no device, key, route, policy routing rule or kernel setting, and nothing that kg writes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -258,7 +258,7 @@ fn is_mesh_peer(seen: &ParsedPeer) -> bool {
     !seen.cluster.is_empty()
 }
 
-/// Builds the compiler's inputs. Fields that only matter to the owner of the tunnel stay empty.
+/// Builds the compiler's inputs. Fields that only matter to the owner of the tunnel are empty or have a placeholder.
 fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != config.node_name);
     let nodes = snapshot

@@ -57,7 +57,7 @@ struct ProbeResult<'a> {
     socket: SocketAddr,
     /// `open`, `refused`, `unreachable`, `silent`, or another error of the kernel.
     answer: String,
-    /// The interface by which this host's own packets to the socket leave; `None` = no route, or an address of this host.
+    /// The interface by which packets to the socket leave this network namespace; `None` = no route, or an address of the namespace.
     way: Option<&'a str>,
 }
 

@@ -1,6 +1,6 @@
 //! Starts the common tasks of `run`, `policy_mode` and `gateway`: signal handling, API client, metrics, admin endpoint,
-//! `wg-agent status`. For the first two it also starts the watches, the publication of annotations, and the check for a
-//! bypassed firewall.
+//! `wg-agent status`. For the first two it also starts the watches, the publication of annotations, and the checks for a
+//! bypassed firewall and for the admission policy.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -105,8 +105,8 @@ impl RuntimeBuilder {
         Ok(runtime)
     }
 
-    /// Like [`Self::serve`], and starts the watches and the publication for this Node. `keys` are the annotations that
-    /// this mode writes.
+    /// Like [`Self::serve`], and starts the watches, the publication and the checks for this Node. `keys` are the annotations
+    /// that this mode writes.
     pub(crate) fn start(
         self,
         lock: &Lock,
@@ -168,7 +168,8 @@ impl Runtime {
     }
 }
 
-/// After a signal, makes the pod unready and cancels `stop` after `drain_time`. Meanwhile clients connect to other pods.
+/// After a signal, makes the pod unready and cancels `stop` after `drain_time`. Meanwhile sandboxes connect to other gateways; only
+/// gateway mode has a `drain_time` above 0.
 async fn stop_after_signal(
     signal: CancellationToken,
     drain_time: Duration,

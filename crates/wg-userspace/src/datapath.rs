@@ -14,12 +14,12 @@ use std::{
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
-    clock::TimerQueue,
     drops::{DropReason, Drops},
     handshakes::Handshakes,
     peer::Peers,
     peers::{Identity, Peer, PeerState, PeerTable},
     sockets::{Endpoint, Sockets},
+    timer_queue::TimerQueue,
     tun::Tun,
     tunnel::Output,
 };

@@ -16,7 +16,6 @@ use netlink_sys::Socket;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
-    clock,
     configuration::{Configuration, Interface, Options},
     control::{self, ControlSocket},
     datapath::{self, Shared, current, replace},
@@ -30,6 +29,7 @@ use crate::{
     peer::{self, PeerChange, PeerSpec, PeerUpdate, Peers},
     peers::{self, Identity, Peer, PeerTable},
     sockets::Sockets,
+    timer_queue,
     tun::{self, Tun},
 };
 
@@ -299,7 +299,7 @@ impl Device {
             table: RwLock::new(Arc::new(PeerTable::new(Vec::new()))),
             sockets: RwLock::new(Arc::new(sockets)),
             identity: RwLock::new(Arc::new(identity)),
-            timers: clock::TimerQueue::default(),
+            timers: timer_queue::TimerQueue::default(),
             handshakes: handshakes::Handshakes::default(),
             drops,
             configured: RwLock::default(),

@@ -16,7 +16,7 @@ use std::{
 use crate::{
     datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, current, wait},
     drops::DropReason,
-    gate::{COOKIE_REPLY, Verdict},
+    handshake_gate::{COOKIE_REPLY, Verdict},
     offload::Coalescer,
     peers::{Identity, Peer, PeerState},
     sockets::{self, Endpoint, control_buffer},
@@ -297,7 +297,7 @@ pub(crate) const fn drop_reason(reason: Refused) -> DropReason {
     }
 }
 
-/// The upper 24 bits of a data message's receiver index, which identify the peer (whitepaper §5.4.6); `None` = not a data message.
+/// The upper 24 bits of the receiver index, which identify the peer; `None` = not a data message (whitepaper §5.4.6).
 fn data_index(datagram: &[u8]) -> Option<u32> {
     match datagram {
         [4, 0, 0, 0, i0, i1, i2, i3, ..] if datagram.len() >= 32 => Some(u32::from_le_bytes([*i0, *i1, *i2, *i3]) >> 8),

@@ -18,7 +18,6 @@
 //! takes it over and initiates a handshake with every peer whose endpoint it knows.
 #![deny(unsafe_code)]
 
-mod clock;
 mod configuration;
 mod control;
 mod datapath;
@@ -27,10 +26,10 @@ mod drops;
 mod error;
 #[doc(hidden)]
 pub mod fuzzing;
-mod gate;
+mod handshake_gate;
 mod handshakes;
 mod inbound;
-mod inner;
+mod inner_packet;
 mod key;
 mod link;
 mod observed;
@@ -42,6 +41,7 @@ mod prefix_map;
 mod sockets;
 mod source_limiter;
 mod staged;
+mod timer_queue;
 mod tun;
 mod tunnel;
 mod unreachable;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use crate::{
     datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, wait},
     drops::DropReason,
-    inner::destination,
+    inner_packet::destination,
     offload::{HEADER, Header, Segments, complete_checksum},
     peers::{Peer, PeerState},
     sockets::{Endpoint, MAX_RUN, MAX_RUN_BYTES},
@@ -53,6 +53,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
                 Ok(length) => {
                     out.encrypt(&mut buffer, length);
                     packets += 1;
+                    // If packets arrive one at a time, this one does not wait for the next read.
                     if pace.is_single() && packets == 1 {
                         out.flush();
                     }

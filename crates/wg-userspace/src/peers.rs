@@ -11,7 +11,7 @@ use std::{
 use x25519_dalek::StaticSecret;
 
 use crate::{
-    gate::Gate,
+    handshake_gate::Gate,
     key::PublicKey,
     peer::PeerSpec,
     prefix_map::PrefixMap,
@@ -62,7 +62,8 @@ pub(crate) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
         .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
 }
 
-/// One peer. A thread never locks two peers at once. It locks `order` for one run of datagrams and `state` for one burst of packets.
+/// One peer. A thread never locks two peers at once. It locks `order` for its runs of datagrams to this peer
+/// ([`Self::order`]), and `state` for a burst of at most `datapath::BURST` packets.
 pub(crate) struct Peer {
     /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
     pub(crate) index: u32,
@@ -92,14 +93,15 @@ impl Peer {
         }
     }
 
-    /// Locks the order of data messages. A thread keeps this lock from the encryption of a run until it is sent, so that the messages leave
-    /// in the order of their counters. Keepalives and staged packets are sent without it; the peer's replay window allows that.
+    /// Locks the order of data messages. A thread keeps this lock from the encryption of a run (datagrams that one system call sends) until
+    /// the run is sent, so that the messages leave in the order of their counters. Keepalives and staged packets are sent without the
+    /// lock; the peer's replay window allows that.
     pub(crate) fn order(&self) -> MutexGuard<'_, ()> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, PeerState> {
-        // A panic while the lock was held lost one packet, but the session is still usable.
+        // A panic while the lock was held lost at most one burst of packets, but the session is still usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::gate::INITIATIONS_PER_SECOND;
+use crate::handshake_gate::INITIATIONS_PER_SECOND;
 
 /// Burst and rate of each source, as in the kernel (`drivers/net/wireguard/ratelimiter.c`): 5 at once, 20 per second.
 const BURST: u32 = 5;

@@ -1,4 +1,5 @@
-//! `cargo xtask manifests`: generates the manifests in `deploy/`. The demo and the tests also install these manifests.
+//! `cargo xtask manifests`: generates `controller.yaml`, `member-account.yaml`, `agent.yaml` and `gateway.yaml` in `deploy/`. The demo and
+//! the tests also install these manifests.
 
 use std::{fs, path::Path};
 

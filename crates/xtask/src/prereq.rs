@@ -62,10 +62,10 @@ const PROGRAMS: [Program; 30] = [
         "qemu-system-x86",
         "a virtual machine whose kernel has WireGuard",
     ),
-    program("modprobe", "kmod", "that kernel's modules"),
-    program("xz", "xz-utils", "unpacking that kernel"),
-    program("zstd", "zstd", "unpacking that kernel"),
-    program("dpkg-deb", "dpkg", "unpacking that kernel"),
+    program("modprobe", "kmod", "modules of the virtual machine's kernel"),
+    program("xz", "xz-utils", "unpacking the virtual machine's kernel"),
+    program("zstd", "zstd", "unpacking the virtual machine's kernel"),
+    program("dpkg-deb", "dpkg", "unpacking the virtual machine's kernel"),
 ];
 
 /// The oldest Go version that downloads the toolchain which a go.mod requires.

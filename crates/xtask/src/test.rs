@@ -47,7 +47,7 @@ pub(crate) struct Args {
 }
 
 /// Builds the programs of the lab and of the workspace, then runs the tests. The last line is `N passed, N failed`; the exit code is 1
-/// if a test failed or did not run.
+/// if a test failed, did not run, or left something on this machine.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let start = Instant::now();
     prereq::ensure(&args.prereq)?;
@@ -112,7 +112,7 @@ fn run_jobs(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<(Coun
     let cores = thread::available_parallelism()
         .context("the number of processors")?
         .get();
-    // Tests with clusters wait about a third of their time. With one job more than there are processors, the processors stay busy.
+    // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the processors busier.
     let results = jobs::run(jobs::divide(programs, own_programs)?, cores + 1, own_programs)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();

@@ -20,8 +20,9 @@ const STREAM_PORT: u16 = 8200;
 const CLOSE_LIMIT: u128 = 30_000;
 /// A flow without an answer for this many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// TCP connections through each gateway from the pod and from the node. If a change wrongly left connections alive, only
-/// those that get the same endpoint again, by chance, would still answer. So one connection could miss the bug.
+/// TCP connections through each gateway from the pod and from the node. When a grant returns, a gateway with a wrong rule would
+/// take the packets of an old connection for a new one and choose an endpoint at random. The connection would answer only if
+/// this is the endpoint that it had before, so one connection could miss the bug.
 const STREAMS: usize = 3;
 
 /// A kind of destination that is probed continuously over UDP.
@@ -317,7 +318,7 @@ impl Flows<'_> {
     }
 
     /// Waits until the change that was made at `called` is in force: the paths in `open` answer, and no other path
-    /// does. A path that was closed before and stays closed must not answer in between, either.
+    /// does. A path that was closed before and stays closed must not answer during the change, either.
     async fn wait_until_in_force(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
         let reported = self.wait_until_reported(access).await;
         for path in open {

@@ -219,7 +219,7 @@ async fn scan_through_tunnel_finds_only_granted_ports(
     let hub = env.lab.cluster(HUB);
     let mut all_sockets: BTreeMap<SocketAddr, String> =
         env.member.foreign_sockets(&[&hub], &BTreeSet::new()).await.unwrap();
-    granted.add_to(&mut all_sockets);
+    granted.add_gateway_sockets(&mut all_sockets);
     let addresses: BTreeSet<IpAddr> = all_sockets.keys().map(SocketAddr::ip).collect();
     let attacker = Attacker::new(env.lab, MEMBER, WORKER).await.unwrap();
     for gateway in &granted.gateways {
@@ -254,8 +254,8 @@ impl Echoes {
         let hub = lab.cluster(HUB);
         let (mut running, mut sockets) = (Vec::new(), BTreeSet::new());
         for node in hub.nodes() {
-            // Bound to the node's address. Otherwise the node that runs the worker would reply from the pods' gateway
-            // address.
+            // Bound to the node's address. Otherwise the node that runs the worker would reply from its address on the pods'
+            // bridge.
             let socket = SocketAddr::new(node.address().into(), Self::PORT);
             let args = [&probe, "udp-echo", &socket.to_string()];
             running.push(node.spawn("hub-echo", args).unwrap());

@@ -1,7 +1,7 @@
 //! Tests a member whose API server refuses the old token, or is frozen.
 
 use super::{
-    enforced::{stop_agent_and_add_policy, stopped_agent_is_named_until_it_continues},
+    policy_enforcement::{stop_agent_and_add_policy, stopped_agent_is_named_until_it_continues},
     *,
 };
 

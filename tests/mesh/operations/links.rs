@@ -62,7 +62,7 @@ pub(super) async fn status_of_healthy_node_matches_wg_show(mesh: &Mesh<'_>) {
     }
 }
 
-/// `status.brokenLinks` as `from->to of total`, where `total` is the number of tunnels.
+/// `status.brokenLinks` as `from->to of total`. `total` counts all tunnels to `to`, but only on nodes of `from` that report one as down.
 pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     let object = json(&mesh.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
     let links = object["status"]["brokenLinks"].as_array().cloned().unwrap_or_default();
@@ -76,6 +76,7 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
 /// `sender` sends to the node `dead`, which lost its power at `since`. Checks that the mesh's status reports the broken link,
 /// and that the agent on `sender` reports the peer as down.
 pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, sender: &str, dead: &str, since: Instant) {
+    // Only `sender` notices that a tunnel is down. It has a tunnel to each of the member's three nodes.
     let link = format!("{}->{} of 3", crate::setup::HUB, crate::setup::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {
         let links = broken_links(mesh).await;

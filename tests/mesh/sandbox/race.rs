@@ -13,7 +13,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{SANDBOX, TestEnv, upheavals::ScannedGateway};
+use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
 use crate::setup::PATIENCE;
 
 /// A Service for the pods of the Service `web`, with two more UDP ports. The echo servers at these ports are probed every 10 ms.

@@ -51,7 +51,7 @@ pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
 /// The addresses of the other two pods, the endpoints of the Services `db` and `web`.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
-pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+pub(crate) const OTHER_POD: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The node's addresses on the links to its pods.
 const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 /// A UDP port without a server.
@@ -143,7 +143,8 @@ impl Sandbox {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Waits until many new connections in a row all get a reply from `pod`.
+    /// Waits until many new connections in a row all get a reply from `pod`. There are many, because the gateway chooses the endpoint of
+    /// each at random.
     pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, pod: &str) {
         wait_until(format!("only {pod} to answer at {to}"), TIMEOUT, async || {
             match (0..24)
@@ -192,7 +193,7 @@ impl Testbed {
             "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
                  for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done",
         );
-        for (number, (ns, [v4, v6])) in [(&pod, POD), (&db, DB), (&other, OTHER)].into_iter().enumerate() {
+        for (number, (ns, [v4, v6])) in [(&pod, POD), (&db, DB), (&other, OTHER_POD)].into_iter().enumerate() {
             let (link, [router, router6]) = (format!("cni{number}"), ROUTER);
             ns.set_sysctl("net/ipv6/conf/all/accept_dad", "0");
             ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
@@ -228,7 +229,7 @@ impl Testbed {
             }}\n",
             POD[0]
         ));
-        for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER)] {
+        for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER_POD)] {
             for address in addresses {
                 [TCP_PORT, POD_SQL_PORT]
                     .into_iter()
@@ -289,7 +290,8 @@ impl Testbed {
         self.lab.cluster("mgmt")
     }
 
-    /// Installs the CRDs, the manifest of the gateway and the Pod object that a kubelet would run.
+    /// Installs the CRDs, the manifest of the gateway and the Pod object that a kubelet would run. Writes a kubeconfig with a token of
+    /// this Pod, and the Services `db` and `web` with their endpoints.
     async fn install(&mut self) {
         let cluster = self.lab.cluster("mgmt");
         let crds = repository("crds");
@@ -352,7 +354,7 @@ impl Testbed {
         let text = serde_json::to_string(&config).expect("write a kubeconfig");
         std::fs::write(self.file("kubeconfig"), text).expect("write a kubeconfig");
         self.write_endpoints("db", &[DB]).await;
-        self.write_endpoints("web", &[OTHER]).await;
+        self.write_endpoints("web", &[OTHER_POD]).await;
         for service in ["db", "web"] {
             self.write_service(service, json!({"selector": {"app": service}})).await;
         }

@@ -2,9 +2,9 @@
 //! cluster-meshed member whose root is the attacker, and witnesses that count the packets at all of them.
 
 mod attack;
+mod neighbours;
 mod node_setup;
 mod objects;
-mod surroundings;
 mod traffic;
 
 use std::{
@@ -35,15 +35,15 @@ use self::{
 };
 use crate::two_clusters::{MGMT, Site, TIMEOUT, TwoClusters};
 
-/// Two pods of the target in both families. The flood sends its allowed packets to the second one, and only forbidden packets to
-/// the first one.
+/// A pod of the target. The flood sends only forbidden packets to it.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
-pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+/// The pod of the target to which the flood sends its allowed packets.
+pub(crate) const ALLOWED_POD: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The addresses of the target node on its pod links.
 pub(crate) const GATEWAY: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 /// The IPv6 address of the target node on the underlay.
 pub(crate) const NODE6: &str = "fd00:30::1:11";
-/// A Service of the target whose endpoint is the first pod.
+/// A Service of the target whose endpoint is [`DB`].
 pub(crate) const VIP: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
 /// The WireGuard addresses of the member's node, and its underlay address.
 pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
@@ -78,7 +78,7 @@ pub(crate) struct Testbed {
     /// Number of calls of [`Self::start_agent`].
     starts: u32,
     _pods: [NetNs; 2],
-    _surroundings: surroundings::Surroundings,
+    _surroundings: neighbours::Surroundings,
     _member: Arc<Tunnel>,
 }
 
@@ -106,7 +106,7 @@ impl Testbed {
         let member_ns = NetNs::open("the member's node", &host.expect("add a host").netns());
         let pods = ["a pod", "another pod"].map(NetNs::new);
         set_up_node(&node, &pods);
-        let surroundings = surroundings::Surroundings::new(&node);
+        let surroundings = neighbours::Surroundings::new(&node);
         for address in GATEWAY {
             echo(&node, ip(address), UDP_PORT, TCP_PORT);
         }
@@ -131,7 +131,7 @@ impl Testbed {
             (&node, 51820),
         );
         let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
-        let prober = Prober::udp(&member_ns, &member, from, SocketAddr::new(ip(OTHER[0]), UDP_PORT));
+        let prober = Prober::udp(&member_ns, &member, from, SocketAddr::new(ip(ALLOWED_POD[0]), UDP_PORT));
         let [first, second] = &pods;
         let witness = |name, ns: &NetNs, interface: &str| {
             Witness::new(
@@ -247,7 +247,7 @@ impl Testbed {
         // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
         // reached while the node had no nftables table.
         arrived.retain(|key, _| {
-            ![GATEWAY, surroundings::NODE_ON_LAN, surroundings::BRIDGE]
+            ![GATEWAY, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
                 .iter()
                 .flatten()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))

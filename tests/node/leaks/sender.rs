@@ -210,8 +210,8 @@ pub(super) struct Senders {
     /// Send from the node under test to addresses that exist.
     pub(super) reach: Vec<Sender>,
     /// Send from the node under test to the other node's WireGuard address. An echo server listens there, but the other node's
-    /// firewall drops the packets.
-    pub(super) closed: Vec<Sender>,
+    /// firewall accepts only ping at this address.
+    pub(super) to_wireguard_address: Vec<Sender>,
     /// Send from the other cluster to the node under test.
     pub(super) back: Vec<Sender>,
     /// Send from the node under test to mesh addresses that no node has.
@@ -247,7 +247,7 @@ impl Senders {
         let all = self
             .reach
             .iter()
-            .chain(&self.closed)
+            .chain(&self.to_wireguard_address)
             .chain(&self.unassigned)
             .chain(&self.slow);
         wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;

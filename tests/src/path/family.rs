@@ -156,6 +156,7 @@ impl Family {
         }
     }
 
+    /// The nft keyword of the family.
     pub const fn ip(&self) -> &'static str {
         if self.n == 4 { "ip" } else { "ip6" }
     }

@@ -1,5 +1,5 @@
 //! Renders the table as text for `nft -f`, with the chains for policies, NAT and segment sizes.
-//! [`super`] documents the values.
+//! [`super::Sets`] documents the sets, and [`RuleParameters`] the numbers and names.
 //!
 //! nft 1.0.6 needs a newline or `;` before every `}`. Every rule has a comment, which `nft list table` shows; nft allows 128 bytes.
 

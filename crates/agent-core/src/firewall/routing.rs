@@ -1,6 +1,6 @@
 //! Renders the chains that drop spoofed sources and mark packets for policy routing, so that replies take the path of their
 //! connection (tunnel or underlay), and the chains that drop packets which must not leave this node. [`super::render`] has the other
-//! chains.
+//! chains. [`super::Sets`] documents the sets, and [`crate::numbers`] the marks.
 
 use super::{
     RuleParameters,

@@ -42,8 +42,14 @@ impl Update {
 /// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old`, the whole table
 /// is written.
 ///
-/// The sets of a transaction do not change atomically (see `sets`). So deny elements are added before all others, and removed after
-/// them. A change that both adds and removes deny elements replaces the whole table.
+/// The rules match a packet against the allow set first and the deny set later, and a transaction may take effect in between. So:
+///
+/// - New deny elements come first in the transaction. The kernel activates new elements in this order (see `sets`), so a packet that
+///   matches a new allow element also meets the new deny elements.
+/// - Old deny elements are removed in a second transaction. Within one, in any order, a packet could match an old allow element
+///   before the change and no deny element after it.
+///
+/// A change that both adds and removes deny elements replaces the whole table.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     let whole = || Some(Update::Whole { script: render(new) });

@@ -11,8 +11,8 @@ use crate::prefixes::Family;
 const LIST_LENGTH: u32 = 64;
 /// Maximum number of lists for one limit.
 const MAX_LISTS: u32 = 256;
-/// Size of a set, whose elements are the lists. Each list has at least one connection, and few machines allow more connections
-/// (nf_conntrack_max).
+/// Maximum number of elements of a set. Each element is a list of at least one connection, and few machines allow more connections
+/// than this (nf_conntrack_max).
 const SET_SIZE: u32 = 1 << 18;
 
 /// Limits on open connections. A large limit is spread over several lists, by a hash of the client's address and port.

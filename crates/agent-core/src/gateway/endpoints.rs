@@ -86,7 +86,7 @@ pub(super) fn resolve(
         }
         if INFRASTRUCTURE_PORTS.contains(&endpoint.port) {
             left_out.push(format!(
-                "{address} port {}: a port of Kubernetes itself, closed to every sandbox",
+                "{address} port {}: a port of Kubernetes or wg-agent, closed to every sandbox",
                 endpoint.port
             ));
             continue;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use clustermesh_core::hash::fnv1a;
 
-/// The number of a sandbox: the mark of its packets within some chains.
+/// The number of a sandbox: the mark of its packets, within the chains `enter` and `count` of the gateway's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SandboxId(pub u32);
 

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use super::*;
 
+mod base_table;
 mod compile;
 mod endpoints;
-mod frame;
 mod properties;
 mod update;
 

@@ -1,3 +1,5 @@
+//! The routing tables, metrics, rule priorities and marks in the expected texts are those of [`crate::numbers`].
+
 use super::*;
 
 fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
@@ -47,7 +49,7 @@ fn removed_peer_deletes_one_route() {
 }
 
 #[test]
-fn removed_mesh_deletes_rules_first_and_unreachable_last() {
+fn unreachable_routes_are_deleted_after_rules_and_routes() {
     assert_eq!(
         text(diff(&desired(&plan_of_a_node()), &Routes::default())),
         [

@@ -87,7 +87,7 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub skipped: Vec<SkippedNode>,
-    /// The first 20 podCIDRs of registered nodes that are not connected, because they lie outside allowedNetworks.
+    /// The first 20 podCIDRs of registered nodes that are not connected, because they lie outside allowedNetworks or are anchored.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub uncovered: Vec<UncoveredNetwork>,

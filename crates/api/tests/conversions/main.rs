@@ -1,3 +1,3 @@
 //! Tests the conversions with arbitrary input, because any user or program may have written the objects.
 
-mod totality;
+mod arbitrary_objects;

@@ -6,7 +6,7 @@ use clustermesh_core::mesh::{ClusterIdentity, ObjectName, PortRef, Protocol};
 
 mod owner;
 
-use super::end::{ConnectionEnd, Port};
+use super::connection_end::{ConnectionEnd, Port};
 use crate::{
     explanation::{Backend, Destination, Source, backends},
     inputs::ReadCluster,

@@ -320,10 +320,14 @@ impl<'q> Query<'q> {
             .skipped
             .iter()
             .find(|skipped| skipped.node == node && skipped.target.as_deref().is_none_or(|only| only == target))?;
+        let subject = match node.strip_prefix("gateway ") {
+            Some(gateway) => format!("Gateway {gateway}"),
+            None => format!("Node {node}"),
+        };
         Some(Explanation::new(
             Rule::NodeSkipped,
             format!(
-                "Node {node} of cluster {cluster:?} has no Peer: {} ({})",
+                "{subject} of cluster {cluster:?} has no Peer: {} ({})",
                 skipped.reason, skipped.message
             ),
         ))

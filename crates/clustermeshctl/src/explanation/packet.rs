@@ -100,7 +100,7 @@ impl PacketTrace<'_> {
         }
         if route.masqueraded.is_none() && answer.verdict() == Verdict::Allowed {
             answer.notes.push(
-                "kg does not keep the source address: if the CNI masquerades traffic that leaves the cluster, the connection arrives \
+                "kg does not prevent masquerading: if the CNI masquerades traffic that leaves the cluster, the connection arrives \
                  from the WireGuard address or the InternalIP of the source's node. wg-agent with --mode=policy on that node keeps \
                  the address"
                     .to_owned(),

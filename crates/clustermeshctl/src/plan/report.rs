@@ -57,7 +57,7 @@ struct Cluster {
     uncovered: Vec<Uncovered>,
 }
 
-/// A podCIDR of a registered node, outside `allowedNetworks`.
+/// A podCIDR of a registered node that its Peers leave out: it lies outside `allowedNetworks` or is anchored.
 #[derive(Debug, Serialize)]
 struct Uncovered {
     node: String,

@@ -63,7 +63,8 @@ pub(super) struct Answers {
 pub(super) struct Answer {
     /// `open`, `refused`, `unreachable`, `silent` or an error.
     pub(super) answer: String,
-    /// The interface of the node's route to the socket. `None` = no route, or an address of the node itself.
+    /// The interface by which the probe's packets to the socket leave its network namespace. `None` = no route, or an address of the
+    /// namespace itself. Only a probe in the host network shows the node's route.
     #[serde(rename = "way")]
     pub(super) interface: Option<String>,
 }

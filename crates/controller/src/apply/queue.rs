@@ -1,7 +1,7 @@
 //! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
 //! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
-//! lanes. Steps of `closing`, which revoke something, are sent first, have their own limit of concurrent requests, and are not rate
+//! lanes. Steps of `closing`, which may revoke something, are sent first, have their own limit of concurrent requests, and are not rate
 //! limited. Steps of `rest` share another limit: the groups take turns, and each group has a token bucket, so that one source cannot
 //! use up the share of the others. Deletes take no token. Failed steps wait here until their backoff ends; no pass is needed to send
 //! them again.

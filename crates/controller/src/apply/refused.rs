@@ -14,7 +14,7 @@ use crate::backoff::Backoff;
 /// The longest pause after a refusal of one object.
 pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
 
-/// Why an object is refused: source, kind and reason.
+/// Why an object is refused: the source of its step (mesh and entry), its kind, and the reason.
 pub(super) type Cause = (Source, &'static str, String);
 
 #[derive(Debug, Default)]

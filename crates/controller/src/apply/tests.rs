@@ -178,7 +178,7 @@ async fn closing_step_does_not_wait_for_a_large_batch() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     let requests = fixture.requests();
     let before = requests.len();
-    // The next pass observes all writes except the last eight, which are in flight.
+    // The next pass observes all writes except those in flight, which are the last eight (`REST_REQUESTS`).
     let written = |step: &Step| requests[..before - 8].contains(&format!("POST {}", step.item.name()));
     steps.retain(|step| !written(step));
     // The create of a PeerPolicy may revoke something, so it is a closing step (`Lanes::closing`).

@@ -153,7 +153,7 @@ impl From<OverBudget> for FollowError {
     }
 }
 
-/// Sets the trust of the feed after a failure, except after a single 410. Returns the pause before the next attempt; `None` = the next
+/// Records a failure as the [`Trust`] of the feed, except a single 410. Returns the pause before the next attempt; `None` = the next
 /// pause of the backoff.
 fn report<V: Clone + PartialEq>(
     resource: &WatchedResource,

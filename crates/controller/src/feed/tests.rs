@@ -160,7 +160,7 @@ fn older_event_or_list_does_not_undo_our_own_write() {
 }
 
 #[test]
-fn list_with_older_versions_replaces_rows_not_written_by_us() {
+fn list_with_older_versions_replaces_rows_of_a_list() {
     let feed = feed();
     replace(
         &feed,
@@ -169,6 +169,11 @@ fn list_with_older_versions_replaces_rows_not_written_by_us() {
     );
     replace(&feed, vec![object("a", "7", json!({"n": 2}))], "10");
     assert_eq!(rows(&feed), [("a".into(), 2)]);
+}
+
+#[test]
+fn older_list_undoes_our_own_write_after_forget_writes() {
+    let feed = feed();
     feed.put_written(object("ours", "99", json!({"n": 9})));
     feed.forget_writes();
     replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");

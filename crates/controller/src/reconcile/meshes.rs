@@ -104,8 +104,8 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
 }
 
 /// Returns a refused mesh with its last valid content, paused unless it is in deletion. If that content is not known, as after a
-/// restart, the mesh has the identities of its entries and the accepted networks in its status: in deletion those of all entries, else
-/// only of entries with accepted networks.
+/// restart, the mesh is built from its spec and status: each entry keeps its identity, and its networks are the accepted ones. Entries
+/// without accepted networks are left out, unless the mesh is in deletion.
 ///
 /// It stays in the planner's input because other meshes must not take over its accepted networks, and because a mesh in deletion still
 /// has objects to remove.

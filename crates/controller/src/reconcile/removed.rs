@@ -215,7 +215,8 @@ impl Reconciler {
             (Some(why), _) => Some(why),
             (None, Some(why)) => Some(format!("{why}. {}", cleanup_hint(name))),
             (None, None) if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(
-                "it may be the same cluster as another entry that was not read yet. {}",
+                "it may be the same cluster as another entry: their UIDs (of the Namespace kube-system) are equal or not both \
+                 known. {}",
                 cleanup_hint(name)
             )),
             (None, None) => None,

@@ -32,7 +32,7 @@ use crate::{
     report::{MemberFacts, ReportInput, build_report},
 };
 
-/// The longest time that a report waits for writes in flight and for sessions that settle.
+/// The longest time that a report waits for outstanding objects and for members without a fresh observation.
 const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
 /// The message for an entry that has accepted networks but is not in the spec any more.
@@ -162,7 +162,8 @@ impl Reconciler {
             .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait, because a session is settling or objects of the mesh are outstanding. It waits
+    /// Whether the report of a mesh has to wait, because objects of the mesh do not match the plan yet, or because a member has had no
+    /// fresh observation for a short time ([`Session::is_settling`](crate::session::Session::is_settling)). It waits
     /// [`MAX_REPORT_DELAY`] at most.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {

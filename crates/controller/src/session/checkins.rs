@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn no_node_becomes_silent_while_tables_are_not_current() {
+    fn no_node_becomes_silent_while_watches_lag_behind() {
         let mut fixture = Fixture::new();
         fixture.record("a", START_UNIX, 0);
         fixture.record("dead", START_UNIX - 600, 0);

@@ -32,7 +32,8 @@ pub(crate) enum Credentials {
 /// last credentials stay in use.
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 
-/// The text of the kubeconfig; `None` = the Secret lacks the key that the ClusterMesh names. The type has no `Debug`, so that the text cannot be logged.
+/// The text of the kubeconfig; `None` = the Secret lacks the key that the ClusterMesh names. The type has no `Debug`, so that the text
+/// cannot be logged.
 #[derive(Clone, PartialEq)]
 struct KubeconfigText(Option<Vec<u8>>);
 

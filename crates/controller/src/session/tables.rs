@@ -52,6 +52,7 @@ pub(crate) struct Tables {
     pub(crate) slices: Feed<Slice>,
     /// EndpointSlices of the Service `default/kubernetes`: the addresses of the API server.
     api_slices: Feed<Slice>,
+    /// Feeds of single namespaces that exist only while a mesh needs them, for granted Services and exported pods ([`Interest`]).
     on_demand: Arc<Mutex<OnDemandFeeds>>,
     /// The identity of the member, for logs.
     member: String,
@@ -167,7 +168,7 @@ impl Tables {
             feed.forget_writes();
             if feed.trust() != Trust::Pending {
                 feed.set_trust(Trust::Broken(
-                    "it is being read again after a new connection".to_owned(),
+                    "it is being read again after a new or lost connection".to_owned(),
                 ));
             }
         }

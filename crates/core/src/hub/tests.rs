@@ -254,7 +254,7 @@ fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
 
 // threat: grant-across-namespaces
 #[test]
-fn restricted_namespace_cannot_grant_services_of_others() {
+fn profile_limit_of_namespace_confines_its_meshes() {
     let confines = |flags: &[&str], namespace: &str| {
         let mut mesh = mesh(namespace, Profile::Sandbox);
         hub(flags).reduce_to_allowed(&mut mesh);

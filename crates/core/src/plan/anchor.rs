@@ -22,8 +22,9 @@ fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     networks.filter(move |net| applies && cluster.allowed.contains(net))
 }
 
-/// Removes InternalIPs of Nodes from the previously anchored networks. An operator may list the address of a Node that joins later.
-/// If another node stayed the anchor of that address, packets to the new Node would go to the wrong node.
+/// Removes InternalIPs of Nodes from the previously anchored networks. An operator may add the address of a Node to allowedNetworks
+/// before that Node joins. Until then another node is the anchor of the address; if it stayed the anchor, it would get the packets
+/// for the new Node.
 pub(super) fn unanchor_node_addresses(cluster: &mut Cluster, member: &Member) {
     let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
     for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
@@ -31,16 +32,16 @@ pub(super) fn unanchor_node_addresses(cluster: &mut Cluster, member: &Member) {
     }
 }
 
-/// The anchored network (listed, or anchored by an earlier plan) that overlaps `net`. No Node may claim a part of it.
+/// The anchored network (in anchoredNetworks, or anchored by an earlier plan) that overlaps `net`. No Node may claim a part of it.
 pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
     let listed = cluster.anchored.iter().flatten().copied();
     let mut reserved = listed.chain(previously_anchored(cluster));
     reserved.find(|anchored| anchored.contains(&net) || net.contains(anchored))
 }
 
-/// Returns the anchored networks of a member. These are the networks that its entry lists. Without a list, they are the
-/// allowedNetworks that an earlier plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too,
-/// because kg removes its annotations for a few seconds when it restarts. `registry` = `None` if the member was not observed.
+/// Returns the anchored networks of a member: its anchoredNetworks. Without that field, they are the allowedNetworks that an earlier
+/// plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too, because kg removes its annotations
+/// for a few seconds when it restarts. `registry` = `None` if the member was not observed.
 pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -66,8 +67,8 @@ pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
 }
 
-fn split(net: IpNet, anchors: u16) -> Vec<IpNet> {
-    let bits = u16::BITS - (anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
+fn split(net: IpNet, anchor_count: u16) -> Vec<IpNet> {
+    let bits = u16::BITS - (anchor_count.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
     let length = net
         .prefix_len()
         .saturating_add(u8::try_from(bits).unwrap_or(u8::MAX))
@@ -119,12 +120,12 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     }
 }
 
-/// Assigns each part to a node: to its current anchor while that node is eligible, else to the one of `anchors` nodes with the fewest
-/// parts. These nodes are current anchors first, then others by a hash of their names. `current` = for each prefix, the node whose
-/// existing Peer in this target contains it.
+/// Assigns each part to a node. A part stays with its current anchor while that node is eligible. Each other part goes to the node
+/// that has the fewest parts, out of a pool of `anchor_count` eligible nodes. `current` = for each prefix, the node whose existing
+/// Peer in this target contains it.
 pub(super) fn assign(
     parts: &[IpNet],
-    anchors: u16,
+    anchor_count: u16,
     eligible: &BTreeSet<&str>,
     current: &BTreeMap<IpNet, String>,
 ) -> BTreeMap<IpNet, String> {
@@ -134,7 +135,7 @@ pub(super) fn assign(
         .filter_map(|part| current_anchor(part).map(|node| (*part, node.clone())))
         .collect();
 
-    // Current anchors come first, then the nodes with the highest weights.
+    // The pool: current anchors first, then the nodes with the highest weights.
     let mut pool: Vec<&str> = eligible.iter().copied().collect();
     pool.sort_by_key(|node| {
         (
@@ -143,7 +144,7 @@ pub(super) fn assign(
             *node,
         )
     });
-    pool.truncate(usize::from(anchors.clamp(1, MAX_ANCHORS)));
+    pool.truncate(usize::from(anchor_count.clamp(1, MAX_ANCHORS)));
     for part in parts {
         if assigned.contains_key(part) {
             continue;

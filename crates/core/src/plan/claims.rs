@@ -125,8 +125,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
             previous.insert(entry.key(), accepted);
         }
     }
-    // 2. New claims: each entry is accepted or refused as a whole. A mesh that has no accepted networks yet and conflicts with
-    //    another mesh gets none at all, so nothing is written for it. Networks that an entry gives up stay its own in this plan
+    // 2. New claims: each entry is accepted or refused as a whole. A mesh that has no accepted networks yet and loses to another
+    //    mesh, older or newer, gets none at all, so nothing is written for it. Networks that an entry gives up stay its own in this plan
     //    and become free in the next one, so that a network never has two owners in one plan.
     let started: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut not_started: BTreeSet<MeshId> = BTreeSet::new();
@@ -142,7 +142,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
                 "this cluster keeps the networks that it had"
             } else if is_other_mesh && !started.contains(&entry.mesh.id) {
                 not_started.insert(entry.mesh.id.clone());
-                "the newer ClusterMesh writes nothing"
+                "this ClusterMesh has no accepted networks yet, so it writes nothing"
             } else {
                 "this cluster is left out"
             };

@@ -306,8 +306,8 @@ impl<'a> MeshInputs<'a> {
             .collect()
     }
 
-    /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that the sandbox also has in an
-    /// older mesh uses the port of that mesh. A grant for which no port is free is left out;
+    /// Gives each granted Service port a gateway port. A grant that the sandbox also has in an older mesh uses the port of that mesh;
+    /// any other existing grant keeps its port. A grant for which no port is free is left out;
     /// [`GatewayAccess::exhausted`] brings this into its status.
     fn planned_grants(
         &self,

@@ -24,9 +24,10 @@ pub(super) struct Segments<'a> {
 pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> bool) -> Segments<'a> {
     let mut found = Segments::default();
     let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
+    let is_location_published = published.contains(&Granularity::Location);
     // If no node publishes a granularity, kg is restarting on all nodes at once. Then the nodes are grouped, because the granularity may be
     // `location`.
-    if !published.is_empty() && !published.contains(&Granularity::Location) {
+    if !is_location_published && !published.is_empty() {
         return found;
     }
     let mut locations: BTreeMap<&str, Vec<(&str, &Node)>> = BTreeMap::new();
@@ -41,13 +42,12 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
             locations.entry(&node.location).or_default().push((name, node));
         }
     }
-    let by_location = !published.is_empty();
     for nodes in locations.into_values() {
         // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
         // has just lost the lead. The leader is a node that checks in, chosen by kg's own order. If there is none, the leader is
         // a held node, on which kg is restarting; if there is none either, it is a silent node.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
-        let claiming = || nodes.iter().filter(|(_, node)| by_location && claims(node));
+        let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
         let kg_order = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
         let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(kg_order);
         let held = || nodes.iter().find(|(name, node)| !claims(node) && is_held(name, node));
@@ -56,7 +56,7 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
             continue;
         };
         // If no granularity is published, a node that has its own Peer may be a segment by itself, so it keeps that Peer.
-        let is_follower = |name: &str, node: &Node| by_location || !(claims(node) || is_held(name, node));
+        let is_follower = |name: &str, node: &Node| is_location_published || !(claims(node) || is_held(name, node));
         let others = nodes
             .iter()
             .filter(|(name, node)| *name != leader && is_follower(name, node));

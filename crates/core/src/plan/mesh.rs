@@ -34,7 +34,7 @@ pub(super) struct MeshPlanner<'a, 'p> {
 pub(super) struct PreparedMesh<'a> {
     /// The members, by entry name.
     pub(super) mesh_members: BTreeMap<String, target::MeshMember<'a>>,
-    /// The nodes of each connected member that was observed, by entry name.
+    /// The nodes of each observed member that can connect (`MeshMember::can_connect`), by entry name.
     pub(super) registries: BTreeMap<String, nodes::NodeRegistry<'a>>,
     /// Members that have nodes on which PeerPolicies are not enforced.
     pub(super) not_enforcing: BTreeSet<String>,
@@ -250,7 +250,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             planned.facts.insert(Fact::Quarantined {
                 cluster: name.clone(),
                 message: format!(
-                    "cluster {name:?} is quarantined by ClusterMesh {by}: all traffic from it is denied, and {objects}"
+                    "cluster {name:?} is quarantined by ClusterMesh {by}: all traffic from and to it is denied, and {objects}"
                 ),
             });
         }
@@ -303,7 +303,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         cluster: &str,
         node: &str,
     ) -> Vec<&'a ObservedPeer> {
-        let names = [false, true].map(|is_taken| self.naming.peer(&self.mesh.id, cluster, node, is_taken));
+        let names = [false, true].map(|is_name_taken| self.naming.peer(&self.mesh.id, cluster, node, is_name_taken));
         let members = mesh_members
             .values()
             .filter(|mesh_member| is_trusted(mesh_member))

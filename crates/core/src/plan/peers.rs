@@ -415,7 +415,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 
     /// The keepalive of a source's Peers: the highest `persistentKeepalive` of all entries (as in the predecessor), and at least
     /// [`NAT_KEEPALIVE`] if nodes of this target are behind a NAT, because they must keep their NAT binding alive. A node is
-    /// considered behind a NAT if it publishes a keepalive, or if none of its addresses can be an endpoint.
+    /// considered behind a NAT if it publishes a keepalive, or if it has addresses, but none that can be an endpoint in the source.
     fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let floor = self
             .inputs

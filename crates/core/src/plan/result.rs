@@ -109,15 +109,15 @@ pub enum Fact {
         /// The first few such nodes.
         nodes: Vec<String>,
     },
-    /// podCIDRs of registered nodes lie outside allowedNetworks, although allowedNetworks has networks of their IP family: most
-    /// likely a mistake.
+    /// podCIDRs of registered nodes lie outside allowedNetworks or in an anchored network, although allowedNetworks has networks of
+    /// their IP family: most likely a mistake.
     PodCIDRNotCovered {
         /// Entry of this mesh.
         cluster: String,
         /// Names the first podCIDR, its Node and the remedy.
         message: String,
     },
-    /// Nodes that have been held for longer than a restart takes: they publish nothing usable, and their last Peers are kept.
+    /// Nodes that have been held for longer than a restart takes. Their last Peers are still kept.
     NodesHeld {
         /// Entry of this mesh.
         cluster: String,
@@ -296,7 +296,7 @@ pub struct ClusterReport {
     pub registered: usize,
     /// How many of its gateways have a Peer in a sandbox.
     pub gateways: usize,
-    /// The nodes without a Peer, sorted by name.
+    /// The nodes that have no Peer in one target or in any, sorted by name.
     pub skipped: Vec<Skipped>,
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
     /// network. Sorted by the age of the nodes.

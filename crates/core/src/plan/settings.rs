@@ -5,7 +5,8 @@ use std::{collections::BTreeSet, str::FromStr};
 use crate::mesh::Protocol;
 
 /// TCP ports that are closed to other members on node addresses: kube-apiserver, etcd client and peer, kubelet and its
-/// read-only port, scheduler, controller-manager, kube-proxy's metrics and health, wg-agent's admin port.
+/// read-only port, scheduler, controller-manager, kube-proxy's metrics and health, wg-agent's admin port. Gateways serve no
+/// endpoint with such a port number, at any address.
 pub const INFRASTRUCTURE_PORTS: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
 
 /// Settings that apply to all meshes.

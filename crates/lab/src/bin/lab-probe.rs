@@ -21,7 +21,7 @@ const USAGE: &str = "usage:
   lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints the time of each echo, in milliseconds since 1970
   lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
-  lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, 1 s timeout; prints those that answer
+  lab-probe scan-udp FILE              up to 3 datagrams to every ADDRESS in FILE within 1 s; prints those that answer
   lab-probe scan-on FILE               repeats scan forever: prints each ADDRESS when it first opens, and each round
   lab-probe pause                      waits forever
 ADDRESS is host:port; a server listens on all addresses for :port.";
@@ -203,12 +203,20 @@ fn for_each_parallel(all: &[SocketAddr], probe: impl Fn(&SocketAddr) + Sync) {
     });
 }
 
+/// Sends up to three datagrams, because a loaded machine may drop one.
 fn echoes(address: &SocketAddr) -> std::io::Result<()> {
     let socket = UdpSocket::bind(bind_address(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(address)?;
-    socket.set_read_timeout(Some(SCAN_TIMEOUT))?;
-    socket.send(b"scan")?;
-    socket.recv(&mut [0; 512]).map(drop)
+    socket.set_read_timeout(Some(SCAN_TIMEOUT / 3))?;
+    let mut answer = Err(std::io::ErrorKind::TimedOut.into());
+    for _ in 0..3 {
+        socket.send(b"scan")?;
+        answer = socket.recv(&mut [0; 512]).map(drop);
+        if answer.is_ok() {
+            break;
+        }
+    }
+    answer
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {

@@ -35,8 +35,8 @@ impl<'a> Cluster<'a> {
         self.read("admin.kubeconfig")
     }
 
-    /// The administrator's kubeconfig for use on nodes, in pods and on the underlay. The server is the API server's own
-    /// address.
+    /// The administrator's kubeconfig for use on nodes, in pods and on the underlay. The server is the API server's
+    /// address on the underlay.
     ///
     /// # Errors
     /// When the lab is not running.

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 
 use super::{Lab, TIMEOUT, UNDERLAY};
-use crate::plan::NodeName;
+use crate::plan::HostNode;
 use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until};
 
 impl Lab {
@@ -132,7 +132,7 @@ spec:
         name: &str,
         address: Ipv4Addr,
         api: Ipv4Addr,
-        (host_node, range): (&NodeName, Ipv4Net),
+        (host_node, range): (&HostNode, Ipv4Net),
     ) -> Result<()> {
         let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
         let length = range.prefix_len();

@@ -138,14 +138,17 @@ impl Manager<'_> {
                 "policies".into(),
                 settings_path.display().to_string(),
             ],
-            Some(PolicyEngine::KubeRouter { program, services }) => vec![
+            Some(PolicyEngine::KubeRouter {
+                program,
+                services: service_cidr,
+            }) => vec![
                 program.display().to_string(),
                 "--run-firewall=true".into(),
                 "--run-router=false".into(),
                 "--run-service-proxy=false".into(),
                 "--health-port=0".into(),
                 format!("--hostname-override={}", self.settings.name),
-                format!("--service-cluster-ip-range={services}"),
+                format!("--service-cluster-ip-range={service_cidr}"),
                 format!(
                     "--kubeconfig={}",
                     self.settings.cluster_directory().join("inside.kubeconfig").display()

@@ -86,7 +86,7 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     );
     assert_eq!(mgmt.advertised_api(), mgmt.api_address());
     let range = "10.10.1.0/24".parse().unwrap();
-    let of = NodeName {
+    let of = HostNode {
         name: "mgmt-1".into(),
         address: Ipv4Addr::new(172, 30, 1, 11),
     };

@@ -67,9 +67,9 @@ impl Granted {
         }
     }
 
-    /// Adds the gateways to the sockets of a scan, each with a label: every gateway's WireGuard address, with each port in `all`
-    /// and each granted port.
-    pub fn add_to(&self, all: &mut BTreeMap<SocketAddr, String>) {
+    /// Adds sockets to `all`, which contains the sockets of a scan and their labels. At every gateway's WireGuard address, it adds
+    /// the granted ports and every port that `all` already contains at any address.
+    pub fn add_gateway_sockets(&self, all: &mut BTreeMap<SocketAddr, String>) {
         let mut ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
         ports.extend(self.tcp_ports.union(&self.udp_ports));
         for gateway in &self.gateways {
@@ -80,11 +80,10 @@ impl Granted {
 }
 
 impl Product<'_> {
-    /// The current grants of a sandbox: the ports of its SandboxAccess in the hub, at the gateways for which it has
-    /// Peers.
+    /// The current grants of a sandbox: the ports of its SandboxAccess in the hub, at all gateways.
     ///
     /// # Errors
-    /// When an object does not exist or is incomplete.
+    /// When an object does not exist or is incomplete, or the sandbox has no Peer of a gateway.
     pub async fn granted(&self, sandbox: &str) -> Result<Granted> {
         let hub = self.hub();
         let access = format!("{MESH}--{sandbox}");

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Create a network namespace, with a link to it at `ns/<name>` in the run directory.
+    /// Create a network namespace, with a symbolic link to it at `ns/<name>` in the run directory.
     AddNamespace { name: String },
     /// Close a network namespace. The kernel removes it when its last process has exited.
     DropNamespace { name: String },

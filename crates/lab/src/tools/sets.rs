@@ -16,7 +16,7 @@ pub enum ArtefactSet {
     Runtime,
     /// CoreDNS.
     Dns,
-    /// wireguard-go, for benchmarks and interoperability tests.
+    /// wireguard-go, for benchmarks, interoperability tests, and tests that simulate kg.
     WireguardGo,
 }
 
@@ -26,7 +26,7 @@ pub(super) struct GoBuild {
     pub(super) output: &'static str,
     pub(super) package: String,
     pub(super) tags: &'static str,
-    /// The value of the linker flag `-X`. Empty = none.
+    /// The value of the linker flag `-X`. Empty = the flag is not used.
     pub(super) define: String,
     /// Whether the build needs a C compiler, and links statically with libseccomp.
     pub(super) cgo_static: bool,

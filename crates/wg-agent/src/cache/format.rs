@@ -15,7 +15,7 @@ const FORMAT: &str = "clustermesh wg-agent cache";
 /// The format version; a file of another version is not read.
 pub(super) const VERSION: u32 = 5;
 
-/// Why a file is not used. All reasons are permanent.
+/// Why a file is not used. It is renamed, because later starts could not use it either.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unusable {
     /// Truncated, changed, or not written by an agent.

@@ -32,8 +32,10 @@ pub use file::{LoadedCache, load, remove};
 
 /// The time between two writes while objects change: the objects of a new mesh arrive in many small changes.
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
-/// The time between two writes while only endpoints change: some peers roam all the time.
+/// The time between two writes while no objects change: some peers roam all the time, and change their endpoints.
 const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
+/// The time after which a failed write is tried again, unless the content changes before.
+const RETRY_DELAY: Duration = Duration::from_secs(10);
 
 /// The objects in the cache: the complete input of a pass.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -196,7 +198,7 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
                 _ = content.changed() => continue,
             }
         }
-        let mut wait_longer = false;
+        let mut has_failed = false;
         let (to, new) = (file.clone(), current.clone());
         let done = tokio::task::spawn_blocking(move || file::write(&to, &new)).await;
         let done = done.map_err(|error| error.to_string());
@@ -212,7 +214,7 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
                 for error in remove(&file.path) {
                     tracing::warn!("{error}: its content is outdated");
                 }
-                wait_longer = true;
+                has_failed = true;
                 if last_error != error {
                     tracing::warn!(
                         "{error}; without a cache, an agent that starts while its API server does not answer waits for it"
@@ -225,10 +227,10 @@ pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, me
             return;
         }
         last_write = Some(Instant::now());
-        if wait_longer {
+        if has_failed {
             tokio::select! {
-                () = tokio::time::sleep(ENDPOINT_WRITE_INTERVAL) => {}
-                _ = content.changed() => content.mark_changed(),
+                () = tokio::time::sleep(RETRY_DELAY) => {}
+                _ = content.changed() => {}
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Applies the desired table of [`clustermesh_agent_core::firewall`]. [`FirewallManager`] writes only the differences. The
-//! trait [`Backend`] has an implementation with `nft` and one in memory.
+//! Applies the desired table of [`clustermesh_agent_core::firewall`]. [`FirewallManager`] changes only set elements if possible, and
+//! replaces the whole table otherwise. The trait [`Backend`] has an implementation with `nft` and one in memory.
 
 use std::{future::Future, io, path::PathBuf};
 
@@ -29,7 +29,8 @@ pub trait Backend: Send {
     fn destroy(&mut self) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
-/// A table as `nft -j` lists it, without counters and handles. Two listings are equal if nothing was written in between.
+/// A table as `nft -j` lists it, without handles, counters and the remaining time of elements. Two listings are equal if
+/// nothing was written between them.
 /// nft prints masks and flags in its own form, so a listing can only be compared with another listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing(serde_json::Value);
@@ -91,8 +92,8 @@ fn hint(stderr: &str) -> &'static str {
     }
 }
 
-/// Applies the desired table. Stores the table that it wrote last and its listing, so that it detects external changes and
-/// writes only the differences.
+/// Applies the desired table. Stores the table that it wrote last, to find the set elements that change, and the listing of that table,
+/// to detect external changes.
 #[derive(Debug)]
 pub struct FirewallManager<B> {
     backend: B,
@@ -128,7 +129,7 @@ impl<B: Backend> FirewallManager<B> {
         Ok(self.is_last_listing(listing.as_ref()))
     }
 
-    /// Whether this manager wrote the table, or recognized a table that an earlier process wrote, at its last pass.
+    /// Whether this manager has written the table, or recognized a table that an earlier process wrote.
     #[must_use]
     pub const fn has_written(&self) -> bool {
         self.written.is_some()
@@ -153,8 +154,9 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Makes the kernel's table equal to `desired`. Writes only set elements if nothing else differs, and the whole table
-    /// otherwise or after an external change. Returns what was written; `None` = the table was already equal.
+    /// Makes the kernel's table equal to `desired`. Changes only set elements if [`update`] finds that this is enough, and replaces the
+    /// whole table otherwise, after an external change, or if the change of elements fails. Returns what was written; `None` = the table
+    /// was already equal.
     ///
     /// # Errors
     /// The table cannot be listed or written. The kernel then has the old table, or a part or all of the update. The next

@@ -1,5 +1,5 @@
-//! Enables IP forwarding in this pod. NET_ADMIN suffices to enable it for IPv4 on each interface. For IPv6 it can only be
-//! enabled in `/proc/sys`, which is read-only in this container, so the init container does that.
+//! Enables IP forwarding in this pod. For IPv4, NET_ADMIN suffices to enable it on each interface over rtnetlink. For IPv6 it can
+//! only be enabled in `/proc/sys`, which is read-only in this container, so the init container does that.
 
 use std::collections::BTreeSet;
 

@@ -1,6 +1,6 @@
 //! Saves each peer's live endpoint in a file next to the key, so that a restarted container can initiate a handshake with
-//! every peer. No object contains the endpoints of a sandbox's nodes. If the gateway waited for them, they would send
-//! into the lost session for up to 15 s.
+//! every peer. No object contains the endpoints of a sandbox's nodes. If the gateway waited until these nodes initiate, they
+//! would send into the lost session for up to 15 s.
 
 use std::{
     collections::BTreeMap,

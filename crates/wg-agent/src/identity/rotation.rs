@@ -124,7 +124,7 @@ pub(crate) async fn advance(
                 None
             }
         };
-        tracing::info!(old = %key.public(), new = %next.public(), "a new key is published; the old one is used until a peer initiates a handshake with the new one");
+        tracing::info!(old = %key.public(), new = %next.public(), "publishing a new key; the old one is used until a peer initiates a handshake with the new one");
         *rotation = Some(Rotation { next, listener });
     }
     let current = rotation.as_ref()?;
@@ -132,7 +132,7 @@ pub(crate) async fn advance(
         return Some(Trouble::harmless(
             "key",
             format!(
-                "the new key {} is published; it is used when the first peer initiates a handshake with it; to cancel, remove {}",
+                "the agent publishes the new key {}; it is used when the first peer initiates a handshake with it; to cancel, remove {}",
                 current.public(),
                 key::next_path(path).display()
             ),

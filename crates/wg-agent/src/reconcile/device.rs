@@ -20,7 +20,7 @@ pub(super) struct TunnelDevice {
     pub(super) open: Option<OpenDevice>,
     /// Another program owns the interface of this name or uses the listen port.
     pub(super) is_occupied: bool,
-    /// An event about the agent's routing or the device arrived, so the device may have been deleted.
+    /// An event about the agent's routing or the device arrived, or events may have been lost, so the device may have been deleted.
     pub(super) needs_check: bool,
 }
 

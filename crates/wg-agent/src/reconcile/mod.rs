@@ -51,19 +51,19 @@ mod apply;
 mod device;
 mod dump;
 mod inputs;
-mod known_underlay;
 mod last_applied;
+mod mtus;
 mod poll_peers;
 pub(crate) mod preconditions;
-mod sizes;
+mod underlay_cache;
 mod withdraw;
 
 use device::TunnelDevice;
 use inputs::{GatheredInputs, LocalFacts, Member, gather_inputs};
-use known_underlay::KnownUnderlay;
 use last_applied::LastApplied;
+use mtus::FirstEndpoints;
 use preconditions::{KgWatch, cache_trouble, check_first_lists, find_own_node};
-use sizes::FirstEndpoints;
+use underlay_cache::UnderlayCache;
 
 /// The file that lists the node's name servers.
 pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -120,7 +120,7 @@ pub(crate) struct Reconciler<R, F> {
     tracker: PeerTracker,
     applied: Option<Arc<AppliedState>>,
     last_applied: LastApplied,
-    underlay: KnownUnderlay,
+    underlay: UnderlayCache,
     kg: KgWatch,
 }
 
@@ -149,7 +149,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracker: PeerTracker::new(live),
             applied: None,
             last_applied: LastApplied::default(),
-            underlay: KnownUnderlay::default(),
+            underlay: UnderlayCache::default(),
             kg: KgWatch::default(),
         }
     }
@@ -218,9 +218,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             },
         );
         self.request_lookups(&gathered);
-        let first_endpoints = sizes::first_endpoints(&gathered.inputs.peers);
+        let first_endpoints = mtus::first_endpoints(&gathered.inputs.peers);
         let sizes =
-            sizes::packet_sizes(config.mtu, underlay.mtu, &first_endpoints, &self.tracker).unwrap_or_else(|error| {
+            mtus::packet_sizes(config.mtu, underlay.mtu, &first_endpoints, &self.tracker).unwrap_or_else(|error| {
                 let message =
                     format!("cannot look up the routes to the peers' endpoints: {error}; MTUs stay as they were");
                 troubles.push(Trouble::harmless("underlay", message));

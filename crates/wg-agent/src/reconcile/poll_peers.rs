@@ -69,7 +69,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             changed
         });
         if self.rotation.is_some() || key::next_path(&self.deps.config.key_file).exists() {
-            // Only a pass can continue a key rotation.
+            // Only a pass can start or continue a key rotation.
             self.deps.cluster.store.wake();
         }
         let poll = self.build_poll(&applied, observed, now);

@@ -114,7 +114,7 @@ pub struct Outcome {
     pub failed: Vec<Error>,
 }
 
-/// Applies `desired`: sends one message for each difference from the observed state. A returned error means that nothing
+/// Applies `desired`: makes one change for each difference from the observed state. A returned error means that nothing
 /// was changed.
 pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     apply_changes(routing, desired, |_| true).await

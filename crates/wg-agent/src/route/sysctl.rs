@@ -85,9 +85,9 @@ fn read(path: &str) -> io::Result<u8> {
         .map_err(|_| io::Error::other(format!("contains {:?}", text.trim())))
 }
 
-/// Checks the effective value. For an interface, this is the greater of the interface's own value and the value of `all`:
-/// Documentation/networking/ip-sysctl.rst says so for rp_filter and src_valid_mark, and a test on Linux 6.18 showed it for
-/// ignore_routes_with_linkdown.
+/// Checks the effective value. For an interface's rp_filter and src_valid_mark (Documentation/networking/ip-sysctl.rst) and
+/// ignore_routes_with_linkdown (tested on Linux 6.18), this is the greater of the interface's own value and the value of `all`. For
+/// `forwarding`, it is the interface's own value.
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
         Ok(own) => own,
@@ -101,7 +101,7 @@ fn check(sysctl: &Sysctl) -> Result<(), String> {
         Err(e) => return Err(format!("cannot be read ({e})")),
     };
     let all = match sysctl.name {
-        Name::Global(_) => own,
+        Name::Global(_) | Name::Interface(_, "forwarding") => own,
         Name::Interface(..) => read(&path(&sysctl.name, Some("all"))).unwrap_or(0),
     };
     match own.max(all) {

@@ -70,8 +70,8 @@ impl ParsedPeer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPolicy {
-    /// The policy to enforce. An unparsable policy allows nothing. It keeps its networks, so that packets to them never
-    /// leave unencrypted.
+    /// The policy to enforce. An unparsable policy allows nothing. It keeps those of its networks that can be read, so that
+    /// packets to them never leave unencrypted.
     pub spec: PolicySpec,
     /// Why the object cannot be parsed; `None` = it was parsed.
     pub problem: Option<String>,

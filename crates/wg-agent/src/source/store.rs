@@ -36,7 +36,7 @@ pub struct ClusterSnapshot {
 }
 
 impl ClusterSnapshot {
-    /// Kinds that are neither listed nor in the cache.
+    /// Kinds that are neither listed nor filled from the cache yet.
     #[must_use]
     pub fn pending_kinds(&self) -> Vec<&'static str> {
         let Self {

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 /// Objects of one kind by name, as far as known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum WatchedKind<V> {
-    /// Not listed since this process started, and not in the cache.
+    /// Not listed since this process started, and not filled from the cache.
     #[default]
     Pending,
     /// The API server does not know the kind, because its CRD is not installed. Counts as a kind without objects.
@@ -232,7 +232,7 @@ mod tests {
             missing_after_each(&WatchedKind::Pending, &answers),
             [false, false, false, true]
         );
-        // The API server restarts in between, and may not know its CRDs yet.
+        // The API server restarts after 3 s, and may not know its CRDs for a while afterwards.
         let answers = [(0, true), (3, false), (12, true), (15, true), (24, true)];
         assert_eq!(
             missing_after_each(&WatchedKind::Pending, &answers),

@@ -1,4 +1,4 @@
-//! Runs the tests of `contract` with the userspace backend. Needs root.
+//! Runs the tests that every device backend must pass (`clustermesh_tests::contract`) with the userspace backend. Needs root.
 
 use clustermesh_tests::{contract, netns};
 use wg_agent::device::{self, Backend, Configuration, DeviceError};

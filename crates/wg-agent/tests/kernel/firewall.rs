@@ -32,7 +32,8 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// A table that allows packets from `sources` to `to`, but not to the first address of each network of `to` at `ports`.
+/// A table that allows packets from `sources` to `to`, but not to the first address of each network of `to` at `ports`. `ports`
+/// are also the infrastructure ports.
 fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
     let denied = |net: &IpNet| {
         let address = net.addr();
@@ -241,7 +242,8 @@ fn table_is_listed_once_for_each_ruleset_generation() {
         manager.converge(&example()).await.unwrap();
         assert!(manager.matches_kernel().await.unwrap());
     });
-    // The generation of another namespace passes through the same numbers. There, the table must not be found.
+    // Another namespace has no such table, and its generation passes through the same numbers. The backend must not return the
+    // table that it remembers from the first namespace.
     inside(&other, async {
         for number in 0..20 {
             let mut same = manager.backend().clone();
@@ -338,8 +340,8 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// Adds 500 rules before each lookup if the update writes the whole table; an update of elements stays the same. The rules
-/// delay packets, so that many packets are between two lookups during an update.
+/// Adds 500 rules before the lookup of the allow set and 500 before those of the deny sets, if the update writes the whole table;
+/// an update of elements stays the same. The rules delay packets, so that many packets are between the two lookups during an update.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;

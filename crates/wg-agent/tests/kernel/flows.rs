@@ -1,5 +1,5 @@
 //! Sends packets through the whole data path of nodes in real network namespaces: routes, conntrack, the masquerading of
-//! a CNI and the DNAT of a Service. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and tcpdump.
+//! a CNI and the DNAT of a Service. In most tests a veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
 
 mod worker;
 
@@ -224,7 +224,7 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
         // The rest needs the veth pair: a WireGuard device sends nothing to addresses outside all allowed IPs.
         return;
     }
-    // A node forwards nothing from one peer to another.
+    // A node forwards nothing from one peer to another. The agent writes its routes into table 5182.
     mesh.member
         .ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
     mesh.hub.ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));

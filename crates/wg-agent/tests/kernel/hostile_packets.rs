@@ -47,12 +47,14 @@ both! {
     stalled_underlay_counts_drops_in_bounded_memory
 }
 
-/// The messages that cost the victim most: initiations with a valid mac1, and malformed messages of each type.
+/// The messages of the handshake flood: initiations with a valid mac1, which cost the victim most, and malformed messages of each
+/// type.
 fn messages(testbed: &Testbed) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for number in 50..250_u8 {
-        // The victim detects an unknown key only after a Diffie-Hellman operation and a decryption. The newcomer's key is
-        // not used, because an attacker with this key could block the newcomer with a timestamp in the future.
+        // The victim detects an unknown key only after a Diffie-Hellman operation and a decryption. The key of the newcomer, the
+        // peer that connects during the flood, is not used: with this key an attacker could block the newcomer by a timestamp in
+        // the future.
         all.push(RawPeer::new(testbed, secret(number)).initiation());
     }
     for (kind, length) in [
@@ -429,7 +431,8 @@ fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
         testbed.device.observe().expect("observe").drops
     );
     assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
-    // Queued packets are not counted as dropped: up to 8 MiB in the socket and 500 packets in each interface queue.
+    // Queued packets are not counted as dropped: up to 8 MiB in the socket and 500 packets in each interface queue,
+    // together less than 16 MiB.
     wait_until("the drops of all packets that are not queued", TIMEOUT, || {
         testbed.dropped(&counted) * 1_392 + (16 << 20) >= sent * 1_392
     });

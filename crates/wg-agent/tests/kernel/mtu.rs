@@ -58,7 +58,8 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
 fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
     check_sizes(&star, 2, largest);
-    // The device's MTU is at least 1280, the minimum for IPv6. With the same underlay MTU, large outer packets are fragmented.
+    // The device's MTU is at least 1280, the minimum for IPv6. So on an underlay with MTU 1280, outer packets of large IPv6 packets
+    // are fragmented.
     if mtu > 1280 {
         assert_eq!(
             star.sites.iter().map(|s| s.fragments()).sum::<u64>(),

@@ -1,13 +1,13 @@
 //! Applies routes, rules, addresses and sysctls to the real kernel and reads them back with `ip -j`. Needs root.
 
-mod settings;
 mod size;
+mod sysctl_settings;
 
 use std::{collections::BTreeSet, time::Duration};
 
 use clustermesh_agent_core::{
     routes::{Change, Plan, Routes, desired},
-    sysctl::{self, Sysctl},
+    sysctl::{self, Name, Sysctl},
 };
 use clustermesh_tests::netns::{NetNs, wait_for, wait_until};
 use serde_json::Value;
@@ -374,7 +374,8 @@ fn smaller_peer_mtu_is_set_on_its_routes() {
         ..plan()
     };
     converge_fully(&ns, &desired(&smaller_mtu));
-    // Only the MTU of an IPv6 route is locked, see `mtu_metrics`.
+    // Only the MTU of an IPv6 route is locked: some kernels otherwise ignore it for forwarded packets. For IPv4 a lock would disable
+    // path MTU discovery.
     let shown = |family, net| ns.sh(&format!("ip {family} route show table 5182 | grep '^{net} dev kilo0'"));
     assert!(
         shown("-4", "10.101.0.0/24").contains(" mtu 1328"),

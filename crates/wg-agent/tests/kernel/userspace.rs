@@ -23,7 +23,7 @@ macro_rules! tests {
         tests! {
             $options;
             drops::removed_peer_is_unreachable_and_its_packets_dropped
-            drops::packet_without_a_peer_gets_an_icmp_error
+            drops::packet_without_peer_or_endpoint_gets_an_icmp_error
             drops::inner_source_outside_allowed_ips_is_dropped
             drops::garbage_datagrams_change_nothing
             endpoints::restart_of_one_side_resumes_data_within_five_seconds

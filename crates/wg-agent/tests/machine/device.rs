@@ -1,4 +1,5 @@
-//! Runs the tests of `contract` with the kernel's WireGuard, and further tests of this backend.
+//! Runs the tests that every device backend must pass (`clustermesh_tests::contract`) with the kernel's WireGuard, and further tests of
+//! this backend.
 
 use std::{
     io::Read,
@@ -72,7 +73,8 @@ fn backend_switch_leaves_nothing_of_old_device() {
         a.add_addresses();
         a.add(2, Some("192.0.2.2:51820"));
         // After the switch to the kernel, the peer drops this node's initiations for up to 27 s, because the timestamps of
-        // the userspace device are 27 s ahead. The peer has no packet to send, so it starts no handshake itself.
+        // the userspace device are 27 s ahead (docs/decisions/0016). The peer has no packet to send, so it starts no
+        // handshake itself.
         let timeout = Duration::from_secs(90);
         wait_until("a ping after the switch", timeout, || a.reaches(2) && b.reaches(1));
         let link = a.ns.ip_json(&format!("-d link show {}", a.interface));

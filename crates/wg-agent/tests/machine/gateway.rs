@@ -59,6 +59,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     }
     let link = testbed.pod.ip_json("-d link show wg0");
     assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
+    // Not granted: the gateway's admin port, the address of the database's pod, and another gateway port.
     for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP_PORT), (GATEWAY[1], GATEWAY_PORT + 1)] {
         assert!(testbed.connect(at(address, port)).is_none(), "{address} {port}");
     }

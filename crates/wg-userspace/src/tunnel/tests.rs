@@ -5,7 +5,7 @@ use x25519_dalek::StaticSecret;
 
 use super::*;
 
-mod storm;
+mod crossed_handshakes;
 
 const INITIATION: u8 = 1;
 const RESPONSE: u8 = 2;
@@ -30,7 +30,7 @@ impl Sent {
     }
 }
 
-/// A tunnel with its scratch space. Each method returns what the tunnel sent.
+/// A tunnel with its scratch space. Methods that return [`Sent`] return what the tunnel sent.
 struct TestPeer {
     tunnel: Tunnel,
     scratch: Vec<u8>,

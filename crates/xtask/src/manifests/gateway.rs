@@ -106,8 +106,8 @@ fn network_policy() -> Value {
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"ports": [{"protocol": "UDP", "port": PORT}]},
-                // The admin port (plain http without authentication) is open only to pods of this cluster. The kubelet's probes still work: a
-                // NetworkPolicy never blocks traffic from the pod's own node.
+                // The admin port (plain http without authentication) is open only to pods of this cluster. The kubelet's probes still
+                // work: a NetworkPolicy never blocks traffic from the pod's own node.
                 {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
             ],
             "egress": [
@@ -200,8 +200,8 @@ fn stateful_set() -> Value {
                         ],
                     }],
                     "volumes": [
-                        // The private key, which the pod creates and which is deleted with it, and the endpoint of each peer: 0.1 MB for 1,000
-                        // peers, and twice that while the file is replaced.
+                        // The private key, which the pod creates and which is deleted with it, and the endpoint of each peer: 0.1 MB
+                        // for 1,000 peers, and twice that while the file is replaced.
                         memory("state", "16Mi"),
                         memory("wireguard", "1Mi"),
                         // Only for the userspace backend: remove it if the kernels of all nodes have WireGuard.

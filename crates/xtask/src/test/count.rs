@@ -62,8 +62,8 @@ impl Counts {
         })
     }
 
-    /// Returns problems other than failed tests: ignored tests, or fewer tests than expected. Adds such tests to `failed`, so that the
-    /// last line agrees with the exit code.
+    /// Returns problems other than failed tests: ignored tests, or fewer tests than expected. Adds the ignored and missing tests to
+    /// `failed`, so that the last line agrees with the exit code.
     pub(super) fn check_completeness(&mut self, scope: Scope) -> Vec<String> {
         let mut problems = Vec::new();
         if self.ignored > 0 {

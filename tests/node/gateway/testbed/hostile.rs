@@ -11,14 +11,14 @@ use clustermesh_tests::{
     traffic::{Counter, TcpConnection, UDP_PORT},
 };
 
-use super::{DB, GATEWAY, LOG_PORT, OTHER, POD, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
+use super::{DB, GATEWAY, LOG_PORT, OTHER_POD, POD, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
 
 /// The IPv6 next header of a fragment header.
 const FRAGMENT_HEADER: u8 = 44;
 /// The IPv6 next header of a destination options header.
 const DESTINATION_OPTIONS: u8 = 60;
 
-/// Counters in the pod distinguish the packets by their UDP length.
+/// Counters in the pod `db` distinguish the packets, which arrive there at port 5000 ([`UDP_PORT`]), by their UDP length.
 // threat: gateway-ungranted
 pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
@@ -108,7 +108,7 @@ impl ForgedEntry {
     }
 
     fn endpoint(&self) -> (&'static str, u16) {
-        ([DB, OTHER][self.pod][self.family], UDP_PORT)
+        ([DB, OTHER_POD][self.pod][self.family], UDP_PORT)
     }
 
     /// Counters of the connection's requests at the endpoint, and of its replies at the sandbox.
@@ -166,6 +166,8 @@ fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     mark.expect("a connection with a mark").to_owned()
 }
 
+/// Inserts a conntrack entry for packets with the addresses `from` and `to`, which the gateway translates to `destination` (DNAT) and
+/// `source` (SNAT).
 fn insert_forged_entry(
     testbed: &Testbed,
     mark: &str,
@@ -252,7 +254,7 @@ fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
     let received = Counter::new(&a.ns, "udp dport 7010");
     send_from_pod(db, endpoint, (pod, 50010));
     assert_eq!(received.packets(), 0, "family {family}: a sandbox receives a packet");
-    let client = (OTHER[family], 40000);
+    let client = (OTHER_POD[family], 40000);
     insert_forged_entry(testbed, mark, client, (pod, 50011), endpoint, None);
     let received = Counter::new(db, "udp sport 40000");
     send_from_pod(other, client, (pod, 50011));
@@ -266,6 +268,7 @@ fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
         None,
     );
     let received = Counter::new(&a.ns, "udp dport 7012");
+    // The gateway's chain `first` drops packets that do not come from the tunnel and are for another address than the pod's.
     let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(

@@ -64,7 +64,7 @@ impl Testbed {
     }
 
     /// Returns a PATH with a wrapper around nft. The wrapper delays the first write of the table, as on a loaded node,
-    /// and limits nft to half of the memory that the container leaves for it.
+    /// and limits nft to 100 MB, half of the memory that the container (256 MiB) leaves for it.
     fn path_with_nft_wrapper(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(

@@ -1,5 +1,5 @@
 //! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: datagrams and connections to
-//! an allowed pod, and many packets that are not allowed.
+//! [`ALLOWED_POD`], and many packets that are not allowed.
 
 use std::net::IpAddr;
 
@@ -9,12 +9,12 @@ use clustermesh_tests::attacker::{
 };
 
 use super::{
-    DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, OTHER, TCP_PORT, THIRD, UDP_PORT, UNUSED, ip,
+    ALLOWED_POD, DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, TCP_PORT, THIRD, UDP_PORT, UNUSED, ip,
+    neighbours::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
     objects::infrastructure,
-    surroundings::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
 };
 
-/// Each forbidden packet has its own source port, above this one.
+/// Each forbidden UDP or TCP packet has its own source port, above this one.
 const FORBIDDEN_PORT_BASE: u16 = 14_000;
 
 /// All packets of the flood. `wireguard` is the target node's WireGuard address.
@@ -28,7 +28,7 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
     for family in [0, 1] {
         let from = ip(MEMBER[family]);
         let [udp_port, tcp_port] = FLOOD_PORTS;
-        let to = ip(OTHER[family]);
+        let to = ip(ALLOWED_POD[family]);
         packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (udp_port, UDP_PORT))]));
         packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (tcp_port, TCP_PORT))]));
         // Pods reach their node at this address; a member may only ping it.
@@ -82,8 +82,7 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
     all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
     all.push((ip(EXTERNAL_SERVICE[family]), 80));
-    // The node's own addresses. Here, `TCP_PORT` is closed, too; the two addresses added below are tried only at the
-    // infrastructure ports.
+    // The node's own addresses.
     let own: &[&str] = match family {
         0 => &["172.30.1.11", "127.0.0.1"],
         _ => &[NODE6, "::1"],
@@ -92,16 +91,15 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
         .iter()
         .copied()
         .chain([GATEWAY, BRIDGE, NODE_ON_LAN].map(|pair| pair[family]));
-    let own: Vec<IpAddr> = own.map(ip).collect();
-    all.extend(own.iter().map(|to| (*to, TCP_PORT)));
-    let mut local = own;
-    if family == 0 {
-        local.extend([ip("10.10.1.5"), wireguard]);
-    }
-    for to in local {
-        all.extend(infrastructure().map(|port| (to, port)));
+    for to in own.map(ip) {
+        all.extend(infrastructure().chain([TCP_PORT]).map(|port| (to, port)));
     }
     if family == 0 {
+        // The node's pod address (`two_clusters`) and WireGuard address.
+        for to in [ip("10.10.1.5"), wireguard] {
+            all.extend(infrastructure().map(|port| (to, port)));
+        }
+        // The API server.
         all.push((ip("172.30.1.1"), 6443));
     }
     all
@@ -121,7 +119,9 @@ fn icmp_errors(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<FloodPacket> {
 
 /// Inner source addresses that do not belong to the member.
 fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
-    let mut all: Vec<IpAddr> = [THIRD, OTHER, GATEWAY, NEIGHBOUR].map(|pair| ip(pair[family])).into();
+    let mut all: Vec<IpAddr> = [THIRD, ALLOWED_POD, GATEWAY, NEIGHBOUR]
+        .map(|pair| ip(pair[family]))
+        .into();
     match family {
         0 => all.extend([wireguard, ip("127.0.0.1"), ip(METADATA[0])]),
         _ => all.extend([ip("::1"), ip("fe80::1")]),
@@ -129,23 +129,27 @@ fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
     all
 }
 
-/// Packets to the allowed pod or to the node, with a source route that continues to another address.
+/// Packets to the allowed pod or to the node, with a source route that continues to a forbidden address.
 fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPacket> {
     let from = ip(MEMBER[family]);
     let mut all = Vec::new();
-    for to in [OTHER, GATEWAY].map(|pair| ip(pair[family])) {
-        for hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
+    for to in [ALLOWED_POD, GATEWAY].map(|pair| ip(pair[family])) {
+        for final_hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
             // IPv4: the options for a loose (131) and a strict (137) source route. IPv6: types of the routing header, which is
             // next header 43.
             for kind in [[131, 137], [0, 2]][family] {
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
-                    0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &body(port())),
-                    // The first hop is allowed, so the packet has the source port of allowed packets.
-                    _ if to == ip(OTHER[1]) => {
-                        v6(from, to, 43, &[routing(UDP, kind, hop), body(FLOOD_PORTS[0])].concat())
-                    }
-                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), body(port())].concat()),
+                    0 => v4(from, to, UDP, &source_route(kind, final_hop), 0, 0, &body(port())),
+                    // The firewall lets this packet pass, and the pod rejects its routing header. The witness counts it, so it has
+                    // the source port of allowed packets.
+                    _ if to == ip(ALLOWED_POD[1]) => v6(
+                        from,
+                        to,
+                        43,
+                        &[routing(UDP, kind, final_hop), body(FLOOD_PORTS[0])].concat(),
+                    ),
+                    _ => v6(from, to, 43, &[routing(UDP, kind, final_hop), body(port())].concat()),
                 };
                 all.push(FloodPacket::Repeated(to, vec![packet]));
             }

@@ -8,7 +8,7 @@ use clustermesh_tests::{
     netns::NetNs,
 };
 
-use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, ip, surroundings};
+use super::{ALLOWED_POD, DB, GATEWAY, TCP_PORT, UDP_PORT, VIP, ip, neighbours};
 
 /// The nftables tables of the target node besides the agent's table: one that counts packets
 /// (see [`clustermesh_tests::attacker::witness`]), and one with DNAT rules like kube-proxy's.
@@ -28,7 +28,7 @@ pub(super) fn tables(interface: &str) -> String {
         }}
         ",
         rules(CountingPoint::AfterFilters, interface),
-        surroundings::services(),
+        neighbours::services(),
     )
 }
 
@@ -46,13 +46,13 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         ip -6 route add default via fd00:30::1 dev eth0
         ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
     let [gateway, gateway6] = GATEWAY;
-    for (number, (pod, addresses)) in pods.iter().zip([DB, OTHER]).enumerate() {
+    for (number, (pod, addresses)) in pods.iter().zip([DB, ALLOWED_POD]).enumerate() {
         let link = format!("cni{number}");
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
         }
-        // The flood does not answer SYN-ACKs. If the pod retransmitted them, half-open connections would fill its queue for
-        // a minute.
+        // The attacker's flood contains SYNs, and does not answer the pod's SYN-ACKs. If the pod retransmitted these, half-open
+        // connections would fill its queue for a minute.
         pod.set_sysctl("net/ipv4/tcp_synack_retries", "1");
         node.ip(&format!(
             "link add {link} type veth peer name eth0 netns {}",

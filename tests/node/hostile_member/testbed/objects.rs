@@ -1,4 +1,4 @@
-//! Builds the objects that a controller writes into the target cluster about members.
+//! Builds the objects that a controller writes into the target cluster about members, and makes the target's Node dual-stack.
 
 use clustermesh_api::{
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},

@@ -7,12 +7,12 @@ use clustermesh_tests::attacker::{
     witness::{Counts, keys},
 };
 
-use super::{FLOOD_PORTS, MEMBER, MEMBER_PORT, OTHER, TCP_PORT, UDP_PORT};
+use super::{ALLOWED_POD, FLOOD_PORTS, MEMBER, MEMBER_PORT, TCP_PORT, UDP_PORT};
 
 /// Packets that the witnesses ([`clustermesh_tests::attacker::witness`]) have counted at three places.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ObservedTraffic {
-    /// Packets that arrived at the target's pods and at the machines around the target ([`super::surroundings`]).
+    /// Packets that arrived at the target's pods and at the machines around the target ([`super::neighbours`]).
     pub(super) arrived: Counts,
     /// Packets from the tunnel that the node accepted or forwarded.
     pub(super) passed: Counts,
@@ -24,11 +24,11 @@ impl ObservedTraffic {
     /// All traffic that is allowed.
     pub(super) fn allowed() -> Self {
         let mut out = Self::default();
-        let ([from, _], [to, _]) = (MEMBER, OTHER);
+        let ([from, _], [to, _]) = (MEMBER, ALLOWED_POD);
         let member = format!("{from} udp {MEMBER_PORT} -> {to}:{UDP_PORT}");
         out.arrived.insert(member, 0);
         out.replies.insert(format!("{to} udp {UDP_PORT}"));
-        for (from, to) in MEMBER.iter().zip(OTHER) {
+        for (from, to) in MEMBER.iter().zip(ALLOWED_POD) {
             let [udp, tcp] = FLOOD_PORTS;
             out.arrived.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
             out.arrived.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
@@ -39,7 +39,8 @@ impl ObservedTraffic {
         }
         out.passed = out.arrived.clone();
         // A pod that gets an IPv6 routing header answers with this error.
-        out.replies.insert(format!("{} parameter-problem no-route", OTHER[1]));
+        out.replies
+            .insert(format!("{} parameter-problem no-route", ALLOWED_POD[1]));
         out
     }
 

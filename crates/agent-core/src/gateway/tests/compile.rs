@@ -8,7 +8,8 @@ use crate::device::PeerSpec;
 #[test]
 fn sandbox_with_a_grant_is_compiled_in_both_families() {
     let inputs = with(|inputs| inputs.accesses.truncate(1));
-    // The numbers are hashes, and later versions have to assign the same ones.
+    // The numbers are hashes. Later versions have to assign the same numbers, because the conntrack marks of open connections contain
+    // them.
     let (sandbox, id) = (SandboxId(0x889c_903f), GrantId(0xa106_c3a3));
     let grant = Grant {
         id,

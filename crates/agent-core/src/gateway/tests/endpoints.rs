@@ -79,7 +79,7 @@ fn service_that_no_sandbox_may_reach_is_refused() {
 }
 
 #[test]
-fn service_named_kubernetes_elsewhere_is_served() {
+fn only_service_default_kubernetes_is_the_api_server() {
     for (namespace, name) in [("team", "kubernetes"), ("default", "db")] {
         let service = ObjectName {
             namespace: namespace.to_owned(),
@@ -294,7 +294,8 @@ fn endpoint_at_an_infrastructure_port_is_left_out() {
             port,
             ..endpoint("10.244.1.6")
         };
-        let refused = format!("endpoint 10.244.1.6 port {port}: a port of Kubernetes itself, closed to every sandbox");
+        let refused =
+            format!("endpoint 10.244.1.6 port {port}: a port of Kubernetes or wg-agent, closed to every sandbox");
         assert_left_out(inputs(), &[further], &refused);
     }
 }

@@ -209,7 +209,7 @@ proptest! {
             let next = Table::step_within(limit, Some(&now), &new);
             prop_assert_ne!(&next, &now);
             prop_assert!(allowed_connections(&next).is_subset(&known), "{:?}", allowed_connections(&next).difference(&known));
-            // Nothing is added before everything obsolete is removed.
+            // No grant is added before every obsolete grant is removed.
             let added = !grants(&next).is_subset(&grants(&old));
             prop_assert!(!added || grants(&next).is_subset(&grants(&new)));
             if now.parameters == next.parameters {

@@ -61,7 +61,8 @@ fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
     assert_eq!(script.lines().collect::<Vec<_>>(), lines);
 }
 
-/// The lines that `add_second_grant` adds to the script.
+/// The lines that `add_second_grant` adds to the script. The first grant also has one IPv4 endpoint, so the two share the chain
+/// `choose4-1` (the number is that of the endpoints), and only `choose6-1` is new.
 const SECOND_GRANT: [&str; 13] = [
     "add chain inet clustermesh choose6-1",
     "add rule inet clustermesh choose6-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
@@ -440,7 +441,7 @@ fn elements_of_a_set_share_statements() {
         }
     });
     let added = update(Some(&table()), &new).unwrap();
-    // Three statements for each of six sets.
+    // Three statements, of at most 100 elements each, for each of six sets.
     assert_eq!(added.lines().count(), 6 * 3);
     assert_eq!(update(Some(&new), &table()).unwrap().lines().count(), 6 * 3);
 }

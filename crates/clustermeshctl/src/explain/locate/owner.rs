@@ -59,8 +59,8 @@ impl Finder<'_> {
         }
         match &*self.entries_accepting(address) {
             [] => Err(LocateError::NotFound(format!(
-                "{address} is in the allowedNetworks of no member, and no object in the input has it: the mesh carries no packet \
-                 to or from it"
+                "{address} is in the accepted networks of no member, and no object in the input has it: the mesh carries no \
+                 packet to or from it"
             ))),
             [(name, cluster), ..] => Ok(AddressOwner {
                 cluster: cluster.clone(),

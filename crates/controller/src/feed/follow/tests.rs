@@ -161,7 +161,7 @@ async fn watch_that_always_expires_is_retried_with_backoff() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn list_that_always_expires_leaves_the_table_broken() {
+async fn list_that_always_expires_leaves_the_feed_broken() {
     let gone = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410, "reason": "Expired", "message": ""});
     let (resource, requests) = server_with(move |_| (410, gone.to_string()));
     let feed = feed();
@@ -180,7 +180,7 @@ async fn list_that_always_expires_leaves_the_table_broken() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watch_that_expires_once_leaves_the_table_live() {
+async fn watch_that_expires_once_leaves_the_feed_live() {
     let times = Arc::new(AtomicUsize::new(0));
     let (resource, _) = server_with(move |watch| match (watch, times.load(Ordering::Relaxed)) {
         (true, 0) => {
@@ -255,7 +255,7 @@ async fn page_over_the_budget_is_requested_in_smaller_pages() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn object_over_the_budget_leaves_the_table_broken() {
+async fn object_over_the_budget_leaves_the_feed_broken() {
     let (resource, sizes) = bounded_server(1, 5 << 20);
     let feed = feed();
     let (_resume, resumed) = watch::channel(0);

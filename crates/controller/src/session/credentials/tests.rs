@@ -26,7 +26,7 @@ fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
             if request.uri().query().is_some_and(|query| query.contains("watch=true"))
                 && !denied.load(Ordering::Relaxed)
             {
-                // The watch lasts long enough to count as established.
+                // The watch lasts long enough to count as established (`ESTABLISHED_AFTER` in `feed::follow` is 20 s).
                 tokio::time::sleep(Duration::from_secs(25)).await;
                 return Ok::<_, std::convert::Infallible>(Response::new(Body::empty()));
             }
@@ -71,6 +71,7 @@ async fn secret_forbidden_for_a_short_time_keeps_the_client() {
     credentials.changed().await.expect("watched");
     assert!(are_usable(&mut credentials));
 
+    // The open watch ends after 25 s, so the API server refuses for less than `DENIED_AFTER` (60 s).
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
     denied.store(false, Ordering::Relaxed);

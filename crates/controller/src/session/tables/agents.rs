@@ -91,8 +91,8 @@ impl Tables {
         counts
     }
 
-    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report a tunnel as down. Nodes that are not Ready are
-    /// ignored: if their agent does not run, its last report would never change.
+    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report a tunnel as down. Nodes that are not Ready, or
+    /// are being deleted, are ignored: if their agent does not run, its last report would never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {
@@ -109,8 +109,8 @@ impl Tables {
         })
     }
 
-    /// Returns the nodes with a public key on which PeerPolicies are not enforced. As in [`Self::links`], nodes that are not Ready are
-    /// ignored.
+    /// Returns the nodes with a public key on which PeerPolicies are not enforced. As in [`Self::links`], nodes that are not Ready or
+    /// are being deleted are ignored.
     pub(crate) fn unenforced(&self) -> Unenforced {
         let mut unenforced = Unenforced::default();
         self.nodes.read(|rows| {
@@ -144,8 +144,8 @@ impl Tables {
         is_complete.then(|| (self.policies).read(|rows| revision::of_all(rows.values().map(|row| &row.value.digest))))
     }
 
-    /// Returns the revision of the PeerPolicies that each node with a public key reports as in force. As in [`Self::links`], nodes that
-    /// are not Ready are ignored.
+    /// Returns the revision of the PeerPolicies that each node with an agent and a public key reports as in force. As in
+    /// [`Self::links`], nodes that are not Ready or are being deleted are ignored.
     pub(crate) fn enforced_revisions(&self) -> BTreeMap<String, String> {
         self.nodes.read(|rows| {
             let meshed = rows.iter().filter(|(_, row)| {

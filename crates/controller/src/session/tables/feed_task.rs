@@ -1,13 +1,14 @@
-//! The task that keeps one feed up to date. A connection spawns it. The task hides the type of the feed's rows.
+//! The task that keeps one [`Feed`] (a local table of one kind of object) up to date by list and watch. Each connection to the member
+//! spawns one for each feed. The task hides the type of the feed's rows.
 
 use futures::future::BoxFuture;
 
 use super::OnDemandFeed;
 use crate::feed::{Feed, Resume, WatchedResource, follow};
 
-/// A feed and the resource that it watches.
+/// A feed and the resource that it lists and watches.
 pub(in crate::session) struct FeedTask {
-    /// [`OnDemandFeed::id`]; 0 for a required feed.
+    /// [`OnDemandFeed::id`]; 0 for a feed that every member has.
     pub(in crate::session) feed_id: u64,
     follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
 }

@@ -112,15 +112,8 @@ impl<'a> ClaimIndex<'a> {
         }
         let mut node_networks = claims.pods;
         node_networks.insert(wireguard);
-        let free = claims.internal.iter().filter(|net| self.containing(**net).is_none());
-        let unshared: BTreeSet<IpNet> = node_networks.iter().chain(free).copied().collect();
-        let mut prefixes = unshared.clone();
-        for net in claims
-            .internal
-            .into_iter()
-            .chain(claims.extra)
-            .filter(|net| !unshared.contains(net))
-        {
+        let mut prefixes = node_networks.clone();
+        for net in claims.internal.into_iter().chain(claims.extra) {
             match self.containing(net) {
                 Some((theirs, owner)) => {
                     self.shared.insert(if theirs == net {

@@ -96,7 +96,7 @@ fn node_without_addresses_changes_no_other_peer() {
         "the cloud provider has not added the new Node's addresses yet"
     );
 
-    // The agent may start before the Node has addresses.
+    // The agent may start before the Node has addresses. A Peer without an endpoint has a keepalive.
     new.public_key = Claim::Valid(key(99));
     new.wireguard_ip = Claim::Valid("100.66.1.99/24".parse().unwrap());
     new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];

@@ -380,7 +380,7 @@ fn quarantine_fact_names_targets_that_remove_peers() {
         (fact.unwrap(), mesh_plan.targets["tenant"].peers.len())
     };
     mesh.clusters[0].quarantine = true;
-    let all_kept = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";
+    let all_kept = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from and to it is denied, and its objects are kept";
     let some_removed =
         format!("{all_kept}, except its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
     assert_eq!(message(&mesh, &seen), (some_removed, 0));

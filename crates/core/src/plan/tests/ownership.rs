@@ -97,7 +97,8 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
-    // If a node of tenant ran kg, the key of x would count as taken there, and the owner would have no Peer in tenant.
+    // If a node of tenant ran kg, the owner would have no Peer in tenant: kg drops a node of its own cluster if a Peer has the node's
+    // key, so the key of x would count as taken there.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
         "only the copy is skipped: the owner keeps its Peer in tenant"

@@ -30,7 +30,8 @@ fn port(name: &str, port: u16) -> ServicePort {
     }
 }
 
-pub(super) fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
+/// A grant of a Service of `mgmt`. `mirror` is the name of the mirrored Service.
+pub(super) fn grant(service: ObjectName, ports: &[u16], mirror: &str) -> Grant {
     let ports = ports.iter().map(|port| GrantPort {
         port: PortRef::Number(*port),
         protocol: Protocol::Tcp,
@@ -39,7 +40,7 @@ pub(super) fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
         cluster: "mgmt".into(),
         service,
         ports: ports.collect(),
-        local: object("default", local),
+        local: object("default", mirror),
     }
 }
 

@@ -48,7 +48,7 @@ pub(super) fn by_index(socket: &Socket, index: u32) -> Result<Option<Link>, Erro
 }
 
 /// Creates a WireGuard link, down, with a temporary name, and returns its index. `EOPNOTSUPP` = this kernel has no
-/// WireGuard. If it is a module, the kernel loads it.
+/// WireGuard. If WireGuard is a module, the kernel loads it.
 pub(super) fn create(socket: &Socket) -> Result<u32, Error> {
     // A process that was killed while it created a link leaves this one.
     if let Some(leftover) = by_name(socket, TEMPORARY_NAME)?

@@ -58,9 +58,11 @@ impl Kernel {
     /// be removed already.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         let links = open_links()?;
-        let adopted = match find_link(&links, interface)? {
-            Some(link) if !link.is_ours => return Err(DeviceError::Exists(interface.to_owned())),
-            Some(link) if link.kind == Kind::Wireguard => Some(link),
+        match find_link(&links, interface)? {
+            Some(link) if !link.is_ours => Err(DeviceError::Exists(interface.to_owned())),
+            Some(link) if link.kind == Kind::Wireguard => {
+                Self::with_link(interface, link.index, configuration, links)?.adopt(&link)
+            }
             other => {
                 // On a kernel without WireGuard this fails, and the interface of the userspace backend stays.
                 let made = link::create(&links).map_err(|source| no_wireguard(interface, source))?;
@@ -78,18 +80,14 @@ impl Kernel {
                     );
                 }
                 let device = Self::with_link(interface, made, configuration, links).and_then(Self::finish);
-                return device.inspect_err(|_| {
+                device.inspect_err(|_| {
                     // An error here would hide the first one, so it is ignored.
                     if let Ok(links) = open_links() {
                         let _ = netlink_link::delete(&links, made);
                     }
-                });
+                })
             }
-        };
-        let Some(link) = adopted else {
-            return Err(DeviceError::Exists(interface.to_owned()));
-        };
-        Self::with_link(interface, link.index, configuration, links)?.adopt(&link)
+        }
     }
 
     fn with_link(

@@ -106,7 +106,7 @@ async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
 fn large_table_is_opened_by_its_last_step() {
     in_namespace(async |mut table_manager| {
         let desired = table(3000);
-        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
+        table_manager.renew(in_ten_minutes()).await.expect("a renewal");
         for grants in [STEP_GRANTS, 2 * STEP_GRANTS] {
             assert!(!table_manager.converge(&desired).await.expect("a step").finished);
             table_manager.renew(in_ten_minutes()).await.expect("a renewal");
@@ -120,7 +120,7 @@ fn large_table_is_opened_by_its_last_step() {
 #[test]
 fn many_grants_at_once_fit_into_little_memory() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
+        table_manager.renew(in_ten_minutes()).await.expect("a renewal");
         assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
         assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
         // The table stays open.
@@ -133,7 +133,7 @@ fn many_grants_at_once_fit_into_little_memory() {
 #[test]
 fn table_that_shrinks_between_steps_is_opened() {
     in_namespace(async |mut table_manager| {
-        table_manager.renew(in_ten_minutes()).await.expect("no table yet");
+        table_manager.renew(in_ten_minutes()).await.expect("a renewal");
         assert!(
             !table_manager
                 .converge(&table(STEP_GRANTS + 1))

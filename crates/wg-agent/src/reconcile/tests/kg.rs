@@ -150,7 +150,7 @@ async fn table_of_policy_mode_is_not_removed() {
 #[tokio::test]
 async fn pass_writes_nothing_while_another_program_has_the_device() {
     let (mut agent, published, _directory) = agent(Box::new(|_| Err(DeviceError::Exists("kilo0".to_owned()))));
-    // kg was killed long ago, or is about to start; its interface exists.
+    // kg exited long ago, or is about to start; its interface exists.
     agent.deps.cluster.store = cluster(None);
     agent.underlay.set(BTreeSet::new(), underlay(), Instant::now());
     assert!(!agent.pass().await);

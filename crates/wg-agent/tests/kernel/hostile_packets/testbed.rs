@@ -251,7 +251,7 @@ impl Conversation {
         }
     }
 
-    /// Waits for 20 more replies.
+    /// Waits for more than 20 further replies.
     pub(crate) fn wait_for_answers(&self) {
         let before = self.answers.load(Ordering::Acquire);
         wait_until("replies to the friend during the attack", TIMEOUT, || {

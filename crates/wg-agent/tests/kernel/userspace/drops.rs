@@ -20,7 +20,7 @@ pub(super) fn removed_peer_is_unreachable_and_its_packets_dropped(options: Optio
     );
 }
 
-pub(super) fn packet_without_a_peer_gets_an_icmp_error(options: Options) {
+pub(super) fn packet_without_peer_or_endpoint_gets_an_icmp_error(options: Options) {
     let mut node = Node::new(1, options);
     // A peer without endpoint, and an address without a peer.
     node.add(2, None);

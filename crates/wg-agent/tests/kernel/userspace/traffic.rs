@@ -10,7 +10,7 @@ use clustermesh_agent_core::{
     device::{PeerChange, PeerUpdate},
     key::PresharedKey,
 };
-use clustermesh_tests::netns::{NetNs, transfer, veth, wait_until};
+use clustermesh_tests::netns::{transfer, veth, wait_until};
 use wg_agent::device::Device;
 
 use super::{Node, Options, TIMEOUT, node_pair, public, spec};
@@ -77,13 +77,13 @@ pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
     wait_until("the first ping", TIMEOUT, || a.reaches(2));
     let began = Instant::now();
     let age = a.stats(2).handshake_age.expect("a handshake");
-    let (a_ns, b_ns) = (NetNsRef(&a.ns), NetNsRef(&b.ns));
+    let (a_ns, b_ns) = (&a.ns, &b.ns);
     let mut rounds = 0_u16;
     let device = a.device.as_mut().expect("an open device");
     std::thread::scope(|scope| {
         let flow = scope.spawn(|| {
-            transfer(a_ns.0, b_ns.0, "10.9.0.2:5000", 60_000_000);
-            transfer(b_ns.0, a_ns.0, "10.9.0.1:5001", 60_000_000);
+            transfer(a_ns, b_ns, "10.9.0.2:5000", 60_000_000);
+            transfer(b_ns, a_ns, "10.9.0.1:5001", 60_000_000);
         });
         while !flow.is_finished() {
             rounds += 1;
@@ -128,10 +128,6 @@ pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
     a.add(3, Some("198.51.100.3:51820"));
     wait_until("a ping from the peer that was added again", TIMEOUT, || c.reaches(1));
 }
-
-/// A reference to a namespace, as a value that a thread can copy.
-#[derive(Clone, Copy)]
-struct NetNsRef<'a>(&'a NetNs);
 
 pub(super) fn large_datagrams_arrive_whole_and_in_order_in_both_families(options: Options) {
     let [a, b] = node_pair(options);

@@ -46,7 +46,7 @@ impl Demo<'_> {
             .sandbox
             .foreign_sockets(&[&scene.hub, &scene.member], &BTreeSet::new())
             .await?;
-        scene.grant.add_to(&mut sockets);
+        scene.grant.add_gateway_sockets(&mut sockets);
         let addresses: BTreeSet<IpAddr> = sockets.keys().map(SocketAddr::ip).collect();
         print_scan_scope(&sockets, &addresses);
         let mut scanned = BTreeMap::new();

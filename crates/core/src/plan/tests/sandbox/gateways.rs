@@ -295,7 +295,9 @@ fn gateway_port_of_a_grant_is_stable() {
     write_plan(&mesh, &mut seen);
     let first = postgres_port(&access(&seen));
     // Another grant is added before the first one.
-    mesh.clusters[2].egress.insert(0, grant(postgres(), &[9187], "metrics"));
+    mesh.clusters[2]
+        .egress
+        .insert(0, grant(postgres(), &[9187], "metrics-mirror"));
     write_plan(&mesh, &mut seen);
     assert_eq!((postgres_port(&access(&seen)), access(&seen).grants.len()), (first, 2));
     // The SandboxAccess was deleted, or the mesh moved to another hub.
@@ -377,8 +379,8 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
     younger.id.name = "n".into();
     younger.created += 1;
     younger.clusters[2].egress = vec![
-        grant(postgres(), &[5432], "other"),
-        grant(postgres(), &[9187], "metrics"),
+        grant(postgres(), &[5432], "postgres-mirror"),
+        grant(postgres(), &[9187], "metrics-mirror"),
     ];
     let meshes = [mesh, younger];
     let plan_both = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &TestNaming);
@@ -433,6 +435,7 @@ fn old_sandbox_peers_are_denied_and_then_deleted() {
         // While the Peer exists, a closed policy denies its traffic.
         let (_, planned) = plan_mesh(&mesh, &seen);
         assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed_policy());
+        // Several passes, because the policy is deleted only after the Peer.
         for _ in 0..3 {
             write_plan(&mesh, &mut seen);
         }

@@ -168,9 +168,11 @@ fn grant_without_free_gateway_port_is_reported() {
 #[test]
 fn two_grants_of_one_service_grant_each_port_once() {
     let (mut mesh, seen) = mesh_with_sandbox();
-    mesh.clusters[2].egress.push(grant(postgres(), &[9187], "metrics"));
+    mesh.clusters[2]
+        .egress
+        .push(grant(postgres(), &[9187], "metrics-mirror"));
     let both = [postgres_grant("metrics"), postgres_grant("pg")];
     assert_eq!(granted(&mesh, &seen), both);
-    mesh.clusters[2].egress.push(grant(postgres(), &[], "all"));
+    mesh.clusters[2].egress.push(grant(postgres(), &[], "whole-mirror"));
     assert_eq!(granted(&mesh, &seen), both);
 }

@@ -14,7 +14,7 @@ const MAX_AGE: Duration = Duration::from_secs(30);
 
 /// The last reading; `None` = the network has not been read since the last event that may have changed it.
 #[derive(Debug, Default)]
-pub(super) struct KnownUnderlay(Option<Reading>);
+pub(super) struct UnderlayCache(Option<Reading>);
 
 #[derive(Debug)]
 struct Reading {
@@ -24,7 +24,7 @@ struct Reading {
     at: Instant,
 }
 
-impl KnownUnderlay {
+impl UnderlayCache {
     /// Forgets the reading if the event may have changed the network.
     pub(super) fn record_event(&mut self, event: Event) {
         match event {
@@ -60,18 +60,18 @@ mod tests {
             next_hops: [].into(),
         };
         let (now, internal) = (Instant::now(), BTreeSet::from(["192.0.2.1".parse().unwrap()]));
-        let mut known_underlay = KnownUnderlay::default();
-        let is_known = |known: &KnownUnderlay, ips: &BTreeSet<IpAddr>, seconds| {
+        let mut underlay_cache = UnderlayCache::default();
+        let is_known = |known: &UnderlayCache, ips: &BTreeSet<IpAddr>, seconds| {
             known.get(ips, now + Duration::from_secs(seconds)).is_some()
         };
-        assert!(!is_known(&known_underlay, &internal, 0));
-        known_underlay.set(internal.clone(), underlay.clone(), now);
+        assert!(!is_known(&underlay_cache, &internal, 0));
+        underlay_cache.set(internal.clone(), underlay.clone(), now);
         assert_eq!(
-            [0, 29, 30].map(|s| is_known(&known_underlay, &internal, s)),
+            [0, 29, 30].map(|s| is_known(&underlay_cache, &internal, s)),
             [true, true, false]
         );
         assert!(
-            !is_known(&known_underlay, &BTreeSet::new(), 0),
+            !is_known(&underlay_cache, &BTreeSet::new(), 0),
             "the InternalIPs changed"
         );
         for (event, is_still_known) in [
@@ -82,9 +82,9 @@ mod tests {
             (Event::Routing(RoutingEvent::Ours), false),
             (Event::Unknown, false),
         ] {
-            known_underlay.set(internal.clone(), underlay.clone(), now);
-            known_underlay.record_event(event);
-            assert_eq!(is_known(&known_underlay, &internal, 0), is_still_known, "{event:?}");
+            underlay_cache.set(internal.clone(), underlay.clone(), now);
+            underlay_cache.record_event(event);
+            assert_eq!(is_known(&underlay_cache, &internal, 0), is_still_known, "{event:?}");
         }
     }
 }

@@ -78,8 +78,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let with_grant = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     let unpaused = with_grant.replacen("spec:\n", "spec:\n  paused: false\n", 1);
     env.product.mesh_up(&unpaused).await.unwrap();
-    // The sockets should be open already. If the SandboxAccess was changed despite the pause, they open only after a new
-    // handshake with the gateways.
+    // The sockets should still be open, because the controller has not removed the grant.
     for from in env.clients() {
         env.lab.wait_for_open_sockets(&from, &open).await.unwrap();
     }

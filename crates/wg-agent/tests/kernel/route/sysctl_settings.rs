@@ -35,6 +35,23 @@ fn sysctls_are_written_or_reported_with_a_remedy() {
 }
 
 #[test]
+fn forwarding_of_an_interface_is_set_although_all_is_1() {
+    let ns = node("forwarding");
+    ns.set_sysctl("net/ipv4/conf/all/forwarding", "1");
+    ns.set_sysctl("net/ipv4/conf/eth0/forwarding", "0");
+    let wanted = [Sysctl {
+        name: Name::Interface("eth0".parse().unwrap(), "forwarding"),
+        value: 1,
+        accept: [1].into(),
+        write: true,
+        why: "a gateway forwards packets",
+    }];
+    let missing = inside(&ns, async { wg_agent::route::sysctl::ensure(&wanted).await });
+    assert!(missing.is_empty(), "{missing:?}");
+    assert_eq!(ns.sysctl("net/ipv4/conf/eth0/forwarding"), "1");
+}
+
+#[test]
 fn interface_sysctls_are_set_over_netlink_on_read_only_proc() {
     let ns = node("readonly");
     ns.set_sysctl("net/ipv4/conf/all/rp_filter", "1");
@@ -98,10 +115,12 @@ fn device_without_ipv6_keeps_its_ipv4_routes() {
         "{:?}",
         got.failed
     );
+    // All IPv4 routes of the plan, in the agent's table.
     assert_eq!(table(&ns, "-4", 5182).len(), 7);
     wait_until("the addresses", Duration::from_secs(1), || {
         ns.sh("ip -4 -o addr show dev kilo0").contains("100.66.9.1")
     });
+    // Reading the state back does not fail, either.
     let _ = inside(&ns, async {
         Netlink::open("kilo0".parse().unwrap())
             .unwrap()

@@ -1,4 +1,4 @@
-//! Tests the rules of the base table, which depend only on [`RuleParameters`]: those without sandboxes and grants.
+//! Tests the base table: the rules that depend only on [`RuleParameters`], not on sandboxes and grants.
 
 use std::num::NonZeroU32;
 
@@ -40,8 +40,8 @@ fn packets_of_family_without_an_address_are_dropped() {
     );
 }
 
-/// The limits of `table()` are large. So the connections of each are counted in many lists, one for each element of a set, with
-/// about 64 connections in each. Lists fill unevenly, so the rule allows 96.
+/// The limits of `table()` are large. So the rules spread the connections over many lists, with about 64 connections in each. Lists fill
+/// unevenly, so the rules allow 96 in each.
 #[test]
 fn without_a_limit_connections_are_not_counted() {
     assert_rules(
