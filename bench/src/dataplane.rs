@@ -41,7 +41,7 @@ pub(crate) struct Args {
     prereq: prereq::Prereq,
 }
 
-/// One variant in one round.
+/// One measurement of a variant.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub(crate) struct Sample {
     pub(crate) variant: Variant,

@@ -26,7 +26,8 @@ const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
 /// Time to boot, and to set up all runs, on an emulated processor.
 const SETUP: Duration = Duration::from_secs(300);
-/// Real time for one variant in one round, for each second of `--seconds`, while other programs use the machine.
+/// The limit in the virtual machine for one variant in one round, in real time for each second of `--seconds`. It is long enough on a
+/// busy machine.
 const LIMIT_PER_SECOND: Duration = Duration::from_secs(60);
 
 /// Arguments of `cargo xtask bench kernel`.

@@ -125,8 +125,8 @@ fn number(variable: &str, default: u64) -> u64 {
 }
 
 /// Runs a fuzz target. `body` returns whether its input was useful, that is, valid enough to be processed and not only refused. At
-/// least `least` percent of the mutations must be useful; otherwise the run would test almost nothing.
-fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
+/// least `minimum_percent` percent of the mutations must be useful; otherwise the run would test almost nothing.
+fn run_target(target: &str, rounds: u64, minimum_percent: u64, body: fn(&[u8]) -> bool) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);
     let mut files: Vec<_> = fs::read_dir(&directory)
         .expect("a corpus")
@@ -156,7 +156,7 @@ fn run_target(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     }
     println!("{target}: {useful} of {rounds} inputs were useful");
     assert!(
-        useful * 100 >= least * rounds,
+        useful * 100 >= minimum_percent * rounds,
         "{useful} of {rounds} inputs were useful"
     );
 }

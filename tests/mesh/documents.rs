@@ -89,6 +89,7 @@ struct Operator<'a> {
     lab: &'a Lab,
     /// A copy of `crds/` and `deploy/`, which some commands change.
     directory: tempfile::TempDir,
+    /// The scripts that were run, with their placeholders.
     run: BTreeSet<String>,
 }
 

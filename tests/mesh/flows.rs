@@ -296,8 +296,8 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
     assert_eq!(found, admitted);
     mesh.lab.wait_for_closed_sockets(&neighbour, &port).await.unwrap();
 
-    // The policy applies to the new process from its first packet. Its probes pass, and it restores an object in the
-    // member.
+    // Replace the controller's pod: the policy applies to the new pod from its first packet. The pod becomes Ready, and restores an
+    // object in the member.
     let args = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
     mesh.hub.kubectl(args).await.unwrap();
     mesh.hub

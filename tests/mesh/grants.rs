@@ -1,5 +1,5 @@
-//! Tests grants of every type of Service in both address families, on whole clusters whose sandboxes enter through
-//! gateways: each granted Service answers through its mirrored Service, and an attacker finds nothing else. One sandbox
+//! Tests grants of every type of Service in both address families, on three whole clusters: a hub with gateways and two
+//! sandboxes. Each granted Service answers through its mirrored Service, and an attacker finds nothing else. One sandbox
 //! has IPv4 WireGuard addresses, the other IPv6; their pod and Service ranges are equal.
 
 mod gateway;
@@ -435,8 +435,8 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, sandb
             .find(|peer| peer["spec"]["publicKey"] == *gateway.key)
             .unwrap();
         let chosen = text(&chosen["metadata"]["name"]);
-        let on_underlay = attacker.route_through(&chosen, &addresses).await.unwrap();
-        assert_eq!(on_underlay, BTreeSet::new());
+        let kept_on_underlay = attacker.route_through(&chosen, &addresses).await.unwrap();
+        assert_eq!(kept_on_underlay, BTreeSet::new());
         let granted = env.granted_sockets(sandbox, gateway).await;
         // Each of `POD_SERVICES` has one granted TCP port with a server, and `store` one granted UDP port.
         assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);

@@ -1,6 +1,6 @@
 //! Tests the operation of a mesh of two whole clusters: privileges of our processes, nodes that join and leave, deleted
-//! pods of the product, a member's frozen API server, new credentials, and changed backends. At the end the mesh is
-//! deleted and the nodes are cleaned up as docs/operations/removal.md says.
+//! pods of the controller and the agents, a member's frozen API server, new credentials, and changed endpoints of a mirrored
+//! Service. At the end the mesh is deleted and the nodes are cleaned up as docs/operations/removal.md says.
 
 mod credentials;
 mod links;
@@ -68,7 +68,7 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     let server_address = format!("{}:5201", to.ip);
     let get = [&mesh.probe(), "stream-get", &server_address, "600"];
     let mut stream = mesh.lab.node(&from.node).pod_spawn("stream-get", from.ip, get).unwrap();
-    // It prints "N after ... ms" for round trip number N.
+    // The client prints "N after ... ms" for round trip number N.
     stream.wait_for_log("10 after", PATIENCE).await.unwrap();
 
     let start = Instant::now();
@@ -252,7 +252,7 @@ async fn replaced_controller_rewrites_nothing_and_works(mesh: &mut Mesh<'_>) {
         .wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
-    // A change of a mirrored backend proves that the new controller has read both clusters.
+    // A change of the mirrored endpoints proves that the new controller has read both clusters.
     scale_backends_and_wait(mesh, 1).await;
     scale_backends_and_wait(mesh, 2).await;
     mesh.product.wait_until_ready().await.unwrap();

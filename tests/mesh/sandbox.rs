@@ -316,8 +316,8 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
     let addresses = all.keys().map(SocketAddr::ip).collect();
     let mut found = BTreeSet::new();
     for chosen in &attacker.peers {
-        let on_underlay = attacker.route_through(chosen, &addresses).await.unwrap();
-        assert_eq!(on_underlay, BTreeSet::new());
+        let kept_on_underlay = attacker.route_through(chosen, &addresses).await.unwrap();
+        assert_eq!(kept_on_underlay, BTreeSet::new());
         let gateway = env.gateway_of(chosen).await.address;
         let granted: BTreeSet<SocketAddr> = granted
             .iter()

@@ -26,7 +26,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-/// A kubeconfig with one context for each cluster, which has the cluster's name. `kubeconfig_of` returns the kubeconfig of one cluster.
+/// A kubeconfig with one context for each cluster, named after the cluster. `kubeconfig_of` returns the kubeconfig of one cluster.
 pub(crate) fn operator_kubeconfig<'a, 'b: 'a>(
     clusters: impl IntoIterator<Item = &'a Cluster<'b>>,
     kubeconfig_of: impl Fn(&Cluster<'b>) -> String,
@@ -233,7 +233,7 @@ impl<'a> Mesh<'a> {
     }
 }
 
-/// A tcpdump filter for packets from any network of one cluster to any network of the other.
+/// A tcpdump filter for packets between any network of one cluster and any network of the other, in both directions.
 fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     let nets = |direction: &str, plan: &ClusterPlan| {
         let nets = [

@@ -41,7 +41,7 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
     wait_until("exported pods in the member's Peers", PATIENCE, async || {
         let peers = json(&member, &["get", "peers"]).await;
         let mut exported_by_peer = BTreeMap::new();
-        let mut anchors = 0;
+        let mut anchor_count = 0;
         for peer in peers["items"].as_array().unwrap() {
             let ranges = peer["spec"]["allowedIPs"]
                 .as_array()
@@ -49,14 +49,14 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
                 .iter()
                 .map(|r| r.as_str().unwrap());
             let (whole, parts): (Vec<&str>, Vec<&str>) = ranges.partition(|range| *range == pods.to_string());
-            anchors += whole.len();
+            anchor_count += whole.len();
             let parts: BTreeSet<String> = parts.into_iter().filter(|r| inside(r)).map(str::to_owned).collect();
             exported_by_peer.insert(peer["metadata"]["name"].as_str().unwrap().to_owned(), parts);
         }
-        if exported_by_peer == exported && anchors == 1 {
+        if exported_by_peer == exported && anchor_count == 1 {
             Ok(())
         } else {
-            Err(format!("{anchors} anchors, {exported_by_peer:?}"))
+            Err(format!("{anchor_count} anchors, {exported_by_peer:?}"))
         }
     })
     .await

@@ -189,8 +189,9 @@ impl<'a> TestEnv<'a> {
         checking_in
     }
 
-    /// Sends from a gateway's pod to a server on the other node. At first netfilter sees the packets on both nodes;
-    /// with the eBPF program that redirects the packets, it sees none. The connection works in both cases.
+    /// The sandbox requests a server through a gateway on another node than the server's. At first netfilter sees the
+    /// packets between gateway and server on both nodes; with the eBPF program that redirects these packets, it sees
+    /// none. The connection works in both cases.
     async fn packets_bypass_netfilter_on_nodes(&self) {
         let granted = self.granted().await;
         let gateway = &granted.gateways[0];
@@ -331,8 +332,8 @@ impl<'a> TestEnv<'a> {
         let attacker = Attacker::new(self.lab, SANDBOX, &self.sandbox_web.node).await.unwrap();
         let addresses = all.keys().map(SocketAddr::ip).collect();
         for (gateway, from) in granted.gateways.iter().zip(self.clients()) {
-            let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
-            assert_eq!(on_underlay, BTreeSet::new());
+            let kept_on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
+            assert_eq!(kept_on_underlay, BTreeSet::new());
             let granted = granted.through(gateway).tcp_sockets();
             // Establish the session first: until then, WireGuard drops some of a scan's packets.
             self.lab.wait_for_open_sockets(&from, &granted).await.unwrap();

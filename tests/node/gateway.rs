@@ -178,7 +178,7 @@ fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
     assert_eq!(a.udp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
     let before = testbed.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
-    // The chain `first` must drop them, before conntrack reassembles fragments. A later chain would drop them, too.
+    // The pings must be dropped by the chain `first`, before the conntrack lookup. A later chain would drop them, too.
     assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
     // Neither pods nor the other sandbox can connect to a sandbox. The other sandbox has no grant in this step.
     let listener =

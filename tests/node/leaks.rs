@@ -32,7 +32,7 @@ struct Ipv6 {
     pods: &'static str,
     /// The /32 around `pods`: the pod network of the whole cluster.
     wide: &'static str,
-    gateway: &'static str,
+    next_hop: &'static str,
     pod: &'static str,
     unassigned: &'static str,
     underlay: &'static str,
@@ -42,7 +42,7 @@ const IPV6: [Ipv6; 2] = [
     Ipv6 {
         pods: "fd00:10:0:1::/64",
         wide: "fd00:10::/32",
-        gateway: "fd00:10:0:1::1",
+        next_hop: "fd00:10:0:1::1",
         pod: "fd00:10:0:1::9",
         unassigned: "fd00:10:0:9::9",
         underlay: "fd00:30::1:11",
@@ -50,13 +50,13 @@ const IPV6: [Ipv6; 2] = [
     Ipv6 {
         pods: "fd00:20:0:1::/64",
         wide: "fd00:20::/32",
-        gateway: "fd00:20:0:1::1",
+        next_hop: "fd00:20:0:1::1",
         pod: "fd00:20:0:1::9",
         unassigned: "fd00:20:0:9::9",
         underlay: "fd00:30::2:11",
     },
 ];
-/// The pod, its gateway, and an address of the pod network that no node owns.
+/// The pod, the next hop of its default route (the node), and an address of the pod network that no node owns.
 const IPV4: [[&str; 3]; 2] = [
     ["10.10.1.9", "10.10.1.1", "10.10.99.9"],
     ["10.20.1.9", "10.20.1.1", "10.20.99.9"],
@@ -232,7 +232,7 @@ impl Testbed {
 /// cluster's pod network. Packets that leak out of the tunnel leave by the default routes.
 async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetNs) {
     let (site, ipv6) = (clusters.site(index), &IPV6[index]);
-    let [address, gateway, _] = IPV4[index];
+    let [address, next_hop, _] = IPV4[index];
     let nodes = clusters.nodes(site).await;
     let mut node: Node = nodes.get(site.node).await.expect("the Node");
     nodes
@@ -250,7 +250,7 @@ async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetN
     let Ipv6 {
         wide: wide6, underlay, ..
     } = ipv6;
-    let (own, wide4) = (pod.path(), cluster_pods(site));
+    let (pod_netns, wide4) = (pod.path(), cluster_pods(site));
     let script = format!(
         "
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
@@ -259,14 +259,14 @@ async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetN
         ip addr add {underlay}/64 dev eth0 nodad
         ip -6 route add default via fd00:30::1 dev eth0
         ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent
-        ip link add cni0 type veth peer name eth0 netns {own}
-        ip addr add {gateway}/24 dev cni0
-        ip addr add {gateway6}/64 dev cni0 nodad
+        ip link add cni0 type veth peer name eth0 netns {pod_netns}
+        ip addr add {next_hop}/24 dev cni0
+        ip addr add {next_hop6}/64 dev cni0 nodad
         ip link set cni0 up
         nft 'table ip cni {{ chain post {{ type nat hook postrouting priority 100; ip saddr {wide4} ip daddr != {wide4} masquerade; }}; }}'
         nft 'table ip6 cni {{ chain post {{ type nat hook postrouting priority 100; ip6 saddr {wide6} ip6 daddr != {wide6} masquerade; }}; }}'
         ",
-        gateway6 = ipv6.gateway,
+        next_hop6 = ipv6.next_hop,
     );
     clusters
         .host(site)
@@ -279,8 +279,8 @@ async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetN
     pod.ip(&format!("addr add {address}/24 dev eth0"));
     pod.ip(&format!("addr add {}/64 dev eth0 nodad", ipv6.pod));
     pod.ip("link set eth0 up");
-    pod.ip(&format!("route add default via {gateway}"));
-    pod.ip(&format!("-6 route add default via {}", ipv6.gateway));
+    pod.ip(&format!("route add default via {next_hop}"));
+    pod.ip(&format!("-6 route add default via {}", ipv6.next_hop));
     for to in [address, ipv6.pod] {
         sender::echo(&PathBuf::from(pod.path()), to.parse().unwrap());
     }
@@ -329,11 +329,11 @@ async fn mesh_packets_never_leave_unencrypted() {
     step("the peer's agent is killed");
     mgmt_agent.signal(Signal::SIGKILL).expect("kill");
     mgmt_agent.wait_for_exit(TIMEOUT).await.expect("dead");
-    let host = senders
+    let mgmt_host_senders = senders
         .back
         .iter()
         .filter(|sender| sender.name.starts_with("mgmt host"));
-    wait_for_new_errors(host, "the peer's agent is dead").await;
+    wait_for_new_errors(mgmt_host_senders, "the peer's agent is dead").await;
     mgmt_agent = testbed.agent(MGMT, "mgmt-2");
     senders.wait_for_answers("the peer is back").await;
 

@@ -158,7 +158,7 @@ fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send
 /// the addresses `more`. The tests need a pod, because packets to an address of the node itself pass other firewall rules.
 async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
-    let gateway = site.pods.replace(".0/24", ".1");
+    let next_hop = site.pods.replace(".0/24", ".1");
     let routes: String = more
         .iter()
         .map(|address| format!("ip route add {address} dev cni0\n"))
@@ -167,7 +167,7 @@ async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]
         "echo 1 > /proc/sys/net/ipv4/ip_forward
         ip addr del {pod}/32 dev lo
         ip link add cni0 type veth peer name eth0 netns {own}
-        ip addr add {gateway}/24 dev cni0
+        ip addr add {next_hop}/24 dev cni0
         ip link set cni0 up
         {routes}",
         pod = site.pod,
@@ -182,7 +182,7 @@ async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]
         pod.ip(&format!("addr add {address}/24 dev eth0"));
     }
     pod.ip("link set eth0 up");
-    pod.ip(&format!("route add default via {gateway}"));
+    pod.ip(&format!("route add default via {next_hop}"));
     pod
 }
 

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// The kernel state that the agent has created, as `ip` and `nft` show it. Its rules and routes have the protocol number 117.
+/// The kernel state that the agent has created, as `ip` and `nft` show it. The agent's rules and routes have the protocol number 117.
 async fn our_kernel_state(clusters: &TwoClusters, index: usize) -> Vec<String> {
     let site = clusters.site(index);
     let mut out = Vec::new();
@@ -382,7 +382,7 @@ async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
     );
 }
 
-/// A public key that no node has: any 32 bytes, except the few points of low order.
+/// A public key that no node has. Any 32 bytes are a public key, except the few points of low order.
 fn unused_public_key(n: u8) -> String {
     clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
 }

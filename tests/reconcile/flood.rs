@@ -163,7 +163,7 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
     stream.shutdown().await
 }
 
-/// A certificate authority, and the TLS acceptor of a server with its certificate.
+/// The certificate of an authority, and the TLS acceptor of a server whose certificate this authority signed.
 fn tls() -> (String, TlsAcceptor) {
     let name = |common: &str| {
         let mut name = DistinguishedName::new();

@@ -27,7 +27,7 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // When an entry is removed, its objects are deleted in its own cluster and in the others.
+    // When an entry is removed, the Peers in its cluster and its Peers in the others are deleted.
     let mut smaller = env.mesh();
     smaller["spec"]["clusters"].as_array_mut().unwrap().remove(2);
     env.apply_mesh(&smaller).await;

@@ -1,4 +1,5 @@
-//! Tests that a restarted controller deletes nothing because of a kind that it has not listed yet.
+//! Tests that a restarted controller does not mistake a kind that it has not listed yet for one without objects. It would
+//! then delete what it derived from these objects.
 
 use clustermesh_api::mesh::ClusterMesh;
 use clustermesh_lab::wait_until;

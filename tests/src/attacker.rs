@@ -334,7 +334,7 @@ impl Flood {
             Arc::<Mutex<BTreeMap<String, u64>>>::default(),
         );
         let (counted, failed) = (rounds.clone(), unsent.clone());
-        let number = packets.len();
+        let kinds_per_round = packets.len();
         let work = BackgroundThread::start(ns, move |stop| {
             let send = |to: IpAddr, packet: &[u8]| {
                 if let Err(error) = raw.send(to, packet) {
@@ -368,7 +368,7 @@ impl Flood {
         Self {
             rounds,
             unsent,
-            kinds_per_round: number,
+            kinds_per_round,
             started_at: Instant::now(),
             _thread: work,
         }

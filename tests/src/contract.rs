@@ -1,5 +1,5 @@
-//! Tests that every device backend must pass. Each test is a function of the backend, and checks the device with `wg`,
-//! `ip`, `nft` and `ping`.
+//! The tests that every device backend must pass. Each test is a function with the backend as its parameter, and checks the device
+//! with `wg`, `ip`, `nft` and `ping`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -67,7 +67,7 @@ impl NetNs {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// The command that enters the namespace.
+    /// The name of the namespace, and the command that opens a shell in it.
     pub fn enter_hint(&self) -> String {
         format!("{}: nsenter --net={}", self.name, self.path())
     }

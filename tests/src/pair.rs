@@ -80,7 +80,7 @@ pub fn exchange_peers(sites: &[Site; 2]) {
 }
 
 impl Drop for Site {
-    /// Removes the control socket, lock and status socket of a killed agent: all network namespaces share their directory.
+    /// Removes the control socket, lock and status socket of a killed agent, which are in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = fs::metadata(self.ns.path()) {

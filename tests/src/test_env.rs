@@ -393,7 +393,7 @@ impl TestEnv {
         .unwrap()
     }
 
-    /// The resourceVersions of the ClusterMesh, and in every cluster of all objects of the kinds that the controller writes there.
+    /// The resourceVersions of the ClusterMesh, and of the objects in all clusters whose kinds the controller writes.
     pub async fn versions(&self) -> BTreeMap<String, String> {
         let mut versions = BTreeMap::new();
         for name in &self.names {

@@ -142,19 +142,20 @@ impl Measured {
         tokio::time::sleep(PAUSE * 2).await;
         let attempts = connections.attempts();
         let attempts = attempts.into_iter().filter(|(began, _)| *began >= changed_at);
-        let (mut waited, mut late) = (0, 0);
+        // The longest wait, and how long after the change the last late attempt began.
+        let (mut longest_wait, mut last_late) = (0, 0);
         for (began, opened) in attempts {
             self.connections += 1;
             // The probe gives up after three seconds.
             let wait = opened.map_or(3000, |opened| opened.saturating_sub(began));
             self.connections_lost += u64::from(opened.is_none());
-            waited = waited.max(wait);
+            longest_wait = longest_wait.max(wait);
             if wait > LATE {
-                late = began - changed_at;
+                last_late = began - changed_at;
             }
         }
-        self.add(Time::ConnectionWaited, waited);
-        self.add(Time::ConnectionLate, late);
+        self.add(Time::ConnectionWaited, longest_wait);
+        self.add(Time::ConnectionLate, last_late);
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
-//! Measures throughput and round trips through a gateway by the number of grants in its table, compared to a cluster-meshed member; and the
-//! resources of an idle gateway.
+//! Measures throughput and round trips through a gateway with several numbers of grants in its table, and of a cluster-meshed member for
+//! comparison. Also measures the resources of an idle gateway.
 
 use std::{
     net::SocketAddr,
@@ -128,6 +128,7 @@ struct Fillers<'a> {
     clusters: &'a TestClusters<'a>,
     accesses: Api<DynamicObject>,
     gateways: Vec<Gateway>,
+    /// Number of additional SandboxAccesses so far.
     count: usize,
     /// Number of grants, including those of the measured sandbox.
     grants: usize,
@@ -140,10 +141,10 @@ impl Fillers<'_> {
         let began = Instant::now();
         while self.grants < to {
             let name = format!("{FILLER}-{}", self.count);
-            let count = MAX_GRANTS_PER_ACCESS.min(to - self.grants);
+            let added = MAX_GRANTS_PER_ACCESS.min(to - self.grants);
             let grant =
                 |port: usize| json!({"service": {"namespace": "default", "name": "web"}, "gatewayPort": 1024 + port});
-            let grants: Vec<Value> = (0..count).map(grant).collect();
+            let grants: Vec<Value> = (0..added).map(grant).collect();
             let access = serde_json::from_value(json!({
                 "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",
                 "metadata": {"name": name, "labels": {"bench": FILLER}},
@@ -151,11 +152,11 @@ impl Fillers<'_> {
             }))?;
             self.accesses.create(&PostParams::default(), &access).await?;
             self.count += 1;
-            self.grants += count;
+            self.grants += added;
             if let Err(error) = self.wait_until_applied().await {
                 eprintln!("bench: {} grants are too many: {error}", self.grants);
                 self.accesses.delete(&name, &DeleteParams::default()).await?;
-                self.grants -= count;
+                self.grants -= added;
                 self.wait_until_applied().await?;
                 break;
             }

@@ -201,7 +201,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 }
 
 /// Computes the published sources of this node: the allowed IPs of the Peers that the controller writes for it in other members. These
-/// are its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
+/// are its WireGuard addresses, and each of its pod CIDRs and InternalIPs that lies inside its own cluster's allowedNetworks.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
 /// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source is translated to the device's

@@ -90,8 +90,8 @@ fn cut(net: IpNet, cuts: &[IpNet], out: &mut Vec<IpNet>) {
     }
 }
 
-/// Converts pairs of prefixes whose left sides may overlap into pairs without overlaps. Every left address keeps the right
-/// addresses of its family; pairs of two families are left out. The kernel refuses partial overlaps in concatenated range sets
+/// Converts pairs of prefixes whose left sides may overlap into pairs without overlaps. Every left address keeps its right
+/// addresses, except those of the other family. The kernel refuses partial overlaps in concatenated range sets
 /// (nft_set_pipapo: ENOTEMPTY).
 #[must_use]
 pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, IpNet)> {

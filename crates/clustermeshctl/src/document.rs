@@ -312,7 +312,7 @@ fn read_problem(path: &Path, error: &std::io::Error) -> Problem {
 }
 
 /// Collects the files in a folder and its subfolders. Names that begin with a dot are skipped, because a mounted ConfigMap
-/// contains each file a second time in the folder `..data`.
+/// contains each file a second time in the folder `..data`. A folder that symbolic links make reachable twice is read once.
 fn collect_files(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
     let canonical_path = fs::canonicalize(path).map_err(|error| read_problem(path, &error))?;
     if !visited.insert(canonical_path) {

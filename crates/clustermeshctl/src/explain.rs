@@ -1,6 +1,6 @@
 //! `clustermeshctl explain`: shows whether a connection is allowed, and why.
 //!
-//! It parses the two ends of the connection ([`end`]), finds their addresses in the input ([`locate`]), explains the
+//! It parses the two ends of the connection ([`connection_end`]), finds their addresses in the input ([`locate`]), explains the
 //! connection to each address of the destination ([`crate::explanation`]), and prints the answer ([`show`]).
 
 use std::{

@@ -66,7 +66,9 @@ pub(crate) enum Rule {
     Standard,
     TwoSandboxes,
     TowardSandbox,
+    /// The sandbox has no grant for the destination's member.
     NoGrant,
+    /// The sandbox has a grant for the destination's member, but not for this address and port. Also: a mirrored Service has no endpoint.
     NotGranted,
     Quarantined,
     NoGateway,

@@ -162,9 +162,9 @@ impl<'a> Verify<'a> {
         clusters
     }
 
-    /// Whether a cluster may reach only allowed sockets, also on the underlay. True if an entry of the cluster has a
-    /// stricter profile than cluster-meshed, or is quarantined.
-    fn is_underlay_checked(&self, cluster: &ClusterIdentity) -> bool {
+    /// Whether an entry of the cluster is a sandbox, standard or quarantined. Such a cluster must not reach denied sockets on the
+    /// underlay either.
+    fn is_untrusted(&self, cluster: &ClusterIdentity) -> bool {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.any(|entry| entry.profile > Profile::ClusterMeshed || entry.quarantine)
@@ -258,8 +258,8 @@ impl<'a> Verify<'a> {
     ) -> Sockets {
         let mut selected = all.clone();
         selected.retain(|socket, _| !excluded.contains(*socket));
-        if !self.is_underlay_checked(from.identity) {
-            // Gateways serve only sandboxes, so they do not have to answer a cluster-meshed member.
+        if !self.is_untrusted(from.identity) {
+            // Gateways serve only sandboxes, so they do not have to answer this cluster-meshed source.
             let gateways = || to.read.member.gateways.values().flat_map(|gateway| &gateway.addresses);
             for (address, socket) in &mut selected {
                 socket.should_answer &= !gateways().any(|gateway| gateway.to_canonical() == address.ip());
@@ -314,7 +314,7 @@ impl<'a> Verify<'a> {
             explainer,
             source: &job.source,
             from: from.identity,
-            is_underlay_checked: self.is_underlay_checked(from.identity),
+            is_underlay_checked: self.is_untrusted(from.identity),
             device: &job.device,
             answers,
             interfaces: interfaces.get(&(job.source.cluster.clone(), job.source.node.clone())),

@@ -14,7 +14,7 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Starts with a pause of half a second from `now`. Later pauses grow up to `max`.
+    /// Starts with a pause of half a second from `now`. Later pauses grow up to `max`. Jitter makes each pause up to twice as long.
     pub(crate) fn new(now: Instant, max: Duration) -> Self {
         let pauses = ExponentialBuilder::new()
             .with_min_delay(Duration::from_millis(500))

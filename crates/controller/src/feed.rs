@@ -1,5 +1,5 @@
-//! A local table of one kind of object of one cluster, and whether the table is current ([`Trust`]). [`follow`] keeps the table up to
-//! date by list and watch, like an informer's cache. A conversion function decides what a row contains.
+//! A feed is a local table of one kind of object of one cluster, and whether the table is current ([`Trust`]). [`follow`] keeps the
+//! table up to date by list and watch, like an informer's cache. A conversion function decides what a row contains.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ pub(crate) use follow::{Resume, WatchedResource, follow};
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
 
-/// Whether a table is current, or why not.
+/// Whether a feed is current, or why not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Trust {
     /// The kind was not listed yet, and no request has failed yet.
@@ -34,7 +34,7 @@ pub(crate) enum Trust {
     Broken(String),
     /// The API server does not know the kind (404): the CRD is not installed.
     Absent,
-    /// The account may not read the kind (403). Contains the missing permission.
+    /// The controller may not read the kind (403). Contains the missing permission.
     Denied(String),
 }
 
@@ -83,14 +83,14 @@ struct Table<V> {
     was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
     denied_since: Option<tokio::time::Instant>,
-    /// The charge for the memory of the rows. `None` for tables of the hub, whose memory is not limited.
+    /// The charge for the memory of the rows. `None` for feeds of the hub, whose memory is not limited.
     charge: Option<Charge>,
 }
 
 /// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
 type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync;
 
-/// A table that is shared by the task that lists and watches, and by the readers.
+/// A [`Table`] that is shared by the task that lists and watches, and by the readers.
 pub(crate) struct Feed<V> {
     table: Arc<Mutex<Table<V>>>,
     convert: Arc<Convert<V>>,
@@ -227,7 +227,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the account was never allowed to read the kind. Such a kind is treated like a kind that does not exist.
+    /// Whether the controller was never allowed to read the kind. Such a kind is treated like a kind that does not exist.
     ///
     /// A kind that was read before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
@@ -353,6 +353,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let before = std::mem::take(&mut table.rows);
         let malformed_before = std::mem::take(&mut table.malformed);
         for object in objects {
+            // `Table::set` keeps the row of a malformed object, but all rows were taken out above.
             if let (Err(_), Some(row)) = (&object.value, before.get(&object.name)) {
                 table.rows.insert(object.name.clone(), row.clone());
             }

@@ -54,7 +54,7 @@ impl HeldNodes {
                 );
             }
         }
-        // The plan contains no Nodes of a member without an observation, so their times stay.
+        // Of a member without an observation the plan contains no Nodes, so the times of its Nodes stay.
         self.0
             .retain(|key, _| keep.contains(key) || seen.members.get(&key.0).is_none_or(|o| o.last().is_none()));
         for key in keep {

@@ -291,8 +291,8 @@ impl Reconciler {
     }
 }
 
-/// Computes the steps for each member. Omits deletes in a member whose observation is not fresh, and deletes for a mesh that may
-/// reference the same cluster by another Secret.
+/// Computes the steps for each member. Omits two kinds of delete steps: those in a member whose observation is not
+/// fresh, and those for a mesh that may reference the same cluster by another Secret.
 fn compute_steps(
     plan: &Plan,
     seen: &Observations,

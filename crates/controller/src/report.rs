@@ -39,7 +39,7 @@ const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 /// The facts about one member that its plan does not contain: the state of its API server, agents and objects.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemberFacts {
-    /// The observation is fresh: the API server answers, and all tables are current.
+    /// The observation is fresh: the API server answers, and all feeds are current.
     pub(crate) is_fresh: bool,
     /// UID of the member's kube-system namespace.
     pub(crate) uid: Option<String>,

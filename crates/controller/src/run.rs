@@ -129,7 +129,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     });
 
     let counted = metrics.clone();
-    // All charges together stay below twice this value (see [`Memory`]), so at least a quarter of the limit remains for other memory.
+    // All charges together stay below twice this value (see [`Memory`]), so at least a quarter of `--memory-limit`
+    // remains for other memory.
     let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
     let memory = Memory::new(memory, move |member, over| {
         // The level is debug because this may happen many times per minute. The feed logs once, with the reason, that it is not current.
@@ -179,7 +180,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             () = stop.cancelled() => break,
         };
         heartbeat.beat();
-        // Dropping both makes the controller ready.
+        // The controller is ready when `first_list` and `first_plan` are dropped.
         if meshes.trust() == Trust::Live && first_list.take().is_some() {
             first_plan.take();
         }

@@ -1,5 +1,6 @@
-//! Runs one session per member. A session watches the credentials of the member, connects, and keeps the tables of the member's
-//! objects up to date. A probe detects an API server that does not answer. Sessions are independent: no member delays another.
+//! Runs one session per member. A session watches the credentials of the member, connects, and keeps the feeds up to date (each feed:
+//! a local table of the member's objects of one kind). A probe detects an API server that does not answer. Sessions are independent:
+//! no member delays another.
 
 use std::{
     collections::BTreeSet,
@@ -84,7 +85,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// With `is_charged`, the rows of the tables are charged to the member's memory budget.
+    /// With `is_charged`, the rows of the feeds are charged to the member's memory budget.
     fn new(identity: ClusterIdentity, account: Account, is_charged: bool, changed: Changed) -> Self {
         Self {
             tables: Tables::new(identity.to_string(), is_charged.then_some(&account), &changed),
@@ -214,7 +215,7 @@ impl Session {
         self.shared.connection().version.clone()
     }
 
-    /// The tables. Writers take the preconditions of deletes from them, and store the objects that their writes return.
+    /// The feeds. Writers take the preconditions of deletes from them, and store the objects that their writes return.
     pub(crate) fn tables(&self) -> Tables {
         self.shared.tables.clone()
     }
@@ -304,7 +305,7 @@ fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// Returns the problem of the first table that is not current. `None` = all tables are current.
+/// Returns the problem of the first feed that is not current. `None` = all feeds are current.
 fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,

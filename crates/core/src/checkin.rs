@@ -5,8 +5,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and drops a node from its own mesh
-/// after 60 s, so before the node counts as silent here.
+/// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and removes a node
+/// from Kilo's own mesh after 60 s without a check-in, 5 s before the node is silent here.
 pub const SILENT_AFTER: Duration = Duration::from_secs(65);
 
 /// Returns the age of each node's last check-in, measured from the newest one. `now` is the observer's Unix time. If the newest check-in

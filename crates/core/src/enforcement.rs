@@ -1,6 +1,6 @@
 //! Derives the condition `PolicyEnforced`, which names the nodes and gateways that do not enforce the current PeerPolicies or
 //! SandboxAccesses. The inputs are the nodes' reports about themselves. These reports are untrusted: they are quoted in messages,
-//! and a false report affects only the status of the reporting node's own cluster.
+//! and a false report changes only what the condition says about the reporting node's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -23,7 +23,7 @@ pub type Source = (MeshId, String);
 pub struct Lanes {
     /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
     /// them), all steps of SandboxAccesses, updates of Peers that only lose networks, and deletes of Peers, Services and
-    /// EndpointSlices. The step of a Peer whose network moves to another Peer is not among them, unless its key moves, too.
+    /// EndpointSlices. The step of a Peer whose network moves to another Peer is not among them, unless the Peer is renamed.
     pub closing: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,
@@ -35,7 +35,7 @@ pub fn source_of(step: &Step) -> Source {
     (step.mesh.clone(), step.owner.source_cluster.clone().unwrap_or_default())
 }
 
-/// Splits `steps`, the result of the diff for `member`. The key of a group in the result is the smallest of its sources.
+/// Splits `steps`, the result of the diff for `member`. In the result, each group is listed under the smallest of its sources.
 #[must_use]
 pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = BTreeMap::new();
@@ -67,7 +67,8 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
 /// the policy limits.
 fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
     // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
-    let moves_prefix = || {
+    // A renamed Peer is the exception: it is deleted before the new one is created, because a key has only one Peer (design rule 2).
+    let must_wait_for_gain = || {
         lost_prefixes(step, existing).any(|net| order.moving_prefixes.contains(&net))
             && !order.is_renamed(step, existing)
     };
@@ -75,13 +76,13 @@ fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, Observ
         (Item::Policy(_, spec), _) => spec.is_some(),
         (Item::Access(..), _) => true,
         (Item::Service(..) | Item::Slice(..), action) => action == Action::Delete,
-        (Item::Peer(..), Action::Delete) => !moves_prefix(),
+        (Item::Peer(..), Action::Delete) => !must_wait_for_gain(),
         (Item::Peer(..), Action::Update) => {
             let key = |spec: Option<&crate::observe::PeerSpec>| spec.map(|spec| spec.public_key);
             key(existing_spec(step, existing)) == key(desired_spec(step))
                 && gained_prefixes(step, existing).is_empty()
                 && lost_prefixes(step, existing).next().is_some()
-                && !moves_prefix()
+                && !must_wait_for_gain()
         }
         (Item::Peer(..), Action::Create) => false,
     }

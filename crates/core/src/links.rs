@@ -16,7 +16,7 @@ pub struct Tunnels {
     pub total: u32,
 }
 
-/// A link with tunnels that are down: all tunnels from the nodes of one member to those of another.
+/// A link with tunnels that are down, in one direction: the tunnels from the nodes of member `from` to the nodes of member `to`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Broken {
     /// The member whose nodes report the tunnels, by entry name.

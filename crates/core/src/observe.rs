@@ -409,8 +409,8 @@ pub struct Service {
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// The IP families. A Service with a dual-stack `ipFamilyPolicy` counts as having both, even if its cluster supports only one:
-    /// another update could not add the missing family.
+    /// The IP families. A Service with a dual-stack `ipFamilyPolicy` counts as having both, even if its cluster supports only one.
+    /// Otherwise every pass would plan an update, which cannot add a family that the cluster lacks.
     pub families: Families,
     /// Hub namespaces whose meshes may grant this Service although they are restricted to Services of their own namespace
     /// (`kilo-clustermesh.io/allowed-from`).

@@ -46,7 +46,7 @@ pub const HOLD: Duration = Duration::from_secs(300);
 /// Held nodes are reported only after this time, because a restart of kg takes just seconds.
 pub const HOLD_REPORT_DELAY: Duration = Duration::from_secs(30);
 
-/// The largest tested number of Peers in one target. A plan with more reports [`Fact::MeshTooLarge`].
+/// The largest tested number of Peers in one target. If a target has more, the plan contains [`Fact::MeshTooLarge`].
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
 /// Builds the names of written objects. The implementation is in the API crate, which defines all names that users see.

@@ -14,8 +14,8 @@ pub enum LogFormat {
     Json,
 }
 
-/// The filter without `RUST_LOG`: events from level info, of the libraries that it names only warnings or errors. boringtun is off
-/// because it logs an error for each unreachable peer every 90 s. The agent's status reports such peers.
+/// The filter without `RUST_LOG`: events from level info; from the named libraries, only warnings or errors. boringtun is off because it
+/// logs an error for each unreachable peer every 90 s. The agent's status reports such peers.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
 /// kube-client logs whole responses with their newlines, and an API server may be hostile. Our code logs failed requests itself.

@@ -61,14 +61,14 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     write(pki.join("service-account.pub"), &public)?;
 
     let inside = format!("https://{}:6443", cluster.api_address());
-    let nodes = server_for_nodes(cluster);
+    let from_nodes = server_for_nodes(cluster);
     let outside = format!("https://127.0.0.1:{port}");
     for (file, server, user, group) in [
         ("admin", &outside, "admin", Some("system:masters")),
         ("inside", &inside, "admin", Some("system:masters")),
         ("controller-manager", &inside, "system:kube-controller-manager", None),
         ("scheduler", &inside, "system:kube-scheduler", None),
-        ("proxy", &nodes, "system:kube-proxy", None),
+        ("proxy", &from_nodes, "system:kube-proxy", None),
     ] {
         let text = authority
             .kubeconfig(&cluster.name, server, user, group)

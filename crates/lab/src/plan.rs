@@ -236,9 +236,9 @@ impl LabPlan {
         self
     }
 
-    /// Connects the nodes of a cluster to the pod network of a node of another cluster (see [`Workers::Pods`]). The
-    /// cluster's API server gets address number 100 + `i` in the other cluster's Service range, where `i` is the index of
-    /// the cluster.
+    /// Connects the nodes of `cluster` to the pod network of node number `node` of the cluster `of` (see
+    /// [`Workers::Pods`]). The API server of `cluster` also gets a ClusterIP in `of`: address number 100 + `i` of the
+    /// Service range, where `i` is the index of `cluster` in the plan.
     ///
     /// # Panics
     /// When one of the clusters is not in the plan.

@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | [`Socket::get`] | for one object | the object |
 //! | [`Socket::change`], [`Socket::create`], [`Socket::replace`] | a change | an acknowledgement |
-//! | [`Socket::dump`] | for all objects of a kind | the objects, repeated until they are consistent |
+//! | [`Socket::dump`] | for all objects of a kind | the objects; the request is repeated until the answer is consistent |
 //!
 //! [`Events`] receives multicast notifications. [`link`] finds, creates, changes and deletes network interfaces.
 //!

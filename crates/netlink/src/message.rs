@@ -115,12 +115,12 @@ fn extended_ack(header: &NetlinkHeader, payload: &[u8]) -> Option<String> {
         return None;
     }
     let (_, rest) = payload.split_at_checked(4)?;
-    let request = match header.message_type {
+    let copied = match header.message_type {
         NLMSG_DONE => 0,
         _ if header.flags & NLM_F_CAPPED != 0 => HEADER,
         _ => u32::from_ne_bytes(*rest.first_chunk()?) as usize,
     };
-    let attributes = rest.get(request.next_multiple_of(4)..)?;
+    let attributes = rest.get(copied.next_multiple_of(4)..)?;
     let message = NlasIterator::new(attributes)
         .map_while(Result::ok)
         .find(|attribute| attribute.kind() == NLMSGERR_ATTR_MSG)?;

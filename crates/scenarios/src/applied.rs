@@ -69,8 +69,8 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Applies all steps, and stores the accepted and anchored networks in the status of each mesh that is not being deleted, as the
-/// controller does.
+/// Applies all steps, and stores the accepted and anchored networks in each mesh that is not being deleted. The controller stores them
+/// in the mesh's status, and reads them from there.
 pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);
     let steps = steps(&plan, scenario);

@@ -1,8 +1,8 @@
 //! Generates scenarios for property tests: meshes and the observed state of their members.
 //!
 //! Most networks and keys occur in only one cluster, so that Peers are planned. Other values come from small shared pools, so that
-//! names, keys, addresses and labels of different clusters collide. [`scenario`] is the usual start; [`sandboxed`] has a sandbox
-//! with a valid grant.
+//! names, keys, addresses and labels of different clusters collide. [`scenario`] generates any scenario; those of [`sandboxed`]
+//! have a sandbox with a valid grant.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,7 +91,8 @@ pub struct Scenario {
     pub seen: Observations,
 }
 
-/// Generates a scenario: either an initial one, or one after writes in which some nodes publish nothing, as while kg restarts.
+/// Generates a scenario: either an initial one, or one in which some plans were written ([`after_writes`]) and some nodes no longer
+/// publish a key, address or endpoint, as while kg restarts.
 pub fn scenario() -> BoxedStrategy<Scenario> {
     let stopped = option::of(collection::vec((0usize..3, select(&NODE_NAMES[..])), 0..5));
     let scenario = (initial(), stopped).prop_map(|(scenario, stopped)| {

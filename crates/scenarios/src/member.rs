@@ -126,8 +126,8 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
         select(&["one", "two"][..]),
     );
     let spec_or_error = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
-    // Half of the Peers look like those that a plan writes. The suffix is that of `TestNaming` if the plain name is taken: the
-    // namespace of the mesh.
+    // Half of the Peers look like those that a plan writes. The suffix is the one that `TestNaming` adds for a mesh in the namespace
+    // `one` if the plain name is taken.
     let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, is_random, owner, spec)| {
         let ((mesh, is_taken), n, k, namespace) = name;
         let suffix = if is_taken { "-one" } else { "" };
@@ -226,7 +226,8 @@ pub fn gateway_name(name: &str) -> ObjectName {
     }
 }
 
-/// A gateway of cluster `n`. Its key, and mostly its address, is that of a number from 6 to 8; nodes have the numbers 1 to 4.
+/// A gateway of cluster `n`. Its key, and mostly its address, is one that a node with a number from 6 to 8 would have; the nodes have
+/// the numbers 1 to 4.
 fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
     let address = prop_oneof![8 => (6u8..9).prop_map(move |k| own_wireguard(n, k).addr()), 1 => ip()];
     (
@@ -252,13 +253,13 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
 pub fn member(n: usize) -> BoxedStrategy<Member> {
     let maybe = |k| option::weighted(0.7, node(n, k));
     // A member with a node of kg does not enforce policies, so most members have only nodes of wg-agent.
-    let agents = prop::bool::weighted(0.6);
-    let nodes = (agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(agents, (a, b, c, d))| {
+    let only_agents = prop::bool::weighted(0.6);
+    let nodes = (only_agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(only_agents, (a, b, c, d))| {
         let nodes = NODE_NAMES.into_iter().zip([a, b, c, d]);
         let mut nodes: BTreeMap<String, Node> = nodes
             .filter_map(|(name, node)| Some((name.to_owned(), node?)))
             .collect();
-        if agents {
+        if only_agents {
             nodes.values_mut().for_each(|node| node.server = Server::Agent);
         }
         nodes

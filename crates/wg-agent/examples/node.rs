@@ -118,7 +118,7 @@ fn main() -> anyhow::Result<()> {
     Ok(Box::new(device).close()?)
 }
 
-/// Two members with one node each. Each node may reach the other.
+/// The inputs of this node in a mesh of two members with one node each. The other node may reach this one.
 fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
     let network = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
     let policy = PolicySpec {

@@ -213,7 +213,7 @@ impl TrackedPeer {
     }
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
-        // Counters decrease only if the device was opened again.
+        // Counters decrease only if the device was opened again, or the peer was removed and added again.
         let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {
             self.tx_at_last_receive = stats.tx_bytes;

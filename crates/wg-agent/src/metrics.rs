@@ -24,7 +24,7 @@ pub struct Reason {
 /// The label of a metric that has one value for each part of the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Part {
-    /// Such as `firewall`; for a repair of the device also the repaired setting, such as `mtu`.
+    /// Such as `firewall`. Repairs of one setting of the device have the name of the setting instead, such as `mtu`.
     pub part: &'static str,
 }
 

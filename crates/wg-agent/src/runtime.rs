@@ -1,5 +1,5 @@
 //! Starts the common tasks of `run`, `policy_mode` and `gateway`: signal handling, API client, metrics, admin endpoint,
-//! `wg-agent status`. For the first two it also starts the watches, the publication of annotations, and the checks for a
+//! `wg-agent status`. For `run` and `policy_mode` it also starts the watches, the publication of annotations, and the checks for a
 //! bypassed firewall and for the admission policy.
 
 use std::{path::Path, sync::Arc, time::Duration};

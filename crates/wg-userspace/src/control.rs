@@ -107,7 +107,7 @@ pub(crate) fn serve(listener: &UnixListener, shared: &Shared) {
             return;
         }
         if let Ok((client, _)) = listener.accept() {
-            // An error means that the client has closed its connection, or waits too long.
+            // An error means that the client has closed its connection, or has not sent or read within `CLIENT_TIMEOUT`.
             let _ = answer(client, shared);
         }
     }

@@ -98,14 +98,14 @@ impl Device {
         set_up(&tun, interface, configuration.mtu)?;
         let sockets = retry_while_busy(|| listen(&configuration, options))?;
         let links = link::socket().map_err(|source| Error::kernel("open a netlink socket", source))?;
-        let before = find(&links, interface)?.tx_dropped;
+        let tx_dropped_at_open = find(&links, interface)?.tx_dropped;
         let mut device = Self {
             interface: interface.name.to_owned(),
             alias: interface.alias.to_owned(),
             options,
             shared: Arc::new(Self::build_shared(tun, sockets, &configuration, options)?),
             configuration,
-            links: (links, before),
+            links: (links, tx_dropped_at_open),
             threads: Vec::new(),
             control: None,
         };
@@ -148,10 +148,10 @@ impl Device {
         // Each step records what it changed, so that after an error a second call continues with the rest.
         if configuration.listen_port != self.configuration.listen_port {
             let sockets = listen(&configuration, self.options)?;
-            let before = replace(&self.shared.sockets, sockets);
+            let old_sockets = replace(&self.shared.sockets, sockets);
             self.shared
                 .drops
-                .count_many(DropReason::SocketQueue, before.receive_queue_drops() as usize);
+                .count_many(DropReason::SocketQueue, old_sockets.receive_queue_drops() as usize);
             for rebound in &self.shared.rebound {
                 let _ = rustix::io::write(rebound, &1_u64.to_ne_bytes());
             }
@@ -221,7 +221,7 @@ impl Device {
                 thread,
             });
         }
-        let (links, before) = &self.links;
+        let (links, tx_dropped_at_open) = &self.links;
         let link = find(links, self.own_interface())?;
         let altered = [
             (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
@@ -231,7 +231,7 @@ impl Device {
             .into_iter()
             .filter_map(|(is_altered, part)| is_altered.then_some(part));
         let mut observed = observed(&self.shared);
-        let tx_dropped = link.tx_dropped.saturating_sub(*before);
+        let tx_dropped = link.tx_dropped.saturating_sub(*tx_dropped_at_open);
         observed.drops.insert(DropReason::InterfaceQueue.as_str(), tx_dropped);
         Ok(Observed {
             altered: altered.collect(),

@@ -195,11 +195,13 @@ impl Inbound<'_> {
         let mut state = peer.state();
         // An eavesdropper can forge a response with a valid receiver index, and processing it costs as much as an initiation. So responses
         // are rate limited too. A response with an index that the peer's tunnel does not expect is refused here.
-        if is_response
-            && !(state.tunnel.is_awaiting_response(index)
-                && identity.source_limiter.allow(source.remote.ip(), self.now))
-        {
-            return Err(DropReason::UnknownPeer);
+        if is_response {
+            if !state.tunnel.is_awaiting_response(index) {
+                return Err(DropReason::UnknownPeer);
+            }
+            if !identity.source_limiter.allow(source.remote.ip(), self.now) {
+                return Err(DropReason::UnderLoad);
+            }
         }
         let plain = &mut plain[self.plain..];
         let result = accept(view, &mut state, datagram, source, self.now, plain, scratch);

@@ -21,7 +21,8 @@ use crate::{
     tunnel::{Local, Tunnel},
 };
 
-/// The device's key pair with all values that depend on it: mac1 and cookie checks, rate limits, new tunnels.
+/// The device's key pair, and what is needed to check handshake messages and to create tunnels. A new private key replaces all of it,
+/// except the staging budget, which all tunnels of the device share.
 pub(crate) struct Identity {
     pub(crate) local: Arc<Local>,
     pub(crate) gate: Gate,

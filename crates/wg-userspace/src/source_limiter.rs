@@ -1,6 +1,6 @@
 //! Limits the handshake messages of each source address while the device receives many of them, with one token bucket for each source.
 //!
-//! Cookies (`gate`) prove that the source address is not spoofed.
+//! Cookies (`handshake_gate`) prove that the source address is not spoofed.
 
 use std::{
     collections::HashMap,

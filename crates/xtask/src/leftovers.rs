@@ -26,7 +26,7 @@ impl MachineState {
         for directory in ["/var/run/wireguard", "/run/netns", "/run/clustermesh-lab"] {
             add("the file", paths(Path::new(directory), ""));
         }
-        // The names of files that the crate tempfile creates.
+        // The crate tempfile gives its files names that begin so.
         add("the file", paths(&std::env::temp_dir(), ".tmp"));
         add("the link", names(Path::new("/sys/class/net")));
         add("the nftables", lines("nft", &["list", "tables"])?);

@@ -223,14 +223,14 @@ async fn scan_through_tunnel_finds_only_granted_ports(
     let addresses: BTreeSet<IpAddr> = all_sockets.keys().map(SocketAddr::ip).collect();
     let attacker = Attacker::new(env.lab, MEMBER, WORKER).await.unwrap();
     for gateway in &granted.gateways {
-        let on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
+        let kept_on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
         let mut want = granted.through(gateway).tcp_sockets();
-        want.extend(admitted.iter().filter(|socket| on_underlay.contains(&socket.ip())));
+        want.extend(admitted.iter().filter(|socket| kept_on_underlay.contains(&socket.ip())));
         for from in clients {
             env.lab.wait_for_open_sockets(from, &want).await.unwrap();
             let found = env.lab.scan(from, all_sockets.keys().copied()).await.unwrap();
             println!(
-                "{from}, all addresses except {on_underlay:?} through {}: {found:?}",
+                "{from}, all addresses except {kept_on_underlay:?} through {}: {found:?}",
                 gateway.name
             );
             assert_eq!(found, want, "{from} through {}", gateway.name);

@@ -5,7 +5,7 @@ use nix::sys::signal::Signal;
 
 use super::*;
 
-/// A PeerPolicy of another hub, of which this cluster is also a member. The agents enforce it, too.
+/// A PeerPolicy that another hub has written into this cluster. The agents enforce it, too.
 const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy",
     "metadata": {"name": "of-another-hub", "labels": {"kilo-clustermesh.io/hub": "another"}},
     "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;

@@ -73,10 +73,10 @@ pub(super) async fn disturbed_gateway_opens_no_other_port<'a>(
     env.hub.wait_for_rollout("default", "deployment/web").await.unwrap();
     scanned.update_key(attacker, peer).await;
     scanned.assert_only_granted_opened();
-    // After the restart, pods of that node have new addresses.
+    // After the restart, pods of that node have new addresses, so the attacker routes these through the gateway's Peer, too.
     let addresses = env.all_sockets().await.keys().map(SocketAddr::ip).collect();
-    let on_underlay = attacker.route_through(peer, &addresses).await.unwrap();
-    assert_eq!(on_underlay, BTreeSet::new());
+    let kept_on_underlay = attacker.route_through(peer, &addresses).await.unwrap();
+    assert_eq!(kept_on_underlay, BTreeSet::new());
     let scanned = ScannedGateway::new(env, env.gateway_of(peer).await).await;
     scanned.wait_until_settled("after the node was restarted").await;
     scanned

@@ -1,5 +1,5 @@
 //! Sets up the testbed of the hostile member's tests: a target node with a real agent and pods, the node of a
-//! cluster-meshed member whose root is the attacker, and witnesses that count the packets at all of them.
+//! cluster-meshed member, on which the attacker is root, and witnesses that count the packets at all of them.
 
 mod attack;
 mod neighbours;
@@ -40,7 +40,7 @@ pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 /// The pod of the target to which the flood sends its allowed packets.
 pub(crate) const ALLOWED_POD: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The addresses of the target node on its pod links.
-pub(crate) const GATEWAY: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
+pub(crate) const NODE_ON_POD_LINKS: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 /// The IPv6 address of the target node on the underlay.
 pub(crate) const NODE6: &str = "fd00:30::1:11";
 /// A Service of the target whose endpoint is [`DB`].
@@ -52,7 +52,7 @@ pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
 pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
 /// Addresses of the third member's networks that no peer has: the target's route to them is `unreachable`.
 pub(crate) const UNUSED: [&str; 2] = ["100.66.4.9", "fd00:66:4::9"];
-/// The ports on which every pod and every machine of [`surroundings`] listens.
+/// The ports on which every pod and every machine of [`neighbours`] listens.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;
 /// Source port of the legitimate requests.
@@ -107,7 +107,7 @@ impl Testbed {
         let pods = ["a pod", "another pod"].map(NetNs::new);
         set_up_node(&node, &pods);
         let surroundings = neighbours::Surroundings::new(&node);
-        for address in GATEWAY {
+        for address in NODE_ON_POD_LINKS {
             echo(&node, ip(address), UDP_PORT, TCP_PORT);
         }
         node.nft(&tables(&mgmt.interface));
@@ -247,7 +247,7 @@ impl Testbed {
         // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
         // reached while the node had no nftables table.
         arrived.retain(|key, _| {
-            ![GATEWAY, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
+            ![NODE_ON_POD_LINKS, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
                 .iter()
                 .flatten()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))

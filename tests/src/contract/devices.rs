@@ -91,7 +91,7 @@ pub fn external_device_changes_are_reported_and_repaired(backend: Backend) {
         let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
         (link["mtu"].clone(), link["flags"].clone())
     };
-    let (whole, shown) = (link(&a), a.wg_device());
+    let (link_before, wg_before) = (link(&a), a.wg_device());
     assert_eq!(altered_parts(&mut a), [].into());
     let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
     if backend == Backend::Kernel {
@@ -108,7 +108,7 @@ pub fn external_device_changes_are_reported_and_repaired(backend: Backend) {
     let device = a.device.as_deref_mut().expect("an open device");
     a.ns.enter(|| device.repair(&altered)).expect("repair");
     assert_eq!(altered_parts(&mut a), [].into());
-    assert_eq!((link(&a), a.wg_device()), (whole, shown));
+    assert_eq!((link(&a), a.wg_device()), (link_before, wg_before));
     wait_until("a ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }
 

@@ -187,8 +187,9 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     let socket = a.ns.enter(|| UdpSocket::bind("10.9.0.1:0")).expect("bind");
     let (mut sent, mut got) = (0, [0; 2]);
     for round in 0..60 {
-        // Sends datagrams on another thread while the allowed IP moves. Its new owner also gets and loses a second allowed IP: to
-        // remove a single one takes a workaround (docs/decisions/0029-workarounds-for-the-kernels-wireguard.md).
+        // Sends datagrams on another thread while the allowed IP moves to another peer. That peer also gets a second allowed IP and
+        // loses it again, because removing a single one needs a workaround
+        // (docs/decisions/0029-workarounds-for-the-kernels-wireguard.md).
         let device = a.device.as_deref_mut().expect("an open device");
         let add_second = PeerUpdate {
             add_allowed_ips: prefixes(&["10.8.0.0/16"]),

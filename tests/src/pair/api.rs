@@ -21,7 +21,7 @@ pub const NODES: &str = "/api/v1/nodes";
 pub const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
 pub const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 pub const KUBERNETES_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
-/// EndpointSlices of granted Services. The stub ignores label selectors, so these need another namespace than the
+/// EndpointSlices of granted Services. This server ignores label selectors, so these need another namespace than the
 /// EndpointSlice of the API server.
 pub const GRANTED_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
 /// Collections that a gateway reads: SandboxAccesses, its own SandboxGateway, and granted Services.

@@ -1,6 +1,7 @@
 //! The addresses of the two clusters in each IP version, so that the same tests run with IPv4 and IPv6.
 
-/// The addresses of one family. The hub has two nodes (`hub`, `hub2`), the member and the worker have one each. Every node has one pod.
+/// The addresses of one family. The hub has two nodes (`hub`, `hub2`). `member` and `worker` are each the only node of their member. Every
+/// node has one pod.
 /// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_gateway` the address of a node on its pods' bridge.
 pub struct Family {
     /// 4 or 6.

@@ -80,7 +80,7 @@ impl Worker {
         }
     }
 
-    /// Writes the DNAT rule of kube-proxy for a NodePort of the worker.
+    /// Writes the DNAT rule that kube-proxy would write for a NodePort of the worker.
     pub fn node_port(&self, port: u16, endpoint: &str) {
         let (ip, endpoint) = (self.mesh.f.ip(), self.mesh.f.url(endpoint));
         let rule = format!("fib daddr type local tcp dport {port} dnat to {endpoint}:8080");

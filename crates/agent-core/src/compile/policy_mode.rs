@@ -1,4 +1,4 @@
-//! Compiles the firewall table of policy mode, in which another program (kg) owns the tunnel and programs the Peers.
+//! Compiles the firewall table of policy mode, in which another program (kg) owns the tunnel and configures its peers.
 //!
 //! The agent then writes only this table. The table drops packets of other members that no PeerPolicy allows, and exempts packets
 //! with published sources from masquerading.

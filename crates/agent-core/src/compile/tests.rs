@@ -28,7 +28,7 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
     }
 }
 
-/// An anchor of the hub. The only other member is Routed and has two nodes, with IPv4 and IPv6 addresses.
+/// A node of the hub. The only other member is Routed and has two nodes, with IPv4 and IPv6 addresses.
 pub(crate) fn hub_node() -> Inputs {
     Inputs {
         node: Node {

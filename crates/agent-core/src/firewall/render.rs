@@ -112,6 +112,7 @@ pub(super) fn to_this_node_chain() -> String {
         "meta l4proto { icmp, icmpv6 } ct state related accept",
         "ICMP error: the policies decide",
     );
+    // In this comment, "listeners" are programs that listen at the node's other addresses, which are not in the set `listeners`.
     add_rule(
         &mut out,
         "counter drop",
@@ -138,7 +139,8 @@ fn own_addresses_chains_of_policy_mode(parameters: &RuleParameters) -> String {
 }
 
 /// Renders the policy chains for policy mode, in which another program owns the tunnel. WireGuard binds the inner source to the peer,
-/// so a packet with a mesh source is from that member. Packets with other sources are left to that program.
+/// so a packet with a mesh source is from the member that has this source. Packets with other sources are left to the program that
+/// owns the tunnel.
 fn policy_chains_of_policy_mode(parameters: &RuleParameters) -> String {
     let device = &parameters.device;
     let mut out = String::from(
@@ -244,8 +246,9 @@ fn add_deny_rules(out: &mut String) {
         "{ip} saddr . {ip} daddr @deny{n} counter drop",
         "denied on every port",
     );
-    // `ct protocol` instead of `meta l4proto`: between ranges, nft 1.0 writes the latter with a byteorder expression of one byte.
-    // Linux 6.12.117 refuses this expression and so the whole table. Every packet in this chain is in conntrack.
+    // `ct protocol` instead of `meta l4proto`: `deny_ports` is an interval set, and to look up `meta l4proto` in a concatenation of
+    // such a set, nft 1.0 adds a byteorder expression of one byte. Linux 6.12.117 refuses this expression and so the whole table.
+    // Every packet in this chain is in conntrack.
     add_rule_pair(
         out,
         "{ip} saddr . {ip} daddr . ct protocol . th dport @deny_ports{n} counter drop",

@@ -157,8 +157,9 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
         "IPv6 neighbour discovery",
     );
-    // Conntrack gives an ICMP error about a packet of the original direction the direction reply. The remote end of that packet is the
-    // source of the replies; for an error about a reply it is the source of the original direction.
+    // The direction of an ICMP error is opposite to that of the packet that caused it. So an error with direction `reply` is about a
+    // packet of the original direction, and the remote end of the flow is the source of the replies. For an error with direction
+    // `original`, the remote end is the source of the original direction.
     let error = format!("fib saddr type local ct state related {from_tunnel}");
     for (direction, remote_end) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
         add_rule_pair(

@@ -219,7 +219,7 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
     ] {
         slice.labels_mut().insert(key.to_owned(), value.to_owned());
     }
-    // The field is immutable, but the name of the slice contains the family, so it never changes.
+    // The field is immutable, but the name of the slice contains the family, so the value never changes.
     slice.address_type = if planned.v6 { "IPv6" } else { "IPv4" }.to_owned();
     slice.ports = Some(
         planned

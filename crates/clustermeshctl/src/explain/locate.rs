@@ -1,4 +1,4 @@
-//! Finds the addresses and Nodes of the two ends of a connection in the input.
+//! Finds, in the input, the addresses and Nodes of the two ends of a connection.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -439,7 +439,7 @@ impl Finder<'_> {
         };
         let cluster = self.name_of(cluster);
         let (Some(pod), Some(raw)) = (read.member.pods.get(name), read.objects.pods.get(name)) else {
-            let service = if read.member.services.contains_key(name) {
+            let hint = if read.member.services.contains_key(name) {
                 format!(
                     "; there is a Service of that name: {cluster}/{}/svc/{}",
                     name.namespace, name.name
@@ -450,7 +450,7 @@ impl Finder<'_> {
                 String::new()
             };
             return Err(LocateError::NotFound(format!(
-                "cluster {cluster:?} has no Pod {name}{service}"
+                "cluster {cluster:?} has no Pod {name}{hint}"
             )));
         };
         let uses_host_network = raw.spec.as_ref().and_then(|spec| spec.host_network).unwrap_or(false);

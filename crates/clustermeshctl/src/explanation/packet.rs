@@ -192,7 +192,8 @@ impl PacketTrace<'_> {
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        // A `closed` policy also denies connections to the member that it describes, here the destination.
+        // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::not_connected` denies
+        // quarantined and not cluster-meshed destinations before, so this check is only a safeguard, and reports one rule for all.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
@@ -252,7 +253,7 @@ impl PacketTrace<'_> {
             );
         }
         let is_wireguard_only =
-            wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
+            wireguard_addresses(target).contains(&to.address) && !is_internal_ip(target, to.address);
         if is_wireguard_only && to.port.is_some() {
             return Explanation::new(
                 Rule::WireguardAddress,
@@ -356,7 +357,7 @@ fn wireguard_addresses(member: &Member) -> BTreeSet<IpAddr> {
     claims.collect()
 }
 
-fn is_node_address(member: &Member, address: IpAddr) -> bool {
+fn is_internal_ip(member: &Member, address: IpAddr) -> bool {
     let mut internal = member.nodes.values().flat_map(|node| &node.internal_ips);
     internal.any(|ip| ip.to_canonical() == address)
 }

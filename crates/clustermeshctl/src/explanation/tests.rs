@@ -185,8 +185,8 @@ fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destin
         .collect()
 }
 
-/// A scenario in which many connections are allowed: the hub and `c1` have a valid node, and an API server whose address is in the
-/// mesh; the hub has an anchored network. Sometimes a member is quarantined, has no PeerPolicy CRD, or has no Peers yet.
+/// A scenario in which many connections are allowed: the hub and `c1` each have a valid node and an API server whose address is in
+/// the mesh; the hub has an anchored network. Sometimes a member is quarantined, has no PeerPolicy CRD, or has no Peers yet.
 fn connected() -> impl Strategy<Value = Scenario> {
     let quarantined = option::weighted(0.3, 0usize..3);
     (

@@ -245,6 +245,7 @@ impl Classifier<'_> {
 /// Combines the explanations of a socket and of its backends. The address of a Service is allowed if the address itself and at
 /// least one backend are allowed. For a mirrored Service `parts` has only backends, and one allowed backend is enough.
 fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
+    // `Allowed` is the smallest verdict.
     let take_best = |parts: &mut Vec<Explanation>| {
         let best = parts.iter().enumerate().min_by_key(|(_, part)| part.verdict());
         let index = best.map_or(0, |(index, _)| index);

@@ -1,10 +1,10 @@
 //! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
 //! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
-//! lanes. Steps of `closing`, which may revoke something, are sent first, have their own limit of concurrent requests, and are not rate
-//! limited. Steps of `rest` share another limit: the groups take turns, and each group has a token bucket, so that one source cannot
-//! use up the share of the others. Deletes take no token. Failed steps wait here until their backoff ends; no pass is needed to send
-//! them again.
+//! lanes. Steps of `closing`, which may revoke something, are sent first and are not rate limited. Among the steps of `rest` the groups
+//! take turns, and each group has a token bucket, so that one source cannot use up the share of the others. Deletes take no token. The
+//! `closing` lanes of all groups share one limit of concurrent requests, and their `rest` lanes another. Failed steps wait here until
+//! their backoff ends; no pass is needed to send them again.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use super::{Outcome, contested::ContestedObject, refused::RefusedObjects};
 use crate::backoff::{Backoff, TokenBucket};
 
-/// The most concurrent requests of each lane.
+/// The most concurrent requests of the `closing` lanes of all groups together, and of their `rest` lanes.
 const CLOSING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
 /// The token bucket of one source in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the
@@ -30,8 +30,7 @@ const REST_REQUESTS: usize = 8;
 /// per second.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The longest pause while the member does not answer or throttles a source. After the pause each lane probes the member
-/// with a single request.
+/// The longest pause while the member does not answer or throttles a lane. After the pause single requests probe the member.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
 /// Two changes of an object by another client count as changes in a row if less than this time is between them.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
@@ -43,6 +42,7 @@ pub(super) fn key(step: &Step) -> Key {
     (step.item.kind(), step.item.name())
 }
 
+/// The kind of a lane. A lane is identified by its kind and its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lane {
     Closing,
@@ -83,9 +83,9 @@ pub(super) struct Queue {
     /// Steps whose object has another write in flight.
     blocked: BTreeMap<Key, (Lane, Source, Step)>,
     in_flight: BTreeMap<Key, MeshId>,
-    /// For each lane and group: the batch in flight, and how many of its requests are in flight.
+    /// For each lane: the batch in flight, and how many of its requests are in flight.
     batch_in_flight: BTreeMap<(Lane, Source), (u64, usize)>,
-    /// For each lane: the group that sent last.
+    /// For each kind of lane: the group that sent last.
     last_group: BTreeMap<Lane, Source>,
     /// Objects that were written after the last pass began to observe. A step of that pass may repeat the same write.
     written: BTreeMap<Key, (Instant, Item)>,
@@ -182,7 +182,7 @@ impl Queue {
         let mut next: Option<Instant> = None;
         for (lane, limit) in [(Lane::Closing, CLOSING_REQUESTS), (Lane::Rest, REST_REQUESTS)] {
             let in_flight = self.batch_in_flight.iter().filter(|((other, _), _)| *other == lane);
-            // During an outage each lane probes with a single request whether the member answers again.
+            // During an outage all lanes of one kind together send one request at a time, to probe whether the member answers again.
             let limit = if self.outage.is_some() { 1 } else { limit };
             if in_flight.map(|(_, (_, count))| count).sum::<usize>() >= limit {
                 continue;
@@ -220,10 +220,10 @@ impl Queue {
                 due.entry((lane, group)).or_default().push(step);
             }
         }
-        for (lane, steps) in due {
+        for (lane_of_group, steps) in due {
             let batches = steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
             let batches: Vec<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
-            self.lanes.entry(lane).or_default().extend(batches);
+            self.lanes.entry(lane_of_group).or_default().extend(batches);
         }
     }
 
@@ -268,7 +268,7 @@ impl Queue {
             if in_flight.is_some_and(|(id, _)| *id != batch.id || batch.is_sequential) {
                 return Err(None);
             }
-            // A throttled source sends one request at a time, to probe whether the member still throttles it.
+            // A throttled lane sends one request at a time, to probe whether the member still throttles it.
             if in_flight.is_some() && self.throttled.contains_key(&lane_of_group) {
                 return Err(None);
             }

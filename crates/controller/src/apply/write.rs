@@ -45,7 +45,7 @@ impl Claims {
     }
 }
 
-/// A row of a table whose object may name an owner in its labels.
+/// A row of a feed whose object may name an owner in its labels.
 trait Owned {
     /// `None` = the object has none of our labels.
     fn owner(&self) -> Option<&Owner>;

@@ -151,7 +151,8 @@ async fn slow_hub_does_not_get_outdated_reports() {
         sleep_seconds(1).await;
     }
     sleep_seconds(60).await;
-    // During the first request the report changes twice. The status is written before Events, so only the last report gets an Event.
+    // During the first request the report changes twice. A changed status is written before the Events of the previous one, so only the
+    // last report gets an Event.
     assert_eq!(hub.requests(), ["status First", "status Third", "events Third"]);
     // An unchanged report is not written again.
     writer.publish([hub.desired("m", None, Some("Third"))].into());

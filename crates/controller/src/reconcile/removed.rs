@@ -40,7 +40,8 @@ struct MeshClusters {
 struct CurrentCluster {
     /// The name of the entry.
     name: String,
-    /// The Nodes of the cluster were read at least once. Before that nothing is written into it, so no object can be left in it.
+    /// This process has read the Nodes of the cluster, or the status shows that an earlier one did. Before that nothing is written
+    /// into the cluster.
     was_read: bool,
 }
 
@@ -66,7 +67,11 @@ impl RemovedClusters {
             }
             let mut before = std::mem::take(&mut clusters.current);
             for cluster in &loaded.mesh.clusters {
-                let was_read = before.remove(&cluster.identity).is_some_and(|current| current.was_read);
+                let was_read = before.remove(&cluster.identity).is_some_and(|current| current.was_read)
+                    || clusters
+                        .removed
+                        .keys()
+                        .any(|other| other.same_cluster(&cluster.identity));
                 let name = cluster.name.clone();
                 clusters
                     .current
@@ -134,8 +139,8 @@ impl MeshClusters {
     }
 }
 
-/// Whether the annotation `force-cleanup` allows leaving objects behind in a cluster where they cannot be deleted: it names the
-/// entry, or it is `true` and the mesh is being deleted.
+/// Whether the annotation `force-cleanup` allows leaving objects behind in a cluster: it names the entry, or it is `true` or empty and
+/// the mesh is being deleted. Whether the objects could be deleted is not checked here.
 pub(super) fn may_be_left_behind(object: &ClusterMesh, cluster: &str) -> bool {
     let annotations = object.metadata.annotations.as_ref();
     let Some(value) = annotations.and_then(|annotations| annotations.get(FORCE_CLEANUP)) else {
@@ -261,4 +266,57 @@ fn uids(object: &ClusterMesh) -> BTreeMap<String, String> {
 
 fn now() -> Time {
     truncate_to_seconds(k8s_openapi::jiff::Timestamp::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use clustermesh_api::convert;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns a mesh of the hub, the member `b` and, if `with_member`, the member `a`. An earlier process has read `a`: its status row
+    /// has `agents`.
+    fn mesh(with_member: bool) -> BTreeMap<MeshId, LoadedMesh> {
+        let secret = json!({"name": "a", "key": "value"});
+        let mut clusters = vec![
+            json!({"name": "hub", "local": true, "allowedNetworks": ["10.1.0.0/16"]}),
+            json!({"name": "b", "kubeconfigSecretRef": {"name": "b", "key": "value"}, "allowedNetworks": ["10.3.0.0/16"]}),
+        ];
+        if with_member {
+            clusters.push(json!({"name": "a", "kubeconfigSecretRef": secret, "allowedNetworks": ["10.2.0.0/16"]}));
+        }
+        let object: ClusterMesh = serde_json::from_value(json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+            "metadata": {"name": "prod", "namespace": "ns", "uid": "u"},
+            "spec": {"clusters": clusters},
+            "status": {"clusters": [{
+                "name": "a", "kubeconfigSecretRef": secret, "agents": {}, "registeredPeers": 1, "skippedNodes": 0,
+            }]},
+        }))
+        .expect("a ClusterMesh");
+        let (mesh, warnings) = convert::mesh::to_core(&object).expect("a valid mesh");
+        let id = mesh.id.clone();
+        let loaded = LoadedMesh {
+            object: Some(Arc::new(object)),
+            mesh,
+            warnings,
+            refused: None,
+            unlocatable: BTreeSet::new(),
+        };
+        [(id, loaded)].into()
+    }
+
+    #[test]
+    fn member_read_by_an_earlier_process_only_is_cleaned_up() {
+        let mut clusters = RemovedClusters::default();
+        clusters.update(&mesh(true));
+        assert_eq!(clusters.identities().count(), 0);
+        // This process never reads the member: it does not answer.
+        clusters.update(&mesh(true));
+        clusters.update(&mesh(false));
+        assert_eq!(clusters.identities().count(), 1, "its objects may still be there");
+    }
 }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::NamesByMember;
 
-/// The wanted names of all members. Each of them is either waiting or in progress.
+/// The wanted names of all members. Each name is either waiting or in progress.
 #[derive(Debug, Default)]
 pub(super) struct LookupQueue(BTreeMap<ClusterIdentity, MemberQueue>);
 

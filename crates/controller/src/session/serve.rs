@@ -1,5 +1,5 @@
-//! Runs one connection of a session: the tasks that keep the feeds (the watched objects of one kind) up to date, and a probe of the API
-//! server.
+//! Runs one connection of a session: the tasks that keep the feeds up to date (each feed: a local table of the objects of one kind),
+//! and a probe of the API server.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -108,7 +108,7 @@ fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
         return;
     }
     tracing::info!(member = %shared.identity, "the API server answers again");
-    // A table does not count as current until its watch is established again.
+    // A feed does not count as current until its watch is established again.
     shared.tables.mark_unconfirmed();
     resume.send_modify(|times| *times += 1);
     shared.update_connection(|connection| connection.unresponsive = None);

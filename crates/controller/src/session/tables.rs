@@ -161,7 +161,7 @@ impl Tables {
         self.on_demand.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks all tables as not current: for a new connection, or because the API server answers again. Their rows stay until they are
+    /// Marks all feeds as not current: for a new connection, or because the API server answers again. Their rows stay until they are
     /// read again.
     pub(super) fn mark_unconfirmed(&self) {
         fn mark<V: Clone + PartialEq>(feed: &Feed<V>) {
@@ -274,12 +274,12 @@ impl Tables {
         tasks
     }
 
-    /// Why a table is not current. `None` = all tables are current.
+    /// Why a feed is not current. `None` = all feeds are current.
     pub(super) fn problem(&self) -> Option<String> {
         first_problem(self.trusts())
     }
 
-    /// Returns for each table whether it is current. Only Nodes and Peers must be readable: a ServiceAccount made for the predecessor
+    /// Returns for each feed whether it is current. Only Nodes and Peers must be readable: a ServiceAccount made for the predecessor
     /// may read nothing else, and then the other kinds contain no object of ours.
     fn trusts(&self) -> Vec<Trust> {
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
@@ -318,7 +318,7 @@ impl Tables {
             && (self.api_slices.is_listed() || self.api_slices.is_forbidden())
     }
 
-    /// Converts the tables to the planner's input.
+    /// Converts the feeds to the planner's input.
     pub(super) fn member(&self, uid: Option<String>, interest: &Interest) -> Member {
         let mut services = values(&self.services);
         let mut slices = values(&self.slices);
@@ -390,7 +390,7 @@ impl Tables {
         }
     }
 
-    /// Marks the nodes on which kg has stopped checking in. `is_current` = the tables of the member are current.
+    /// Marks the nodes on which kg has stopped checking in. `is_current` = the feeds of the member are current.
     pub(super) fn mark_silent(&self, member: &mut Member, is_current: bool) {
         let mut check_ins = self.check_ins.lock().unwrap_or_else(PoisonError::into_inner);
         let unix = k8s_openapi::jiff::Timestamp::now().as_second();
@@ -407,7 +407,7 @@ impl Tables {
         self.check_ins.lock().unwrap_or_else(PoisonError::into_inner).due()
     }
 
-    /// Returns for each table the number of rows, whether it is current, and the malformed objects, for `/debug/state`.
+    /// Returns for each feed the number of rows, whether it is current, and the malformed objects, for `/debug/state`.
     pub(super) fn dump(&self) -> serde_json::Value {
         fn stats<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
             serde_json::json!({
@@ -481,7 +481,7 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
-/// Returns whether a table that is not required is current. A forbidden kind counts as absent.
+/// Returns whether a feed that is not required is current. A forbidden kind counts as absent.
 fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     if feed.is_forbidden() {
         Trust::Absent
@@ -490,7 +490,7 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Returns the rows of a table. `None` = the kind does not exist, or the ServiceAccount was never allowed to read it.
+/// Returns the rows of a feed. `None` = the kind does not exist, or the ServiceAccount was never allowed to read it.
 fn rows_if_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
     (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| by_name(feed))
 }

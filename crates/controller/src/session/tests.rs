@@ -20,13 +20,13 @@ use super::*;
 struct Server {
     /// The status code of `/version`; 0 = 200, 1 = no response.
     version_status: AtomicU16,
-    /// Lists whose path contains this text are refused with 403.
+    /// List requests whose path contains this text are refused with 403.
     forbidden_path: Mutex<String>,
     /// The latency of every response.
     latency: Mutex<Duration>,
-    /// Number of lists.
+    /// Number of list requests.
     lists: AtomicUsize,
-    /// Number of lists of `services` in namespace `team`.
+    /// Number of list requests for `services` in namespace `team`.
     team_lists: AtomicUsize,
     /// Number of requests for `/version`.
     probes: AtomicUsize,

@@ -45,7 +45,7 @@ pub enum FlagError {
     /// The profile does not exist.
     #[error("{0:?}: the profile must be cluster-meshed, sandbox or standard")]
     Profile(String),
-    /// There is no namespace, or no network after it.
+    /// The text before the first comma is not a namespace, or there is no comma.
     #[error("{0:?}: write NAMESPACE,CIDR such as team-x,10.20.0.0/16 (`*` = every namespace)")]
     NoNetworks(String),
     /// The text is not a network.

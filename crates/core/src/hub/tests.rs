@@ -83,15 +83,18 @@ fn local_entry_needs_own_namespace_or_a_flag() {
 #[test]
 fn restricted_namespace_refuses_less_restrictive_profile() {
     let refusal = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
-    let t = "t=sandbox,100.80.0.0/16";
-    assert_eq!(refusal(&[t], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
-    assert_eq!(refusal(&[t], Profile::Sandbox), None);
-    assert_eq!(refusal(&[t], Profile::Standard), None);
+    let sandbox = "t=sandbox,100.80.0.0/16";
+    assert_eq!(refusal(&[sandbox], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
+    assert_eq!(refusal(&[sandbox], Profile::Sandbox), None);
+    assert_eq!(refusal(&[sandbox], Profile::Standard), None);
     let standard = "t=standard,100.80.0.0/16";
     assert_eq!(refusal(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
     // A namespace with two flags has the more restrictive profile, and the networks of both.
-    assert_eq!(refusal(&[standard, t], Profile::Sandbox), Some("ProfileNotAllowed"));
-    let both = hub(&["t=sandbox,100.81.0.0/16", t]);
+    assert_eq!(
+        refusal(&[standard, sandbox], Profile::Sandbox),
+        Some("ProfileNotAllowed")
+    );
+    let both = hub(&["t=sandbox,100.81.0.0/16", sandbox]);
     assert_eq!(reason(&both, &mesh("t", Profile::Sandbox)), None);
 }
 
@@ -176,7 +179,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         // Meshes of a namespace without a list of networks may close the hub.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
-        // A refused mesh does not close the hub either.
+        // A refused mesh still takes part in the plan, but `reduce_to_allowed` opens the hub in it.
         for hub in [&listed, &hub(&[])] {
             closing.id.namespace = "t".into();
             hub.reduce_to_allowed(&mut closing);

@@ -38,8 +38,8 @@ fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     }
 }
 
-/// Whether an address is usually not reachable from another site, so that an ExternalIP is preferred: private addresses, and
-/// shared address space (RFC 6598), which Kilo treats as public.
+/// Whether an address is usually not reachable from another site: private addresses, and shared address space (RFC 6598), which Kilo
+/// treats as public. [`choose`] ignores Kilo's endpoint if it has such an address.
 fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.is_private() || (v4.octets()[0] == 100 && v4.octets()[1] & 0xc0 == 64),
@@ -256,7 +256,7 @@ pub(super) fn choose_for_gateway(
 /// send, the node is refused in this target.
 ///
 /// Explicit endpoints come first, whatever their family is, because the target's Nodes may not list all of their addresses. The
-/// others are sorted by the families of the target's nodes, because kg uses only the first candidate.
+/// other endpoints are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
     let mut addresses = Vec::new();

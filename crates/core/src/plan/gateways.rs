@@ -308,7 +308,7 @@ impl<'a> MeshInputs<'a> {
 
     /// Gives each granted Service port a gateway port. A grant that the sandbox also has in an older mesh uses the port of that mesh;
     /// any other existing grant keeps its port. A grant for which no port is free is left out;
-    /// [`GatewayAccess::exhausted`] brings this into its status.
+    /// [`GatewayAccess::exhausted`] brings this into the status of the grant.
     fn planned_grants(
         &self,
         name: &str,
@@ -319,6 +319,7 @@ impl<'a> MeshInputs<'a> {
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
+        // A SandboxAccess has the granted ports whatever the state of the gateways is; only the endpoints of a mirror depend on it.
         let no_gateways = GatewayAccess::default();
         for grant in sandbox.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {

@@ -317,8 +317,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     /// chooses them itself. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node that
     /// already has the key in an existing Peer or SandboxAccess, then the order of the entries.
     ///
-    /// An existing object of a sandbox wins only over other sandboxes. Otherwise a sandbox could keep a copied key whenever the
-    /// real Node briefly publishes none.
+    /// An existing object of a sandbox wins only over other sandboxes. If it also won over cluster-meshed members, a sandbox could
+    /// copy a key, get a Peer for it while the real Node briefly publishes none, and keep it.
     fn resolve_duplicate_keys(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
@@ -374,8 +374,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                         node.node,
                     );
                 }),
-                // The member was not observed since the controller started, so its existing Peers claim its keys. Otherwise a
-                // member that copies one of these keys would get it.
+                // The member was not observed since the controller started, so the existing Peers and SandboxAccesses claim
+                // its keys. Otherwise a member that copies one of these keys would get it.
                 None if mesh_member.can_connect => {
                     existing
                         .into_iter()

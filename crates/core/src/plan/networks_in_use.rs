@@ -66,7 +66,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 .filter(|other| !other.cluster.identity.same_cluster(&cluster.identity));
             other.is_some() && !hosted
         };
-        // By network: (its member, number of Nodes with addresses in the network, the first such Node, that Node's address).
+        // By network: (its member, number of Nodes with addresses in the network, the first such Node, its address or kg network).
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
         let mut inside_kg_networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
         for (node_name, node) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {

@@ -74,8 +74,8 @@ pub(super) fn host_route(address: IpAddr) -> IpNet {
 }
 
 impl<'a> RegistryBuilder<'a, '_> {
-    /// Registers the Nodes in the order of (creationTimestamp, name): if two Nodes claim one address, the older Node wins, in
-    /// whatever order the API server lists them.
+    /// Registers the Nodes in the order of (creationTimestamp, name): if two Nodes claim one prefix, the older Node wins, in
+    /// whatever order the API server lists them. But a silent node loses its WireGuard address to any node that is not silent.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
         let can_hold = |name: &str, node: &Node| self.can_hold(name, node);
         let mut registry = NodeRegistry {
@@ -458,8 +458,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// Like [`is_routable`], but if the entry has no `anchoredNetworks`, `net` may also lie inside an anchored network. The entry
-    /// itself selects the exported pods, so their addresses are no claim of a Node.
+    /// Whether `net`, the address of an exported pod, may be published. Like [`is_routable`], but without `anchoredNetworks`, `net` may
+    /// also lie inside a network that the planner anchored by default: the entry selects the exported pods, so no Node claims `net`.
     fn is_exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_routable(net))
     }

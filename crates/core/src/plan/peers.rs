@@ -70,7 +70,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             by_key.entry(spec.public_key).or_default().push(peer);
             // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (such as
             // that of a laptop), or a managed Peer whose source was not observed, or whose mesh is paused or does not exist.
-            // Otherwise a member that copies the key could replace the Peer.
+            // If its key were free, a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),

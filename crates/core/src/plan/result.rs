@@ -141,7 +141,7 @@ pub enum Fact {
         /// All such nodes.
         nodes: BTreeSet<String>,
     },
-    /// Two nodes claim one prefix. The first owner keeps it, and the other node has a Peer without it.
+    /// Two nodes claim one prefix. The older one keeps it, and the other one has a Peer without it.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,

@@ -31,11 +31,12 @@ proptest! {
                 for peer in target.peers.values() {
                     let accepted = &planned.clusters[&peer.source].accepted;
                     let entry = mesh.clusters.iter().find(|c| c.name == peer.source).unwrap();
-                    let in_mesh = mesh.accepted.get(&peer.source).into_iter().flatten().chain(&entry.allowed);
-                    let in_mesh: Vec<IpNet> = in_mesh.copied().collect();
+                    // If a change of allowedNetworks is refused, the networks that an earlier plan accepted stay.
+                    let before = mesh.accepted.get(&peer.source).into_iter().flatten();
+                    let allowed_now_or_before: Vec<IpNet> = before.chain(&entry.allowed).copied().collect();
                     for net in &peer.spec.allowed_ips {
                         prop_assert!(accepted.iter().any(|a| a.contains(net)), "{net} of {peer:?} outside {accepted:?}");
-                        prop_assert!(in_mesh.iter().any(|a| a.contains(net)));
+                        prop_assert!(allowed_now_or_before.iter().any(|a| a.contains(net)));
                     }
                 }
                 for service in target.services.values() {
@@ -225,19 +226,22 @@ proptest! {
         // For each mesh: whether wg-agent serves all nodes with a tunnel; `None` = no node has a tunnel.
         let agents: Vec<Option<bool>> = reports
             .map(|report| {
-                let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || report.held.contains_key(*name);
-                let mut serving = member.nodes.iter().filter(serves).peekable();
-                serving.peek().is_some().then(|| serving.all(|(_, node)| is_agent(node)))
+                let has_tunnel = |(name, node): &(&String, &Node)| {
+                    node.public_key != Claim::Absent || report.held.contains_key(*name)
+                };
+                let mut with_tunnel = member.nodes.iter().filter(has_tunnel).peekable();
+                with_tunnel.peek().is_some().then(|| with_tunnel.all(|(_, node)| is_agent(node)))
             })
             .collect();
         let same_in_all = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
-        // If the meshes have no common answer, the bad Node gets no key, so it has no tunnel. wg-agent serves it only if wg-agent
-        // serves another node too. Such a Node changes no answer.
-        let is_agent_only = same_in_all.unwrap_or_else(|| {
+        // If the meshes have no common answer, the bad Node gets no key, so it has no tunnel and changes no answer. The planner also
+        // checks whether wg-agent serves any Node, with or without a tunnel: if none, it assumes kg. So wg-agent serves the bad Node
+        // only if it serves another one.
+        let is_bad_agent = same_in_all.unwrap_or_else(|| {
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });
-        bad.server = if is_agent_only { Server::Agent } else { Server::Kilo };
+        bad.server = if is_bad_agent { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
         // A paused mesh writes nothing, and its status does not change.

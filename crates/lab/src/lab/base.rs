@@ -64,17 +64,14 @@ impl Cluster<'_> {
                 .items;
             let ready: Vec<_> = nodes
                 .iter()
-                .filter(|node| ready_at(node).is_some())
+                .filter(|node| ready_heartbeat(node).is_some())
                 .map(ResourceExt::name_any)
                 .collect();
             for node in self.nodes().into_iter().filter(super::Node::has_power) {
                 let object = nodes.iter().find(|object| object.name_any() == node.name());
-                let since = object.and_then(ready_at);
+                let heartbeat = object.and_then(ready_heartbeat);
                 // After a power cut, the Node still has its old conditions, so the heartbeat must be newer than the boot.
-                if node
-                    .booted_at()
-                    .is_none_or(|boot| since.is_none_or(|heartbeat| heartbeat < boot))
-                {
+                if node.booted_at().is_none_or(|boot| heartbeat.is_none_or(|at| at < boot)) {
                     let log = self.lab.log(node.name());
                     return Err(format!("{} is not Ready; see its log {}", node.name(), log.display()));
                 }
@@ -90,7 +87,7 @@ impl Cluster<'_> {
 }
 
 /// The last heartbeat of the condition Ready, in seconds since 1970. `None` = Ready is not True.
-fn ready_at(node: &core::Node) -> Option<i64> {
+fn ready_heartbeat(node: &core::Node) -> Option<i64> {
     let conditions = node.status.as_ref()?.conditions.as_ref()?;
     let ready = conditions
         .iter()

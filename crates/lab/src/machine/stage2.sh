@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs as pid 1 on the guest's root, on which all paths are those of the host.
+# Runs as pid 1 after init.sh. The guest's root shows the host's files at the same paths; writes stay in the guest's memory.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 m=/run/machine b=/run/machine/busybox
 mkdir -p /dev/pts /dev/shm /dev/mqueue /dev/net /run/netns /run/lock

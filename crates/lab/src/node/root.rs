@@ -80,8 +80,8 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// kubelet sets these sysctls if they have other values, and exits if that fails. They have no namespace, so it would
-/// change the host. Therefore files with the expected values are bind-mounted over them.
+/// kubelet sets these sysctls if they have other values, and exits if that fails. They have no namespace, so kubelet would
+/// change those of the host. Therefore files with the expected values are bind-mounted over them.
 const GLOBAL_SYSCTLS: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),

@@ -123,7 +123,7 @@ fn debian_base(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     scratch.write_settings()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
-    // The packages are unpacked, not configured, because only the product's programs run in the image.
+    // Packages are unpacked, not configured: the programs that run in the image and its Containerfile work without that.
     bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
     bootstrap
         .arg(format!("--include={PACKAGES}"))

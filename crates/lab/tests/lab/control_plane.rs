@@ -128,7 +128,7 @@ async fn underlay_connects_hosts_but_forwards_nothing() {
     one.restore_link().await.unwrap();
     one.exec(["ping", "-c", "1", "-W", "2", "172.30.1.102"]).await.unwrap();
 
-    // The underlay has a route to 10.99.0.1 on "two", but must not forward the packets that "one" sends to its gateway.
+    // The underlay, which is the default gateway of "one", has a route to 10.99.0.1 on "two". It must not forward packets there.
     lab.node("two")
         .exec(["ip", "addr", "add", "10.99.0.1/32", "dev", "lo"])
         .await

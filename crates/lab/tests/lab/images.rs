@@ -114,7 +114,7 @@ fn named_by(manifest: &str) -> String {
 #[test]
 fn program_with_newer_libc_is_refused_with_remedy() {
     let scratch = tempfile::tempdir().unwrap();
-    // The loader compares version names, so a name that no libc has acts like one of a newer libc.
+    // The loader compares version names. No libc has the name below, so this program looks as if it needed a newer libc.
     let mut program = fs::read("/bin/true").unwrap();
     let version = program
         .windows(9)

@@ -125,7 +125,7 @@ pub struct GatewayConfig {
     pub listen: SocketAddr,
 }
 
-/// A combination of gateway flags that is not supported. Each message says what to set instead.
+/// Why the gateway flags are refused. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GatewayArgsError {
     /// The pod's name or namespace is missing.
@@ -163,7 +163,8 @@ pub enum GatewayArgsError {
 }
 
 impl GatewayFlags {
-    /// Address N + 1 of the range for `ordinal` N. The network address and the IPv4 broadcast address are not used.
+    /// Address N + 1 of the range for `ordinal` N. `hosts` leaves out the network and broadcast address of an IPv4 range, but not the
+    /// first address of an IPv6 range.
     fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
         range.hosts().nth(
             usize::try_from(ordinal)

@@ -54,6 +54,7 @@ pub fn load(cache_file: &CacheFile, now: UnixTime) -> LoadedCache {
     let unusable = match read_private(path) {
         Ok(None) => return LoadedCache::default(),
         Ok(Some(text)) => match format::read(node, &text) {
+            // A maximum age of zero refuses also a cache that was confirmed in this second.
             Ok(Values { confirmed, .. }) if max_age.is_zero() || now.since(confirmed) > *max_age => Unusable::Old(
                 confirmed,
                 jiff::SignedDuration::try_from(*max_age).unwrap_or(jiff::SignedDuration::MAX),

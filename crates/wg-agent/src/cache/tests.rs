@@ -411,7 +411,7 @@ fn confirmation_time_lags_by_at_most_max_lag() {
         (true, at(5)),
         "a clock that was set back"
     );
-    let max_lag = |hours: u64| {
+    let max_lag_seconds = |hours: u64| {
         let max_age = Duration::from_secs(hours * 3600);
         CacheFile {
             max_age,
@@ -420,5 +420,5 @@ fn confirmation_time_lags_by_at_most_max_lag() {
         .max_lag()
         .as_secs()
     };
-    assert_eq!([0, 1, 24, 1000].map(max_lag), [60, 150, 3600, 3600]);
+    assert_eq!([0, 1, 24, 1000].map(max_lag_seconds), [60, 150, 3600, 3600]);
 }

@@ -109,7 +109,8 @@ pub struct Observed {
     pub peers: ObservedPeers,
     /// The port in use.
     pub listen_port: u16,
-    /// Dropped packets, by reason (usable as a metric label): since the interface was created (kernel), or since the device was opened.
+    /// Dropped packets, by reason (usable as a metric label): since the interface was created (kernel), or since the device was
+    /// opened (userspace).
     pub drops: BTreeMap<&'static str, u64>,
     /// Parts of the configuration that external programs changed.
     pub altered: BTreeSet<Altered>,

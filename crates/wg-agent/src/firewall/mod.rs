@@ -30,8 +30,7 @@ pub trait Backend: Send {
 }
 
 /// A table as `nft -j` lists it, without handles, counters and the remaining time of elements. Two listings are equal if
-/// nothing was written between them.
-/// nft prints masks and flags in its own form, so a listing can only be compared with another listing.
+/// nothing was written between them. nft prints masks and flags in its own form, so a listing can only be compared with another listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing(serde_json::Value);
 
@@ -102,7 +101,7 @@ pub struct FirewallManager<B> {
 }
 
 impl<B: Backend> FirewallManager<B> {
-    /// A manager that has written nothing yet. Its first pass replaces the whole table in one transaction.
+    /// A manager that has written nothing yet. Without a record ([`Self::with_record`]), its first pass replaces the whole table.
     pub const fn new(backend: B) -> Self {
         Self {
             backend,

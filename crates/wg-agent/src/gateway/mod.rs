@@ -174,8 +174,8 @@ async fn run_loop(
         heartbeat.beat();
         let settle = loop {
             tokio::select! {
-                // The first branch that is ready is taken. A large table is written in several passes without a pause; a renewal of the
-                // grants that is due comes before the next of them.
+                // The first branch that is ready is taken. A large table is written in several passes without a pause between them. A
+                // due renewal of the grants comes before the next pass.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
                 Ok(()) = last_contact.changed() => {

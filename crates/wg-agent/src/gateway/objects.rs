@@ -1,5 +1,5 @@
 //! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. A part of a SandboxAccess that cannot
-//! be parsed becomes an error message; a part of another object is left out.
+//! be parsed becomes an error message; such a part of another object is left out.
 
 use std::{
     collections::BTreeSet,

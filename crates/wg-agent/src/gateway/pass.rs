@@ -53,8 +53,8 @@ pub(super) struct Gateway {
 pub(super) struct Tunnel {
     pub(super) routing: Netlink,
     pub(super) device: Option<Box<dyn Device>>,
-    /// Whether the device has had the desired peers since it was opened. False if the table could not be written: the
-    /// peers are then removed.
+    /// Whether the device has the desired peers. False until they are applied after the device was opened, or after a
+    /// failed write of the table, which removes all peers.
     pub(super) has_desired_peers: bool,
     pub(super) saved_endpoints: SavedEndpoints,
 }

@@ -158,9 +158,9 @@ async fn write(
     status: &SandboxGatewayStatus,
 ) -> Result<(), String> {
     let mut body = json!(status);
-    for list in ["wireguardIPs", "endpoints", "serves", "applied", "refused", "message"] {
-        if body.get(list).is_none() {
-            body[list] = serde_json::Value::Null;
+    for field in ["wireguardIPs", "endpoints", "serves", "applied", "refused", "message"] {
+        if body.get(field).is_none() {
+            body[field] = serde_json::Value::Null;
         }
     }
     let (patch, params) = (Patch::Merge(json!({"status": body})), PatchParams::default());

@@ -40,8 +40,8 @@ struct Namespace {
     /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
     /// The failure, once it has lasted so long that no Service of the namespace is served. If access is denied, this takes
-    /// [`watches::REFUSAL_GRACE`] for a listed namespace, and no time for another one. Any other error takes [`Store::timeout`] during
-    /// which the API server answers other requests.
+    /// [`watches::REFUSAL_GRACE`] if the namespace is listed, else no time. With any other error it takes [`Store::timeout`], in which the
+    /// API server answers other requests.
     lasting_failure: Option<Failure>,
 }
 

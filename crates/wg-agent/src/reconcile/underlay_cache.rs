@@ -1,5 +1,5 @@
-//! Caches the node's own network. Reading it dumps the main routing table, so it is read again only after an event or
-//! after 30 seconds.
+//! Caches the [`Underlay`]: the node's network without the mesh. Reading it dumps the main routing table, so it is read
+//! again only after an event or after 30 seconds.
 
 use std::{
     collections::BTreeSet,
@@ -9,10 +9,10 @@ use std::{
 
 use crate::{kernel_events::Event, route::RoutingEvent, source::underlay::Underlay};
 
-/// The network is read again at least this often.
+/// The underlay is read again at least this often.
 const MAX_AGE: Duration = Duration::from_secs(30);
 
-/// The last reading; `None` = the network has not been read since the last event that may have changed it.
+/// The last reading; `None` = the underlay has not been read since the last event that may have changed it.
 #[derive(Debug, Default)]
 pub(super) struct UnderlayCache(Option<Reading>);
 
@@ -25,7 +25,7 @@ struct Reading {
 }
 
 impl UnderlayCache {
-    /// Forgets the reading if the event may have changed the network.
+    /// Forgets the reading if the event may have changed the underlay.
     pub(super) fn record_event(&mut self, event: Event) {
         match event {
             // The watch reports every address with prefix length 32 or 128 as `Ours`, even an address of the underlay.

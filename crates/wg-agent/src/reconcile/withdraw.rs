@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Removes rules, routes and the firewall table, also those of an earlier process, the userspace device that this process
-    /// has open, and this agent's annotation. The table of an agent in policy mode stays. Each pass tries again until
+    /// Removes rules, routes and the firewall table, even if an earlier process wrote them; also the userspace device that this
+    /// process has open, and this agent's annotation. The table of an agent in policy mode stays. Each pass tries again until
     /// everything is removed.
     pub(super) async fn withdraw(&mut self, own_node: &ParsedNode) -> Result<(), Trouble> {
         if self.kg.is_withdrawn {

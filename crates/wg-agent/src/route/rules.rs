@@ -35,9 +35,11 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// Decodes a rule of the agent's protocol; `None` = the rule is ignored. A rule that the agent never writes becomes
-/// [`Action::Other`]. To delete it, all rules of the agent at its priority are deleted. So it is ignored at
-/// [`RULE_TUNNEL`] and [`RULE_MESH`], the priorities of the rules that the agent writes.
+/// Decodes a rule; `None` = the rule is ignored. Rules without the agent's protocol number are ignored.
+///
+/// A rule with another action than a table lookup, or with an attribute that [`rule_message`] never writes, becomes
+/// [`Action::Other`]. To delete it, all rules with the agent's protocol number at its priority are deleted. So it is
+/// ignored at [`RULE_TUNNEL`] and [`RULE_MESH`], the priorities of the rules that the agent writes.
 pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,

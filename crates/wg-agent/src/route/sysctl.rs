@@ -46,7 +46,7 @@ pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
 }
 
 /// Checks every setting in the caller's network namespace, and writes the wrong ones that may be written. The
-/// agent can run without them; `Sysctl::why` names what does not work without the setting.
+/// agent can run with a wrong setting; `Sysctl::why` names what does not work then.
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     let Outcome {
         mut written,

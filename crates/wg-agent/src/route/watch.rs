@@ -1,7 +1,7 @@
 //! Reports that the kernel's routing may have changed externally. Callers find the change by `observe` and `diff`.
 //!
-//! A filter on the socket drops routes that other programs write into their own tables. So a routing daemon with a
-//! hundred thousand routes neither wakes the agent nor fills its queue.
+//! A BPF filter on the socket drops the routes of other programs in the tables up to 255 (such as main), except default routes. So a
+//! routing daemon with a hundred thousand routes there neither wakes the agent nor fills its receive buffer.
 
 use clustermesh_agent_core::{
     interface::InterfaceName,

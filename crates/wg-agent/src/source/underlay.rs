@@ -120,7 +120,7 @@ fn parse_link(message: LinkMessage) -> (u32, Link) {
 }
 
 /// Parses an address and its prefix length. On a point-to-point link, `Address` is the remote address and `Local` the
-/// local one. IPv6 has only `Address`.
+/// local one. An IPv6 address without a remote address has only `Address`.
 fn parse_address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     let find = |local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {

@@ -32,8 +32,8 @@ pub enum WatchedKind<V> {
 }
 
 impl<V> WatchedKind<V> {
-    /// The listed or cached objects; none if the CRD is missing or the kind is pending. For the latter, check
-    /// [`super::store::ClusterSnapshot::pending_kinds`] first.
+    /// The listed or cached objects; none if the CRD is missing or the kind is pending. Check
+    /// [`super::store::ClusterSnapshot::pending_kinds`] first, because a pending kind may have objects.
     pub(crate) fn objects(&self) -> impl Iterator<Item = (&str, &V)> {
         let objects = match self {
             Self::Pending | Self::CrdMissing => None,
@@ -197,7 +197,7 @@ fn handle_event<K: Resource, V: PartialEq + Send>(
     }
 }
 
-/// A list of an unknown kind returns 404; an empty list never does.
+/// Listing an unknown kind returns 404; listing a known kind without objects does not.
 fn is_unknown_kind(error: &watcher::Error) -> bool {
     match error {
         watcher::Error::InitialListFailed(kube::Error::Api(status))

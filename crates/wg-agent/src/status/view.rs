@@ -10,7 +10,7 @@ use clustermesh_api::annotations::Agent;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// The parts of the dump that `wg-agent status` shows. `None` = not known yet.
+/// The parts of the agent's state that `wg-agent status` shows. `None` = not known yet.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {

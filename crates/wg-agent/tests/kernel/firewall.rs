@@ -340,8 +340,8 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// Adds 500 rules before the lookup of the allow set and 500 before those of the deny sets, if the update writes the whole table;
-/// an update of elements stays the same. The rules delay packets, so that many packets are between the two lookups during an update.
+/// If the update writes the whole table, adds 500 rules before the lookup of the allow set, and 500 before the lookups of the deny sets.
+/// An update of elements stays the same. The rules delay packets, so that many packets are between the two lookups during an update.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;

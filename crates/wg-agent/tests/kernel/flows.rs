@@ -383,7 +383,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
         "dst net {} or dst net {} or dst net {}",
         f.hub_pod_net, f.services, f.hub_wireguards
     );
-    let sends_nothing = |why: &str| {
+    let assert_sends_nothing = |why: &str| {
         let capture = Capture::start(&mesh.member, "eth0", &filter);
         try_all();
         let seen = capture.finish(&mesh.member, f.member, f.switch);
@@ -405,15 +405,15 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
             String::from_utf8_lossy(&output.stderr)
         );
     }
-    sends_nothing("the device is down");
+    assert_sends_nothing("the device is down");
     mesh.member.ip("link del kilo0");
-    sends_nothing("the device is deleted");
+    assert_sends_nothing("the device is deleted");
     let mut without = mesh.member_inputs.clone();
     without.peers.clear();
     path::apply_without_device(&mesh.member, &without);
-    sends_nothing("the Peers are deleted");
+    assert_sends_nothing("the Peers are deleted");
     mesh.member.sh("ip rule flush; ip rule add pref 32766 lookup main; ip -6 rule flush; ip -6 rule add pref 32766 lookup main; ip rule add pref 0 lookup local; ip -6 rule add pref 0 lookup local");
-    sends_nothing("the rules are flushed");
+    assert_sends_nothing("the rules are flushed");
     mesh.member.sh("nft delete table inet clustermesh");
     let capture = Capture::start(&mesh.member, "eth0", &filter);
     try_all();
@@ -446,12 +446,12 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     ));
     mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
     assert!(!reaches_hub_pod(&mesh.hub2));
-    let path = mesh.hub.sh("nft list chain inet clustermesh path_in");
-    let dropped = path
+    let path_in = mesh.hub.sh("nft list chain inet clustermesh path_in");
+    let dropped = path_in
         .lines()
         .filter(|l| l.contains(" drop comment ") && !l.contains("packets 0 "))
         .count();
-    assert_eq!(dropped, 1, "{path}");
+    assert_eq!(dropped, 1, "{path_in}");
     mesh.hub.sh("nft flush chain inet clustermesh path_in");
     assert!(
         reaches_hub_pod(&mesh.hub2),

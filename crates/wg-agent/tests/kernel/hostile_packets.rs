@@ -90,8 +90,8 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     // The attacker has every address of the range, and the victim routes replies to it.
     testbed.attacker.ip(&format!("route add local {} dev lo", outer.range));
     testbed.attacker.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
-    // The attacker cannot send a neighbour solicitation from such an address. A ping from its own address creates the
-    // neighbour entry of the victim first.
+    // The attacker cannot send a neighbour solicitation from such an address. A ping from its own address first
+    // creates its neighbour entry for the victim.
     assert!(testbed.attacker.pings(&outer.victim.to_string()));
     testbed
         .victim

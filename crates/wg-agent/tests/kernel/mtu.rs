@@ -100,6 +100,7 @@ fn peers_of_different_path_mtu_share_one_device() {
     star.reconcile();
     star.wait_until_connected();
     let sizes = |n: usize| star.sites[n].sizes();
+    // `sizes` computes the MTUs again, as `reconcile` did.
     // The path from node 1 to node 3 carries 1320 bytes. A peer's MTU is a multiple of 16, because WireGuard pads packets.
     assert_eq!((sizes(0).device, sizes(0).peer_mtus), (1440, [(key(3), 1312)].into()));
     assert_eq!((sizes(2).device, sizes(2).peer_mtus), (1320, [].into()));
@@ -135,6 +136,7 @@ fn smaller_path_mtu_is_learned_and_applied() {
     check_ipv4_sizes(&star, 1420);
     wait_until("the kernel to learn the path MTU", Duration::from_secs(5), || {
         check_ipv4_sizes(&star, 1420);
+        // The MTU that the next pass will set, from the path MTUs that the kernel knows. The device still has 1420.
         star.sites[0].sizes().device == 1320
     });
     star.reconcile();

@@ -113,7 +113,7 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
         wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
         });
-        // IPVS assigns the ClusterIPs to this interface.
+        // In mode ipvs, kube-proxy assigns the ClusterIPs to the interface kube-ipvs0.
         let links = testbed.node.ip(&format!("addr show to {service}"));
         assert!(links.contains("kube-ipvs0"), "{db}: {links}");
         testbed.sandbox.ip(&format!("route add {service} dev ks0"));

@@ -39,7 +39,8 @@ pub(super) mod kind {
 pub(crate) struct Local {
     private: StaticSecret,
     pub(crate) public: PublicKey,
-    /// A rate limiter without a limit, because `gate` has checked a handshake message before a tunnel receives it.
+    /// A rate limiter without a limit, because [`crate::handshake_gate`] has checked a handshake message before a
+    /// tunnel receives it.
     unlimited: Arc<RateLimiter>,
 }
 
@@ -176,12 +177,12 @@ impl Protocol {
         }
     }
 
-    /// Authenticates a message. Its inner packet is decrypted to the beginning of `plain`, which must be as long as the datagram and at
-    /// least [`INITIATION`] bytes.
+    /// Authenticates a message. Its inner packet is decrypted to the beginning of `plain`, which must be at least as long as
+    /// the datagram, and at least [`INITIATION`] bytes.
     pub(super) fn open(&mut self, datagram: &[u8], plain: &mut [u8]) -> Result<Message, Refused> {
         let first = datagram.first().copied().unwrap_or_default();
         if matches!(first, kind::INITIATION | kind::RESPONSE) {
-            // boringtun would compute a shared secret that is publicly known.
+            // With a key of low order boringtun would compute a shared secret that is publicly known.
             if is_low_order(&ephemeral_key(datagram)) || is_low_order(self.peer.as_bytes()) {
                 return Err(Refused::Invalid);
             }

@@ -290,11 +290,11 @@ impl<'a> Demo<'a> {
             };
             let found = OpenSockets::scan_with_retries(lab, from, all.keys().copied(), &wanted).await?;
             // A resolver may ignore a datagram that is no DNS query.
-            let udp = found
+            let is_udp_as_expected = found
                 .udp
                 .iter()
                 .all(|socket| granted.udp.contains(socket) || admitted.contains(socket));
-            let outcome = if found.tcp == tcp && udp && found.udp.is_superset(&granted.udp) {
+            let outcome = if found.tcp == tcp && is_udp_as_expected && found.udp.is_superset(&granted.udp) {
                 Ok(format!("of {} sockets {}: {found}", all.len(), found.describe_counts()))
             } else {
                 Err(format!("{found}; granted {granted}, admitted {admitted:?}"))

@@ -48,6 +48,7 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
             .map_or(&[][..], |(_, old, _)| old);
         let is_listed = |version: &str| listed.iter().any(|series| is_in_series(version, series));
         let unlisted: Vec<&str> = versions.iter().copied().filter(|version| !is_listed(version)).collect();
+        // One version of each crate needs no reason.
         if unlisted.len() > 1 {
             wrong.push(format!(
                 "{name} {}: `cargo tree --invert {name}@{}` shows which crates use it; update these, or add the older series with its \

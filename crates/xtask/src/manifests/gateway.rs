@@ -27,7 +27,7 @@ fn gateways() -> Vec<String> {
 fn account() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
-        // The names of the gateways in this file. A user who adds a replica also adds its name to this Role, and its SandboxGateway.
+        // The names of the gateways in this file. A user who adds a replica adds its name here, and creates its SandboxGateway.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
     ]);
     let mut out = vec![

@@ -49,7 +49,7 @@ pub(super) struct JobResult {
     pub(super) time: Duration,
 }
 
-/// Divides all programs into jobs, those of [`LONGEST`] first. A program of integration tests has a job for each
+/// Divides all programs into jobs. The jobs of the programs in [`LONGEST`] come first. A program of integration tests has a job for each
 /// top-level module, unless it is one of [`UNDIVIDED`].
 pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();

@@ -232,7 +232,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches a reply by grant and endpoint, not by sandbox.
+            // The table matches a reply by grant and endpoint, not by sandbox. So the mark of the other sandbox's grant does not
+            // make it drop a reply.
             if *mark == own {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");

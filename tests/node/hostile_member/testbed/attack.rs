@@ -9,7 +9,7 @@ use clustermesh_tests::attacker::{
 };
 
 use super::{
-    ALLOWED_POD, DB, FLOOD_PORTS, GATEWAY, MEMBER, NODE6, TCP_PORT, THIRD, UDP_PORT, UNUSED, ip,
+    ALLOWED_POD, DB, FLOOD_PORTS, MEMBER, NODE_ON_POD_LINKS, NODE6, TCP_PORT, THIRD, UDP_PORT, UNUSED, ip,
     neighbours::{BRIDGE, CONTAINER, EXTERNAL_SERVICE, METADATA, NEIGHBOUR, NODE_ON_LAN},
     objects::infrastructure,
 };
@@ -31,12 +31,9 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
         let to = ip(ALLOWED_POD[family]);
         packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (udp_port, UDP_PORT))]));
         packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (tcp_port, TCP_PORT))]));
-        // Pods reach their node at this address; a member may only ping it.
-        let gateway = ip(GATEWAY[family]);
-        packets.push(FloodPacket::Repeated(
-            gateway,
-            vec![udp(from, gateway, (port(), UDP_PORT))],
-        ));
+        // A member may only ping this address.
+        let node = ip(NODE_ON_POD_LINKS[family]);
+        packets.push(FloodPacket::Repeated(node, vec![udp(from, node, (port(), UDP_PORT))]));
         for (to, number) in closed_sockets(family, wireguard) {
             packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (port(), number))]));
         }
@@ -90,12 +87,12 @@ fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
     let own = own
         .iter()
         .copied()
-        .chain([GATEWAY, BRIDGE, NODE_ON_LAN].map(|pair| pair[family]));
+        .chain([NODE_ON_POD_LINKS, BRIDGE, NODE_ON_LAN].map(|pair| pair[family]));
     for to in own.map(ip) {
         all.extend(infrastructure().chain([TCP_PORT]).map(|port| (to, port)));
     }
     if family == 0 {
-        // The node's pod address (`two_clusters`) and WireGuard address.
+        // The address in the pod network that the node itself has (`Site::pod`), and the node's WireGuard address.
         for to in [ip("10.10.1.5"), wireguard] {
             all.extend(infrastructure().map(|port| (to, port)));
         }
@@ -119,7 +116,7 @@ fn icmp_errors(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<FloodPacket> {
 
 /// Inner source addresses that do not belong to the member.
 fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
-    let mut all: Vec<IpAddr> = [THIRD, ALLOWED_POD, GATEWAY, NEIGHBOUR]
+    let mut all: Vec<IpAddr> = [THIRD, ALLOWED_POD, NODE_ON_POD_LINKS, NEIGHBOUR]
         .map(|pair| ip(pair[family]))
         .into();
     match family {
@@ -133,7 +130,7 @@ fn forged_sources(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
 fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPacket> {
     let from = ip(MEMBER[family]);
     let mut all = Vec::new();
-    for to in [ALLOWED_POD, GATEWAY].map(|pair| ip(pair[family])) {
+    for to in [ALLOWED_POD, NODE_ON_POD_LINKS].map(|pair| ip(pair[family])) {
         for final_hop in [NEIGHBOUR, METADATA, CONTAINER, THIRD].map(|pair| ip(pair[family])) {
             // IPv4: the options for a loose (131) and a strict (137) source route. IPv6: types of the routing header, which is
             // next header 43.
@@ -141,8 +138,8 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, final_hop), 0, 0, &body(port())),
-                    // The firewall lets this packet pass, and the pod rejects its routing header. The witness counts it, so it has
-                    // the source port of allowed packets.
+                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. The test counts it by its
+                    // source port when it passes the node and arrives at the pod. Any other port would be reported as forbidden.
                     _ if to == ip(ALLOWED_POD[1]) => v6(
                         from,
                         to,

@@ -29,7 +29,7 @@ impl Surroundings {
     pub(super) fn new(node: &NetNs) -> Self {
         let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
         node.ip("link add docker0 type bridge mcast_snooping 0");
-        for (link, machine, addresses, gateways) in [
+        for (link, machine, addresses, node_addresses) in [
             ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_ON_LAN),
             ("docker1", &container, &[CONTAINER], BRIDGE),
         ] {
@@ -44,7 +44,7 @@ impl Surroundings {
             if device != link {
                 node.ip(&format!("link set {link} master {device}"));
             }
-            let [v4, v6] = gateways;
+            let [v4, v6] = node_addresses;
             node.ip(&format!("link set {device} up"));
             node.ip(&format!("link set {link} up"));
             node.ip(&format!("addr add {v4}/24 dev {device}"));

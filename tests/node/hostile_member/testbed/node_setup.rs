@@ -8,7 +8,7 @@ use clustermesh_tests::{
     netns::NetNs,
 };
 
-use super::{ALLOWED_POD, DB, GATEWAY, TCP_PORT, UDP_PORT, VIP, ip, neighbours};
+use super::{ALLOWED_POD, DB, NODE_ON_POD_LINKS, TCP_PORT, UDP_PORT, VIP, ip, neighbours};
 
 /// The nftables tables of the target node besides the agent's table: one that counts packets
 /// (see [`clustermesh_tests::attacker::witness`]), and one with DNAT rules like kube-proxy's.
@@ -45,7 +45,7 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         ip addr add fd00:30::1:11/64 dev eth0 nodad
         ip -6 route add default via fd00:30::1 dev eth0
         ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
-    let [gateway, gateway6] = GATEWAY;
+    let [node4, node6] = NODE_ON_POD_LINKS;
     for (number, (pod, addresses)) in pods.iter().zip([DB, ALLOWED_POD]).enumerate() {
         let link = format!("cni{number}");
         for which in ["all", "default"] {
@@ -58,8 +58,8 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
             "link add {link} type veth peer name eth0 netns {}",
             pod.path()
         ));
-        node.ip(&format!("addr add {gateway}/32 dev {link}"));
-        node.ip(&format!("addr add {gateway6}/128 dev {link} nodad"));
+        node.ip(&format!("addr add {node4}/32 dev {link}"));
+        node.ip(&format!("addr add {node6}/128 dev {link} nodad"));
         node.ip(&format!("link set {link} up"));
         pod.ip("link set eth0 up");
         let [v4, v6] = addresses;
@@ -67,10 +67,10 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         pod.ip(&format!("addr add {v6}/128 dev eth0 nodad"));
         node.ip(&format!("route add {v4} dev {link}"));
         node.ip(&format!("-6 route add {v6} dev {link}"));
-        pod.ip(&format!("route add {gateway} dev eth0"));
-        pod.ip(&format!("route add default via {gateway} src {v4}"));
-        pod.ip(&format!("-6 route add {gateway6} dev eth0"));
-        pod.ip(&format!("-6 route add default via {gateway6}"));
+        pod.ip(&format!("route add {node4} dev eth0"));
+        pod.ip(&format!("route add default via {node4} src {v4}"));
+        pod.ip(&format!("-6 route add {node6} dev eth0"));
+        pod.ip(&format!("-6 route add default via {node6}"));
         for address in addresses {
             echo(pod, ip(address), UDP_PORT, TCP_PORT);
         }

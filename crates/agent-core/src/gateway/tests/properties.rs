@@ -23,7 +23,7 @@ const NETWORKS: [&str; 8] = [
     "0.0.0.0/0",
 ];
 const ADDRESSES: [&str; 5] = ["100.80.1.1", "100.80.1.129", "100.80.2.1", "fd80:1::1", "192.0.2.1"];
-/// A gateway leaves out the last two: one lies outside the endpoint networks of [`settings`], the other is reserved.
+/// A gateway leaves out the last two: 192.0.2.1 lies outside the endpoint networks of [`settings`], 10.244.0.9 is reserved.
 const ENDPOINTS: [&str; 6] = [
     "10.244.1.5",
     "10.244.1.6",

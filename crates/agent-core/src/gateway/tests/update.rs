@@ -62,7 +62,7 @@ fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
 }
 
 /// The lines that `add_second_grant` adds to the script. The first grant also has one IPv4 endpoint, so the two share the chain
-/// `choose4-1` (the number is that of the endpoints), and only `choose6-1` is new.
+/// `choose4-1` (for grants with 1 endpoint), and only `choose6-1` is new.
 const SECOND_GRANT: [&str; 13] = [
     "add chain inet clustermesh choose6-1",
     "add rule inet clustermesh choose6-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
@@ -121,8 +121,8 @@ fn equal_table_needs_no_transaction() {
 #[test]
 fn added_endpoint_gives_its_grant_another_chain() {
     let new = table_with(|table| {
-        let further = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
-        table.grants.insert((A, Protocol::Tcp, 20001), further);
+        let with_two_endpoints = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
+        table.grants.insert((A, Protocol::Tcp, 20001), with_two_endpoints);
     });
     let lines = [
         "delete element inet clustermesh services4 { 0x00000001 }",
@@ -158,8 +158,8 @@ fn removing_the_last_endpoint_removes_its_chain() {
 #[test]
 fn draining_endpoint_keeps_connections_and_gets_no_new_ones() {
     let old = table_with(|table| {
-        let two = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
-        table.grants.insert((A, Protocol::Tcp, 20001), two);
+        let with_two_endpoints = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
+        table.grants.insert((A, Protocol::Tcp, 20001), with_two_endpoints);
     });
     let mut new = old.clone();
     let grant = new.grants.get_mut(&(A, Protocol::Tcp, 20001)).unwrap();
@@ -339,7 +339,7 @@ fn many_grants_are_removed_in_bounded_steps() {
         assert!(size <= MAX_SCRIPT_PARTS, "{size}");
         old = new;
     }
-    // The network is removed in the first step.
+    // The network of `B` is removed in the first step.
     assert_eq!(steps[0].sandboxes, table().sandboxes);
 }
 

@@ -169,7 +169,7 @@ async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
     assert_eq!(summary(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
 
-    // The mesh is valid, and its status contains more than its spec. Then its spec changes.
+    // The spec is valid, but the status contains the unlisted network. Then the spec changes to an unlisted network, too.
     let mut last_valid = LastValidMeshes::new();
     let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &restricted_hub, &mut last_valid);
     assert_eq!(summary(&good), (None, kept.clone(), None));

@@ -136,7 +136,7 @@ impl Tables {
     }
 
     /// Returns the revision of all PeerPolicies in the member, including those of other hubs. Agents compute it in the same way. `None` =
-    /// the table of Nodes or PeerPolicies is not current, or a PeerPolicy is malformed.
+    /// the feed of Nodes or PeerPolicies is not current, or a PeerPolicy is malformed.
     pub(crate) fn policy_revision(&self) -> Option<String> {
         let is_live = self.nodes.trust() == Trust::Live && self.policies.trust() == Trust::Live;
         // The row of a malformed PeerPolicy has the last valid content, so the revision would be wrong.

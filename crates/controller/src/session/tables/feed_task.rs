@@ -1,5 +1,5 @@
-//! The task that keeps one [`Feed`] (a local table of one kind of object) up to date by list and watch. Each connection to the member
-//! spawns one for each feed. The task hides the type of the feed's rows.
+//! The task that keeps one [`Feed`] (a local table of one kind of object) up to date by list and watch. Each connection to a member
+//! spawns one such task for each feed. [`FeedTask`] hides the type of the feed's rows.
 
 use futures::future::BoxFuture;
 

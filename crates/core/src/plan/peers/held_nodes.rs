@@ -34,8 +34,8 @@ impl<'a> PeerPlanner<'a, '_> {
         }
         spec.allowed_ips
             .retain(|net| mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net));
-        // In a target that kg serves, Peers do not contain their own endpoint, because kg would route the tunnel's outer packets into the
-        // tunnel.
+        // In a target that kg serves, an InternalIP that is the Peer's endpoint was left out of its allowed IPs, because kg would route the
+        // tunnel's outer packets into the tunnel. Here this is only recorded.
         let is_left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));

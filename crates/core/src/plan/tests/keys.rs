@@ -72,7 +72,7 @@ fn key_of_unobserved_member_of_other_mesh_is_not_reused() {
         [("m--tenant--x".into(), key(33)), ("n--third--t".into(), key(49))]
     );
 
-    // The owner is not observed, and the other member copies its key.
+    // `tenant` is not observed, and `third` copies the key of its node.
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &secret("third"), |m| {
@@ -124,7 +124,7 @@ fn paused_mesh_reserves_no_unwritten_key_or_prefix() {
     let mut seen = seen();
     let plan = plan_of(&[&older, &newer], &seen);
     let without_paused = plan_of(&[&newer], &seen);
-    // The plan is the same as without the paused mesh: a Peer for every node, and one with the anchored network.
+    // The plan is the same as without the paused mesh: a Peer for every node, one of them with the anchored network.
     assert_eq!(plan.meshes[&newer.id].targets, without_paused.meshes[&newer.id].targets);
     write_plans(&[&older, &newer], &mut seen);
     assert_eq!(existing_peers(&seen), [("n--tenant--x".into(), key(33))]);

@@ -89,7 +89,8 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
                 .any(|f| matches!(f, Fact::NetworksOverlap { lost: false, .. }))
         );
     }
-    // If new networks of an entry overlap those of another entry, they are refused, and the entry keeps the networks that it had.
+    // `tenant` now lists a wider network, which overlaps an accepted network of `other`: the wider one is refused, and `tenant` keeps
+    // the networks that it had.
     newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
     newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
     older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);

@@ -97,8 +97,8 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
-    // If a node of tenant ran kg, the owner would have no Peer in tenant: kg drops a node of its own cluster if a Peer has the node's
-    // key, so the key of x would count as taken there.
+    // This would be different if kg ran on a node of tenant: kg drops a node of its own cluster if a Peer has the node's key, so the
+    // key of x would count as taken in tenant, and the owner would get no Peer there.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
         "only the copy is skipped: the owner keeps its Peer in tenant"
@@ -242,7 +242,7 @@ fn deleted_mesh_keeps_its_keys_while_it_is_paused() {
     // A paused mesh that is being deleted removes nothing until it is resumed.
     (deleted.paused, deleted.deleting) = (true, true);
     let mesh = two_clusters();
-    // The number of Peers that the other mesh plans, and whether any object is deleted.
+    // The number of Peers that `mesh` plans, and whether any object is deleted.
     let planned = |deleted: &Mesh| {
         let plan = plan(
             &[mesh.clone(), deleted.clone()],

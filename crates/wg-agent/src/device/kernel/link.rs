@@ -50,7 +50,7 @@ pub(super) fn by_index(socket: &Socket, index: u32) -> Result<Option<Link>, Erro
 /// Creates a WireGuard link, down, with a temporary name, and returns its index. `EOPNOTSUPP` = this kernel has no
 /// WireGuard. If WireGuard is a module, the kernel loads it.
 pub(super) fn create(socket: &Socket) -> Result<u32, Error> {
-    // A process that was killed while it created a link leaves this one.
+    // A process that was killed before it renamed its link leaves the link with this name.
     if let Some(leftover) = by_name(socket, TEMPORARY_NAME)?
         && leftover.kind == Kind::Wireguard
     {

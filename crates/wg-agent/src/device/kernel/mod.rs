@@ -317,6 +317,7 @@ impl Device for Kernel {
         let link =
             link::by_index(&self.links, self.index).map_err(|source| self.error("read the counters of", source))?;
         let wanted = &self.configuration;
+        // With port 0 the kernel chooses the port, so every port is right.
         let altered = [
             (
                 link.as_ref().is_some_and(|link| link.mtu != u32::from(wanted.mtu)),

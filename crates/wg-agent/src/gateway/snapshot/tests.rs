@@ -120,23 +120,23 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         None,
         "failing for less than the timeout"
     );
-    let long = || failing_for(2 * REFUSAL_GRACE, Failure::Failed);
+    let failing_for_long = || failing_for(2 * REFUSAL_GRACE, Failure::Failed);
     assert_eq!(
-        lasting_failure_after(long(), 503),
+        lasting_failure_after(failing_for_long(), 503),
         None,
         "the API server does not answer at all"
     );
     store.set_answering(true);
     assert_eq!(
-        lasting_failure_after(long(), 503),
+        lasting_failure_after(failing_for_long(), 503),
         None,
         "the API server has answered only recently"
     );
     store.lock().answers_since = Instant::now().checked_sub(2 * REFUSAL_GRACE);
-    assert_eq!(lasting_failure_after(long(), 503), Some(Failure::Failed));
+    assert_eq!(lasting_failure_after(failing_for_long(), 503), Some(Failure::Failed));
     store.set_answering(false);
     assert_eq!(
-        lasting_failure_after(long(), 503),
+        lasting_failure_after(failing_for_long(), 503),
         None,
         "the API server has stopped answering"
     );

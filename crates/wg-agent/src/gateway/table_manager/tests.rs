@@ -60,7 +60,7 @@ fn is_open() -> bool {
     list(&["set", "inet", NFT_TABLE, "alive"]).contains("\"wg0\" timeout")
 }
 
-/// The number of grants in the table. The chain `choose4-1...` chooses among one IPv4 endpoint.
+/// The number of grants in the table. Each has one IPv4 endpoint, so it leads to a chain whose name begins with `choose4-1`.
 fn count_grants() -> usize {
     list(&["map", "inet", NFT_TABLE, "services4"])
         .matches(" : goto choose4-1")

@@ -70,12 +70,12 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile:
     (agent, published, directory)
 }
 
-/// A cluster in which kg wrote `last-seen` `kg` seconds ago, or removed that annotation (`None`).
-fn cluster(kg: Option<u64>) -> Store {
+/// A cluster in which kg last checked in this many seconds ago; `None` = kg removed the annotation `last-seen`.
+fn cluster(last_seen_ago: Option<u64>) -> Store {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     let own = ParsedNode {
         own: Some(OwnNode {
-            kg_seen: kg.map(|ago| i64::try_from(now - ago).unwrap()),
+            kg_seen: last_seen_ago.map(|ago| i64::try_from(now - ago).unwrap()),
             ..OwnNode::default()
         }),
         ..ParsedNode::default()

@@ -65,8 +65,8 @@ fn interface_sysctls_are_set_over_netlink_on_read_only_proc() {
             sched::{CloneFlags, unshare},
         };
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
-        let mount = |flags| mount(Some("/proc/sys"), "/proc/sys", None::<&str>, flags, None::<&str>).unwrap();
-        nix::mount::mount(
+        let mount_proc_sys = |flags| mount(Some("/proc/sys"), "/proc/sys", None::<&str>, flags, None::<&str>).unwrap();
+        mount(
             None::<&str>,
             "/",
             None::<&str>,
@@ -74,8 +74,8 @@ fn interface_sysctls_are_set_over_netlink_on_read_only_proc() {
             None::<&str>,
         )
         .unwrap();
-        mount(MsFlags::MS_BIND);
-        mount(MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY);
+        mount_proc_sys(MsFlags::MS_BIND);
+        mount_proc_sys(MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

@@ -1,4 +1,4 @@
-//! Tests the interface: the agent uses only its own, and it remains when the process exits.
+//! Tests the TUN interface: the agent uses no interface of another program, and its own remains when the process exits.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Tests which objects exist after each write if the profile, grants or quarantine of a sandbox change.
+//! Tests which objects exist after each write if the profile, grants or quarantine of a member change.
 
 use super::*;
 

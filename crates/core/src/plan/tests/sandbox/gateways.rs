@@ -1,4 +1,5 @@
-//! Tests the objects by which a sandbox uses gateways: the SandboxAccess in the member, the gateways' Peers in the sandbox.
+//! Tests the objects by which a sandbox uses gateways: the SandboxAccess in the gateways' cluster, and the gateways' Peers in the
+//! sandbox.
 
 use super::*;
 use crate::observe::AccessNode;

@@ -100,7 +100,7 @@ fn unresolved_grant_is_reported_and_affects_no_other_grant() {
 fn unreachable_endpoints_are_left_out_of_the_mirror() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[1].egress = mesh.clusters[2].egress.clone();
-    let endpoints = |seen: &mut Observations, addresses: &[&str]| {
+    let set_endpoints = |seen: &mut Observations, addresses: &[&str]| {
         let endpoints = addresses.iter().map(|address| backend(address, "b")).collect();
         edit(seen, &ClusterIdentity::Local, |m| {
             m.slices
@@ -113,14 +113,14 @@ fn unreachable_endpoints_are_left_out_of_the_mirror() {
         let report = reports.next().unwrap();
         (report.endpoints, report.message)
     };
-    endpoints(&mut seen, &["10.1.2.9", "192.0.2.9"]);
+    set_endpoints(&mut seen, &["10.1.2.9", "192.0.2.9"]);
     let (found, message) = report(&seen);
     assert_eq!(found, 1);
     assert!(message.contains("(192.0.2.9)"), "{message}");
     // Endpoints of the other family usually belong to the same pods, so they are left out without a message.
-    endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
+    set_endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
-    endpoints(&mut seen, &["fd00:1:0:2::9"]);
+    set_endpoints(&mut seen, &["fd00:1:0:2::9"]);
     let none = "Service team-x/postgres of cluster \"mgmt\" has no endpoint of an IP family that cluster \"tenant\" has in its \
                 allowedNetworks";
     assert_eq!(report(&seen), (0, none.to_owned()));

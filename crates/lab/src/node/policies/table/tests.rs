@@ -114,7 +114,8 @@ fn only_allowed_traffic_of_selected_pod_passes() {
              "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP"}]},
         ],
     });
-    // A chain's name contains the position of its pod among all pods, sorted by namespace and name: `vm` is number 2.
+    // A chain's name contains the position of its pod among all running pods with their own address, sorted by namespace and
+    // name: `vm` is number 2.
     let want = "table inet policies
 delete table inet policies
 table inet policies {
