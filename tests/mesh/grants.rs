@@ -4,20 +4,18 @@
 
 mod gateway;
 mod live;
+mod test_env;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{
-    Attacker, Cluster, EchoWatch, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel,
-    WEB, wait_until,
-};
-use gateway::Gateway;
+use clustermesh_lab::{Attacker, EchoWatch, GATEWAYS, Lab, LabPlan, MESH, RunningPod, wait_until};
 use serde_json::Value;
+use test_env::{Sandbox, TestEnv, addresses};
 
-use crate::setup::{HUB, PATIENCE, host, json, pod, state::versions, wireguard};
+use crate::setup::{HUB, PATIENCE, json, pod, state::versions};
 
 /// The sandbox with IPv4 WireGuard addresses.
 const SANDBOX_V4: &str = "notebooks";
@@ -69,171 +67,6 @@ async fn grant_of_each_service_type_opens_only_its_endpoints() {
         scan_with_forged_allowed_ips_finds_only_grants(&env, v6, v4),
     );
     revoked_grant_closes_and_others_stay_open(&env).await;
-}
-
-/// One of the two sandboxes.
-struct Sandbox<'a> {
-    cluster: Cluster<'a>,
-    web: RunningPod,
-    wireguard: IpAddr,
-}
-
-impl Sandbox<'_> {
-    fn name(&self) -> &str {
-        &self.cluster.plan().name
-    }
-
-    fn clients(&self) -> [TrafficClient; 2] {
-        [pod(&self.web), host(&self.web.node)]
-    }
-
-    /// Picks the address with the IP family of this sandbox's WireGuard address.
-    fn pick_address(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
-        let mut all = all.into_iter();
-        all.find(|ip| ip.is_ipv4() == self.wireguard.is_ipv4()).unwrap()
-    }
-
-    /// The socket of a mirrored Service, with the IP family of this sandbox's WireGuard address.
-    async fn service_socket(&self, name: &str, port: u16) -> SocketAddr {
-        let address = if self.wireguard.is_ipv4() {
-            self.cluster.cluster_ip("default", name).await
-        } else {
-            self.cluster.second_cluster_ip("default", name).await
-        };
-        SocketAddr::new(address.unwrap(), port)
-    }
-}
-
-/// Addresses of a pod.
-fn addresses(web: &RunningPod) -> impl Iterator<Item = IpAddr> + use<> {
-    [Some(web.ip), web.second_ip].into_iter().flatten()
-}
-
-/// A port of a Service that a SandboxAccess grants.
-struct GrantedPort {
-    service: String,
-    port: String,
-    udp: bool,
-    gateway_port: u16,
-}
-
-impl GrantedPort {
-    /// Whether a server answers at this port. The port `stream` has servers only in [`live`], and gateways do not
-    /// forward to servers in the host network, such as `hosted`.
-    fn answers(&self) -> bool {
-        self.service != "hosted" && self.port != "stream"
-    }
-}
-
-struct TestEnv<'a> {
-    lab: &'a Lab,
-    product: Product<'a>,
-    hub: Cluster<'a>,
-    sandboxes: [Sandbox<'a>; 2],
-    gateways: Vec<Gateway>,
-}
-
-impl<'a> TestEnv<'a> {
-    async fn up(lab: &'a Lab) -> Self {
-        let mut product = Product::install(lab, &[HUB, SANDBOX_V4, SANDBOX_V6], Tunnel::Userspace, &|_| {})
-            .await
-            .unwrap();
-        product.install_gateways(&["default"]).await.unwrap();
-        let hub = lab.cluster(HUB);
-        hub.run_store().await.unwrap();
-        let mut sandboxes = Vec::new();
-        for name in [SANDBOX_V4, SANDBOX_V6] {
-            let cluster = lab.cluster(name);
-            cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
-            cluster.wait_for_rollout("default", "deployment/web").await.unwrap();
-            let web = cluster.web_pods().await.unwrap().remove(0);
-            let wireguard = wireguard(&cluster, &web.node).await;
-            sandboxes.push(Sandbox {
-                cluster,
-                web,
-                wireguard,
-            });
-        }
-        let Ok(sandboxes) = sandboxes.try_into() else {
-            panic!("two sandboxes")
-        };
-        let env = Self {
-            lab,
-            gateways: gateway::all(&hub).await,
-            product,
-            hub,
-            sandboxes,
-        };
-        env.apply(&POD_SERVICES).await;
-        let mesh = format!("cmesh/{MESH}");
-        let ready = [
-            "wait",
-            "-n",
-            NAMESPACE,
-            &mesh,
-            "--for=condition=Ready",
-            "--timeout=180s",
-        ];
-        env.hub.kubectl(ready).await.unwrap();
-        env
-    }
-
-    /// Grants these Services and `hosted` to both sandboxes. Returns the time at which kubectl was called.
-    async fn apply(&self, services: &[&str]) -> u128 {
-        let grants = grants(services);
-        let mesh = self.product.mesh_with(
-            &[SANDBOX_V4, SANDBOX_V6],
-            &[(SANDBOX_V4, &grants), (SANDBOX_V6, &grants)],
-        );
-        let called = now();
-        self.hub.apply(&mesh).await.unwrap();
-        called
-    }
-
-    /// The running pods of the store.
-    async fn store_pods(&self) -> Vec<RunningPod> {
-        self.hub.pods_of_app("store").await.unwrap()
-    }
-
-    /// The sockets that answer over TCP, and those that answer over UDP.
-    async fn open_sockets(&self, from: &TrafficClient, sockets: &BTreeSet<SocketAddr>) -> [BTreeSet<SocketAddr>; 2] {
-        let tcp = self.lab.scan(from, sockets.iter().copied()).await.unwrap();
-        [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
-    }
-
-    /// The grants in a sandbox's SandboxAccess, in order.
-    async fn granted_ports(&self, sandbox: &Sandbox<'_>) -> Vec<GrantedPort> {
-        let name = format!("{MESH}--{}", sandbox.name());
-        let access = json(&self.hub, &["get", "sandboxaccess", &name]).await;
-        let grants = access["spec"]["grants"].as_array().cloned().unwrap_or_default();
-        let one = |grant: &Value| GrantedPort {
-            service: text(&grant["service"]["name"]),
-            port: text(&grant["port"]),
-            udp: grant["protocol"] == "UDP",
-            gateway_port: grant["gatewayPort"].as_u64().unwrap().try_into().unwrap(),
-        };
-        grants.iter().map(one).collect()
-    }
-
-    /// The sockets at the gateways for this port of a Service.
-    async fn gateway_sockets(&self, sandbox: &Sandbox<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
-        let access = self.granted_ports(sandbox).await;
-        let granted = access.iter().find(|one| one.service == service && one.port == port);
-        let port = granted.unwrap().gateway_port;
-        let ips = self.gateways.iter().map(|gateway| gateway.address_for(sandbox));
-        ips.map(|ip| SocketAddr::new(ip, port)).collect()
-    }
-
-    /// The sockets of a gateway that answer a sandbox over TCP, and over UDP.
-    async fn granted_sockets(&self, sandbox: &Sandbox<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
-        let access = self.granted_ports(sandbox).await;
-        [false, true].map(|udp| {
-            let ports = access.iter().filter(|granted| granted.udp == udp && granted.answers());
-            ports
-                .map(|granted| SocketAddr::new(gateway.address_for(sandbox), granted.gateway_port))
-                .collect()
-        })
-    }
 }
 
 fn text(value: &Value) -> String {

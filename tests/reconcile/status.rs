@@ -61,9 +61,14 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         "{message}"
     );
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    // The controller limits the numbers of a node to the number of tunnels, here 2: all of mgmt-2's count as down.
-    let false_links = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
-    publish_links(2, false_links).await;
+    // A compromised node reports more tunnels than it has, and tunnels to a cluster that does not exist. The controller counts at most
+    // its two planned tunnels as down, and ignores the unknown cluster.
+    let unknown = format!("{NAMESPACE}/prod/unknown");
+    let false_report = json!({
+        &tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1},
+        unknown: {"down": 9},
+    });
+    publish_links(2, false_report).await;
     until_broken_links(&[("mgmt", "tenant-a", 1, 4)]).await;
 
     for n in [1, 2] {

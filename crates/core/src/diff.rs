@@ -194,10 +194,10 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
     let superseded = |_: &ObjectName, _: &Mirror| false;
     let services = differ.compare(existing.collect(), desired, Item::Service, superseded, |old, new| {
-        let mut fields = vec![];
-        fields.extend((old.ports != new.ports).then_some("spec.ports"));
-        fields.extend((!old.families.cover(new.families)).then_some("spec.ipFamilyPolicy"));
-        fields
+        differing([
+            ("spec.ports", old.ports != new.ports),
+            ("spec.ipFamilyPolicy", !old.families.cover(new.families)),
+        ])
     });
     let kept = |step: &Step| {
         let service = match &step.item {
@@ -435,22 +435,23 @@ impl<'a> Differ<'a> {
         let superseded =
             |name: &ObjectName, (service, _): &ServiceAndSlice| services.contains(&service_of(name, service));
         self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
-            let differs = [
+            differing([
                 ("addressType", old.v6 != new.v6),
                 ("ports", old.ports != new.ports),
                 ("endpoints", old.endpoints != new.endpoints),
-            ];
-            differs
-                .into_iter()
-                .filter(|(_, differs)| *differs)
-                .map(|(field, _)| field)
-                .collect()
+            ])
         })
     }
 }
 
+/// The fields that differ, of fields with whether they differ.
+fn differing<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
+    let differing = fields.into_iter().filter(|(_, differs)| *differs);
+    differing.map(|(field, _)| field).collect()
+}
+
 fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
-    let differs = [
+    differing([
         ("spec.publicKey", old.public_key != new.public_key),
         ("spec.allowedIPs", old.allowed_ips != new.allowed_ips),
         ("spec.endpoint", old.endpoint != new.endpoint),
@@ -459,16 +460,11 @@ fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
             old.persistent_keepalive != new.persistent_keepalive,
         ),
         ("metadata.annotations", old.candidates != new.candidates),
-    ];
-    differs
-        .into_iter()
-        .filter(|(_, differs)| *differs)
-        .map(|(field, _)| field)
-        .collect()
+    ])
 }
 
 fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
-    let differs = [
+    differing([
         ("spec.sources", old.sources != new.sources),
         ("spec.networks", old.networks != new.networks),
         ("spec.allow", old.allow != new.allow),
@@ -479,25 +475,15 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
         ),
         ("spec.anchored", old.anchored != new.anchored),
         ("spec.isolationProfile", old.closed != new.closed),
-    ];
-    differs
-        .into_iter()
-        .filter(|(_, differs)| *differs)
-        .map(|(field, _)| field)
-        .collect()
+    ])
 }
 
 fn access_fields(old: &AccessSpec, new: &AccessSpec) -> Vec<&'static str> {
-    let differs = [
+    differing([
         ("spec.sandbox", old.sandbox != new.sandbox),
         ("spec.sandboxID", old.id != new.id),
         ("spec.networks", old.networks != new.networks),
         ("spec.nodes", old.nodes != new.nodes),
         ("spec.grants", old.grants != new.grants),
-    ];
-    differs
-        .into_iter()
-        .filter(|(_, differs)| *differs)
-        .map(|(field, _)| field)
-        .collect()
+    ])
 }

@@ -27,7 +27,6 @@ use crate::{
     cache::{CacheContent, SavedObjects, UnixTime},
     conntrack,
     device::{Configuration, DeviceError, Opened},
-    endpoints::PeerTracker,
     firewall::{Backend, FirewallManager},
     identity::{
         address::{Claim, OwnClaim, choose},
@@ -35,6 +34,7 @@ use crate::{
         rotation::{self, Evidence, Rotation},
     },
     kernel_events::Event,
+    peer_tracker::PeerTracker,
     publish::DesiredAnnotations,
     route::{self, Routing, RoutingEvent},
     source::{

@@ -18,8 +18,8 @@ use clustermesh_netlink::Error as NetlinkError;
 use super::Reconciler;
 use crate::{
     args::Mtu,
-    endpoints::PeerTracker,
     firewall::Backend,
+    peer_tracker::PeerTracker,
     route::{Routing, paths},
 };
 

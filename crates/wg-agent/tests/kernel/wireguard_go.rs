@@ -243,7 +243,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
     let mut worst = Duration::ZERO;
     let mut slow = Vec::new();
     for start in 0..STARTS {
-        let go = WireguardGo::start(&b, &program, directory.path());
+        let wireguard_go = WireguardGo::start(&b, &program, directory.path());
         let mut device = open_device(&a);
         let relay = Relay::start(&b);
         let barrier = Barrier::new(2);
@@ -253,7 +253,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
                 device.apply(&[peer_change(TO_GO)]).expect("add a peer");
             });
             barrier.wait();
-            go.add_peer(&b, TO_DEVICE);
+            wireguard_go.add_peer(&b, TO_DEVICE);
         });
         let began = Instant::now();
         let (there, back) = std::thread::scope(|scope| {
@@ -267,7 +267,7 @@ fn crossed_handshakes_with_wireguard_go_need_at_most_one_retry() {
         crossed += u32::from(relay.finish());
         worst = worst.max(there).max(back);
         if there.max(back) > RETRY {
-            slow.push((start, there, back, go.log()));
+            slow.push((start, there, back, wireguard_go.log()));
         }
         a.enter(|| Box::new(device).close()).expect("close");
     }
@@ -284,14 +284,14 @@ fn tcp_passes_in_both_directions_with_wireguard_go() {
     let program = wireguard_go();
     let directory = tempfile::tempdir().expect("a directory");
     let (a, b) = connected_namespaces();
-    let go = WireguardGo::start(&b, &program, directory.path());
+    let wireguard_go = WireguardGo::start(&b, &program, directory.path());
     let mut device = open_device(&a);
-    go.add_peer(&b, "192.0.2.1:51820");
+    wireguard_go.add_peer(&b, "192.0.2.1:51820");
     device.apply(&[peer_change("192.0.2.2:51820")]).expect("add a peer");
     time_to_ping(&a, "10.9.0.2", Instant::now());
     transfer(&a, &b, "10.9.0.2:5000", 50_000_000);
     transfer(&b, &a, "10.9.0.1:5000", 50_000_000);
-    let dump = b.run("wg", &["show", &go.interface, "latest-handshakes"]);
+    let dump = b.run("wg", &["show", &wireguard_go.interface, "latest-handshakes"]);
     assert!(
         dump.starts_with(&public(1).to_string()) && !dump.trim_end().ends_with("\t0"),
         "{dump}"

@@ -171,7 +171,8 @@ fn remove_entry(key: &PublicKey) -> WireguardPeer {
     WireguardPeer(attributes.into())
 }
 
-/// The key of the temporary peer to which allowed IPs of `key` move. It is a hash, so nobody has its private key.
+/// Returns the public key of the temporary peer that takes the allowed IPs of the peer `key`. The key is a hash, so no private key that
+/// belongs to it is known, and no node can complete a handshake as this peer.
 fn temporary_key(key: &PublicKey) -> PublicKey {
     let digest = Sha256::new_with_prefix("clustermesh wg-agent temporary peer")
         .chain_update(key.as_bytes())

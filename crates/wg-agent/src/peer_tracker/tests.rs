@@ -1,0 +1,246 @@
+use clustermesh_agent_core::device::ObservedPeer;
+
+use super::*;
+
+const KEY: PublicKey = PublicKey::new([7; 32]);
+
+fn at(text: &str) -> SocketAddr {
+    text.parse().unwrap()
+}
+
+fn observed(age: Option<u64>, endpoint: Option<&str>, rx: u64, tx: u64) -> ObservedPeers {
+    let stats = PeerStats {
+        endpoint: endpoint.map(at),
+        handshake_age: age.map(Duration::from_secs),
+        rx_bytes: rx,
+        tx_bytes: tx,
+    };
+    [(
+        KEY,
+        ObservedPeer {
+            stats,
+            ..ObservedPeer::default()
+        },
+    )]
+    .into()
+}
+
+fn sync(tracker: &mut PeerTracker, candidates: &[&str], now: Instant) {
+    let candidates: Vec<_> = candidates.iter().map(|text| at(text)).collect();
+    tracker.sync([(KEY, candidates.as_slice(), None)].into_iter(), now);
+}
+
+#[test]
+fn candidates_are_tried_in_turn_until_one_answers() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1", "192.0.2.2:1"], start);
+    let mut tried = vec![tracker.configured_endpoint(&KEY)];
+    // Each candidate is tried for 15 s (`HANDSHAKE_TIMEOUT`).
+    for seconds in [10, 16, 20, 32] {
+        tracker.update(&observed(None, None, 0, seconds), after(seconds));
+        tried.push(tracker.configured_endpoint(&KEY));
+    }
+    let (one, two) = (Some(at("192.0.2.1:1")), Some(at("192.0.2.2:1")));
+    assert_eq!(tried, [one, one, two, two, one]);
+    assert_eq!(tracker.state(&KEY, after(32)), PeerHealth::Down);
+    assert!(!tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
+    assert_eq!(
+        (tracker.configured_endpoint(&KEY), tracker.state(&KEY, after(60))),
+        (one, PeerHealth::Up)
+    );
+}
+
+#[test]
+fn live_endpoint_is_kept_while_it_is_a_candidate() {
+    let now = Instant::now();
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1"], now);
+    tracker.update(&observed(Some(5), Some("192.0.2.1:1"), 1, 1), now);
+    sync(&mut tracker, &["192.0.2.9:1", "192.0.2.1:1"], now);
+    assert_eq!(
+        tracker.configured_endpoint(&KEY),
+        Some(at("192.0.2.1:1")),
+        "a preferred candidate does not replace a live endpoint"
+    );
+    sync(&mut tracker, &["192.0.2.9:1"], now);
+    assert_eq!(
+        tracker.configured_endpoint(&KEY),
+        Some(at("192.0.2.9:1")),
+        "the endpoint is not a candidate"
+    );
+    tracker.update(&observed(Some(5), Some("203.0.113.5:777"), 2, 2), now);
+    sync(&mut tracker, &["192.0.2.10:1"], now);
+    assert_eq!(
+        tracker.configured_endpoint(&KEY),
+        Some(at("192.0.2.9:1")),
+        "no candidate is configured while the peer sends from another endpoint"
+    );
+    tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
+    sync(&mut tracker, &["192.0.2.11:1"], now);
+    assert_eq!(
+        tracker.configured_endpoint(&KEY),
+        Some(at("192.0.2.11:1")),
+        "the session has ended"
+    );
+}
+
+#[test]
+fn removed_peer_keeps_its_live_endpoint_for_one_session() {
+    let start = Instant::now();
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &[], start);
+    tracker.update(&observed(Some(1), Some("203.0.113.5:777"), 1, 1), start);
+    let remove_all = |tracker: &mut PeerTracker, at| tracker.sync([].into_iter(), at);
+    let last = start + SESSION_LIFETIME - Duration::from_secs(1);
+    for now in [start, last] {
+        remove_all(&mut tracker, now);
+    }
+    sync(&mut tracker, &[], last);
+    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("203.0.113.5:777")));
+    remove_all(&mut tracker, last);
+    remove_all(&mut tracker, last + SESSION_LIFETIME);
+    sync(&mut tracker, &[], last + SESSION_LIFETIME);
+    assert_eq!(
+        (tracker.configured_endpoint(&KEY), tracker.live_endpoints().len()),
+        (None, 0)
+    );
+
+    // A peer that is added again with a candidate is tried at that candidate.
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1"], start);
+    tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 1, 1), start);
+    remove_all(&mut tracker, start);
+    sync(&mut tracker, &["[2001:db8::1]:1"], start);
+    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("[2001:db8::1]:1")));
+}
+
+#[test]
+fn new_device_tries_the_live_endpoint_before_the_candidates() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (candidate, live) = (Some(at("192.0.2.1:1")), Some(at("203.0.113.5:777")));
+    let mut tracker = PeerTracker::new(
+        [
+            (KEY, at("203.0.113.5:777")),
+            (PublicKey::new([8; 32]), at("192.0.2.8:1")),
+        ]
+        .into(),
+    );
+    sync(&mut tracker, &["192.0.2.1:1"], start);
+    assert_eq!(tracker.configured_endpoint(&KEY), live);
+    assert_eq!(
+        tracker.live_endpoints().keys().collect::<Vec<_>>(),
+        [&KEY],
+        "the endpoint of a peer that is not desired is forgotten"
+    );
+    assert!(tracker.update(&observed(None, Some("203.0.113.5:777"), 0, 1), after(20)));
+    assert_eq!(tracker.configured_endpoint(&KEY), candidate);
+    assert_eq!(
+        tracker.live_endpoints()[&KEY],
+        live.unwrap(),
+        "the live endpoint is kept although the peer has not answered"
+    );
+    tracker.update(&observed(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
+    tracker.reset();
+    sync(&mut tracker, &["192.0.2.1:1"], after(30));
+    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
+    // The same for a peer without candidates.
+    tracker.reset();
+    sync(&mut tracker, &[], after(31));
+    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
+}
+
+#[test]
+fn unanswered_rekey_counts_only_while_no_peer_answers() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let other = PublicKey::new([8; 32]);
+    // Handshake age in seconds, received bytes and sent bytes of each peer.
+    let two = |a: (u64, u64, u64), b: (u64, u64, u64)| -> ObservedPeers {
+        let mut all = observed(Some(a.0), Some("192.0.2.1:1"), a.1, a.2);
+        let more = observed(Some(b.0), Some("192.0.2.2:1"), b.1, b.2);
+        all.extend(more.into_values().map(|peer| (other, peer)));
+        all
+    };
+    let mut tracker = PeerTracker::default();
+    let none: &[SocketAddr] = &[];
+    tracker.sync(
+        [(KEY, none, Some(Duration::from_secs(25))), (other, none, None)].into_iter(),
+        start,
+    );
+    tracker.update(&two((1, 100, 100), (1, 100, 100)), after(1));
+    tracker.update(&two((100, 100, 228), (100, 100, 100)), after(100));
+    assert_eq!(tracker.unanswered_for(after(120)), None, "keepalives alone");
+    tracker.update(&two((140, 100, 400), (100, 100, 100)), after(140));
+    assert_eq!(tracker.unanswered_for(after(150)), None, "the other peer has a session");
+    tracker.update(&two((150, 100, 600), (150, 100, 100)), after(150));
+    assert_eq!(tracker.unanswered_for(after(153)), Some(Duration::from_secs(13)));
+    tracker.update(&two((155, 100, 700), (155, 132, 100)), after(155));
+    assert_eq!(tracker.unanswered_for(after(156)), None, "the other peer sends");
+    tracker.update(&two((1, 300, 800), (160, 132, 100)), after(160));
+    assert_eq!(tracker.unanswered_for(after(161)), None);
+}
+
+#[test]
+fn peer_that_does_not_answer_is_down() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1"], start);
+    tracker.update(&observed(Some(0), None, 10, 10), after(1));
+    tracker.update(&observed(Some(200), None, 10, 10), after(201));
+    assert_eq!(tracker.state(&KEY, after(201)), PeerHealth::Unknown, "idle");
+    // The session has expired, so the peer is down if data gets no reply for 15 s (`HANDSHAKE_TIMEOUT`).
+    tracker.update(&observed(Some(280), None, 10, 158), after(281));
+    assert_eq!(tracker.state(&KEY, after(300)), PeerHealth::Down);
+    tracker.update(&observed(Some(281), None, 11, 158), after(301));
+    assert_eq!(tracker.state(&KEY, after(330)), PeerHealth::Unknown);
+}
+
+#[test]
+fn peer_with_keepalives_is_down_once_a_rekey_is_unanswered() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let mut tracker = PeerTracker::default();
+    let candidates = [at("192.0.2.1:1")];
+    tracker.sync(
+        [(KEY, &candidates[..], Some(Duration::from_secs(25)))].into_iter(),
+        start,
+    );
+    let mut tx = 500;
+    tracker.update(&observed(Some(0), None, 500, tx), after(0));
+    for poll in 1..=24 {
+        tx += if poll % 5 == 0 { 32 } else { 0 };
+        tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));
+        assert_eq!(tracker.state(&KEY, after(poll * 5)), PeerHealth::Up);
+    }
+    // At 125 s a keepalive triggers a rekey, and the initiations are not answered. While the session is alive, the peer is down only
+    // after 45 s without a reply (`REPLY_TIMEOUT`).
+    for poll in 25..=34 {
+        tx += 148;
+        tracker.update(&observed(Some(poll * 5), None, 500, tx), after(poll * 5));
+        assert_eq!(tracker.state(&KEY, after(poll * 5)), PeerHealth::Up, "{}", poll * 5);
+    }
+    assert_eq!(tracker.state(&KEY, after(171)), PeerHealth::Down);
+    tracker.update(&observed(Some(1), None, 600, tx + 148), after(175));
+    assert_eq!(tracker.state(&KEY, after(175)), PeerHealth::Up);
+}
+
+#[test]
+fn passive_keepalive_needs_no_answer() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1"], start);
+    tracker.update(&observed(Some(0), None, 500, 500), after(1));
+    // The receiver of the last data packet sends a passive keepalive after 10 s, which is never answered.
+    tracker.update(&observed(Some(10), None, 500, 532), after(11));
+    tracker.update(&observed(Some(300), None, 500, 532), after(301));
+    assert_eq!(tracker.state(&KEY, after(301)), PeerHealth::Unknown);
+    // An unanswered data packet counts.
+    tracker.update(&observed(Some(310), None, 500, 532 + 128), after(311));
+    tracker.update(&observed(Some(330), None, 500, 532 + 128 + 148), after(331));
+    assert_eq!(tracker.state(&KEY, after(331)), PeerHealth::Down);
+}

@@ -1,0 +1,95 @@
+//! Tests the ValidatingAdmissionPolicy of `deploy/agent.yaml`: what an agent may write into Nodes.
+
+use super::*;
+
+// threat: stolen-agent-token
+#[tokio::test]
+async fn agent_writes_only_annotations_of_its_own_node() {
+    let server = server(None).await;
+    let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
+    server.post("/api/v1/nodes", &other).await.unwrap();
+    // An agent outside the DaemonSet, with the ServiceAccount of docs/operations/install.md.
+    let host = format!("{AGENT}.n2");
+    let account = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "wg-agent"},
+        "subjects": [{"kind": "ServiceAccount", "name": "wg-agent.n2", "namespace": "clustermesh-agent"}],
+    });
+    let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
+    server.post(bindings, &account).await.unwrap();
+    let agent = server.client_as(AGENT, &[("authentication.kubernetes.io/node-name", "n1")]);
+    let (unbound, host) = (server.client_as(AGENT, &[]), server.client_as(&host, &[]));
+    let annotations = |key: &str, value: Value| json!({"metadata": {"annotations": {key: value}}});
+    let key = annotations("kilo.squat.ai/key", json!("k"));
+    assert_eq!(agent.patch("/api/v1/nodes/n1", &key).await.map(drop), Ok(()));
+    assert_eq!(host.patch("/api/v1/nodes/n2", &key).await.map(drop), Ok(()));
+    let not_own_node = |node: &str| {
+        format!(
+            "an agent may write only its own Node, and this token does not belong to a pod on {node}; an agent outside the DaemonSet needs \
+             the account clustermesh-agent/wg-agent.{node}"
+        )
+    };
+    let only_annotations = "an agent may write only annotations of its Node".to_owned();
+    let foreign_annotation = |name: &str| format!("an agent may not write the annotation {name}");
+    for (client, node, change, message) in [
+        (
+            &agent,
+            "n2",
+            annotations("kilo.squat.ai/key", json!("x")),
+            not_own_node("n2"),
+        ),
+        (
+            &unbound,
+            "n1",
+            annotations("kilo.squat.ai/key", json!("j")),
+            not_own_node("n1"),
+        ),
+        (
+            &host,
+            "n1",
+            annotations("kilo.squat.ai/key", json!("j")),
+            not_own_node("n1"),
+        ),
+        (
+            &agent,
+            "n1",
+            annotations("team", json!(null)),
+            foreign_annotation("team"),
+        ),
+        (
+            &agent,
+            "n1",
+            annotations("kilo.squat.ai/force-endpoint", json!("192.0.2.1:1")),
+            foreign_annotation("kilo.squat.ai/force-endpoint"),
+        ),
+        (
+            &agent,
+            "n1",
+            json!({"metadata": {"labels": {"a": "b"}}}),
+            only_annotations.clone(),
+        ),
+        (
+            &host,
+            "n2",
+            json!({"spec": {"unschedulable": true}}),
+            only_annotations.clone(),
+        ),
+        (
+            &agent,
+            "n1",
+            json!({"spec": {"taints": [{"key": "a", "effect": "NoExecute"}]}}),
+            only_annotations,
+        ),
+    ] {
+        let refused = client.patch(&format!("/api/v1/nodes/{node}"), &change).await;
+        assert_eq!(verdict(refused), Err(message));
+    }
+    // The policy does not restrict other users.
+    assert_eq!(
+        server
+            .patch("/api/v1/nodes/n2", &json!({"metadata": {"labels": {"a": "b"}}}))
+            .await
+            .map(drop),
+        Ok(())
+    );
+}
