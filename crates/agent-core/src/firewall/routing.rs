@@ -189,8 +189,8 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         "untracked: not translated, so the source is unchecked",
     );
     // The kernel answers a packet without a route before its forward hook, so no policy has accepted the packet and its conntrack
-    // entry is not confirmed. Without this drop a member learns which addresses of other members have a route here. frag-needed
-    // has to pass: UDP learns the path's MTU from it.
+    // entry is not confirmed. Without this drop a member learns from these errors which addresses of other members have a route
+    // here. frag-needed has to pass, because UDP learns the path's MTU from it, and time exceeded passes for traceroute.
     for rule in [
         "icmp type destination-unreachable icmp code != frag-needed ct status & confirmed == 0 counter drop",
         "icmpv6 type destination-unreachable ct status & confirmed == 0 counter drop",
