@@ -58,7 +58,8 @@ fn busy_ticks(stat: &str) -> Option<u64> {
     [0, 1, 2, 5, 6, 7].iter().map(|index| ticks.get(*index).copied()).sum()
 }
 
-/// Fields 14 and 15 (proc_pid_stat(5)), counted after the program's name, which may contain spaces and brackets.
+/// utime + stime, fields 14 and 15 (proc_pid_stat(5)). The words are split after field 2, the program's name, which may contain spaces and
+/// brackets: index 11 is field 14.
 fn process_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let words: Vec<&str> = rest.split_whitespace().collect();

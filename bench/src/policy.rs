@@ -136,13 +136,13 @@ async fn measure(args: &Args) -> anyhow::Result<Measured> {
         eprintln!("bench: {:?}", measured.idle);
     }
     if wanted(Part::Grants) {
-        measured.grants(&clusters, args.changes).await?;
+        measured.measure_grants(&clusters, args.changes).await?;
     }
     if wanted(Part::Throughput) {
         measured.samples = load::throughput(&clusters, args.seconds, args.rounds).await?;
     }
     if wanted(Part::Gateways) {
-        measured.gateways(&clusters, args.changes).await?;
+        measured.measure_gateways(&clusters, args.changes).await?;
     }
     Ok(measured)
 }

@@ -142,7 +142,7 @@ struct Events {
     disturbances: Vec<(Duration, Disturbance)>,
     /// Handshakes of the first end: the number of different times that it reported for its latest handshake.
     handshakes: usize,
-    /// Bytes that the other end's veth received, nearly all of them from the TCP connection.
+    /// Bytes that the far end's veth received, nearly all of them from the TCP connection.
     received_bytes: f64,
 }
 
@@ -215,6 +215,7 @@ fn sockets(wire: &Wire, from: usize, to: usize) -> anyhow::Result<(UdpSocket, Ud
     let target = wire.ends[to].inner();
     let server = load::bind(&wire.ends[to], &target, load::ECHO_PORT)?;
     let client = load::connect(&wire.ends[from], &target, load::ECHO_PORT)?;
+    // How often `echo` checks whether to stop; any short time will do.
     server.set_read_timeout(Some(MIN_STALL))?;
     client.set_read_timeout(Some(INTERVAL))?;
     Ok((client, server))
@@ -299,7 +300,8 @@ fn markdown(until: Duration, events: &Events, replies: &[Replies]) -> String {
     text
 }
 
-/// The cause of a stall: the last disturbance before the stall ended. `None` if the stall began 10 s or more after that disturbance.
+/// The cause of a stall: the last disturbance before the stall ended. `None` if there was none, or if the stall began at least 10 s
+/// after it.
 fn cause(disturbances: &[(Duration, Disturbance)], stall: Stall) -> Option<Disturbance> {
     let end = stall.began + stall.length;
     let last = disturbances.iter().rev().find(|(at, _)| *at <= end)?;

@@ -54,9 +54,9 @@ pub fn inner(bytes: &[u8]) -> bool {
     let mut buffer = Vec::new();
     let mut spans = Vec::new();
     let mut rest = bytes;
-    while let [high, low, after @ ..] = rest {
-        let length = usize::from(u16::from_be_bytes([*high, *low])).min(after.len());
-        let (packet, following) = after.split_at(length);
+    while let [high, low, tail @ ..] = rest {
+        let length = usize::from(u16::from_be_bytes([*high, *low])).min(tail.len());
+        let (packet, following) = tail.split_at(length);
         rest = following;
         spans.push(buffer.len()..buffer.len() + length);
         buffer.extend_from_slice(packet);

@@ -289,8 +289,8 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     let metrics = operator.run("metrics.md", "port-forward", &[]).await;
     assert!(metrics.contains("clustermesh_"), "{metrics}");
 
-    // An agent outside the DaemonSet, and an agent on a node of kg. No such agent runs here: this checks that the API server accepts
-    // their objects and credentials.
+    // An agent outside the DaemonSet, and an agent on a node of kg. This checks only that the API server accepts their objects and
+    // credentials.
     let values = [("NODE=node-1", "NODE=mgmt-1"), ("https://HOST:6443", &*api(&hub))];
     operator.run("install.md", "NODE=node-1", &values).await;
     operator

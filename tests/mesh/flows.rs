@@ -196,14 +196,14 @@ async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
     let node = mesh.lab.node("mgmt-1");
     let wireguard = mesh.wireguard["mgmt-1"];
     // The lab's kubelet listens on the node's address only, so another server has to listen at the WireGuard address.
-    let server_url = format!("{wireguard}:10250");
+    let server_address = format!("{wireguard}:10250");
     let mut serving = node
-        .spawn("kubelet-port", [&mesh.probe(), "serve", &server_url])
+        .spawn("kubelet-port", [&mesh.probe(), "serve", &server_address])
         .unwrap();
     serving.wait_for_log("serving on", PATIENCE).await.unwrap();
     let targets = [
         format!("https://{}:10250/pods", node.address()),
-        format!("http://{server_url}"),
+        format!("http://{server_address}"),
         format!("https://{}/version", plan.api_service_ip()),
         format!("https://{}:6443/version", plan.api_address()),
     ];
@@ -275,9 +275,12 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
         .chain(admitted.clone())
         .collect();
     mesh.lab.wait_for_open_sockets(&pod(&controller), &open).await.unwrap();
-    let port = BTreeSet::from([SocketAddr::new(controller.ip, 8080)]);
+    let controller_socket = BTreeSet::from([SocketAddr::new(controller.ip, 8080)]);
     let neighbour = pod(&mesh.hub_webs[0]);
-    mesh.lab.wait_for_open_sockets(&neighbour, &port).await.unwrap();
+    mesh.lab
+        .wait_for_open_sockets(&neighbour, &controller_socket)
+        .await
+        .unwrap();
 
     mesh.hub
         .apply(&mesh.product.controller_policy().unwrap())
@@ -294,7 +297,10 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
         .unwrap();
     let found = mesh.lab.scan(&pod(&controller), all.into_keys()).await.unwrap();
     assert_eq!(found, admitted);
-    mesh.lab.wait_for_closed_sockets(&neighbour, &port).await.unwrap();
+    mesh.lab
+        .wait_for_closed_sockets(&neighbour, &controller_socket)
+        .await
+        .unwrap();
 
     // Replace the controller's pod: the policy applies to the new pod from its first packet. The pod becomes Ready, and restores an
     // object in the member.

@@ -194,7 +194,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     .unwrap();
     for gateway in &env.gateways {
         wait_until(format!("the new pod at {}", gateway.pod.name), PATIENCE, async || {
-            // The set of endpoints to which established connections may continue.
+            // The sets of the endpoints to which established connections may continue, one for each family.
             let mut words = BTreeSet::new();
             for set in ["endpoints4", "endpoints6"] {
                 let list = ["nft", "list", "set", "inet", "clustermesh", set];

@@ -40,10 +40,10 @@ async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
             mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await,
             mesh.expected_answer(from, to.ip)
         );
-        let node = &mesh.wireguard[&from.node];
+        let wireguard = &mesh.wireguard[&from.node];
         assert_eq!(
             mesh.wait_for_answer(&host(&from.node), &url(to.ip, 8080)).await,
-            mesh.expected_answer(to, *node)
+            mesh.expected_answer(to, *wireguard)
         );
     }
     // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node

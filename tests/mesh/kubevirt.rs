@@ -184,9 +184,10 @@ impl<'a> TestEnv<'a> {
             let args = [&probe, "udp-send", &to, "datagram", "3"];
             let output = self.lab.run_at(&pod(from), &args).await.unwrap();
             let lines: Vec<&str> = output.stdout.lines().collect();
-            let source = |line: &&str| line.starts_with(&format!("{}:", from.ip)) && line.ends_with(" datagram");
+            let has_pod_source =
+                |line: &&str| line.starts_with(&format!("{}:", from.ip)) && line.ends_with(" datagram");
             assert!(
-                lines.len() == 3 && lines.iter().all(source),
+                lines.len() == 3 && lines.iter().all(has_pod_source),
                 "{when}: {from:?}: {output:?}"
             );
         }
@@ -212,8 +213,8 @@ impl<'a> TestEnv<'a> {
             .collect();
         println!("thrown: {thrown:?}");
         let [a, b, c, _] = self.worker.address().octets();
-        let gateway = IpAddr::from([a, b, c, 1]);
-        for needed in [self.api, gateway] {
+        let next_hop = IpAddr::from([a, b, c, 1]);
+        for needed in [self.api, next_hop] {
             assert!(thrown.contains(&needed.to_string().as_str()), "{needed}: {routes:#}");
         }
     }
@@ -343,9 +344,9 @@ impl<'a> TestEnv<'a> {
         self.api_server_answers("agent dead").await;
         // Checks TCP only: the socket of an accepted TCP connection has the underlay mark (`tcp_fwmark_accept`). A UDP
         // server's socket has none, so the kernel looks up the route of the reply before any nftables hook can set the
-        // mark. Without the agent, the route that it finds is unreachable.
+        // mark. While kilo0 has no carrier, that route is `unreachable`.
         self.connections_get_replies_on_eth0("agent dead").await;
-        // Then another program deletes our policy routing rules, so that only the firewall drops the packets.
+        // Delete our policy routing rules, as another program could, so that only the firewall drops the packets.
         for preference in ["1000", "1001"] {
             self.worker
                 .exec(["ip", "rule", "del", "pref", preference])

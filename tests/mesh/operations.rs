@@ -113,7 +113,7 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         .unwrap();
     let cut = Instant::now();
 
-    // Meanwhile an agent on another node restarts. Only the tunnel of its own node is down for a moment.
+    // Meanwhile an agent on another node restarts. Only that node's tunnels are down for a moment.
     agent_restart_restores_flows(mesh).await;
 
     link_down_is_reported(mesh, &sender.node, &name, cut).await;

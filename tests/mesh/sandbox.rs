@@ -64,7 +64,7 @@ impl<'a> TestEnv<'a> {
             .await
             .unwrap();
         product.install_gateways(&["default"]).await.unwrap();
-        // Set both lists of deploy/admission.yaml, so that agents and controller have to work within its policies.
+        // Set both lists of networks in deploy/admission.yaml, so that agents and controller have to work within its policies.
         let admission =
             std::fs::read_to_string(format!("{}/../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
         let networks = |cluster: &Cluster<'_>| {
@@ -274,11 +274,14 @@ async fn sandbox_routes_only_gateways_into_tunnel(env: &TestEnv<'_>) {
 async fn hub_nodes_have_no_trace_of_sandbox(env: &TestEnv<'_>) {
     let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
     let objects = env.hub.kubectl(objects).await.unwrap().stdout;
-    let peer = env.wireguard().await.to_string();
-    assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
+    let sandbox_address = env.wireguard().await.to_string();
+    assert!(
+        !objects.contains(SANDBOX) && !objects.contains(&sandbox_address),
+        "{objects}"
+    );
     // Positive control: the same output contains the member, which has Peers in the hub.
     assert!(objects.contains(MEMBER));
-    let member = wireguard(&env.member, &env.member_webs[0].node).await.to_string();
+    let member_address = wireguard(&env.member, &env.member_webs[0].node).await.to_string();
     let kernel: [&[&str]; 5] = [
         &["ip", "address"],
         &["ip", "rule"],
@@ -291,8 +294,8 @@ async fn hub_nodes_have_no_trace_of_sandbox(env: &TestEnv<'_>) {
         for words in kernel {
             text += &node.exec(words).await.unwrap().stdout;
         }
-        assert!(text.contains(&member), "{text}");
-        for word in [SANDBOX, &peer] {
+        assert!(text.contains(&member_address), "{text}");
+        for word in [SANDBOX, &sandbox_address] {
             assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
         }
     }

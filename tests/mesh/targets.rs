@@ -94,7 +94,7 @@ impl<'a> TestEnv<'a> {
         [pod(&self.sandbox_web), host(&self.sandbox_web.node)]
     }
 
-    /// The current grants, as soon as the sandbox dials every gateway at its NodePort.
+    /// The current grants, as soon as each gateway's Peer in the sandbox has the gateway's NodePort as its endpoint.
     async fn granted(&self) -> Granted {
         wait_until("Peers with the NodePorts of all gateways", PATIENCE, async || {
             let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
@@ -103,11 +103,11 @@ impl<'a> TestEnv<'a> {
                 let (_, port) = NODE_PORTS.into_iter().find(|(name, _)| gateway.name == *name).unwrap();
                 expected.push(SocketAddr::new(self.node_of(gateway).await?.address().into(), port));
             }
-            let dialled: Vec<SocketAddr> = granted.gateways.iter().map(|gateway| gateway.endpoint).collect();
-            if dialled == expected && dialled.len() == NODE_PORTS.len() {
+            let endpoints: Vec<SocketAddr> = granted.gateways.iter().map(|gateway| gateway.endpoint).collect();
+            if endpoints == expected && endpoints.len() == NODE_PORTS.len() {
                 Ok(granted)
             } else {
-                Err(format!("{dialled:?}, expected {expected:?}"))
+                Err(format!("{endpoints:?}, expected {expected:?}"))
             }
         })
         .await
@@ -195,9 +195,13 @@ impl<'a> TestEnv<'a> {
     async fn packets_bypass_netfilter_on_nodes(&self) {
         let granted = self.granted().await;
         let gateway = &granted.gateways[0];
-        let near = self.node_of(gateway).await.unwrap();
-        let server = self.hub_webs.iter().find(|web| web.node != near.name()).unwrap();
-        let nodes = [near, self.lab.node(&server.node)];
+        let gateway_node = self.node_of(gateway).await.unwrap();
+        let server = self
+            .hub_webs
+            .iter()
+            .find(|web| web.node != gateway_node.name())
+            .unwrap();
+        let nodes = [gateway_node, self.lab.node(&server.node)];
         let port = granted.tcp_ports.first().unwrap();
         let request = async || {
             let url = url(gateway.wireguard, *port);
@@ -239,7 +243,7 @@ impl<'a> TestEnv<'a> {
     async fn replaced_gateway_is_dialled_at_same_node_port(&self) {
         let before = self.granted().await.gateways.remove(0);
         let node = self.node_of(&before).await.unwrap();
-        self.assert_dialled_at(&node, &before).await;
+        self.assert_node_port_leads_to(&node, &before).await;
         self.hub
             .kubectl(["-n", GATEWAYS, "delete", "pod", &before.name])
             .await
@@ -255,22 +259,22 @@ impl<'a> TestEnv<'a> {
         .await
         .unwrap();
         let gateway = &after.gateways[0];
-        let dialled = self.granted().await.gateways;
-        assert!(dialled.contains(gateway), "{gateway:?} is none of {dialled:?}");
+        let gateways = self.granted().await.gateways;
+        assert!(gateways.contains(gateway), "{gateway:?} is none of {gateways:?}");
         for from in self.clients() {
             self.lab
                 .wait_for_open_sockets(&from, &after.tcp_sockets())
                 .await
                 .unwrap();
         }
-        self.assert_dialled_at(&self.node_of(gateway).await.unwrap(), gateway)
+        self.assert_node_port_leads_to(&self.node_of(gateway).await.unwrap(), gateway)
             .await;
         // The new pod's link has no eBPF program yet.
         self.hub.bypass_netfilter().await.unwrap();
     }
 
-    /// Checks that every conntrack entry of the NodePort leads to the gateway's pod.
-    async fn assert_dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
+    /// Checks that the NodePort has conntrack entries, and that all lead to the gateway's pod and have seen a reply.
+    async fn assert_node_port_leads_to(&self, node: &Node<'_>, gateway: &Gateway) {
         let port = gateway.endpoint.port().to_string();
         let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
         let entries = node.exec(list).await.unwrap().stdout;
@@ -334,12 +338,12 @@ impl<'a> TestEnv<'a> {
         for (gateway, from) in granted.gateways.iter().zip(self.clients()) {
             let kept_on_underlay = attacker.route_through(&gateway.peer, &addresses).await.unwrap();
             assert_eq!(kept_on_underlay, BTreeSet::new());
-            let granted = granted.through(gateway).tcp_sockets();
+            let granted_sockets = granted.through(gateway).tcp_sockets();
             // Establish the session first: until then, WireGuard drops some of a scan's packets.
-            self.lab.wait_for_open_sockets(&from, &granted).await.unwrap();
+            self.lab.wait_for_open_sockets(&from, &granted_sockets).await.unwrap();
             let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("{} sockets from {from} through {}: {open:?}", all.len(), gateway.name);
-            assert_eq!(open, granted);
+            assert_eq!(open, granted_sockets);
         }
     }
 

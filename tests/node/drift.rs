@@ -13,7 +13,7 @@ use kube::{Api, api::PostParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
-/// Shorter than the agent's resync interval of 30 s, which starts again with each pass.
+/// The agent resyncs 30 s after its last pass, so usually later than this.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The agent's rules, routes and addresses, as `ip` shows them.

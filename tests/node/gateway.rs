@@ -1,5 +1,5 @@
 //! Runs a gateway against a real API server. Two sandboxes must reach their grants and nothing else, even while grants
-//! and endpoints change. The gateway's process has only the privileges that deploy/gateway.yaml grants. Needs root.
+//! and endpoints change. The gateway's process has only the privileges of its container in deploy/gateway.yaml. Needs root.
 
 mod lifecycle;
 mod testbed;
@@ -14,8 +14,8 @@ use clustermesh_tests::{
 use serde_json::json;
 
 use testbed::{
-    DB, ENDPOINT_CONNECTIONS, GATEWAY, HOST_PORT, LOG_PORT, OTHER_POD, POD, SANDBOX_CONNECTIONS, SQL_PORT, TIMEOUT,
-    Testbed, grant, hostile, ip, limits, refusals, socket_addr,
+    DB, ENDPOINT_CONNECTIONS, GATEWAY, GATEWAY_POD, HOST_PORT, LOG_PORT, OTHER_POD, SANDBOX_CONNECTIONS, SQL_PORT,
+    TIMEOUT, Testbed, grant, hostile, ip, limits, refusals, socket_addr,
 };
 
 // threat: gateway-ungranted
@@ -69,7 +69,7 @@ async fn gateway_publishes_its_endpoints(testbed: &Testbed) {
         })
         .await;
     assert_eq!(status["wireguardIPs"], json!(GATEWAY));
-    let [v4, v6] = POD;
+    let [v4, v6] = GATEWAY_POD;
     // The last endpoint is the node's address with `spec.nodePort` of the SandboxGateway in deploy/gateway.yaml. The sandboxes use
     // HOST_PORT, which the testbed forwards to the gateway.
     assert_eq!(
@@ -112,10 +112,10 @@ async fn namespace_without_rolebinding_is_refused(testbed: &Testbed) {
 
 async fn grants_are_reached_in_both_families(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
+    for (gateway, gateway_pod) in GATEWAY.into_iter().zip(GATEWAY_POD) {
         a.wait_for_answer_from(socket_addr(gateway, SQL_PORT), "db").await;
         // Pods see the gateway as the source.
-        let seen = Some(format!("db {pod}"));
+        let seen = Some(format!("db {gateway_pod}"));
         assert_eq!(a.tcp_reply(socket_addr(gateway, SQL_PORT)), seen);
         assert_eq!(a.udp_reply(socket_addr(gateway, LOG_PORT)), seen);
     }
@@ -125,7 +125,7 @@ async fn grants_are_reached_in_both_families(testbed: &Testbed) {
 /// tunnel.
 async fn masqueraded_source_port_differs_from_tunnel_port(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let db = &testbed.pods[0];
+    let db = &testbed.endpoint_pods[0];
     db.nft(
         "table inet ports { chain in { type filter hook input priority filter; policy accept;
              udp dport 5000 udp sport 51820 counter
@@ -162,7 +162,7 @@ fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
         (GATEWAY[1], LOG_PORT),
         (GATEWAY[0], 9587),
         (GATEWAY[1], 9587),
-        (POD[0], 9587),
+        (GATEWAY_POD[0], 9587),
         (DB[0], TCP_PORT),
         (DB[1], TCP_PORT),
         (OTHER_POD[0], TCP_PORT),
@@ -180,15 +180,16 @@ fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
     // The pings must be dropped by the chain `first`, before the conntrack lookup. A later chain would drop them, too.
     assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
-    // Neither pods nor the other sandbox can connect to a sandbox. The other sandbox has no grant in this step.
+    // A pod, the gateway's own pod, the node and the other sandbox cannot connect to a sandbox.
     let listener =
         a.ns.enter(|| std::net::TcpListener::bind((ip(a.addresses[0]), 7000)))
             .expect("listen");
     let to = listener.local_addr().expect("an address");
-    for ns in [&testbed.pods[0], &testbed.pod, &testbed.node] {
+    for ns in [&testbed.endpoint_pods[0], &testbed.gateway_pod, &testbed.node] {
         assert!(TcpConnection::open(ns, to).is_none(), "from {}", ns.name);
     }
     assert_eq!(b.tcp_reply(to), None);
+    // The other sandbox has no grant yet.
     assert_eq!(b.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
 }
 
@@ -385,8 +386,8 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(flow.request().is_some());
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // Eight connections, because a single one would not prove that the gateway resets it: the database itself resets a connection
-    // that comes back from another source port of the gateway. Of eight, at least one most likely keeps its port.
+    // After the grant is restored, the gateway masquerades a connection again. If it gets a new source port, the database itself
+    // resets it. Only a connection that gets its old port shows the gateway's own reset; of eight, at least one most likely does.
     let mut others =
         [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;

@@ -1,6 +1,6 @@
 //! Tests that a real agent drops the forbidden packets of a cluster-meshed member. Root on the member's node floods
-//! allowed and forbidden packets over IPv4 and IPv6, while agents and API servers stop and start. Witnesses (packet
-//! counters) in the pods, on machines around the node and at the member count the packets that arrive. Needs root.
+//! allowed and forbidden packets over IPv4 and IPv6, while the agent and its API server stop and start.
+//! Witnesses (packet counters) in the pods, on the node, on the machines around it and at the member count packets. Needs root.
 
 mod testbed;
 

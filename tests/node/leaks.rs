@@ -1,7 +1,7 @@
 //! Checks that mesh packets never leave a node unencrypted. Programs in pods and on the nodes send into the mesh
 //! continuously, over IPv4 and IPv6, while agents start, stop, crash and are upgraded, Peers and keys change, and
-//! external changes remove kernel state. A capture on the link between the nodes must show only WireGuard packets, and
-//! senders must get ICMP errors where there is no route.
+//! external changes remove kernel state. A capture on the link between the nodes must show no unencrypted mesh packet, and
+//! senders must get errors where there is no route.
 
 mod sender;
 

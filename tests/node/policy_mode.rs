@@ -20,7 +20,7 @@ use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
 /// kg's WireGuard address of the node.
 const KG_ADDRESS: &str = "100.66.1.7";
-/// A second address of the node's pod, which the policy denies.
+/// A second address of the node's pod, whose port 8080 the policy denies.
 const DENIED_ADDRESS: &str = "10.10.1.77";
 /// The address of a laptop, which is no member of any mesh.
 const LAPTOP_ADDRESS: &str = "10.99.0.2";
@@ -81,7 +81,7 @@ impl Kg {
         }
     }
 
-    /// Configures a Peer as kg does: allowed IPs, and routes in the main table.
+    /// Configures a Peer as kg does: allowed IPs, and routes in the main table. The laptop's address is a further allowed IP.
     async fn add_peer(&self, clusters: &TwoClusters, site: &Site, remote: &Site) {
         let annotations = clusters.wait_for_published(remote).await;
         let spec = peer(remote, &annotations).spec;
@@ -166,12 +166,12 @@ async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]
     let script = format!(
         "echo 1 > /proc/sys/net/ipv4/ip_forward
         ip addr del {pod}/32 dev lo
-        ip link add cni0 type veth peer name eth0 netns {own}
+        ip link add cni0 type veth peer name eth0 netns {pod_netns}
         ip addr add {next_hop}/24 dev cni0
         ip link set cni0 up
         {routes}",
         pod = site.pod,
-        own = pod.path(),
+        pod_netns = pod.path(),
     );
     clusters
         .host(site)

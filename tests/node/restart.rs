@@ -113,7 +113,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         "ok\nbut: cache: the API server has not listed these kinds since",
     )
     .await;
-    // Peers, PeerPolicies, Nodes and EndpointSlices.
+    // All four kinds come from the cache: Peers, PeerPolicies, Nodes and EndpointSlices.
     wait_for_page(&clusters, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
     let on_device = wg_show(&clusters, tenant, "allowed-ips").await;
     let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
@@ -326,7 +326,7 @@ async fn agent_output_never_contains_the_private_key() {
     assert!(!refused.wait_for_exit(TIMEOUT).await.expect("the agent exits").success());
     outputs.insert("refusal".into(), refused.log());
 
-    // Each output contains an expected text: otherwise the search for the private key proves nothing.
+    // These outputs contain an expected text: otherwise the search for the private key in them would prove nothing.
     for (what, expected) in [
         ("log of the first start", "created a private key for this node"),
         ("log", "TRACE"),

@@ -22,7 +22,7 @@ use kube::{
     api::{DeleteParams, Patch, PatchParams, PostParams},
 };
 
-/// Time limit of every wait.
+/// Time limit of a wait, unless a test has another.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A cluster and its only node.
@@ -32,7 +32,7 @@ pub(crate) struct Site {
     pub(crate) address: &'static str,
     /// The node's pod network.
     pub(crate) pods: &'static str,
-    /// An address in `pods`, from which the tests ping. The node itself has it.
+    /// An address in `pods`, from which the tests ping. The node itself has it, unless the test makes a pod.
     pub(crate) pod: &'static str,
     /// The network from which the node gets its WireGuard address.
     pub(crate) wireguard: &'static str,
@@ -320,7 +320,7 @@ impl TwoClusters {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Requests a page of the agent's admin endpoint: status code and text.
+    /// Requests a page of the agent's admin port: status code and text.
     pub(crate) async fn page(&self, site: &Site, path: &str) -> (u16, String) {
         let url = format!("http://127.0.0.1:9587{path}");
         let words = ["curl", "-sS", "-m", "2", "-w", "\n%{http_code}", &url];

@@ -29,7 +29,7 @@ const MIB: usize = 1024 * 1024;
 /// Memory limit of the controller.
 const LIMIT: usize = 256 * MIB;
 /// Length of an endless response, if a client reads all of it.
-const FLOOD: usize = 2048 * MIB;
+const RESPONSE_LENGTH: usize = 2048 * MIB;
 const ADDRESS: &str = "172.30.1.201";
 
 /// The requests to which a server sends an endless response. Other lists are empty, and other watches have no events.
@@ -150,7 +150,7 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
         }
         Some(text) => {
             floods.fetch_add(1, Ordering::Relaxed);
-            for _ in 0..FLOOD / text.len() {
+            for _ in 0..RESPONSE_LENGTH / text.len() {
                 stream.write_all(text.as_bytes()).await?;
             }
         }

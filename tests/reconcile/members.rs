@@ -41,7 +41,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         before["prod--tenant-b--tenant-b-1"]
     );
 
-    // Thawed API server: the controller repeats the missed writes, and reads the changes made there meanwhile.
+    // Thawed API server: the controller repeats the missed writes.
     frozen.thaw_api().unwrap();
     let names = [
         "prod--mgmt--mgmt-1",
@@ -159,7 +159,8 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         "the session of the renamed Secret to have read the cluster",
         SOON,
         async || {
-            // Both sessions respond and know their cluster's UID; the renamed Secret is in its session and in the mesh.
+            // At least two sessions respond, and every session knows its cluster's UID. The renamed Secret is in its session
+            // and in the mesh.
             let state = env.page("/debug/state").await;
             let responsive = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();

@@ -28,7 +28,7 @@ async fn create_slices(env: &TestEnv) {
 }
 
 /// Waits until the controller has listed all EndpointSlices and watches them.
-async fn until_read(env: &TestEnv) {
+async fn until_slices_read(env: &TestEnv) {
     wait_until("all slices to be read", LATER, async || {
         let state = env.page("/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
@@ -70,7 +70,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     env.apply_mesh(&mesh).await;
     env.until_condition("EgressResolved", "True/Resolved", LATER).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    until_read(&env).await;
+    until_slices_read(&env).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     drop(controller);
     let mut before = env.versions().await;
@@ -78,7 +78,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     let spec_before = spec(env.get_mesh().await.unwrap());
 
     let controller = env.start_controller().await;
-    until_read(&env).await;
+    until_slices_read(&env).await;
     // The Peer of this new node is the last write: once it exists, all writes that the restart has caused have been sent.
     env.create_node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];

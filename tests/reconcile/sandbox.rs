@@ -128,13 +128,13 @@ async fn sandbox_contains_only_data_of_its_grant() {
     let written = policies(&env, "notebooks").await;
     let policy = &written["prod--mgmt"].spec;
     assert!(policy.allow.is_empty(), "{policy:?}");
-    // The policy closes the ports of `--infrastructure-port` in addition to the ten default ones.
-    let closed: Vec<_> = (policy.infrastructure_ports.iter())
+    // The policy has the ports of `--infrastructure-port` in addition to the ten default infrastructure ports.
+    let ports: Vec<_> = (policy.infrastructure_ports.iter())
         .map(|infrastructure| (infrastructure.port, infrastructure.protocol))
         .collect();
-    assert_eq!(closed.len(), 12, "{closed:?}");
+    assert_eq!(ports.len(), 12, "{ports:?}");
     for port in [(8132, Protocol::Tcp), (53, Protocol::Udp), (10250, Protocol::Tcp)] {
-        assert!(closed.contains(&port), "{port:?} in {closed:?}");
+        assert!(ports.contains(&port), "{port:?} in {ports:?}");
     }
 
     let seen = all_objects(&env, "notebooks").await;
@@ -213,9 +213,9 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     env.create_node("notebooks", 2, 1).await;
     create_service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
     gateways::install(&env, "mgmt", 1).await;
-    let hub_networks = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
-    let flag = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
-    let _controller = env.start_controller_for(&flag, &[hub_networks]).await;
+    let hub_network_flag = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
+    let hub_namespace = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
+    let _controller = env.start_controller_for(&hub_namespace, &[hub_network_flag]).await;
     let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");

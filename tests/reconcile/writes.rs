@@ -11,12 +11,13 @@ use serde_json::json;
 
 use crate::services::DB;
 
-/// The writes of the controller in each cluster, from the audit logs of the API servers.
+/// The writes of the controller in mgmt and tenant-a, from the audit logs of their API servers.
 pub(crate) fn audit(env: &TestEnv) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| env.lab.cluster(name).audit().unwrap())
 }
 
-/// Makes changes of the mesh that no plan depends on. Each change causes a pass, which compares its report with the status.
+/// Waits for `count` passes, each of which compares its report with the status. Each is caused by a change of the mesh on
+/// which no plan depends.
 pub(crate) async fn until_passes(env: &TestEnv, count: usize) {
     let metric = "clustermesh_controller_reconciles_total";
     for turn in 0..count {

@@ -116,12 +116,12 @@ async fn server(lists: Option<&str>) -> ApiServer {
 }
 
 async fn create(client: &ApiClient, object: &Value) -> Result<(), String> {
-    let kind = match object["kind"].as_str() {
+    let collection = match object["kind"].as_str() {
         Some("Peer") => PEERS,
         Some("SandboxAccess") => ACCESSES,
         _ => POLICIES,
     };
-    verdict(client.post(&format!("{kind}?dryRun=All"), object).await)
+    verdict(client.post(&format!("{collection}?dryRun=All"), object).await)
 }
 
 const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-admission: add it there if the mesh may route it \
@@ -156,15 +156,15 @@ async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServe
         peer("prod--tenant-a--n1", true, &inside),
         policy("prod--tenant-a", true),
     ] {
-        let kind = if object["kind"] == "Peer" { PEERS } else { POLICIES };
-        let path = format!("{kind}/{}", object["metadata"]["name"].as_str().unwrap());
+        let collection = if object["kind"] == "Peer" { PEERS } else { POLICIES };
+        let path = format!("{collection}/{}", object["metadata"]["name"].as_str().unwrap());
         let bare = with(object.clone(), "/metadata/labels", json!({}));
         let own = with(bare.clone(), "/metadata/name", json!("own"));
 
         let refused = create(&admin, &object).await.unwrap_err();
         assert!(refused.ends_with(user_refusal), "{refused}");
         assert_eq!(create(controller, &bare).await, Err(unlabelled.clone()));
-        assert_eq!(controller.post(kind, &object).await.map(drop), Ok(()));
+        assert_eq!(controller.post(collection, &object).await.map(drop), Ok(()));
         assert_eq!(verdict(controller.put(&path, &bare).await), Err(unlabelled.clone()));
         for refused in [
             admin.put(&path, &bare).await,
@@ -176,8 +176,8 @@ async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServe
         }
 
         // The controller can take over an object of a user, but only by adding the label.
-        assert_eq!(admin.post(kind, &own).await.map(drop), Ok(()));
-        let path = format!("{kind}/own");
+        assert_eq!(admin.post(collection, &own).await.map(drop), Ok(()));
+        let path = format!("{collection}/own");
         assert_eq!(verdict(controller.put(&path, &own).await), Err(unlabelled.clone()));
         assert_eq!(verdict(controller.delete(&path).await), Err(unlabelled.clone()));
         let adopted = with(own, "/metadata/labels", labels(true));
@@ -205,7 +205,7 @@ async fn peers_outside_network_list_are_refused(controller: &ApiClient) {
         "::/0",
         "fd00:21::/64",
         "fd00::/16",
-        // A network that the CEL functions of the API server cannot parse.
+        // The CEL functions of the API server cannot parse these as networks.
         "10.20.0.0/33",
         "10.20.1.1",
         "::ffff:10.20.1.0/120",
@@ -237,7 +237,7 @@ async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {
         .iter()
         .map(|port| json!({"port": port["port"], "protocol": "UDP"}))
         .collect();
-    let closed_ports = |which: &str| {
+    let missing_ports = |which: &str| {
         Err(format!(
             "spec.infrastructurePorts: does not contain {which} (TCP), which must stay closed to every member"
         ))
@@ -280,9 +280,9 @@ async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {
             json!(["fd00:11::/64"]),
             Err(format!("spec.anchored: fd00:11::/64{UNREACHABLE}")),
         ),
-        ("infrastructurePorts", json!([]), closed_ports(all)),
-        ("infrastructurePorts", json!(udp), closed_ports(all)),
-        ("infrastructurePorts", json!(without_kubelet), closed_ports("10250")),
+        ("infrastructurePorts", json!([]), missing_ports(all)),
+        ("infrastructurePorts", json!(udp), missing_ports(all)),
+        ("infrastructurePorts", json!(without_kubelet), missing_ports("10250")),
     ] {
         assert_eq!(
             create(controller, &with(valid(), &format!("/spec/{field}"), value)).await,
@@ -382,12 +382,12 @@ async fn invalid_list_refuses_writes_but_not_deletions(server: &ApiServer, contr
     let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
     let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
     // The API server watches the ConfigMap: a change takes effect after some time.
-    let set_lists = async |data: Value, path: &str, expected: Result<(), String>| {
+    let set_lists = async |data: Value, query: &str, expected: Result<(), String>| {
         server.patch(config, &json!({"data": data})).await.unwrap();
         clustermesh_lab::wait_until(
             format!("{expected:?}"),
             std::time::Duration::from_secs(60),
-            async || match verdict(controller.post(&format!("{PEERS}{path}"), &object).await) {
+            async || match verdict(controller.post(&format!("{PEERS}{query}"), &object).await) {
                 answer if answer == expected => Ok(()),
                 other => Err(format!("{other:?}")),
             },

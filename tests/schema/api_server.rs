@@ -102,11 +102,11 @@ impl ApiClient {
             .await
     }
 
-    async fn request(&self, method: &str, path: &str, kind: &str, body: &Value) -> Response {
+    async fn request(&self, method: &str, path: &str, content_type: &str, body: &Value) -> Response {
         let mut request = http::Request::builder()
             .method(method)
             .uri(path)
-            .header("content-type", kind);
+            .header("content-type", content_type);
         for (name, value) in &self.headers {
             request = request.header(name, value);
         }

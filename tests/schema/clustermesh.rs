@@ -78,11 +78,11 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
     let own = "spec.clusters[1].egress: Invalid value: egress names this very cluster: `service.cluster` must be another entry, its own Services are reached without a mesh";
     let unknown = "spec.clusters: Invalid value: egress names a cluster that is not an entry of this mesh: `service.cluster` must be the `name` of one of spec.clusters";
 
-    // Each case: an accepted object, a refused one, and the message of the refusal.
     let name = "/clusters/1/name";
     let networks = "/clusters/1/allowedNetworks";
     let anchored = "/clusters/0/anchoredNetworks";
     let a64 = "a".repeat(64);
+    // Each case: an accepted object, a refused one, and the message of the refusal.
     let cases = [
         (with(&[]), with(&[("/clusters/1/local", json!(true))]), local.to_owned()),
         // A mesh without an entry for the hub.

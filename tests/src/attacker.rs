@@ -37,7 +37,7 @@ const MAX_PAUSE: u32 = 20;
 const REQUEST_PACE: Duration = Duration::from_millis(50);
 /// After this time without a reply a prober starts a new session, because a restarted target has lost the old session.
 const SESSION_TIMEOUT: Duration = Duration::from_millis(400);
-/// Time limit of every wait, also on a loaded machine.
+/// Time limit of a wait, also on a loaded machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn public(secret: &StaticSecret) -> PublicKey {
@@ -139,7 +139,7 @@ impl Tunnel {
         }
     }
 
-    /// Replaces the private key.
+    /// Replaces the private key, and starts a new session.
     pub fn replace_private_key(&self, key: StaticSecret) {
         let mut configuration = self.configuration.lock().expect("the configuration");
         configuration.private_key = key;

@@ -62,7 +62,7 @@ impl NetNs {
         }
     }
 
-    /// A path for `ip link set .. netns` and `nsenter --net=`, valid as long as this process lives.
+    /// A path for `ip link set .. netns` and `nsenter --net=`, valid until this value is dropped.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }

@@ -126,15 +126,15 @@ impl Site {
 
     fn attach_pod(&self) {
         let n = self.number;
-        let near = [format!("10.{n}0.1.1/24"), format!("fd00:{n}0:0:1::1/64")];
-        let far = [format!("10.{n}0.1.9/24"), format!("fd00:{n}0:0:1::9/64")];
+        let node_addresses = [format!("10.{n}0.1.1/24"), format!("fd00:{n}0:0:1::1/64")];
+        let pod_addresses = [format!("10.{n}0.1.9/24"), format!("fd00:{n}0:0:1::9/64")];
         veth(
             &self.ns,
             "cni0",
-            &[&near[0], &near[1]],
+            &[&node_addresses[0], &node_addresses[1]],
             &self.pod,
             "eth0",
-            &[&far[0], &far[1]],
+            &[&pod_addresses[0], &pod_addresses[1]],
         );
         self.pod.ip(&format!("route add default via 10.{n}0.1.1"));
         self.pod.ip(&format!("-6 route add default via fd00:{n}0:0:1::1"));
@@ -203,7 +203,7 @@ impl Site {
         Agent { running, log }
     }
 
-    /// Waits until the agent has published its key and addresses, and returns the Node's annotations.
+    /// Waits until the agent has published its key, WireGuard address and endpoint, and returns the Node's annotations.
     pub fn wait_for_published(&self) -> BTreeMap<String, String> {
         wait_for(&format!("the key of {}", self.node()), TIMEOUT, || {
             let annotations = self.annotations();
@@ -283,14 +283,14 @@ impl Site {
         lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
     }
 
-    /// Requests a page of the admin endpoint; empty if there is no response.
+    /// Requests a page of the admin port; empty if there is no response.
     pub fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:9587{path}");
         let output = self.ns.output("curl", &["-sS", "-m", "5", &url]);
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Waits until the agent is ready.
+    /// Waits until the agent is ready and `/readyz` reports nothing else.
     pub fn wait_until_ready(&self) {
         wait_until(&format!("{} to be ready", self.node()), TIMEOUT, || {
             self.page("/readyz") == "ok\n"

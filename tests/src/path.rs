@@ -113,21 +113,21 @@ fn disable_dad(ns: &NetNs) {
 }
 
 fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
-    let hub = key == 1;
-    let [wireguard, address, pods] = if hub {
+    let is_hub = key == 1;
+    let [wireguard, address, pods] = if is_hub {
         [f.hub_wireguard, f.hub, f.hub_pods]
     } else {
         [f.member_wireguard, f.member, f.member_pods]
     };
     let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services, f.hub, f.hub2];
     let member_networks = [f.member_pod_net, f.member_wireguards];
-    let (theirs, ours) = if hub {
+    let (theirs, ours) = if is_hub {
         (&member_networks[..], &hub_networks[..])
     } else {
         (&hub_networks[..], &member_networks[..])
     };
     // In the member, the hub's second node has no Peer: its address and pods are allowed IPs of the first node's Peer.
-    let allowed = match hub {
+    let allowed = match is_hub {
         true => vec![f.member_pods, f.member_wireguards],
         false => vec![
             f.hub_pods,
@@ -154,24 +154,24 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             wireguard_ips: parse_all(&[wireguard]),
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
-            mtu: if hub { 1420 } else { 1380 },
+            mtu: if is_hub { 1420 } else { 1380 },
             underlay: "eth0".parse().unwrap(),
             underlay_addresses: parse_all(&[address]),
             addresses: parse_all(&[address]),
             pod_cidrs: parse_all(&[pods]),
         },
         throw: BTreeSet::new(),
-        api_servers: if hub {
+        api_servers: if is_hub {
             [SocketAddr::new(f.hub2_pod.parse().unwrap(), 6443)].into()
         } else {
             BTreeSet::new()
         },
-        nodes: if hub {
+        nodes: if is_hub {
             parse_all(&[f.hub, f.hub2, f.hub_wireguard])
         } else {
             parse_all(&[f.member, f.member_wireguard])
         },
-        pods_elsewhere: if hub {
+        pods_elsewhere: if is_hub {
             parse_all(&[f.hub2_pods])
         } else {
             BTreeSet::new()
@@ -185,7 +185,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
                 match f.outer {
                     None => [f.hub, f.member],
                     Some(addresses) => addresses,
-                }[usize::from(hub)]
+                }[usize::from(is_hub)]
                 .parse()
                 .unwrap(),
                 51820,

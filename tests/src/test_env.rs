@@ -183,7 +183,7 @@ impl TestEnv {
         self.hub().apply(&secret.to_string()).await.unwrap();
     }
 
-    pub fn host(&self) -> Machine<'_> {
+    pub fn controller_host(&self) -> Machine<'_> {
         self.lab.node("controller")
     }
 
@@ -220,7 +220,7 @@ impl TestEnv {
             "0.0.0.0:8081",
         ];
         let running = self
-            .host()
+            .controller_host()
             .spawn("controller", [prefix, &words[..], more].concat())
             .unwrap();
         wait_until("the controller to be ready", LATER, async || {
@@ -237,11 +237,11 @@ impl TestEnv {
         running
     }
 
-    /// A page of the controller's admin endpoint; empty if there is no response. The request comes from the controller's
+    /// A page of the controller's admin port; empty if there is no response. The request comes from the controller's
     /// host, because `/debug/state` is only for loopback clients.
     pub async fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:8081{path}");
-        self.host()
+        self.controller_host()
             .try_exec(["curl", "-s", "-m", "5", &url])
             .await
             .unwrap()

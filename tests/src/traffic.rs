@@ -19,7 +19,7 @@ pub const TCP_PORT: u16 = 8080;
 pub const UDP_PORT: u16 = 5000;
 /// A UDP port whose datagrams are counted and never answered.
 pub const MUTE_PORT: u16 = 5002;
-/// Time limit for a reply.
+/// Time limit for connecting, and for a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(700);
 
 /// Counts the datagrams that arrive at [`MUTE_PORT`].
@@ -131,7 +131,7 @@ impl UdpFlow {
     }
 }
 
-/// Counts packets in the input chain of a network namespace that match an nftables expression.
+/// Counts packets at the input hook of a network namespace that match an nftables expression.
 pub struct Counter<'a> {
     ns: &'a NetNs,
     table: String,

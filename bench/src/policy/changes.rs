@@ -27,7 +27,7 @@ const LATE: u128 = 500;
 
 impl Measured {
     /// Removes a grant and adds it again `rounds` times, then quarantines and releases the sandbox `rounds` times.
-    pub(super) async fn grants(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
+    pub(super) async fn measure_grants(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
         let revoked = clusters.members_with_change(|entry| {
             entry["egress"].as_array_mut().and_then(Vec::pop);
         });
@@ -71,7 +71,7 @@ impl Measured {
 
     /// In each round kills the process of one gateway, then deletes its pod; the gateways take turns. Each round needs a new pod, because
     /// the kubelet waits longer before each further restart of a container.
-    pub(super) async fn gateways(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
+    pub(super) async fn measure_gateways(&mut self, clusters: &TestClusters<'_>, rounds: u32) -> anyhow::Result<()> {
         for round in 1..=rounds {
             let gateways = clusters.gateways().await?;
             let gateway = &gateways[round as usize % gateways.len()];
@@ -113,7 +113,7 @@ impl Measured {
         let flow = flows(clusters, std::slice::from_ref(gateway)).await?.remove(0);
         let connections = clusters
             .lab
-            .watch_connections(&clusters.pod, clusters.mirrored_service().await?)?;
+            .watch_connections(&clusters.sandbox_pod, clusters.mirrored_service().await?)?;
         tokio::time::sleep(PAUSE).await;
         let kind = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"));
         let pods: Api<DynamicObject> = Api::namespaced_with(clusters.hub.client().await?, GATEWAYS, &kind);
@@ -167,7 +167,7 @@ async fn flows(clusters: &TestClusters<'_>, gateways: &[Gateway]) -> anyhow::Res
     for gateway in gateways {
         let flow = clusters
             .lab
-            .watch_udp(&clusters.pod, SocketAddr::new(gateway.wireguard, port))?;
+            .watch_udp(&clusters.sandbox_pod, SocketAddr::new(gateway.wireguard, port))?;
         flow.wait_for_echo_after(now()).await?;
         flows.push(flow);
     }

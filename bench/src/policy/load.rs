@@ -39,7 +39,8 @@ pub(super) struct Sample {
     pub(super) p99: f64,
     /// VmRSS of the gateway, bytes.
     pub(super) resident: Option<f64>,
-    /// Seconds from the first write of the added grants until the status of every gateway counts them.
+    /// Seconds from the first write of the added grants until the status of every gateway counts them (if a gateway refused some, until
+    /// these were removed).
     pub(super) applied: Option<f64>,
 }
 
@@ -104,7 +105,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
         for round in 1..=rounds {
             let through = [load, echo].map(|port| SocketAddr::new(gateway.wireguard, port));
             let direct = [LOAD_PORT, ECHO_PORT].map(|port| SocketAddr::new(clusters.server.ip, port));
-            let mut sandbox = sample(clusters, &clusters.pod, through, seconds).await?;
+            let mut sandbox = sample(clusters, &clusters.sandbox_pod, through, seconds).await?;
             sandbox.grants = Some(fillers.grants);
             sandbox.resident = Some(memory(pid)?);
             sandbox.applied = (grants > OWN_GRANTS).then_some(applied);

@@ -54,8 +54,8 @@ pub(super) struct TestClusters<'a> {
     pub(super) hub: Cluster<'a>,
     sandbox: Cluster<'a>,
     /// The sandbox's client pod.
-    pub(super) pod: TrafficClient,
-    /// The member's client pod.
+    pub(super) sandbox_pod: TrafficClient,
+    /// The cluster-meshed member's client pod.
     pub(super) member_pod: TrafficClient,
     /// The hub's server pod.
     pub(super) server: RunningPod,
@@ -99,7 +99,7 @@ impl<'a> TestClusters<'a> {
                     .context("a pod that runs")?,
             );
         }
-        let [server, member_pod, pod] = <[RunningPod; 3]>::try_from(pods).ok().context("three pods")?;
+        let [server, member_pod, sandbox_pod] = <[RunningPod; 3]>::try_from(pods).ok().context("three pods")?;
         hub.apply(SERVICES).await?;
         let probe = lab.probe_program()?;
         let echo = format!(":{ECHO_PORT}");
@@ -119,7 +119,7 @@ impl<'a> TestClusters<'a> {
             product,
             hub,
             sandbox,
-            pod: TrafficClient::Pod(pod),
+            sandbox_pod: TrafficClient::Pod(sandbox_pod),
             member_pod: TrafficClient::Pod(member_pod),
             server,
             members: members.clone(),
@@ -134,7 +134,11 @@ impl<'a> TestClusters<'a> {
         let mut sockets = vec![(&self.member_pod, SocketAddr::new(self.server.ip, ECHO_PORT))];
         let port = self.port("echo").await?;
         let gateways = self.gateways().await?;
-        sockets.extend(gateways.iter().map(|g| (&self.pod, SocketAddr::new(g.wireguard, port))));
+        sockets.extend(
+            gateways
+                .iter()
+                .map(|g| (&self.sandbox_pod, SocketAddr::new(g.wireguard, port))),
+        );
         for (from, socket) in sockets {
             self.lab.watch_udp(from, socket)?.wait_for_echo_after(now()).await?;
         }

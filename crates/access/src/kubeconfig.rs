@@ -63,7 +63,8 @@ use addresses::translated_addresses;
 /// value.
 #[derive(Debug, Clone, Default)]
 pub struct HubHosts {
-    names: Arc<BTreeSet<(String, u16)>>,
+    /// Host names and IP addresses, each with its port, that the hub's own configuration gives to its API server.
+    hosts: Arc<BTreeSet<(String, u16)>>,
     /// The addresses on which the hub's API servers listen. [`HubHosts::set_addresses`] sets them.
     addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
 }
@@ -76,7 +77,7 @@ impl HubHosts {
     #[must_use]
     pub fn new(hosts: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
-            names: Arc::new(hosts.into_iter().collect()),
+            hosts: Arc::new(hosts.into_iter().collect()),
             addresses: Arc::default(),
         }
     }
@@ -94,16 +95,16 @@ impl HubHosts {
         check_address(address)?;
         let known = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
         for address in translated_addresses(address) {
-            if known.contains(&SocketAddr::new(address, port)) || self.names.contains(&(address.to_string(), port)) {
+            if known.contains(&SocketAddr::new(address, port)) || self.hosts.contains(&(address.to_string(), port)) {
                 return Err(IS_HUB);
             }
         }
         Ok(())
     }
 
-    fn has_name(&self, host: &str, port: u16) -> bool {
+    fn has_host(&self, host: &str, port: u16) -> bool {
         // With the DNS search list of a pod, the first label is enough to resolve the name.
-        self.names.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
+        self.hosts.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
     }
 }
 
@@ -323,7 +324,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
     let host = host_of(authority.host());
     let port = authority.port_u16().unwrap_or(443);
-    if hub.has_name(&host, port) {
+    if hub.has_host(&host, port) {
         return Err(IS_HUB);
     }
     if host == "localhost" || host.ends_with(".localhost") {

@@ -80,12 +80,13 @@ pub struct Peer {
 pub struct Inputs {
     /// This node.
     pub node: Node,
-    /// Destinations that the underlay needs although they may lie in a mesh network: next hops, resolvers, `--bypass-cidr`. They get
-    /// `throw` routes, and so do the addresses of `api_servers`. Destinations outside mesh prefixes have no effect.
+    /// Destinations that the underlay needs although they may lie in a mesh network: next hops, resolvers, the other nodes' InternalIPs,
+    /// `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside mesh prefixes have no
+    /// effect.
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,
-    /// Addresses of this cluster's nodes, from their Node objects.
+    /// InternalIPs and WireGuard addresses of this cluster's nodes.
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Each also contains an address of its node that no object lists (the pods' default gateway).
     pub pods_elsewhere: BTreeSet<IpNet>,
@@ -243,8 +244,9 @@ impl Accepted<'_> {
 
 /// Selects the Peers to program, with one owner for each key and each allowed IP.
 ///
-/// When an anchor moves, the controller writes the new owner's Peer before it removes the network from the old one. So the newer of
-/// two claims to a network wins, and the older Peer keeps its other allowed IPs. Of two Peers with the same key, the older one is left out.
+/// When an anchored network moves to another anchor, the controller adds it to the new anchor's Peer before it removes it from the old
+/// one's. So the newer of two claims to a network wins, and the older Peer keeps its other allowed IPs. Of two Peers with the same key,
+/// the older one is left out.
 fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
     order.sort_by(|a, b| (b.revision, &b.name).cmp(&(a.revision, &a.name)));

@@ -24,8 +24,8 @@ pub type Peers = BTreeMap<PublicKey, PeerSpec>;
 /// The desired configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the peer has to initiate. An
-    /// endpoint that the device already has is kept, because WireGuard cannot unset it.
+    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the peer has to initiate, unless
+    /// the device already has an endpoint, which is kept because WireGuard cannot unset it.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,

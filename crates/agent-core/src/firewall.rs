@@ -2,7 +2,8 @@
 //! one table into the next. A backend in `wg-agent` runs `nft`.
 //!
 //! The chains are fixed except for a few numbers and names ([`RuleParameters`]). Everything that changes with Peers and policies is a set
-//! element, so such a change rewrites no rule. Only typed values are rendered, never text from an object.
+//! element, so such a change rewrites rules only if it both adds and removes deny elements ([`update()`]). Only typed values are
+//! rendered, never text from an object.
 
 use std::{
     borrow::Borrow,
@@ -50,7 +51,7 @@ pub enum Scope {
     Mesh,
 }
 
-/// The numbers and names in the chains. If one changes, the whole table is written again.
+/// The numbers and names in the chains; with [`Scope::Mesh`], only `device`. If one changes, the whole table is written again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleParameters {
     /// Which traffic the chains control.
@@ -70,7 +71,8 @@ pub struct RuleParameters {
 /// The set elements of one address family. The kernel requires that no two elements of a set overlap.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sets {
-    /// Every mesh prefix. Packets to it may leave only by the tunnel; packets from it are forwarded only if they came by the tunnel.
+    /// Every mesh prefix. With [`Scope::Tunnel`], packets to it leave only by the tunnel, except those that chain `leave` accepts, and
+    /// packets from it are forwarded only if they came by the tunnel.
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs, reached by `throw` routes.
     pub throw: BTreeSet<IpNet>,
@@ -82,7 +84,7 @@ pub struct Sets {
     /// Two networks of the same member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,
     /// Addresses of this node at which other members may reach its listening sockets, if `allow` contains them too: its InternalIPs
-    /// and the anchored networks. The latter can be local addresses, because kube-proxy in IPVS mode adds ClusterIPs to an interface.
+    /// and the anchored networks. ClusterIPs can be local addresses, because kube-proxy in IPVS mode adds them to an interface.
     pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,

@@ -150,7 +150,7 @@ pub struct Endpoint {
     pub port: u16,
     /// EndpointSlice condition `ready`: it gets new connections.
     pub ready: bool,
-    /// EndpointSlice condition `serving`: it keeps its open connections.
+    /// EndpointSlice condition `serving`: it keeps its open connections, and gets new ones while no endpoint of its family is ready.
     pub serving: bool,
 }
 
@@ -212,7 +212,7 @@ pub enum Reason {
     AddressInvalid,
     /// Another node has this address.
     AddressDuplicate,
-    /// Another grant has this gateway port.
+    /// Another grant of the sandbox has this gateway port and protocol.
     PortDuplicate,
     /// The protocol is SCTP.
     ProtocolNotServed,
@@ -222,7 +222,7 @@ pub enum Reason {
     ServiceUnknown,
     /// Sandboxes must not reach the Service.
     ServiceNotServed,
-    /// Sandboxes must not reach some of its endpoints.
+    /// Sandboxes must not reach some of the Service's endpoints. The grant is served at the others.
     EndpointForbidden,
 }
 

@@ -112,7 +112,7 @@ pub fn max_keepalive_bytes(interval: Option<Duration>, time: Duration) -> u64 {
 /// `tried_for` is how long the current endpoint has been tried. A peer that replies keeps its endpoint.
 #[must_use]
 pub fn should_try_next_endpoint(activity: &PeerActivity, tried_for: Duration) -> bool {
-    let silent = match activity.handshake {
+    let endpoint_may_be_wrong = match activity.handshake {
         None => true,
         // The session has expired although packets were sent, so the peer may have another address. Before the session expires, the
         // peer's node may only be restarting, and then the current endpoint is most likely right.
@@ -121,7 +121,7 @@ pub fn should_try_next_endpoint(activity: &PeerActivity, tried_for: Duration) ->
             age > SESSION_LIFETIME && (is_overdue(activity.keepalive, age) || is_silent)
         }
     };
-    silent && tried_for > HANDSHAKE_TIMEOUT
+    endpoint_may_be_wrong && tried_for > HANDSHAKE_TIMEOUT
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::prefixes::Family;
 /// The smallest MTU of IPv6 (RFC 8200 §5) and of the device. Over an underlay with an MTU of 1280, the outer packets of inner packets
 /// of this size are fragmented.
 pub const MINIMUM: u16 = 1280;
-/// The smallest MTU of a route. Every IPv4 host accepts packets of this size (RFC 791 §3.1), so a smaller claim is an error or an
+/// The smallest MTU of an IPv4 route. Every IPv4 host accepts packets of this size (RFC 791 §3.1), so a smaller claim is an error or an
 /// attack.
 pub const MINIMUM_IPV4_ROUTE: u16 = 576;
 const PADDING: u16 = 16;

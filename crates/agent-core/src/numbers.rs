@@ -24,10 +24,11 @@ pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;
 /// Mark of packets that are routed over the underlay: the rule at [`RULE_MESH`] does not match. The device's socket sets it on the
-/// tunnel's outer packets, the firewall on replies to packets from the underlay.
+/// tunnel's outer packets. The firewall sets it on received outer packets, and on packets of connections that a mesh source opened over
+/// the underlay.
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
 /// Mark of packets that are routed into the tunnel, even to a destination with a `throw` route. The firewall sets it on replies to
-/// packets from the tunnel.
+/// packets from the tunnel, if their destination has such a route.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
 
 /// Metric of `throw` routes. It is the lowest, so they win over all our other routes of the same prefix.

@@ -235,7 +235,7 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
 }
 
 /// Sort key of routes to add: `throw` routes, `unreachable` routes, fallback routes, other routes into the device. Routes are deleted in
-/// the reverse order.
+/// the reverse order, altered ones ([`Kind::Other`]) with the `throw` routes.
 const fn add_order(kind: &Kind, metric: u32) -> u8 {
     match (kind, metric) {
         (Kind::Throw | Kind::Other, _) => 0,

@@ -99,7 +99,8 @@ pub struct Agent {
 }
 
 /// The value of [`Agent::datapath_bypassed`] if kube-proxy in IPVS mode translates destinations after the PeerPolicies were evaluated.
-/// Any other text means that packets bypass netfilter. The text must not change, because programs of other versions compare it.
+/// Any other text that is not empty means that packets bypass netfilter. The text must not change, because programs of other versions
+/// compare it.
 pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
 /// The longest value of [`NODE_AGENT`] that is read, in bytes.
@@ -239,8 +240,8 @@ pub(crate) fn endpoint_host(host: &str, port: u16) -> Option<Endpoint> {
     }
     // Resolvers accept `127.1` and `0x7f000001` as addresses, so the last label of a name must not be a number.
     let last = host.rsplit('.').next().unwrap_or_default();
-    let number = last.bytes().all(|b| b.is_ascii_digit()) || last.starts_with("0x");
-    (is_subdomain(host) && !number).then(|| Endpoint::Dns(host.to_owned(), port))
+    let is_number = last.bytes().all(|b| b.is_ascii_digit()) || last.starts_with("0x");
+    (is_subdomain(host) && !is_number).then(|| Endpoint::Dns(host.to_owned(), port))
 }
 
 /// An endpoint in [`KILO_DISCOVERED_ENDPOINTS`]: the JSON form of Go's `net.UDPAddr`.
@@ -275,7 +276,8 @@ pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
     serde_json::to_string(&by_text).unwrap_or_default()
 }
 
-/// Parses [`KILO_DISCOVERED_ENDPOINTS`]. Entries that do not parse are left out, because the others are useful without them.
+/// Parses [`KILO_DISCOVERED_ENDPOINTS`]. Entries that do not parse or have a zone are left out, because the others are
+/// useful without them.
 #[must_use]
 pub fn discovered(text: &str) -> BTreeMap<PublicKey, SocketAddr> {
     if text.is_empty() || text.len() > MAX_TEXT {

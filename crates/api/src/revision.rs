@@ -19,7 +19,8 @@ pub fn digest(name: &str, spec: Option<&Value>) -> PolicyDigest {
     digest
 }
 
-/// Computes the revision: 8 hex digits of the SHA-256 of the digests of all policies of a cluster, in the order of their names.
+/// Computes the revision: 8 hex digits of the SHA-256 of `digests`, one for each policy of a cluster. The caller sorts them by the name of
+/// the policy.
 #[must_use]
 pub fn of_all<'a>(digests: impl IntoIterator<Item = &'a PolicyDigest>) -> String {
     let sum = digests

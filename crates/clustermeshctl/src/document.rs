@@ -209,7 +209,7 @@ impl<'de> Deserialize<'de> for Value {
 
 /// Parses the documents in `text` and skips empty ones. JSON is valid YAML.
 pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
-    // The parser's default limits are for servers and would refuse the objects of a large cluster. The depth limit stays.
+    // The parser's default limits are for servers and would refuse the objects of a large cluster. The other limits stay.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -240,7 +240,7 @@ pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
         .collect())
 }
 
-/// Reads the paths of the command line: files, folders with everything below them, and `-` for standard input.
+/// Reads the paths of the command line: files, folders (see [`collect_files`]), and `-` for standard input.
 pub(crate) struct DocumentReader<'a> {
     /// `None` = standard input was read already.
     stdin: Option<&'a mut dyn Read>,
@@ -311,8 +311,8 @@ fn read_problem(path: &Path, error: &std::io::Error) -> Problem {
     }
 }
 
-/// Collects the files in a folder and its subfolders. Names that begin with a dot are skipped, because a mounted ConfigMap
-/// contains each file a second time in the folder `..data`. A folder that symbolic links make reachable twice is read once.
+/// Collects the *.yaml, *.yml and *.json files in a folder and its subfolders. Names that begin with a dot are skipped, because a mounted
+/// ConfigMap contains each file a second time in the folder `..data`. A folder that symbolic links make reachable twice is read once.
 fn collect_files(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
     let canonical_path = fs::canonicalize(path).map_err(|error| read_problem(path, &error))?;
     if !visited.insert(canonical_path) {

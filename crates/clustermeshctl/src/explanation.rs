@@ -117,7 +117,7 @@ pub(crate) struct Hop {
     pub(crate) peer: String,
     /// The remote node that the Peer describes.
     pub(crate) node: String,
-    /// The entry of the Peer's allowed IPs that contains the address of the other end.
+    /// The longest of the Peer's allowed IPs that contains the destination (in [`Route::out`]) or `seen_as` (in [`Route::back`]).
     pub(crate) prefix: IpNet,
     /// Whether the Peer exists as planned.
     pub(crate) written: bool,
@@ -131,7 +131,7 @@ pub(crate) struct Route {
     /// Whether the node of that Peer is the anchor of the destination's network. If so, the server sees the address of the anchor
     /// or of another node of its cluster as the source.
     pub(crate) anchored: bool,
-    /// The Peer in the destination's cluster whose allowed IPs contain the source address. Replies use this Peer, too.
+    /// The Peer in the destination's cluster whose allowed IPs contain `seen_as`. Replies use this Peer, too.
     pub(crate) back: Hop,
     /// The source address with which packets arrive in the destination's cluster.
     pub(crate) seen_as: IpAddr,

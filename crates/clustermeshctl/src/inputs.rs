@@ -13,7 +13,7 @@ use kube::ResourceExt;
 
 use crate::{objects::Objects, problem::Problem};
 
-/// Replaces the hub id of objects whose mesh was not given. No hub has this id, because it is no valid label value. So these
+/// Replaces the hub id of this hub's objects whose mesh was not given. No hub has this id, because it is no valid label value. So these
 /// objects count as objects of another hub: no other object gets their keys and addresses, and they are not deleted.
 const HUB_OF_MISSING_MESH: &str = "(mesh not given)";
 
@@ -25,7 +25,7 @@ pub(crate) struct ReadCluster {
     pub(crate) member: Member,
     /// The number of objects that are left unchanged because their mesh was not given, by mesh.
     pub(crate) left_unchanged: BTreeMap<String, usize>,
-    /// Kinds of which the cluster must have objects, but the input has none. They were probably not listed.
+    /// Kinds of which the cluster must have objects, but its files have none. They were probably not listed. Empty without files.
     pub(crate) not_listed: BTreeSet<&'static str>,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct ReadCluster {
 #[derive(Debug)]
 pub(crate) struct Inputs {
     pub(crate) observations: Observations,
-    /// The clusters that were read, by their name on the command line.
+    /// The clusters that were read, by name: with `--filename` the name in `--cluster`, else the one that `live::cluster_names` chose.
     pub(crate) clusters: BTreeMap<String, ReadCluster>,
     /// For each entry, the key of its cluster in `clusters`.
     pub(crate) names: BTreeMap<ClusterIdentity, String>,
@@ -114,7 +114,7 @@ impl Inputs {
 }
 
 /// Returns for each entry the name under which files of its cluster are given. A cluster may have different names in several
-/// meshes; its files may be given under one of them.
+/// meshes; its files may be given under only one of them.
 fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let mut problems: Vec<Problem> = given
@@ -186,7 +186,7 @@ fn default_hub_id(
 impl ReadCluster {
     fn new(objects: Objects, meshes: &[Mesh], hub: &str) -> Self {
         let mut left_unchanged = BTreeMap::new();
-        let mut mark_foreign = |owner: &mut Owner| {
+        let mut mark_unless_given = |owner: &mut Owner| {
             let is_given = meshes.iter().any(|mesh| {
                 owner.mesh.as_deref() == Some(&mesh.id.name)
                     && owner.mesh_namespace.as_deref().is_none_or(|ns| ns == mesh.id.namespace)
@@ -200,23 +200,23 @@ impl ReadCluster {
         };
         let mut member = member(&objects);
         for peer in member.peers.iter_mut().flat_map(BTreeMap::values_mut) {
-            mark_foreign(&mut peer.owner);
+            mark_unless_given(&mut peer.owner);
         }
         for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
-            mark_foreign(&mut policy.owner);
+            mark_unless_given(&mut policy.owner);
         }
         for access in member.accesses.iter_mut().flat_map(BTreeMap::values_mut) {
-            mark_foreign(&mut access.owner);
+            mark_unless_given(&mut access.owner);
         }
         for owner in member
             .services
             .values_mut()
             .filter_map(|service| service.managed.as_mut())
         {
-            mark_foreign(owner);
+            mark_unless_given(owner);
         }
         for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
-            mark_foreign(owner);
+            mark_unless_given(owner);
         }
         let peers = member.peers.iter().flat_map(BTreeMap::values);
         let is_of_given_mesh = |owner: &Owner| {
@@ -264,7 +264,7 @@ fn member(objects: &Objects) -> Member {
         }
     }
     // Files do not show which CRDs are installed. If Nodes have keys and no wg-agent runs, kg serves them and nothing reads PeerPolicies,
-    // so the CRD counts as missing.
+    // so the CRD counts as missing, unless the files contain PeerPolicies.
     let has_keys = nodes.values().any(|node| node.public_key != Claim::Absent);
     let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
     let has_policies = match objects.crds {

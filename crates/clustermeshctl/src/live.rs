@@ -30,14 +30,15 @@ pub(crate) struct LiveClusters {
     /// Sorted by namespace and name.
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) results: ReadResults,
-    /// The clients of the members. An unreadable member has none.
+    /// The clients of the members. An unreadable member, or a member from files without a usable kubeconfig, has none.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// Lines to print to stderr.
     pub(crate) notes: Vec<String>,
 }
 
 impl LiveClusters {
-    /// Reads the hub, then all members at the same time. A member that cannot be read becomes [`ReadResult::Unreadable`].
+    /// Reads the hub, then all members that are not in `files`, at the same time. A member that cannot be read becomes
+    /// [`ReadResult::Unreadable`].
     ///
     /// # Errors
     /// The hub cannot be read, or has no readable ClusterMesh, or the command line names a cluster that no mesh has.
@@ -144,7 +145,7 @@ fn check_names<'n>(
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// The memory budget for the responses of one member, in bytes.
+/// The memory budget, in bytes, for the responses of one member whose kubeconfig is in a Secret, so another party may control it.
 const MEMORY_BUDGET: usize = 64 * 1024 * 1024;
 
 struct Hub<'a> {

@@ -176,7 +176,8 @@ pub(crate) fn read_meshes<'a>(
         }
         match item.read::<ClusterMesh>() {
             Ok((mesh, unknown)) => {
-                // An unknown field is an error, as in kubectl. Otherwise a misspelt isolationProfile would mean the default profile.
+                // An unknown field outside `status` is an error, as in kubectl. Otherwise a misspelt isolationProfile would mean the
+                // default profile.
                 let is_relevant =
                     |field: &str| !(["apiVersion", "kind"].contains(&field) || field.starts_with("status"));
                 problems.extend(
@@ -216,7 +217,7 @@ pub(crate) struct Objects {
     pub(crate) crds: Option<InstalledCrds>,
 }
 
-/// Whether the optional CRDs are installed.
+/// Which CRDs are installed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct InstalledCrds {
     pub(crate) peers: bool,

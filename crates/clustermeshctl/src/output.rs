@@ -1,11 +1,11 @@
-//! Escapes control characters in all output of the program. Names, annotations and error messages come from clusters and must not
-//! control the terminal.
+//! Escapes control and invisible characters in all output of the program. Names, annotations and error messages come from clusters and must
+//! not control the terminal.
 
 use std::io::{self, Write};
 
-/// Writes printable text and line breaks unchanged, and every other character as JSON's `\uXXXX`: control characters (escape
-/// sequences begin with one) and invisible characters that reorder or hide text (bidirectional overrides, zero-width
-/// characters). JSON output keeps its meaning, because such a character can only be inside a string literal there.
+/// Writes printable text and line breaks unchanged, and every other character as JSON's `\uXXXX`: control characters (escape sequences
+/// begin with one) and invisible characters that reorder or hide text (bidirectional overrides, zero-width characters). JSON output keeps
+/// its meaning, because such a character can only be inside a string literal there. Invalid UTF-8 becomes U+FFFD.
 pub(crate) struct Printable<'a>(pub(crate) &'a mut dyn Write);
 
 impl Write for Printable<'_> {

@@ -67,8 +67,8 @@ pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Proble
     }
 }
 
-/// The input from files and running clusters.
-struct Input {
+/// The input as read from files and running clusters, before [`Inputs`] is made from it.
+struct RawInput {
     meshes: Vec<Mesh>,
     /// An error is returned only after the notes are printed.
     results: Result<ReadResults, Vec<Problem>>,
@@ -77,7 +77,7 @@ struct Input {
     notes: Vec<String>,
 }
 
-impl Input {
+impl RawInput {
     /// With `--filename`, reads only files. Without it, reads the hub, and each member that has no file given by `--cluster`.
     async fn read(args: &InputArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
         let (filename, clusters) = (&args.filename, &args.clusters);
@@ -201,7 +201,7 @@ pub(crate) struct PlanResult {
     pub(crate) inputs: Inputs,
     /// The clients of the members, as in [`LiveClusters::clients`].
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
-    /// The steps for each member, by its name on the command line, in the order in which the controller writes them.
+    /// The steps for each member, keyed as [`Inputs::clusters`], in the order in which the controller writes them.
     steps: BTreeMap<String, Vec<Step>>,
     pub(crate) settings: Settings,
 }
@@ -218,7 +218,7 @@ impl PlanResult {
     ) -> Result<Self, Vec<Problem>> {
         let settings = Settings::with_infrastructure_ports(&args.infrastructure_ports);
         let settings = settings.map_err(|why| vec![Problem::other(why.to_string())])?;
-        let input = Input::read(args, stdin).await?;
+        let input = RawInput::read(args, stdin).await?;
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
@@ -229,8 +229,8 @@ impl PlanResult {
         Ok(outcome)
     }
 
-    fn new(input: Input, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
-        let Input {
+    fn new(input: RawInput, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
+        let RawInput {
             meshes,
             results,
             clients,
@@ -268,7 +268,7 @@ impl PlanResult {
         )
     }
 
-    /// Returns the steps of one mesh in the cluster of an entry. `None` = the cluster was not given.
+    /// Returns the steps of one mesh in the cluster of an entry. `None` = the cluster was not read.
     fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
         let identity = mesh.identities.get(entry)?;
         let steps = self.steps.get(self.inputs.names.get(identity)?)?;

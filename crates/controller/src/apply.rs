@@ -104,7 +104,7 @@ impl MemberWriter {
         self.lock().queue.is_writing(mesh)
     }
 
-    /// Why an object of this mesh cannot be written. `None` = no write failed.
+    /// The problem of a mesh's writes: an outage of the member, refused or contested objects, or throttling. `None` = none of these.
     pub(crate) fn problem(&self, mesh: &MeshId) -> Option<String> {
         self.lock().queue.problem(mesh)
     }
@@ -175,7 +175,7 @@ impl MemberWriter {
         }
     }
 
-    /// Logs and counts the outcome of a step. It wakes the reconcile loop only if the report of a mesh changes. The feed wakes the
+    /// Logs and counts the outcome of a step. It wakes the reconcile loop only if a problem begins or ends. The feed wakes the
     /// loop for the written object.
     fn record(&self, sent: SentStep, outcome: Outcome) {
         let step = &sent.step;

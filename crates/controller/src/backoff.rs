@@ -55,7 +55,7 @@ pub(crate) struct TokenBucket {
     burst: u32,
     interval: Duration,
     /// The time at which the bucket is full again.
-    full: Instant,
+    full_at: Instant,
 }
 
 impl TokenBucket {
@@ -64,28 +64,28 @@ impl TokenBucket {
         Self {
             burst,
             interval,
-            full: now,
+            full_at: now,
         }
     }
 
     /// The time at which the next token is available.
     pub(crate) fn ready_at(&self) -> Instant {
         let spare = self.interval * (self.burst.saturating_sub(1));
-        self.full.checked_sub(spare).unwrap_or(self.full)
+        self.full_at.checked_sub(spare).unwrap_or(self.full_at)
     }
 
     /// Takes a token if one is available. Returns whether it took one.
     pub(crate) fn take(&mut self, now: Instant) -> bool {
         let is_available = self.ready_at() <= now;
         if is_available {
-            self.full = self.full.max(now) + self.interval;
+            self.full_at = self.full_at.max(now) + self.interval;
         }
         is_available
     }
 
     /// Whether no token is missing.
     pub(crate) fn is_full(&self, now: Instant) -> bool {
-        self.full <= now
+        self.full_at <= now
     }
 }
 

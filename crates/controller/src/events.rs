@@ -1,4 +1,4 @@
-//! Publishes Kubernetes Events on ClusterMeshes: one Event for each change of a notice, not for each pass. [`crate::report`]
+//! Publishes Kubernetes Events on ClusterMeshes: one Event when the reason of a notice changes, not for each pass. [`crate::report`]
 //! makes the notices.
 
 use std::{

@@ -227,7 +227,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the controller was never allowed to read the kind. Such a kind is treated like a kind that does not exist.
+    /// Whether the kind was never read, and was refused for [`DENIED_AFTER`]. Such a kind is treated like a kind that does not exist.
     ///
     /// A kind that was read before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
@@ -277,7 +277,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().rows.values_mut().for_each(|row| row.written_at = None);
     }
 
-    /// Stores an object from a watch event.
+    /// Stores an object from a watch event, unless it is older than our own write ([`Row::may_be_ahead`]).
     ///
     /// # Errors
     /// The member now exceeds its memory budget. The table contains the object, but the caller must add no more objects.
@@ -336,7 +336,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         }
     }
 
-    /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay.
+    /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay, and so do the rows of listed
+    /// objects that are malformed.
     ///
     /// With `is_current` the trust becomes [`Trust::Live`]. Otherwise it does not change.
     fn replace(

@@ -236,8 +236,8 @@ impl Entry {
             let until = self.bucket.ready_at();
             next = Some(next.map_or(until, |next| next.min(until)));
         }
-        // Events follow a status write. They do not wait until the status is up to date: a mesh whose status changes all the time
-        // would never get Events.
+        // Events are written when the status is up to date, and after each status write. Otherwise a mesh whose status changes all the
+        // time would never get Events.
         if differs && !self.events_due {
             return Err(next);
         }
@@ -300,15 +300,15 @@ impl Queue {
 
     /// Records the outcome of a write.
     fn record(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome, now: Instant) {
-        let published = match &outcome {
-            Outcome::Done(events) | Outcome::Unavailable(events) => &events[..],
+        let reported = match &outcome {
+            Outcome::Done(notices) | Outcome::Unavailable(notices) => &notices[..],
             Outcome::Outdated | Outcome::Refused(_) => &[],
         };
         let entry = self.meshes.get_mut(id);
-        let blocked = entry.map(|entry| {
+        let previous_code = entry.map(|entry| {
             entry.is_writing = false;
             entry.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
-            for notice in published {
+            for notice in reported {
                 entry.reported.get_or_insert_default().add(notice);
             }
             // After `Outdated` the next pass publishes new values. It may have done so already, hence `|=`.
@@ -321,7 +321,7 @@ impl Queue {
         match outcome {
             Outcome::Done(_) | Outcome::Outdated => {
                 self.outage = None;
-                if let Some(code) = blocked.flatten() {
+                if let Some(code) = previous_code.flatten() {
                     self.refused.remove(&(kind, code));
                 }
             }

@@ -1,4 +1,4 @@
-//! Finds the agents that have enforced an outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
+//! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
 //!
 //! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It does the same for gateways
 //! and their SandboxAccesses; for them the current revision is always `enforcement::APPLIED`.
@@ -23,7 +23,7 @@ struct Outdated {
     /// proves that the agent applies policies.
     revision: String,
     since: Instant,
-    is_reported: bool,
+    is_overdue: bool,
 }
 
 impl OutdatedAgents {
@@ -32,7 +32,7 @@ impl OutdatedAgents {
         self.0.retain(|identity, _| exists(identity));
     }
 
-    /// Returns the nodes of a member whose agent has been outdated for [`GRACE`].
+    /// Returns the nodes of a member whose agent has reported the same outdated revision for at least [`GRACE`].
     ///
     /// `current` is the revision of the objects in the cluster, and `enforced` is the revision that each node reports. If `current` is
     /// `None`, because the objects cannot be read now, the last result is returned again.
@@ -56,9 +56,9 @@ impl OutdatedAgents {
                         .unwrap_or(Outdated {
                             revision,
                             since: now,
-                            is_reported: false,
+                            is_overdue: false,
                         });
-                    node.is_reported |= now.saturating_duration_since(node.since) >= GRACE;
+                    node.is_overdue |= now.saturating_duration_since(node.since) >= GRACE;
                     (name, node)
                 })
                 .collect();
@@ -68,7 +68,7 @@ impl OutdatedAgents {
         }
         let nodes = self.0.get(identity).into_iter().flatten();
         nodes
-            .filter(|(_, node)| node.is_reported)
+            .filter(|(_, node)| node.is_overdue)
             .map(|(name, _)| name.clone())
             .collect()
     }
@@ -79,7 +79,7 @@ impl OutdatedAgents {
             .0
             .values()
             .flat_map(BTreeMap::values)
-            .filter(|node| !node.is_reported);
+            .filter(|node| !node.is_overdue);
         waiting.map(|node| node.since + GRACE).filter(|at| *at > now).min()
     }
 }

@@ -44,7 +44,7 @@ use status::{Reports, truncate_to_seconds};
 
 /// The next pass runs after this time even if nothing changes.
 const RESYNC: Duration = Duration::from_secs(30);
-/// The next pass runs after this time while the report of a mesh waits for writes, or the ClusterMeshes were not listed yet.
+/// The next pass runs after this time while the report of a mesh waits, or the ClusterMeshes were not listed yet.
 const PENDING_RESYNC: Duration = Duration::from_millis(500);
 
 /// One member: the session that observes it, and the writer that changes it.
@@ -137,7 +137,7 @@ impl Reconciler {
     /// Runs one pass. Returns the time after which the next pass is due if nothing changes.
     pub(crate) async fn pass(&mut self) -> Duration {
         // There is no plan before the first complete list, because a mesh that is not listed yet would lose its Peers. If the hub
-        // does not answer later, the last listed meshes are used, but nothing is deleted.
+        // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
         let hub_is_fresh = trust == Trust::Live;
         let was_listed = self.meshes.feed.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
@@ -353,10 +353,10 @@ fn is_referenced(plan: &Plan, identity: &ClusterIdentity) -> bool {
         .any(|mesh| mesh.identities.values().any(|other| other == identity))
 }
 
-/// Whether `identity`, which `mesh` does not reference, may be a cluster that `mesh` references by another Secret.
+/// Whether `mesh` does not reference `identity`, but may reference the same cluster by another Secret.
 ///
-/// The plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete all of them.
-/// Two clusters count as different only if both UIDs are known and differ.
+/// Then the plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete all of them.
+/// A mesh in deletion wants none. Two clusters count as different only if both UIDs are known and differ.
 fn may_have_other_secret(
     plan: &Plan,
     seen: &Observations,

@@ -1,4 +1,4 @@
-//! Builds the report of a mesh, which is its status and the notices for its Events, from the plan and from facts about its members.
+//! Builds the report of a mesh, which is its status and the notices for its Events, from the plan and from details about its members.
 //! Pure functions. `clustermesh_core::status` derives the conditions.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -36,9 +36,9 @@ const MAX_MESSAGE: usize = 1024;
 /// The longest message of a condition. Kubernetes has the same limit.
 const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 
-/// The facts about one member that its plan does not contain: the state of its API server, agents and objects.
+/// The details about one member that its plan does not contain: the state of its API server, agents and objects.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct MemberFacts {
+pub(crate) struct MemberDetails {
     /// The observation is fresh: the API server answers, and all feeds are current.
     pub(crate) is_fresh: bool,
     /// UID of the member's kube-system namespace.
@@ -49,8 +49,8 @@ pub(crate) struct MemberFacts {
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// When the objects of the mesh in the member became as planned; until then, the time of the last pass. `None` = not known since
-    /// the controller started.
+    /// When the objects of the mesh in the member became as planned; until then, the time of the last pass. `None` = not known yet
+    /// after a start of the controller.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
@@ -71,8 +71,8 @@ pub(crate) struct ReportInput<'a> {
     pub(crate) removed: &'a [RemovedRow],
     /// By entry and source: the number of objects that differ from the plan.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
-    /// Facts by entry.
-    pub(crate) facts: &'a BTreeMap<String, MemberFacts>,
+    /// Details by entry.
+    pub(crate) details: &'a BTreeMap<String, MemberDetails>,
     /// Links between entries with tunnels down.
     pub(crate) broken: &'a [Broken],
     /// Revocations that do not take effect everywhere yet.
@@ -85,7 +85,7 @@ pub(crate) struct Report {
     /// The status without its conditions.
     status: ClusterMeshStatus,
     conditions: Vec<Condition>,
-    /// The facts whose changes are published as Events.
+    /// The states whose changes are published as Events.
     pub(crate) notices: Vec<Notice>,
 }
 
@@ -144,8 +144,8 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
                 input.broken,
                 input.outstanding,
             );
-            let members = input.facts.iter();
-            let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
+            let members = input.details.iter();
+            let members = members.map(|(entry, details)| (entry.clone(), details.unenforced.clone()));
             conditions.push(enforcement::condition(&members.collect(), input.pending));
             conditions
         }
@@ -164,7 +164,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
         let entries = &input.mesh.clusters;
         let fresh = entries
             .iter()
-            .filter(|entry| input.facts.get(&entry.name).is_some_and(|facts| facts.is_fresh))
+            .filter(|entry| input.details.get(&entry.name).is_some_and(|details| details.is_fresh))
             .count();
         let registered: usize = input.plan.clusters.values().map(|report| report.registered).sum();
         ClusterMeshStatus {
@@ -196,14 +196,14 @@ fn removed_rows(input: &ReportInput<'_>) -> Vec<RemovedCluster> {
 
 fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
     let report = input.plan.clusters.get(entry).cloned().unwrap_or_default();
-    let facts = input.facts.get(entry).cloned().unwrap_or_default();
+    let details = input.details.get(entry).cloned().unwrap_or_default();
     let mut before = input.object.status.iter().flat_map(|status| &status.clusters);
     // Values that are unknown after a restart or on a new connection stay as in the last report.
     let before = before.find(|row| row.name == entry).cloned().unwrap_or_default();
     ClusterStatus {
         name: entry.to_owned(),
         kubeconfig_secret_ref: secret_ref(input, entry),
-        uid: facts.uid.map(|uid| truncate(&uid, 64)).or(before.uid),
+        uid: details.uid.map(|uid| truncate(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         anchored: report
             .anchored
@@ -240,13 +240,13 @@ fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
                 network: uncovered.network.to_string(),
             })
             .collect(),
-        reachable: Some(facts.is_fresh),
-        last_sync: facts.last_sync.or(before.last_sync),
-        kubernetes_version: facts
+        reachable: Some(details.is_fresh),
+        last_sync: details.last_sync.or(before.last_sync),
+        kubernetes_version: details
             .version
             .map(|version| truncate(&version, 64))
             .or(before.kubernetes_version),
-        agents: facts.agents.or(before.agents),
+        agents: details.agents.or(before.agents),
     }
 }
 
@@ -303,7 +303,7 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
 fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
     let mut notices = Vec::new();
     for condition in conditions {
-        // Only Ready has an Event for its good state. Each skipped node and each broken link has its own Event, see below.
+        // Only Ready has an Event for its good state. Degraded has none for skipped nodes or broken links: these have their own, see below.
         let is_warning = match condition.kind {
             "Ready" => !condition.status,
             "NetworksOverlap" | "Degraded"
@@ -404,7 +404,7 @@ mod tests {
             "spec": {"clusters": []}, "status": {"clusters": [row]},
         }))
         .expect("a ClusterMesh");
-        let (plan, none, facts) = (MeshPlan::default(), BTreeMap::new(), BTreeMap::new());
+        let (plan, none, details) = (MeshPlan::default(), BTreeMap::new(), BTreeMap::new());
         let mesh = Mesh {
             id: clustermesh_core::mesh::MeshId {
                 namespace: "ns".into(),
@@ -426,7 +426,7 @@ mod tests {
             unwritten: &none,
             removed: &[],
             outstanding: &BTreeMap::new(),
-            facts: &facts,
+            details: &details,
             broken: &[],
             pending: &BTreeSet::new(),
         };

@@ -32,7 +32,8 @@ pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
-/// A problem is reported only after this time. A new session needs time for its first responses, and an API server for a restart.
+/// A problem is reported only after this time, except missing credentials. A new session needs time for its first responses, and an
+/// API server for a restart.
 const GRACE: Duration = Duration::from_secs(6);
 
 /// The longest delay, in milliseconds, before a session connects again after the credentials were missing.
@@ -41,7 +42,7 @@ const MAX_RECONNECT_DELAY: u64 = 5_000;
 /// The objects that a session reads only because meshes need them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// Services in the grants: granted Services in the member that exports them, mirrored Services in the member that imports them.
+    /// Services in the grants: granted Services in the member that has them, mirrored Services in the member that may use them.
     pub(crate) services: BTreeSet<ObjectName>,
     /// Namespaces whose pods are exported.
     pub(crate) pods: BTreeSet<String>,
@@ -64,7 +65,7 @@ struct Connection {
     /// `gitVersion` of the API server.
     version: Option<String>,
     /// Since when the observation has not been fresh. `None` = the observation is fresh.
-    stale_since: Option<Instant>,
+    not_fresh_since: Option<Instant>,
 }
 
 /// The handle of a session. Dropping it stops the session.
@@ -96,7 +97,7 @@ impl Shared {
                 unresponsive: None,
                 uid: None,
                 version: None,
-                stale_since: Some(Instant::now()),
+                not_fresh_since: Some(Instant::now()),
             }),
             changed,
         }
@@ -166,9 +167,9 @@ impl Session {
             return Observation::Missing(why.clone());
         }
         let problem = connection.unresponsive.clone().or_else(|| self.shared.tables.problem());
-        connection.stale_since = problem
+        connection.not_fresh_since = problem
             .as_ref()
-            .map(|_| connection.stale_since.unwrap_or_else(Instant::now));
+            .map(|_| connection.not_fresh_since.unwrap_or_else(Instant::now));
         let uid = connection.uid.clone();
         drop(connection);
         if !self.shared.tables.are_listed() {
@@ -194,7 +195,7 @@ impl Session {
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
         !matches!(connection.credentials, Credentials::Missing(_))
-            && connection.stale_since.is_some_and(|since| since.elapsed() < GRACE)
+            && connection.not_fresh_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
     /// The client for writes. `None` = the credentials are missing, unusable or not read yet.

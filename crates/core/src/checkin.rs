@@ -1,7 +1,7 @@
 //! Computes how long ago kg, Kilo's agent, last checked in for each node (`kilo.squat.ai/last-seen`, Unix seconds).
 //!
 //! The clocks of the nodes and of the observer may differ, so an age is measured from the newest check-in in the same cluster.
-//! A watch uses the arrival time of each check-in instead, and needs these ages only for the first list.
+//! The controller measures from the arrival of each check-in instead, and needs these ages only for the first value of a node.
 
 use std::{collections::BTreeMap, time::Duration};
 

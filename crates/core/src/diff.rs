@@ -94,8 +94,8 @@ pub struct Step {
 /// Lists all writes into the member `identity`, for all meshes, in order; empty if the member matches its plan.
 ///
 /// PeerPolicies and SandboxAccesses are written first and PeerPolicies are deleted last, so that no Peer exists without its policy.
-/// A Peer that is renamed is deleted under its old name before it is created under the new one. A prefix that moves is added to its
-/// new Peer before it is removed from the old one. Other deletes precede updates and creates.
+/// A Peer that is renamed is deleted under its old name before it is created under the new one. Any other prefix that moves is added to
+/// its new Peer before it is removed from the old one. Of the other steps for Peers, deletes precede updates, and updates creates.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -123,7 +123,7 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
 
 /// Compares all kinds. The number of a step is its phase, the position in the order of [`diff`]:
 ///
-/// - 0: PeerPolicies and SandboxAccesses, but see 8
+/// - 0: creates and updates of PeerPolicies, and all steps of SandboxAccesses
 /// - 1 to 5: Peers ([`PeerOrder::phase`]); also deletes of EndpointSlices (3) and mirrored Services (4)
 /// - 6: mirrored Services
 /// - 7: EndpointSlices
@@ -444,7 +444,7 @@ impl<'a> Differ<'a> {
     }
 }
 
-/// The fields that differ, of fields with whether they differ.
+/// Returns the names of the fields that are marked `true`.
 fn differing<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
     let differing = fields.into_iter().filter(|(_, differs)| *differs);
     differing.map(|(field, _)| field).collect()

@@ -1,6 +1,6 @@
 //! Derives the condition `PolicyEnforced`, which names the nodes and gateways that do not enforce the current PeerPolicies or
-//! SandboxAccesses. The inputs are the nodes' reports about themselves. These reports are untrusted: they are quoted in messages,
-//! and a false report changes only what the condition says about the reporting node's own cluster.
+//! SandboxAccesses. The inputs are their reports about themselves, and pending revocations. The reports are untrusted: they are
+//! quoted in messages, and a false report changes only what the condition says about the reporter's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,18 +31,17 @@ pub const IPVS_REMEDY: &str = "set mode: nftables (or iptables) in kube-proxy's 
 pub struct Unenforced {
     /// Nodes on which packets bypass netfilter ([`Bypass::Netfilter`]), with the reason that the agent reports.
     pub bypassed: BTreeMap<String, String>,
-    /// Nodes on which kube-proxy's IPVS translates after the policies ([`Bypass::Ipvs`]).
+    /// Nodes on which kube-proxy's IPVS translates Service addresses after the policies ([`Bypass::Ipvs`]).
     pub ipvs: BTreeSet<String>,
     /// Nodes on which Kilo's `kg` runs without wg-agent.
     pub without_agent: BTreeSet<String>,
-    /// Nodes whose agent has reported an outdated revision of the PeerPolicies for [`GRACE`] or longer.
+    /// Nodes whose agent has reported the same outdated revision of the PeerPolicies for [`GRACE`] or longer.
     pub outdated: BTreeSet<String>,
     /// Gateways that have enforced an outdated SandboxAccess for [`GRACE`] or longer, as NAMESPACE/NAME.
     pub gateways: BTreeSet<String>,
 }
 
-/// How long an agent may report an outdated revision. It enforces a change at once, and reports the new revision within
-/// 10 s.
+/// How long an agent or gateway may report an outdated revision. It enforces a change at once, and reports the new revision within 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
 
 /// Whether an agent that reports the revision `reported` enforces PeerPolicies other than those of the revision `current`. An agent

@@ -194,9 +194,9 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Reduces a mesh to what its namespace allows: removes networks outside the lists, and resets the profile and quarantine of the
-    /// local entry. Sets [`Cluster::confined_to`] of the local entry. A refused mesh is also reduced, because it still takes part in the
-    /// plan.
+    /// Reduces a mesh to what its namespace allows. If the networks of the namespace are limited, or it has no rights, this removes
+    /// networks outside the lists, and resets the profile and quarantine of the local entry. Sets [`Cluster::confined_to`] of the local
+    /// entry. A refused mesh that is not in deletion is also reduced, because it still takes part in the plan.
     pub fn reduce_to_allowed(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);
@@ -235,8 +235,8 @@ impl Rights {
     /// Reports the first entry with a less restrictive profile than the namespace allows. Also reports a local entry that restricts
     /// the hub, if the networks of the namespace are limited: the profile and quarantine of the hub in one mesh apply in all meshes.
     fn forbidden_profile(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
-        let members = || clusters.iter().filter(|entry| !is_local(entry));
-        if let Some(too_permissive) = members().find(|entry| entry.profile < self.profile_limit) {
+        let mut non_local = clusters.iter().filter(|entry| !is_local(entry));
+        if let Some(too_permissive) = non_local.find(|entry| entry.profile < self.profile_limit) {
             return Some(format!(
                 "entry {:?} has a profile that --hub-namespace does not allow in namespace {namespace}: set its isolationProfile to {} or \
                  a more restrictive one",

@@ -2,7 +2,7 @@
 //! get their own list, so that other steps do not delay them.
 //!
 //! In each list of a group the steps have the order of [`crate::diff::diff`]; `closing` is written before `rest`. Sources share a
-//! group if a network or a key moves between them, because then the order matters across sources.
+//! group if a prefix or a key moves between them, because then the order matters across sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,8 +22,8 @@ pub type Source = (MeshId, String);
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
     /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
-    /// them), all steps of SandboxAccesses, updates of Peers that only lose networks, and deletes of Peers, Services and
-    /// EndpointSlices. The step of a Peer whose network moves to another Peer is not among them, unless the Peer is renamed.
+    /// them), all steps of SandboxAccesses, updates of Peers that only lose prefixes, and deletes of Peers, Services and
+    /// EndpointSlices. The step of a Peer whose prefix moves to another Peer is not among them, unless the Peer is renamed.
     pub closing: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,
@@ -51,16 +51,16 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
             }
         }
     }
-    let mut lanes: BTreeMap<Source, Lanes> = BTreeMap::new();
+    let mut lanes_by_group: BTreeMap<Source, Lanes> = BTreeMap::new();
     for step in steps {
-        let lanes = lanes.entry(groups.find(&source_of(&step))).or_default();
+        let lanes = lanes_by_group.entry(groups.find(&source_of(&step))).or_default();
         if is_closing(&step, &order, existing) {
             lanes.closing.push(step);
         } else {
             lanes.rest.push(step);
         }
     }
-    lanes
+    lanes_by_group
 }
 
 /// Whether the step belongs to [`Lanes::closing`]. The delete of a policy does not: it follows the delete of the last Peer that
@@ -88,10 +88,10 @@ fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, Observ
     }
 }
 
-/// A network or key that moves from one Peer to another.
+/// A prefix or key that moves from one Peer to another.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Moved {
-    Network(IpNet),
+    Prefix(IpNet),
     Key(PublicKey),
 }
 
@@ -99,22 +99,22 @@ fn find_moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, Observ
     if !matches!(step.item, Item::Peer(..)) {
         return BTreeSet::new();
     }
-    let networks = gained_prefixes(step, existing)
+    let prefixes = gained_prefixes(step, existing)
         .into_iter()
         .chain(lost_prefixes(step, existing));
-    let networks = networks
+    let prefixes = prefixes
         .filter(|net| order.moving_prefixes.contains(net))
-        .map(Moved::Network);
+        .map(Moved::Prefix);
     let keys = [existing_spec(step, existing), desired_spec(step)]
         .into_iter()
         .flatten();
     let keys = keys
         .map(|spec| spec.public_key)
         .filter(|key| order.created_keys.contains(key));
-    networks.chain(keys.map(Moved::Key)).collect()
+    prefixes.chain(keys.map(Moved::Key)).collect()
 }
 
-/// Groups of sources, as a union-find structure: each source points to a smaller one of its group; the smallest has no entry.
+/// Groups of sources, as a union-find structure: each source points to a smaller one of its group; the smallest points to none.
 #[derive(Default)]
 struct SourceGroups(BTreeMap<Source, Source>);
 

@@ -2,7 +2,7 @@
 //!
 //! [`plan::plan`] turns all meshes and the observed state of their members into one [`plan::Plan`]. [`diff::diff`] lists the
 //! writes for one member. [`status`] derives the conditions of a mesh. Everything here is a pure function over plain values:
-//! no I/O, no clock (time is passed in as durations), no Kubernetes client types.
+//! no I/O, no clock (time is passed in), no Kubernetes client types.
 //!
 //! # Example
 //!

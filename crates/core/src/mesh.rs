@@ -183,7 +183,7 @@ pub struct Cluster {
     pub addressing: Addressing,
     /// `allowedNetworks`, without host bits: no Peer of this member ever contains an address outside them.
     pub allowed: Vec<IpNet>,
-    /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
+    /// `anchoredNetworks`; `None` = the networks of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
     /// Without `anchored`, a network of `allowed` that is listed here stays anchored, even if a Node claims a part of it.

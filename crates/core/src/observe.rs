@@ -22,9 +22,9 @@ use crate::{
 pub enum Observation<T> {
     /// Listed completely, and the watch is running.
     Fresh(T),
-    /// Was fresh, but the watch is broken or exceeded its limits. The last value, and the reason.
+    /// Was fresh, but the API server does not answer, or a watch is broken or exceeded its limits. The last value, and the reason.
     Stale(T, String),
-    /// Never listed since this controller started. The reason is safe to show to users.
+    /// Not listed completely since the session with the member started. The reason is safe to show to users.
     Unreachable(String),
     /// There are no credentials: the Secret is missing or its kubeconfig is unusable. The reason names the field.
     Missing(String),
@@ -77,7 +77,7 @@ pub struct Observations {
     pub members: BTreeMap<ClusterIdentity, Observation<Member>>,
     /// This hub's id (`--hub-id`), the value of the label `kilo-clustermesh.io/hub` on our objects.
     pub hub: String,
-    /// Resolved names of DNS endpoints. A name that is absent does not resolve at the moment.
+    /// Resolved names of DNS endpoints. A name that is absent has no known address.
     pub resolved: BTreeMap<String, IpAddr>,
 }
 
@@ -90,26 +90,27 @@ pub struct Member {
     pub nodes: BTreeMap<String, Node>,
     /// All Peers by name, including those that this controller does not manage. `None` = the Peer CRD is not installed.
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
-    /// Managed PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves), or may not be read.
+    /// All PeerPolicies by name, also those of other hubs. `None` = the PeerPolicy CRD is not installed (a member that only kg serves), or
+    /// may not be read.
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
-    /// Managed SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed, or may not be read.
+    /// All SandboxAccesses by name, also those of other hubs. `None` = the SandboxAccess CRD is not installed, or may not be read.
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
     /// Gateways, by the name of their SandboxGateway. A gateway that has published no public key is left out.
     pub gateways: BTreeMap<ObjectName, Gateway>,
     /// Services that a grant names, and all with the controller's managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
-    /// EndpointSlices of granted Services, and all with the managed-by label, by the name of the slice.
+    /// EndpointSlices of Services that a grant names, and all with the managed-by label, by the name of the slice.
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
-    /// Namespaces of granted Services and exported Pods that were never listed.
+    /// Namespaces of granted Services and exported Pods that were not listed yet, or may not be read now.
     pub unlisted: Unlisted,
     /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
 }
 
-/// Namespaces that were never listed, with the reason. [`Member`] contains none of their objects, although they may not be empty.
-/// So objects that earlier plans derived from such a namespace are kept until it is listed.
+/// Namespaces that were not listed yet or may not be read now, with the reason. [`Member`] contains none of their objects, although they
+/// may not be empty. So objects that earlier plans derived from such a namespace are kept until it can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unlisted {
     /// Namespaces whose Services and EndpointSlices were not listed, with the reason.
@@ -231,8 +232,8 @@ pub struct Node {
     pub server: Server,
     /// How packets bypass the PeerPolicies on this node, as its agent reports; `None` = no known bypass.
     pub bypassed: Option<Bypass>,
-    /// How long earlier plans have kept this node's last Peer although the node publishes nothing usable
-    /// ([`crate::plan::ClusterReport::held`]); `None` = not held.
+    /// How long ago a plan began to hold this node ([`crate::plan::ClusterReport::held`]). From [`crate::plan::HOLD`] on the node is
+    /// skipped until it publishes again. `None` = not held.
     pub held_for: Option<Duration>,
 }
 
@@ -306,7 +307,7 @@ pub struct PolicySpec {
     pub allow: BTreeSet<IpNet>,
     /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
-    /// Ports that are closed on the addresses of the target's nodes: every address of the agent's own node, the addresses in the
+    /// Ports that are blocked on the addresses of the target's nodes: every address of the agent's own node, the addresses in the
     /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Exception: a connection to a
     /// Service may still reach such a port at an address in a pod CIDR.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,

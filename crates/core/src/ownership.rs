@@ -1,4 +1,5 @@
-//! Finds the mesh that owns an object, from the object's labels. Objects without the controller's labels are never changed or deleted.
+//! Finds the mesh that owns an object, from the object's labels. Objects without any of the controller's labels are never changed or
+//! deleted.
 
 use crate::{
     mesh::{Mesh, MeshId},

@@ -92,7 +92,7 @@ pub fn find_pending(
     // Policies inside a sandbox are no security boundary, and a standard member has no objects of other members.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
-        let reason = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
+        let not_fresh = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
             // Other revocations are found by comparing the plan with existing objects, which are not known here. A source whose nodes
@@ -109,12 +109,12 @@ pub fn find_pending(
                         quarantine: true,
                         source: (*source).to_owned(),
                         target: name.clone(),
-                        why: PendingReason::Unknown(reason.unwrap_or_default().to_owned()),
+                        why: PendingReason::Unknown(not_fresh.unwrap_or_default().to_owned()),
                     }),
             );
             continue;
         };
-        let why = match (reason, unwritten.get(name)) {
+        let why = match (not_fresh, unwritten.get(name)) {
             (Some(why), _) => why.to_owned(),
             (None, Some(why)) => why.clone(),
             (None, None) if planned.paused => "the ClusterMesh is paused, so nothing is written".to_owned(),
@@ -167,7 +167,7 @@ fn find_open_sources(
         }
     }
     if member.policies.is_none() {
-        // No policy is enforced in the target: access ends only when the Peers are deleted.
+        // No policy is enforced in the target, so a quarantine is in effect only when the Peers are deleted.
         for existing in member.peers.iter().flat_map(BTreeMap::values) {
             let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
                 continue;

@@ -99,7 +99,7 @@ fn ready_condition(
             .iter()
             .map(|(cluster, why)| ("WriteFailed", format!("cluster {cluster:?}: {why}"))),
     );
-    // Objects left in a removed cluster do not make a mesh unready, unless the mesh is being deleted and waits for them.
+    // Objects left in a removed cluster count here only while the mesh is being deleted, because its deletion waits for them.
     if plan.deleting {
         problems.extend(
             leftovers
@@ -158,12 +158,11 @@ fn converging<'a>(
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;
-    let state = if plan.paused {
+    let (reason, state) = if plan.paused {
         ("Paused", "are not as planned, and the mesh is paused")
     } else {
         ("Converging", "are still to be written or deleted")
     };
-    let (reason, state) = state;
     Some((
         reason,
         format!("{total} objects {state}; {most} of them in cluster {target:?} for cluster {source:?}"),

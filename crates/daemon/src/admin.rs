@@ -54,7 +54,7 @@ pub enum Audience {
 pub struct State {
     /// The metrics for `/metrics`.
     pub registry: Arc<Registry>,
-    /// The clients to which `/metrics` is served. Its labels name meshes and clusters.
+    /// The clients to which `/metrics` is served. The labels of the metrics name meshes and clusters.
     pub metrics_for: Audience,
     /// `/readyz`: 200, or 503 with the pending items; then the remarks in both cases. Each item and remark is on its own line.
     pub readiness: Readiness,
@@ -212,7 +212,7 @@ async fn show_readiness(extract::State(state): extract::State<State>) -> (Status
     (status, text + &remarks)
 }
 
-/// Returns 200 and `ok`, or 503 and one line for each pending item or problem.
+/// Returns 200 and `ok`, or 503 and one line for each pending item or silent loop.
 fn verdict(obstacles: &[String]) -> (StatusCode, String) {
     if obstacles.is_empty() {
         (StatusCode::OK, "ok\n".to_owned())
@@ -235,8 +235,8 @@ async fn show_state(
     )
 }
 
-/// Listens on an address. An IPv6 socket also serves IPv4 and reports IPv4 clients as IPv4-mapped IPv6 addresses. On a kernel without
-/// IPv6 (`ipv6.disable=1`), `[::]` becomes `0.0.0.0`.
+/// Listens on an address. A socket at `[::]` also serves IPv4 and reports IPv4 clients as IPv4-mapped IPv6 addresses. On a kernel
+/// without IPv6 (`ipv6.disable=1`), `[::]` becomes `0.0.0.0`.
 fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpListener> {
     let bound = |address: SocketAddr| {
         let socket = if address.is_ipv4() {

@@ -66,7 +66,7 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Records that the loop made progress.
+    /// Records that the loop is not stuck.
     pub fn beat(&self) {
         if let Some(beat) = self.list.lock().get_mut(&self.name) {
             beat.last = Instant::now();

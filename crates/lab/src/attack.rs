@@ -143,12 +143,12 @@ impl<'a> Attacker<'a> {
     /// # Errors
     /// When the routes do not change within 90 s.
     pub async fn route_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
-        // First remove all allowed IPs, so that no old route is mistaken for a new one.
+        // First remove the allowed IPs of all Peers, so that no old route is mistaken for a new one.
         for name in &self.peers {
             self.set_allowed_ips(name, &BTreeSet::new()).await?;
         }
-        let matching = async |routes: &[&str]| {
-            let found = self.lab.destinations(&self.node, routes).await;
+        let matching = async |selector: &[&str]| {
+            let found = self.lab.destinations(&self.node, selector).await;
             let found = found.map_err(|error| error.to_string())?;
             let found = addresses.iter().filter(|ip| found.contains(&ip.to_string()));
             Ok::<BTreeSet<IpAddr>, String>(found.copied().collect())

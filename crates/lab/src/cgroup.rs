@@ -42,15 +42,15 @@ impl Cgroups {
 
     /// The cgroup of a whole lab (`node` = `None`) or of one of its nodes.
     pub(crate) fn of(&self, run: &Path, node: Option<&str>) -> Cgroup {
-        let below = Path::new(LAB_CGROUP)
+        let relative = Path::new(LAB_CGROUP)
             .join(run.file_name().unwrap_or_default())
             .join(node.unwrap_or_default());
         let directories = match self {
             Self::V1(hierarchies) => hierarchies
                 .iter()
-                .map(|hierarchy| hierarchy.mount.join(&below))
+                .map(|hierarchy| hierarchy.mount.join(&relative))
                 .collect(),
-            Self::V2 => vec![Path::new(ROOT).join(&below)],
+            Self::V2 => vec![Path::new(ROOT).join(&relative)],
         };
         Cgroup {
             directories,
@@ -90,7 +90,7 @@ impl Cgroup {
 
     /// The processes in this cgroup and below it.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // Every hierarchy contains all processes, so reading one is enough.
+        // `join` moves a process into this cgroup in every hierarchy, so reading one is enough.
         let directories = self
             .directories
             .first()

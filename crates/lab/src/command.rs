@@ -155,10 +155,10 @@ impl Running {
     /// Waits until the log contains `text`.
     ///
     /// # Errors
-    /// After `deadline`, with the last line of the log.
-    pub async fn wait_for_log(&mut self, text: &str, deadline: Duration) -> Result<()> {
+    /// After `timeout`, with the last line of the log.
+    pub async fn wait_for_log(&mut self, text: &str, timeout: Duration) -> Result<()> {
         let what = format!("{text:?} in {}", self.log.display());
-        wait_until(what, deadline, async || {
+        wait_until(what, timeout, async || {
             let log = self.log();
             if log.contains(text) {
                 Ok(())
@@ -172,10 +172,10 @@ impl Running {
     /// Waits until the program exits.
     ///
     /// # Errors
-    /// After `deadline`.
-    pub async fn wait_for_exit(&mut self, deadline: Duration) -> Result<ExitStatus> {
+    /// After `timeout`.
+    pub async fn wait_for_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
         let what = format!("the exit of the program that logs to {}", self.log.display());
-        wait_until(what, deadline, async || match self.child.try_wait() {
+        wait_until(what, timeout, async || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
             Ok(None) => Err("running".into()),
             Err(error) => Err(error.to_string()),
@@ -186,11 +186,11 @@ impl Running {
     /// Sends SIGTERM and waits until the program exits.
     ///
     /// # Errors
-    /// When it does not exit within `deadline`.
-    pub async fn terminate(&mut self, deadline: Duration) -> Result<ExitStatus> {
+    /// When it does not exit within `timeout`.
+    pub async fn terminate(&mut self, timeout: Duration) -> Result<ExitStatus> {
         if self.pid().is_some() {
             let _ = self.signal(Signal::SIGTERM);
         }
-        self.wait_for_exit(deadline).await
+        self.wait_for_exit(timeout).await
     }
 }

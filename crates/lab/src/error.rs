@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Result of every function in this crate.
+/// Result with the [`Error`] of the lab.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the lab itself (not of the software under test).

@@ -113,8 +113,8 @@ impl ImageSpec {
     }
 
     fn write_to(&self, archive: &Path) -> io::Result<()> {
-        // The layer is written to a file first, because the archive's headers contain its size, and the image's config
-        // contains its hash.
+        // The layer is written to a file first, because the archive's headers contain the layer's size, and the
+        // image's config contains the layer's hash.
         let layer = archive.with_extension("layer");
         let digest = self.write_layer(&layer)?;
         let config = serde_json::json!({

@@ -33,8 +33,9 @@ fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()
 }
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When a panic drops it, it prints commands to
-/// inspect the lab, and copies the logs into the lab's cache directory, or keeps the lab if `CLUSTERMESH_LAB_KEEP` is set.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called or the value came from [`Lab::attach`]. When a
+/// panic drops it, it prints commands to inspect the lab, and copies the logs into the lab's cache directory, or keeps the lab if
+/// `CLUSTERMESH_LAB_KEEP` is set.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,
@@ -54,7 +55,7 @@ struct LabState {
 impl Lab {
     /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until it is
     /// ready: API servers answer. Where [`ClusterPlan::controllers`] is set, every node is Ready and has pod routes, and DNS
-    /// answers.
+    /// answers if there are nodes.
     ///
     /// # Errors
     /// When a program or permission is missing, or a component does not start or is not ready within three minutes.

@@ -199,14 +199,14 @@ fn copy_stream(
 /// Waits until QEMU exits and returns true. After the time limit, kills it and returns false.
 fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     let until = Instant::now() + limit;
-    let waited = || Error::io(format!("wait for {QEMU}"));
+    let failed = || Error::io(format!("wait for {QEMU}"));
     loop {
-        if child.try_wait().map_err(waited())?.is_some() {
+        if child.try_wait().map_err(failed())?.is_some() {
             return Ok(true);
         }
         if Instant::now() >= until {
-            child.kill().map_err(waited())?;
-            child.wait().map_err(waited())?;
+            child.kill().map_err(failed())?;
+            child.wait().map_err(failed())?;
             return Ok(false);
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -24,6 +24,7 @@ pub(crate) struct Settings {
     name: String,
     cluster: String,
     address: Ipv4Addr,
+    /// The pod range of the whole cluster.
     pod_cidr: Ipv4Net,
     dns: Ipv4Addr,
     /// In a dual-stack cluster: the node's IPv6 address, and the cluster's IPv6 pod range.

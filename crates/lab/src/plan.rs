@@ -32,9 +32,9 @@ pub struct ClusterPlan {
     pub pod_cidr: Ipv4Net,
     /// Service range. The first address is the ClusterIP of the API server, the tenth that of the cluster DNS.
     pub service_cidr: Ipv4Net,
-    /// A range for WireGuard addresses, a /24 or a /112. The lab itself does not use it.
+    /// A range for WireGuard addresses, a /24 or a /112. Only [`crate::Product`] uses it.
     pub wireguard_cidr: IpNet,
-    /// Addresses of nodes and API server: a /24 of the underlay. `.1` = API server, `.10 + n` = node n.
+    /// Addresses of nodes and API server: a /24 of the underlay. `.1` = API server, `.10 + n` = node n, `.240` = load balancer.
     pub underlay: Ipv4Net,
     /// The network to which the nodes are connected.
     #[serde(default)]
@@ -261,8 +261,8 @@ impl LabPlan {
         let mut underlays = std::collections::BTreeSet::new();
         for cluster in &self.clusters {
             let name = &cluster.name;
-            let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-            if name.is_empty() || name.len() > 40 || !name.chars().all(letters) || name.starts_with('-') {
+            let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            if name.is_empty() || name.len() > 40 || !name.chars().all(is_allowed) || name.starts_with('-') {
                 return Err(Error::Other(format!(
                     "cluster name {name:?}: want 1-40 of a-z, 0-9 and '-'"
                 )));
@@ -378,7 +378,7 @@ impl ClusterPlan {
     }
 
     /// The IPv6 default gateway of the nodes, in a dual-stack cluster.
-    pub(crate) fn gateway_v6(&self) -> Option<Ipv6Addr> {
+    pub(crate) fn default_gateway_v6(&self) -> Option<Ipv6Addr> {
         self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
     }
 

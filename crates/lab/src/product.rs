@@ -268,8 +268,8 @@ impl<'a> Product<'a> {
             }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
             if let Workers::Pods { of, .. } = &cluster.plan().workers {
-                let of = self.lab.cluster(of).plan().pod_cidr;
-                text.push_str(&format!("    endpointNetworks: [{of}]\n"));
+                let host_pods = self.lab.cluster(of).plan().pod_cidr;
+                text.push_str(&format!("    endpointNetworks: [{host_pods}]\n"));
             }
             for (_, grants) in egress.iter().filter(|(of, _)| of == name) {
                 text.push_str(&format!("    egress: {grants}\n"));

@@ -244,7 +244,8 @@ fn is_supervisor(pid: &str) -> bool {
     !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }
 
-/// Removes cgroups and files of dead labs. Their processes, mounts and namespaces disappeared with their supervisor.
+/// Removes cgroups and files of dead labs. When a supervisor exits, the kernel kills its processes and
+/// removes its mounts and namespaces.
 fn sweep() {
     let Ok(cgroups) = Cgroups::detect() else { return };
     for directory in abandoned_directories() {

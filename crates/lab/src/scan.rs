@@ -21,7 +21,7 @@ static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
     /// All addresses of the cluster, each with every port that any object of the cluster names, and [`INFRASTRUCTURE_PORTS`].
-    /// The value describes the owner of the address: a node (its own addresses, the gateway of its pods, its WireGuard
+    /// The value describes the owner of the address: a node (its own addresses, the default gateway of its pods, its WireGuard
     /// address), a pod, a Service, an EndpointSlice or the API server.
     ///
     /// # Errors
@@ -385,7 +385,7 @@ pub struct ConnectionWatch(Running);
 
 impl ConnectionWatch {
     /// For each finished attempt, the time when it began and the time when the connection was established, in
-    /// milliseconds since 1970. `None` = not established within three seconds.
+    /// milliseconds since 1970. `None` = failed, or not established within three seconds.
     #[must_use]
     pub fn attempts(&self) -> Vec<(u128, Option<u128>)> {
         let log = self.0.log();

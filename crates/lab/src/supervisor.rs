@@ -68,8 +68,8 @@ fn serve(run: &Path) -> anyhow::Result<()> {
     });
     std::fs::create_dir_all(run.join("ns"))?;
     let listener = UnixListener::bind(run.join(run::SOCKET))?;
-    let watched = supervisor.clone();
-    std::thread::spawn(move || watched.watch_owner());
+    let watching = supervisor.clone();
+    std::thread::spawn(move || watching.watch_owner());
     for connection in listener.incoming() {
         let connection = connection?;
         let serving = supervisor.clone();

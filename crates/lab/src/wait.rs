@@ -1,4 +1,4 @@
-//! Polls a condition until it is true or a deadline passes.
+//! Polls a condition until it is true or a timeout expires.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// describes the current state. `what` names the condition in the error.
 ///
 /// # Errors
-/// [`Error::Timeout`] after `deadline`, even if a check hangs. It contains the condition and the last state.
-pub async fn wait_until<T, F>(what: impl Into<String>, deadline: Duration, mut check: F) -> Result<T>
+/// [`Error::Timeout`] after `timeout`, even if a check hangs. It contains the condition and the last state.
+pub async fn wait_until<T, F>(what: impl Into<String>, timeout: Duration, mut check: F) -> Result<T>
 where
     F: AsyncFnMut() -> std::result::Result<T, String>,
 {
@@ -17,14 +17,14 @@ where
     let start = Instant::now();
     let mut last = "never seen".to_owned();
     loop {
-        let left = deadline.saturating_sub(start.elapsed());
+        let left = timeout.saturating_sub(start.elapsed());
         match tokio::time::timeout(left, check()).await {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(state)) => last = state,
             Err(_) if last == "never seen" => last = "the check itself did not return".into(),
             Err(_) => {}
         }
-        if start.elapsed() >= deadline {
+        if start.elapsed() >= timeout {
             return Err(Error::Timeout {
                 what,
                 seconds: start.elapsed().as_secs_f64(),

@@ -12,15 +12,15 @@ use crate::{
     socket::{connect, receive},
 };
 
-/// Maximum number of datagrams that one call returns, so that a flood delays no other task.
+/// Maximum number of datagrams that one call of [`Events::next`] reads, so that a flood delays no other task.
 const BATCH: usize = 1_024;
 /// The message types NLMSG_ERROR and NLMSG_OVERRUN (linux/netlink.h).
 const ERROR_TYPES: [u16; 2] = [2, 4];
 
-/// One notification.
+/// A received notification, or the loss of some.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A notification that was received.
+    /// A notification.
     Message(Message),
     /// Notifications were lost. Dump all objects again.
     Lost,

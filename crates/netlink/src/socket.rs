@@ -30,8 +30,8 @@ use crate::{
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of attempts for a dump, each of which may be interrupted by a change.
 pub(crate) const ATTEMPTS: usize = 10;
-/// Initial size of the receive buffer. The kernel sends dumps in parts of at most 32 KiB if the buffer is large enough. The buffer grows
-/// for longer datagrams.
+/// Initial size of the buffer for one datagram. It grows for longer datagrams. The kernel sends dumps in parts of at most 32 KiB if the
+/// buffer is large enough.
 const BUFFER: usize = 32 * 1024;
 
 /// A netlink protocol.
@@ -170,7 +170,7 @@ impl Socket {
         for _ in 0..ATTEMPTS {
             let mut objects = Ok(Vec::new());
             exchange.send(request, NLM_F_DUMP)?;
-            // The rest is also read after an error, because the kernel refuses another dump before this one ends.
+            // The rest is also read after an object that cannot be parsed, because the kernel refuses another dump before this one ends.
             let is_complete = exchange.receive(false, |header, payload| {
                 if let Ok(picked) = &mut objects {
                     match pick(parse(header, payload)) {
@@ -249,7 +249,7 @@ impl Answer {
         for message in split(datagram) {
             let (header, payload) = message?;
             if header.sequence_number != self.sequence {
-                continue; // belongs to a request that timed out
+                continue; // belongs to an earlier request
             }
             self.is_consistent &= header.flags & NLM_F_DUMP_INTR == 0;
             match header.message_type {

@@ -35,7 +35,7 @@ enum Verdict {
     Restricted,
     /// Admission allowed the dry run.
     Unrestricted,
-    /// The dry run failed for another reason.
+    /// The dry run failed for another reason, or was not answered in time.
     Unknown,
 }
 
@@ -44,9 +44,9 @@ enum Verdict {
 pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump: Dump, stop: CancellationToken) {
     let mut remark: Option<Pending> = None;
     loop {
-        let answer = tokio::time::timeout(REQUEST_TIMEOUT, probe(&client, &node)).await;
-        let answer = answer.unwrap_or(Verdict::Unknown);
-        match answer {
+        let verdict = tokio::time::timeout(REQUEST_TIMEOUT, probe(&client, &node)).await;
+        let verdict = verdict.unwrap_or(Verdict::Unknown);
+        match verdict {
             Verdict::Restricted => {
                 if remark.take().is_some() {
                     tracing::info!("an admission policy restricts this agent's account to its own Node now");
@@ -60,7 +60,7 @@ pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump
             }
             Verdict::Unrestricted | Verdict::Unknown => {}
         }
-        let pause = if answer == Verdict::Unknown { RETRY } else { INTERVAL };
+        let pause = if verdict == Verdict::Unknown { RETRY } else { INTERVAL };
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}

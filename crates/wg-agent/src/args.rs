@@ -126,7 +126,7 @@ pub(crate) struct Flags {
     gateway: GatewayFlags,
 }
 
-/// A combination of flags that is not supported. Each message says what to set instead.
+/// Why the flags are refused. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
     /// The node name is missing.
@@ -174,7 +174,7 @@ pub struct Config {
     pub offload: bool,
     /// Networks that stay on the underlay.
     pub bypass: Vec<IpNet>,
-    /// Address of the admin endpoint.
+    /// Address and admin port to listen on.
     pub listen: SocketAddr,
     /// Whether metrics of each peer are exported.
     pub metrics_per_peer: bool,
@@ -189,7 +189,7 @@ pub struct PolicyConfig {
     pub kubeconfig: Option<PathBuf>,
     /// Name of kg's device.
     pub interface: InterfaceName,
-    /// Address of the admin endpoint.
+    /// Address and admin port to listen on.
     pub listen: SocketAddr,
 }
 

@@ -82,8 +82,8 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
 /// Removes the device, its routes and the state of a key rotation, and adds errors to `failures`. If `is_kg_alive`, the
 /// interface stays, because kg uses it, even if this agent created it.
 async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &Path, failures: &mut Vec<String>) {
-    // Addresses belong to the agent only on its own device. For another device, a name that no interface has is used,
-    // so that no addresses are removed.
+    // Below, the addresses of the interface `device` are removed. If the interface is not the agent's or is in use by kg, its
+    // addresses stay: `device` is then a name that no interface has.
     let removed = if is_kg_alive {
         Ok(false)
     } else {

@@ -1,5 +1,5 @@
 //! Reads the limit, the number of entries and the failure counters of the node's conntrack table, and raises its limit.
-//! All pods and all members share the table: when it is full, all new connections fail.
+//! All pods and all members share the table: when it is full, new connections fail.
 
 use std::{collections::BTreeMap, fmt, fs, io};
 
@@ -19,7 +19,7 @@ pub struct Table {
     pub entries: u64,
     /// Maximum number of entries (`net.netfilter.nf_conntrack_max`; 0 = no limit).
     pub limit: u64,
-    /// Failures since the node started. `insert_failed`: no source port was left for a destination, or two packets
+    /// Failures since the network namespace was created. `insert_failed`: no source port was left for a destination, or two packets
     /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry that was not `ASSURED` was evicted.
     pub failures: BTreeMap<&'static str, u64>,
 }
@@ -47,7 +47,7 @@ pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
     if limit == 0 || limit >= least {
         return Ok(None);
     }
-    // A chain then has four entries on average. kube-proxy sets the same ratio.
+    // The ratio that kube-proxy sets.
     let buckets = least / 4;
     if read_setting("buckets")? < buckets {
         fs::write(setting_path("buckets"), buckets.to_string())?;

@@ -80,7 +80,7 @@ fn namespace() -> Result<u64, LockError> {
     Ok(namespace.ino())
 }
 
-/// Sets mode 0700 on an empty directory that others may write, such as a pod's emptyDir volume. If the directory has a
+/// Sets mode 0700 on an empty directory of this user that others may write, such as a pod's emptyDir volume. If the directory has a
 /// file, or gets one meanwhile, its mode stays (or is restored), and taking the lock fails.
 fn restrict_if_empty(directory: &Path) -> io::Result<()> {
     let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());

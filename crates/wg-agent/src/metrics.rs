@@ -1,4 +1,4 @@
-//! The agent's metrics (prefix `wg_agent_`). They are aggregated by source cluster, so that their number stays small;
+//! The agent's metrics (prefix `wg_agent_`). Those of peers are aggregated by source cluster, so that their number stays small;
 //! `--metrics-per-peer` adds metrics of each peer (module `peers`).
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -31,7 +31,7 @@ pub struct Part {
 /// The labels of a metric that has one value for each source cluster and state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ClusterState {
-    /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
+    /// Source cluster, by its name in the ClusterMesh; empty = there is no Peer, or no controller wrote it.
     pub cluster: String,
     /// `up`, `down`, `unknown`.
     pub state: &'static str,
@@ -40,7 +40,7 @@ pub struct ClusterState {
 /// The label of a metric that has one value for each source cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Cluster {
-    /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
+    /// Source cluster, by its name in the ClusterMesh; empty = there is no Peer, or no controller wrote it.
     pub cluster: String,
 }
 
@@ -86,7 +86,7 @@ struct LastCounters {
 pub struct PeerSample {
     /// Its public key.
     pub key: String,
-    /// Name of its Peer.
+    /// Name of its Peer; empty = there is none.
     pub name: String,
     /// Its source cluster.
     pub cluster: String,

@@ -66,8 +66,9 @@ impl PeerTracker {
         &self.live
     }
 
-    /// Sets the desired peers, their candidates and keepalive intervals. A peer with a live session keeps its endpoint if
-    /// it roamed there or the endpoint is still a candidate.
+    /// Sets the desired peers, their candidates and keepalive intervals. When the candidates of a peer change, its
+    /// configured endpoint stays if there is no candidate, or during a live session if the peer has roamed or the endpoint is
+    /// still a candidate.
     pub(crate) fn sync<'a>(
         &mut self,
         wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,
@@ -108,7 +109,7 @@ impl PeerTracker {
         self.peers.get(key)?.current
     }
 
-    /// The destination of outer packets to each peer: the endpoint from which it last sent, else the configured endpoint.
+    /// The destination of outer packets to each peer: the endpoint that the device uses now, else the configured one.
     pub(crate) fn outer_destinations(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
         let destination = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
         self.peers
@@ -165,7 +166,7 @@ impl PeerTracker {
     }
 
     /// Called after the device was taken over from an earlier process: peers with a live session keep their endpoint.
-    pub(crate) fn adopt(&mut self, observed: &ObservedPeers) {
+    pub(crate) fn keep_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
             .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME));
@@ -173,8 +174,8 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// Forgets the state of all peers, but not their live endpoints. Called when the device is new or has a new private key: no peer has
-    /// sent anything to it yet.
+    /// Forgets the state of all peers, but not their live endpoints. Called when the device was opened or got a new private key: the
+    /// recorded handshakes and counters may not be those of this device.
     pub(crate) fn reset(&mut self) {
         self.peers.clear();
     }

@@ -82,7 +82,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         server: runtime.connection.server.address(),
         firewall: FirewallManager::new(firewall::Nft::default()),
         report: runtime.pass_reporter(),
-        mesh_networks: BTreeSet::new(),
+        known_mesh_networks: BTreeSet::new(),
         config,
         publish,
         datapath_problem,
@@ -100,7 +100,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
 }
 
 async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat: &Heartbeat, stop: &CancellationToken) {
-    let mut tables = firewall::Watch::open()
+    let mut nftables = firewall::Watch::open()
         .inspect_err(
             |error| tracing::warn!(%error, "cannot subscribe to changes of nftables; polling every {} s", RESYNC.as_secs()),
         )
@@ -109,8 +109,8 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
         let is_complete = mode.pass(&store.snapshot()).await;
         let next_pass = Instant::now() + if is_complete { RESYNC } else { RETRY };
         heartbeat.beat();
-        let table_event = async {
-            match &mut tables {
+        let nftables_event = async {
+            match &mut nftables {
                 Some(watch) => watch.changed().await.is_ok(),
                 None => std::future::pending().await,
             }
@@ -119,9 +119,9 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
             () = stop.cancelled() => Duration::ZERO,
             () = store.changed() => SETTLE,
             () = tokio::time::sleep_until(next_pass.into()) => Duration::ZERO,
-            is_open = table_event => {
+            is_open = nftables_event => {
                 if !is_open {
-                    tables = firewall::Watch::open().ok();
+                    nftables = firewall::Watch::open().ok();
                 }
                 SETTLE_KERNEL
             }
@@ -145,11 +145,11 @@ struct PolicyMode<F> {
     report: PassReporter,
     /// Networks that belonged to a mesh at any time since this process started, without those that overlap an allowed IP of a
     /// Peer that no controller wrote.
-    mesh_networks: BTreeSet<IpNet>,
+    known_mesh_networks: BTreeSet<IpNet>,
 }
 
 impl<F: Backend> PolicyMode<F> {
-    /// Runs one reconcile pass. Returns whether it was complete; a failed pass should be repeated soon.
+    /// Runs one reconcile pass. Returns `false` after a trouble that is not harmless; the pass should then be repeated soon.
     async fn pass(&mut self, snapshot: &ClusterSnapshot) -> bool {
         let mut troubles = Vec::new();
         if let Err(trouble) = self.run_steps(snapshot, &mut troubles).await {
@@ -166,10 +166,10 @@ impl<F: Backend> PolicyMode<F> {
         let own = find_own_node(snapshot, &self.config.node_name)?;
         let inputs = inputs(snapshot, &own, &self.config, self.server);
         let other_allowed_ips = other_allowed_ips(snapshot);
-        self.mesh_networks
+        self.known_mesh_networks
             .retain(|net| !other_allowed_ips.iter().any(|other| overlap(net, other)));
-        let compiled = compile_policy_mode(&inputs, &self.mesh_networks);
-        self.mesh_networks.extend(&compiled.meshed);
+        let compiled = compile_policy_mode(&inputs, &self.known_mesh_networks);
+        self.known_mesh_networks.extend(&compiled.meshed);
 
         let unreadable = snapshot.policies.objects().filter_map(|(name, seen)| {
             let problem = seen.problem.as_ref()?;

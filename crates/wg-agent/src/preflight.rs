@@ -43,8 +43,8 @@ pub enum Missing {
 /// CAP_NET_ADMIN (capability.h).
 const NET_ADMIN: u32 = 12;
 
-/// Returns all missing requirements. It does not check whether the kernel has WireGuard,
-/// because opening the device shows that.
+/// Returns all missing requirements. The TUN device is checked only for the userspace backend. Whether the kernel has WireGuard is not
+/// checked, because opening the device shows that.
 #[must_use]
 pub fn check(backend: Backend) -> Vec<Missing> {
     let tun = OpenOptions::new()
@@ -66,11 +66,11 @@ pub fn check(backend: Backend) -> Vec<Missing> {
 
 /// The kernel modules to load and the settings to write on the host.
 #[must_use]
-pub fn host_setup(missing: &[Missing], settings: &[sysctl::Missing]) -> HostSetup {
+pub fn host_setup(missing: &[Missing], missing_settings: &[sysctl::Missing]) -> HostSetup {
     let tun = missing.iter().any(|missing| matches!(missing, Missing::Tun(_)));
     HostSetup {
         modules: if tun { vec!["tun"] } else { Vec::new() },
-        sysctls: (settings.iter())
+        sysctls: (missing_settings.iter())
             .map(|missing| (missing.sysctl.name.to_string(), missing.sysctl.value))
             .collect(),
     }
@@ -81,10 +81,10 @@ pub fn host_setup(missing: &[Missing], settings: &[sysctl::Missing]) -> HostSetu
 pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
-    let settings = sysctl::ensure(&wanted).await;
-    let kernel = Path::new("/sys/module/wireguard").exists();
-    let missing = check(if kernel { Backend::Kernel } else { Backend::Userspace });
-    if !kernel {
+    let missing_settings = sysctl::ensure(&wanted).await;
+    let is_loaded = Path::new("/sys/module/wireguard").exists();
+    let missing = check(if is_loaded { Backend::Kernel } else { Backend::Userspace });
+    if !is_loaded {
         println!(
             "The kernel module wireguard is not loaded. --backend=auto tries to load it and falls back to userspace; \
              --backend=kernel needs it.\n"
@@ -100,13 +100,13 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
             .map_err(|error| error.to_string())
     };
     let datapath = datapath::check_once(client).await.map(|found| found.to_string());
-    if missing.is_empty() && settings.is_empty() && datapath.is_none() {
+    if missing.is_empty() && missing_settings.is_empty() && datapath.is_none() {
         println!("Nothing is missing on this node.");
         return Ok(());
     }
-    println!("{}", host_setup(&missing, &settings).for_all_systems());
+    println!("{}", host_setup(&missing, &missing_settings).for_all_systems());
     let problems: Vec<String> = (missing.iter().map(ToString::to_string))
-        .chain(settings.iter().map(ToString::to_string))
+        .chain(missing_settings.iter().map(ToString::to_string))
         .chain(datapath)
         .collect();
     anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&problems))

@@ -46,8 +46,8 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prepares a gateway's pod: enables forwarding, and shortens the conntrack timeouts of unanswered and closing
-/// connections, since all sandboxes share its conntrack table.
+/// Prepares a gateway's pod: enables forwarding, and shortens the conntrack timeouts of TCP connections that
+/// are unanswered, closing or idle, since all sandboxes share its conntrack table.
 pub(crate) async fn prepare_pod() -> anyhow::Result<()> {
     let wanted = forwarding::pod_settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;

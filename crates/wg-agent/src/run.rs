@@ -27,7 +27,7 @@ const SETTLE: Duration = Duration::from_millis(30);
 /// After an object change the loop pauses three times as long as the last pass took, at most this long. So objects that
 /// change all the time do not keep the CPU busy. A changed PeerPolicy ends the pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// Pauses after 1, 2, 3, and 4 or more failed passes in a row.
+/// Time until the next pass after 1, 2, 3, and 4 or more failed passes in a row, unless an event starts it earlier.
 const RETRY: [Duration; 4] = [
     Duration::from_millis(500),
     Duration::from_secs(1),
@@ -36,8 +36,8 @@ const RETRY: [Duration; 4] = [
 ];
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
-/// If the first lists take longer than this, the agent starts from its cache. If the API server cannot be reached, it
-/// does so at once.
+/// If the first lists take longer than this, the agent starts from its cache. If a list fails earlier, it does so at once,
+/// unless the API server answered with 401, 403 or 404.
 const FIRST_LISTS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Runs until a signal arrives.

@@ -160,36 +160,36 @@ impl PassReporter {
     }
 }
 
-/// Renders a part of the dump on request.
-type Part = Arc<dyn Fn() -> Value + Send + Sync>;
+/// Renders a section of the dump on request.
+type Section = Arc<dyn Fn() -> Value + Send + Sync>;
 
 /// The state dump. Cheap to clone; all clones share it.
 #[derive(Clone, Default)]
-pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Part>>>);
+pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Section>>>);
 
 impl std::fmt::Debug for Dump {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        f.debug_set().entries(parts.keys()).finish()
+        let sections = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        f.debug_set().entries(sections.keys()).finish()
     }
 }
 
 impl Dump {
-    /// Sets a small part.
-    pub(crate) fn set(&self, part: &'static str, value: Value) {
-        self.set_lazy(part, move || value.clone());
+    /// Sets a small section.
+    pub(crate) fn set(&self, section: &'static str, value: Value) {
+        self.set_lazy(section, move || value.clone());
     }
 
-    /// Sets a large part, which is rendered only on request: rendering 5,000 peers every five seconds would be wasted work.
-    pub(crate) fn set_lazy(&self, part: &'static str, render: impl Fn() -> Value + Send + Sync + 'static) {
-        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        parts.insert(part, Arc::new(render));
+    /// Sets a large section, which is rendered only on request: rendering 5,000 peers every five seconds would be wasted work.
+    pub(crate) fn set_lazy(&self, section: &'static str, render: impl Fn() -> Value + Send + Sync + 'static) {
+        let mut sections = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sections.insert(section, Arc::new(render));
     }
 
     pub(crate) fn render(&self) -> Value {
-        // The parts are rendered without the lock, so that setting a part never waits for a request.
-        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        parts.into_iter().map(|(name, render)| (name, render())).collect()
+        // The sections are rendered without the lock, so that setting a section never waits for a request.
+        let sections = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        sections.into_iter().map(|(name, render)| (name, render())).collect()
     }
 }
 

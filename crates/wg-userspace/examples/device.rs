@@ -1,7 +1,7 @@
 //! Runs one device with the peers of its arguments. The caller sets the interface's addresses. `cargo xtask bench` measures this program.
 //!
 //! The device is removed when standard input closes. Until then each line is a command: `idle N` adds N peers without traffic, `change`
-//! adds a network to the allowed IPs of one of them. The program answers each command with `done` and its duration in microseconds.
+//! adds a network to the allowed IPs of the 18th of them. The program answers each command with `done` and its duration in microseconds.
 //!
 //! ```text
 //! cargo run -p wg-userspace --example device -- --interface wg1 --private-key-file key1 --listen-port 51820 --peer KEY,192.0.2.2:51820,10.9.0.2/32

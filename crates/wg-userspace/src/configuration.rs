@@ -8,7 +8,7 @@ const MAX_WORKERS: usize = 8;
 /// The name of an interface, and the alias by which a program recognizes the interfaces that it created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interface<'a> {
-    /// 1 to 15 characters, without space, slash, colon and percent sign.
+    /// 1 to 15 characters, without space, slash, colon and percent sign, and not `.` or `..`.
     pub name: &'a str,
     /// The alias of the interface (`IFLA_IFALIAS`, which `ip link show` prints), 1 to 255 bytes. Every program chooses its own. An
     /// interface with another alias, or without one, is never taken over, changed or removed.
@@ -33,7 +33,7 @@ pub struct Configuration {
 pub struct Options {
     /// Use segmentation and receive offload of TUN and UDP if the kernel has it.
     pub offload: bool,
-    /// Number of threads for each direction, 1 to 64. The kernel spreads flows and peers over them.
+    /// Number of workers (a thread for each direction), 1 to 64. The kernel spreads flows and peers over them.
     pub workers: usize,
 }
 

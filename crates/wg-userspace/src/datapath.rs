@@ -24,7 +24,8 @@ use crate::{
     tunnel::Output,
 };
 
-/// Maximum number of packets in a batch. After each batch a thread applies changes of peers, sockets and MTU.
+/// Maximum number of reads in a batch: of packets from the interface, or of runs of datagrams from each socket. After each batch a
+/// thread applies changes of peers, sockets and MTU.
 pub(crate) const BATCH: usize = 64;
 /// Maximum number of packets that a thread processes before it unlocks the peer. The peer's other direction waits meanwhile.
 pub(crate) const BURST: usize = 8;
@@ -63,10 +64,11 @@ pub(crate) fn replace<T>(slot: &RwLock<Arc<T>>, new: T) -> Arc<T> {
     std::mem::replace(&mut slot.write().unwrap_or_else(PoisonError::into_inner), Arc::new(new))
 }
 
-/// Sends the datagrams of one tunnel to an endpoint, while its peer is locked.
+/// Sends the datagrams of one tunnel to an endpoint, while the tunnel's peer is locked.
 pub(crate) struct Wire<'a> {
     view: &'a View<'a>,
     pub(crate) endpoint: Option<Endpoint>,
+    /// Bytes sent.
     pub(crate) sent: u64,
 }
 

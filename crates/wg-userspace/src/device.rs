@@ -40,8 +40,8 @@ const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// A running WireGuard device, whose interface is up and whose port is bound.
 ///
-/// Calls do not wait for the network, so they may be made from async code. They must be made from a thread in the network namespace in
-/// which the device was opened.
+/// Calls do not wait for the network, so they may be made from async code. [`Device::open`] and [`Device::close`] can wait for the kernel
+/// for a fraction of a second. All calls must be made from a thread in the network namespace in which the device was opened.
 ///
 /// Dropping a device keeps its interface, with addresses and routes, until the next process takes it over. Until then the kernel drops the
 /// packets routed into it. [`Device::close`] removes everything.
@@ -79,7 +79,7 @@ pub struct Device {
     configuration: Configuration,
     shared: Arc<Shared>,
     /// A netlink socket in the interface's network namespace, and the counter `tx_dropped` of the interface when this process opened it.
-    links: (Socket, u64),
+    netlink: (Socket, u64),
     threads: Vec<JoinHandle<()>>,
     control: Option<ControlSocket>,
 }
@@ -97,15 +97,15 @@ impl Device {
         let tun = retry_while_busy(|| Tun::open(interface, options.workers, options.offload))?;
         set_up(&tun, interface, configuration.mtu)?;
         let sockets = retry_while_busy(|| listen(&configuration, options))?;
-        let links = link::socket().map_err(|source| Error::kernel("open a netlink socket", source))?;
-        let tx_dropped_at_open = find(&links, interface)?.tx_dropped;
+        let netlink = link::socket().map_err(|source| Error::kernel("open a netlink socket", source))?;
+        let tx_dropped_at_open = find(&netlink, interface)?.tx_dropped;
         let mut device = Self {
             interface: interface.name.to_owned(),
             alias: interface.alias.to_owned(),
             options,
             shared: Arc::new(Self::build_shared(tun, sockets, &configuration, options)?),
             configuration,
-            links: (links, tx_dropped_at_open),
+            netlink: (netlink, tx_dropped_at_open),
             threads: Vec::new(),
             control: None,
         };
@@ -147,6 +147,7 @@ impl Device {
     pub fn configure(&mut self, configuration: Configuration) -> Result<(), Error> {
         // Each step records what it changed, so that after an error a second call continues with the rest.
         if configuration.listen_port != self.configuration.listen_port {
+            // The new sockets also have the new firewall mark.
             let sockets = listen(&configuration, self.options)?;
             let old_sockets = replace(&self.shared.sockets, sockets);
             self.shared
@@ -221,8 +222,8 @@ impl Device {
                 thread,
             });
         }
-        let (links, tx_dropped_at_open) = &self.links;
-        let link = find(links, self.own_interface())?;
+        let (netlink, tx_dropped_at_open) = &self.netlink;
+        let link = find(netlink, self.own_interface())?;
         let altered = [
             (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
             (!link.is_up, Altered::Down),
@@ -428,9 +429,9 @@ impl Drop for Device {
 }
 
 /// Reads the interface's current properties.
-fn find(links: &Socket, interface: Interface<'_>) -> Result<Link, Error> {
+fn find(netlink: &Socket, interface: Interface<'_>) -> Result<Link, Error> {
     let name = interface.name;
-    link::find_by(links, interface)
+    link::find_by(netlink, interface)
         .map_err(|source| Error::kernel(format!("look for interface {name}"), source))?
         .ok_or_else(|| Error::Gone(name.to_owned()))
 }

@@ -55,7 +55,7 @@ const NAMES: [&str; 12] = [
     "socket_queue",
 ];
 
-/// One counter for each [`DropReason`].
+/// One counter for each [`DropReason`]. [`crate::Device::observe`] adds the kernel's counters for the two queues.
 #[derive(Debug, Default)]
 pub(crate) struct Drops {
     counters: [AtomicU64; NAMES.len()],
@@ -77,7 +77,7 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, including zeros.
+    /// All counters by name, including zeros, without those of the kernel.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

@@ -39,10 +39,10 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     while let [step, length, after @ ..] = rest {
         let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
         rest = following;
-        let (mut replies, mut peer_messages) = (Vec::new(), Vec::new());
-        let mut deliver = |us: &mut Tunnel, message: Vec<u8>, replies: &mut Vec<Vec<u8>>| {
+        let (mut our_messages, mut peer_messages) = (Vec::new(), Vec::new());
+        let mut deliver = |us: &mut Tunnel, message: Vec<u8>, our_messages: &mut Vec<Vec<u8>>| {
             let mut plain = vec![0; BUFFER];
-            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, replies)
+            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, our_messages)
                 && let Inner::Packet(length, _) = received.inner
             {
                 delivered.push(plain[..length].to_vec());
@@ -55,11 +55,11 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                 sent.push(bytes.to_vec());
             }
             // Our tunnel sends a packet.
-            b'o' => us.send(bytes, now, &mut scratch, &mut replies),
+            b'o' => us.send(bytes, now, &mut scratch, &mut our_messages),
             // The oldest message arrives unchanged.
             b'a' if !wire.is_empty() => {
                 let message = wire.remove(0);
-                deliver(&mut us, message, &mut replies);
+                deliver(&mut us, message, &mut our_messages);
             }
             // A copy of the newest message arrives changed, truncated or unchanged. The message stays on the wire.
             b'c' => {
@@ -69,22 +69,22 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                         message[at] ^= change;
                     }
                     message.truncate(message.len() - bytes.len() % message.len().max(1));
-                    deliver(&mut us, message, &mut replies);
+                    deliver(&mut us, message, &mut our_messages);
                 }
             }
             // Arbitrary bytes arrive.
-            b'r' => deliver(&mut us, bytes.to_vec(), &mut replies),
+            b'r' => deliver(&mut us, bytes.to_vec(), &mut our_messages),
             // Time passes.
             b't' => {
                 now += Duration::from_millis(50 * u64::from(bytes.first().copied().unwrap_or(1)));
-                us.tick(now, &mut scratch, &mut replies);
+                us.tick(now, &mut scratch, &mut our_messages);
                 peer.tick(now, &mut scratch, &mut peer_messages);
             }
             _ => {}
         }
         // The network delivers every message of our tunnel to the peer, unchanged.
         let mut plain = vec![0; BUFFER];
-        for message in replies {
+        for message in our_messages {
             let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut peer_messages);
         }
         wire.append(&mut peer_messages);

@@ -1,4 +1,4 @@
-//! Checks mac1 and, under load, the cookie of a handshake message, before any Diffie-Hellman.
+//! Checks the mac1 of initiations and responses and, under load, the cookie of initiations, before any Diffie-Hellman.
 //!
 //! mac1 proves that the sender knows the device's public key. The cookie proves that the sender receives packets at its source address
 //! (whitepaper §5.3). boringtun does the checks. Its cookies are bound to an address without the port.
@@ -23,11 +23,11 @@ pub(crate) struct Gate {
 /// The result of checking a datagram that is not a data message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// A valid initiation.
+    /// An initiation with a valid mac1 and, under load, a valid cookie.
     Initiation,
-    /// A response, with its receiver index.
+    /// A response with a valid mac1, and its receiver index.
     Response(u32),
-    /// A cookie reply, with its receiver index.
+    /// A cookie reply, which is not checked, and its receiver index.
     Cookie(u32),
     /// An initiation without a valid cookie under load. The caller sends the cookie reply that is in the buffer.
     CookieNeeded,

@@ -65,9 +65,9 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
             identity: &identity,
             queue,
             now: Instant::now(),
-            used: 0,
-            plain: 0,
-            datagrams: 0,
+            datagram_bytes: 0,
+            plain_bytes: 0,
+            datagram_count: 0,
             buffers: &mut buffers,
         };
         for socket in [Some(&own.v4).filter(|_| v4), own.v6.as_ref().filter(|_| v6)]
@@ -77,7 +77,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
             batch.receive(socket, &mut control, &pace);
         }
         batch.flush();
-        pace.record(batch.datagrams);
+        pace.record(batch.datagram_count);
     }
 }
 
@@ -99,11 +99,11 @@ struct Inbound<'a> {
     queue: &'a File,
     now: Instant,
     /// Bytes used in `Buffers::datagrams`.
-    used: usize,
+    datagram_bytes: usize,
     /// Bytes used in `Buffers::plain`.
-    plain: usize,
+    plain_bytes: usize,
     /// Datagrams received in this batch.
-    datagrams: usize,
+    datagram_count: usize,
     buffers: &'a mut Buffers,
 }
 
@@ -111,14 +111,18 @@ impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
             // At most `ARENA` bytes are used, so the buffer has room for one more run.
-            match sockets::receive(socket, &mut self.buffers.datagrams[self.used..], control) {
+            match sockets::receive(socket, &mut self.buffers.datagrams[self.datagram_bytes..], control) {
                 Ok(run) if run.length == 0 => self.view.shared.drops.count(DropReason::Invalid),
-                Ok(run) => self.receive_run(self.used..self.used + run.length, run.segment, run.source),
+                Ok(run) => self.receive_run(
+                    self.datagram_bytes..self.datagram_bytes + run.length,
+                    run.segment,
+                    run.source,
+                ),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
                 // An ICMP error for a datagram that was sent earlier. This call has cleared the error.
                 Err(_) => {}
             }
-            if self.used > ARENA || pace.is_single() && self.datagrams == 1 {
+            if self.datagram_bytes > ARENA || pace.is_single() && self.datagram_count == 1 {
                 self.flush();
             }
         }
@@ -129,7 +133,7 @@ impl Inbound<'_> {
         let view = self.view;
         let ends = span.end;
         let mut rest = span.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
-        self.datagrams += rest.len();
+        self.datagram_count += rest.len();
         while let Some(first) = rest.peek().cloned() {
             let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
                 rest.next();
@@ -157,10 +161,10 @@ impl Inbound<'_> {
             }
             view.schedule(peer, &mut state, self.now);
         }
-        self.used = ends;
+        self.datagram_bytes = ends;
     }
 
-    /// Handles a message that is not data. Its mac1 or cookie is checked before any peer is locked.
+    /// Handles a message that is not data. The gate checks it before any peer is locked.
     fn receive_handshake(&mut self, span: Range<usize>, source: Endpoint) -> Result<(), DropReason> {
         let (view, identity) = (self.view, self.identity);
         let Buffers {
@@ -203,7 +207,7 @@ impl Inbound<'_> {
                 return Err(DropReason::UnderLoad);
             }
         }
-        let plain = &mut plain[self.plain..];
+        let plain = &mut plain[self.plain_bytes..];
         let result = accept(view, &mut state, datagram, source, self.now, plain, scratch);
         view.schedule(peer, &mut state, self.now);
         result.map(drop)
@@ -224,7 +228,7 @@ impl Inbound<'_> {
             scratch,
             coalescer,
         } = &mut *self.buffers;
-        let begin = self.plain;
+        let begin = self.plain_bytes;
         let datagram = &datagrams[span];
         let Some((length, inner)) = accept(
             self.view,
@@ -245,7 +249,7 @@ impl Inbound<'_> {
             }
             *known = Some(inner);
         }
-        self.plain += length;
+        self.plain_bytes += length;
         coalescer.push(plain, begin..begin + length);
         Ok(())
     }
@@ -260,7 +264,7 @@ impl Inbound<'_> {
                 drops.count_many(DropReason::Interface, usize::from(packets));
             }
         });
-        (self.used, self.plain) = (0, 0);
+        (self.datagram_bytes, self.plain_bytes) = (0, 0);
     }
 }
 

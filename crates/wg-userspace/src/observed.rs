@@ -38,9 +38,9 @@ pub struct ObservedPeer {
 /// Endpoint, handshake and counters of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerStats {
-    /// The current endpoint, which follows authenticated packets.
+    /// The current endpoint, which follows authentic data messages and responses; an initiation does not change it.
     pub endpoint: Option<SocketAddr>,
-    /// Time since the last completed handshake; `None` = never.
+    /// Time since the last completed handshake; `None` = none since the peer was added or a key of its tunnel changed.
     pub handshake_age: Option<Duration>,
     /// Bytes of authenticated UDP payload received from the peer.
     pub rx_bytes: u64,

@@ -134,7 +134,7 @@ struct Run<'a> {
     peer: Option<LockedPeer<'a>>,
 }
 
-/// The peer of a run, with its `order` lock. The lock keeps other workers from sending to the peer, so that counters arrive in order.
+/// The peer of a run, with its `order` lock. The lock keeps other workers from sending runs to the peer, so that counters leave in order.
 ///
 /// Lock order: `order` before `state`. A worker that holds `order` waits for `state`, so the reverse order would deadlock.
 struct LockedPeer<'a> {
@@ -239,7 +239,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
 }
 
 impl<'a> Run<'a> {
-    /// Starts or continues a run of that peer, with room for a burst. The caller must hold no lock of the peer.
+    /// Starts or continues a run of that peer, with room for a burst. The caller must not hold the peer's `state` lock.
     fn lock_peer(&mut self, peer: &'a Arc<Peer>) {
         let same = self.peer.as_ref().is_some_and(|locked| Arc::ptr_eq(locked.peer, peer));
         if !same {
@@ -293,7 +293,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The length after padding to a multiple of 16, at most the MTU: padding hides the exact length (whitepaper §5.4.6).
+/// The length after padding to a multiple of 16, but not beyond the MTU; a packet above the MTU is not padded. Padding hides the exact
+/// length (whitepaper §5.4.6).
 fn padded(length: usize, mtu: usize) -> usize {
     length.next_multiple_of(16).min(mtu).max(length)
 }

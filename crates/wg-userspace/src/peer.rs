@@ -16,7 +16,8 @@ pub(crate) type Peers = BTreeMap<PublicKey, PeerSpec>;
 /// The configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the peer has to initiate.
+    /// The destination of datagrams until an authentic data message or response arrives from another endpoint. `None` = the peer has
+    /// to initiate.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,

@@ -74,7 +74,8 @@ pub(crate) struct Sockets {
     segmentation: AtomicBool,
 }
 
-/// One worker's sockets. The kernel selects the worker by a hash of addresses and ports, so one worker receives all datagrams of a peer.
+/// One worker's sockets. The kernel selects the worker by a hash of addresses and ports, so one worker receives all datagrams from one
+/// endpoint.
 #[derive(Debug)]
 pub(crate) struct WorkerSockets {
     pub(crate) v4: UdpSocket,

@@ -82,7 +82,8 @@ mod control {
 
 impl Tun {
     /// Takes over the TUN interface if it has our alias and no process has it open. Replaces an interface of the kernel's WireGuard with
-    /// our alias. Any other interface of this name is an error. A new interface is neither up nor persistent.
+    /// our alias, or a TUN interface of ours with other flags. Any other interface of this name is an error. A new interface is neither
+    /// up nor persistent.
     pub(crate) fn open(interface: Interface<'_>, queues: usize, offload: bool) -> Result<Self, Error> {
         let name = check(interface)?;
         let existing = find(interface)?;

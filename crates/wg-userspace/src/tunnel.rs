@@ -47,7 +47,8 @@ mod tests;
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum random time added to [`REKEY_TIMEOUT`], in milliseconds, so that two peers do not retry at the same time for ever (§6.4).
 const MAX_JITTER: u16 = 333;
-/// After this time without a session, no more initiations are sent and the staged packets are dropped (`REKEY_ATTEMPT_TIME`).
+/// After this time without a new session, the staged packets are dropped, and initiations stop until there is a new reason for one, such
+/// as a packet (`REKEY_ATTEMPT_TIME`).
 const ATTEMPT_TIME: Duration = Duration::from_secs(90);
 /// An initiator that sends on a session of this age initiates a new handshake (`REKEY_AFTER_TIME`).
 const REKEY_AFTER_TIME: Duration = Duration::from_secs(120);
@@ -207,7 +208,7 @@ impl Tunnel {
     }
 
     /// Requests a handshake although there is no packet to send, because the peer may use a session that we have lost. The next tick, which
-    /// is due now, sends the initiation.
+    /// is due now, sends the initiation, unless a response is held.
     pub(crate) fn initiate_handshake(&mut self, now: Instant) {
         self.wanted_since = Some(now);
         self.next_tick = Some(now);

@@ -12,8 +12,8 @@ const HOP_LIMIT: u8 = 64;
 
 /// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
 ///
-/// `None` = no error may be sent, because the packet is truncated, an ICMP error or a later IPv4 fragment, or its source or destination
-/// is not a single host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// `None` = no error may be sent, because the packet has no complete IP header, is an ICMP error or a later IPv4 fragment, or its source
+/// or destination is not a single host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
 ///
 /// The source of the error is the unreachable address. A firewall may accept errors only from the networks behind the tunnel, and this host
 /// may have no address in those networks.

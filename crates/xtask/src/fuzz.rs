@@ -50,8 +50,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     for target in if targets.is_empty() { &all } else { targets } {
         let found = directory.join("found").join(target);
         fs::create_dir_all(&found).with_context(|| format!("create {}", found.display()))?;
-        // libFuzzer writes new inputs into the first directory.
         let words = [format!("-max_total_time={seconds}"), "-print_final_stats=1".to_owned()];
+        // libFuzzer writes new inputs into the first directory.
         libfuzzer(target, ["found", "corpus"], &words)?;
         if *keep {
             libfuzzer(target, ["corpus", "found"], &["-merge=1".to_owned()])?;

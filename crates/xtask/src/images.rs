@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     for image in &IMAGES {
         let name = image.name(registry);
-        // The directory contains only the program, because the builder may send all its files to a daemon.
+        // The directory contains only the program, because the builder may send all files in it to a daemon.
         let context = tempfile::tempdir().context("create a directory for the build context")?;
         let from = programs.join(image.program);
         fs::copy(&from, context.path().join(image.program)).with_context(|| format!("copy {}", from.display()))?;

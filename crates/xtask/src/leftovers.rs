@@ -19,8 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct MachineState(BTreeSet<String>);
 
 impl MachineState {
-    /// Reads the current state. It contains only processes that run a program from the directories `programs`.
-    pub(crate) fn read(programs: &[PathBuf]) -> anyhow::Result<Self> {
+    /// Reads the current state. Of the processes, it contains those that run a program from these directories.
+    pub(crate) fn read(program_directories: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| all.extend(names.iter().map(|name| format!("{kind} {name}")));
         for directory in ["/var/run/wireguard", "/run/netns", "/run/clustermesh-lab"] {
@@ -34,15 +34,15 @@ impl MachineState {
         add("the IPv6 rule", lines("ip", &["-6", "rule", "show"])?);
         add("the cgroup", cgroups());
         add("the mount on", mounts()?);
-        add("the process", processes(programs));
+        add("the process", processes(program_directories));
         Ok(Self(all))
     }
 
     /// Everything that did not exist in this earlier state. Waits up to [`TIMEOUT`] until it disappears.
-    pub(crate) fn left_since(&self, programs: &[PathBuf]) -> anyhow::Result<Vec<String>> {
+    pub(crate) fn left_since(&self, program_directories: &[PathBuf]) -> anyhow::Result<Vec<String>> {
         let start = Instant::now();
         loop {
-            let left = Self::read(programs)?.without(self);
+            let left = Self::read(program_directories)?.without(self);
             if left.is_empty() || start.elapsed() > TIMEOUT {
                 return Ok(left);
             }
@@ -103,11 +103,11 @@ fn mounts() -> anyhow::Result<Vec<String>> {
 }
 
 /// Processes that run a program from these directories, as `PID: path`.
-fn processes(programs: &[PathBuf]) -> Vec<String> {
+fn processes(program_directories: &[PathBuf]) -> Vec<String> {
     let running = |number: &String| fs::read_link(Path::new("/proc").join(number).join("exe")).ok();
     let all = names(Path::new("/proc")).into_iter();
     let all = all.filter_map(|number| running(&number).map(|path| (number, path)));
-    all.filter(|(_, path)| programs.iter().any(|directory| path.starts_with(directory)))
+    all.filter(|(_, path)| program_directories.iter().any(|directory| path.starts_with(directory)))
         .map(|(number, path)| format!("{number}: {}", path.display()))
         .collect()
 }

@@ -1,5 +1,5 @@
 //! Checks the links in every Markdown file of the repository: the files exist, and the anchors are those that GitHub generates from
-//! headings.
+//! headings, or ids in HTML. Links to the web are not checked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -67,7 +67,8 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// The fault of a link in the page `from`; `None` = the link is valid. Paths are relative to the root of the repository.
+/// The fault of a link in the page `from`; `None` = the link is valid, or leads to the web. Paths are relative to
+/// the root of the repository.
 fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl Fn(&Path) -> bool) -> Option<String> {
     if link.starts_with("https:") || link.starts_with("http:") || link.starts_with("mailto:") {
         return None;

@@ -1,4 +1,4 @@
-//! Defines the command line of `cargo xtask`. Each command has its own module.
+//! Defines the command line of `cargo xtask`. Each command except `bench` has its own module.
 #![forbid(unsafe_code)]
 
 mod crds;

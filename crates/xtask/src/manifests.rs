@@ -10,7 +10,7 @@ mod gateway;
 
 /// The namespace of the controller and the ClusterMeshes.
 pub(crate) const NAMESPACE: &str = "clustermesh";
-/// The namespace of the agent. It contains nothing else, because it admits privileged pods for the agent's init container.
+/// The namespace of the agent. The controller has another one, because this one admits privileged pods, for the agent's init container.
 pub(crate) const AGENT_NAMESPACE: &str = "clustermesh-agent";
 /// The ServiceAccount of the controller in a member.
 pub(crate) const MEMBER_ACCOUNT: &str = "clustermesh-controller";
@@ -33,15 +33,18 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy");
     let agent = agent();
     // The ValidatingAdmissionPolicy comes before the DaemonSet, so that it is in force when the agents start.
-    let (account, daemon_set) = agent.split_at(agent.len() - 1);
-    let (gateways_account, gateways) = gateway::documents();
+    let (before_policy, daemon_set) = agent.split_at(agent.len() - 1);
+    let (gateways_before_policy, gateways_after_policy) = gateway::documents();
     let files = [
         (
             "gateway.yaml",
-            render(&gateways_account)? + gateway::ADMISSION + &render(&gateways)?,
+            render(&gateways_before_policy)? + gateway::ADMISSION + &render(&gateways_after_policy)?,
         ),
         ("controller.yaml", render(&controller())?),
-        ("agent.yaml", render(account)? + AGENT_ADMISSION + &render(daemon_set)?),
+        (
+            "agent.yaml",
+            render(before_policy)? + AGENT_ADMISSION + &render(daemon_set)?,
+        ),
         ("member-account.yaml", render(&member_account())?),
     ];
     let mut stale = Vec::new();
@@ -171,7 +174,8 @@ fn controller() -> Vec<Value> {
             ("ClusterRole", name),
             (name, NAMESPACE),
         ),
-        // Only Secrets in the namespace of the ClusterMeshes. For ClusterMeshes in another namespace, create this Role there, too.
+        // Only Secrets in the namespace of the ClusterMeshes. For ClusterMeshes in another namespace, create this Role and its binding
+        // there, too.
         role(
             "Role",
             name,

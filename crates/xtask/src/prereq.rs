@@ -110,7 +110,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());
-    // These checks run the programs above. If one is missing, a failure says nothing about the kernel.
+    // Most of these checks run programs as root. Without root or without a program, a failure says nothing about the kernel.
     problems.extend(kernel_problems(root && missing.is_empty()));
     if problems.is_empty() {
         return Ok(());

@@ -47,7 +47,7 @@ pub(crate) struct Args {
 }
 
 /// Builds the programs of the lab and of the workspace, then runs the tests. The last line is `N passed, N failed`; the exit code is 1
-/// if a test failed, did not run, or left something on this machine.
+/// if a test failed or did not run. Without arguments for `cargo test` it is also 1 if the tests left something on this machine.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let start = Instant::now();
     prereq::ensure(&args.prereq)?;
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     } else {
         tools::run()?;
     }
-    let own_programs = programs::build()?;
+    let bin_directory = programs::build()?;
     println!("xtask: programs built after {:.0} s", start.elapsed().as_secs_f64());
     let (mut counts, mut problems, scope) = if args.words.is_empty() {
         let program_directories = [programs::target()?, lab_home()?];
@@ -64,9 +64,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let (counts, failed) = if args.quick {
             // The fuzz targets are excluded: because of --bins, cargo would build them as test programs, which never exit.
             let targets = ["--lib", "--bins", "--exclude=clustermesh-fuzz"];
-            run_jobs(build_tests(&targets, &QUICK)?, &own_programs)?
+            run_jobs(build_tests(&targets, &QUICK)?, &bin_directory)?
         } else {
-            run_all(&own_programs)?
+            run_all(&bin_directory)?
         };
         let failed = failed.into_iter().map(|name| format!("{name} failed, see above"));
         let left = before.left_since(&program_directories)?.into_iter();
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         test.args(["test", "--no-fail-fast"])
             .args(&args.words)
             .args(SEQUENTIAL)
-            .env("CLUSTERMESH_BIN_DIR", own_programs);
+            .env("CLUSTERMESH_BIN_DIR", bin_directory);
         let (counts, problem) = cargo_test(&mut test)?;
         (counts, Vec::from_iter(problem), Scope::Selected)
     };
@@ -98,22 +98,22 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 const SEQUENTIAL: [&str; 2] = ["--", "--test-threads=1"];
 
 /// Runs every test program and the doc tests. Returns the counts, and the names of failed jobs.
-fn run_all(own_programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
-    let (counts, mut failed) = run_jobs(build_tests(&[], &[])?, own_programs)?;
-    let (documents, problem) = cargo_test(cargo().args(["test", "--workspace", "--doc"]))?;
+fn run_all(bin_directory: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
+    let (counts, mut failed) = run_jobs(build_tests(&[], &[])?, bin_directory)?;
+    let (doc_tests, problem) = cargo_test(cargo().args(["test", "--workspace", "--doc"]))?;
     failed.extend(problem.map(|_| "cargo test --doc".to_owned()));
-    Ok(([counts, documents].into_iter().sum(), failed))
+    Ok(([counts, doc_tests].into_iter().sum(), failed))
 }
 
-/// Runs test programs in parallel. `cargo test` would run them one after the other, although many mostly wait.
-fn run_jobs(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
+/// Runs test programs in parallel. `cargo test` would run them one after the other, although they often wait.
+fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let start = Instant::now();
     let before = busy_seconds()?;
     let cores = thread::available_parallelism()
         .context("the number of processors")?
         .get();
     // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the processors busier.
-    let results = jobs::run(jobs::divide(programs, own_programs)?, cores + 1, own_programs)?;
+    let results = jobs::run(jobs::divide(programs, bin_directory)?, cores + 1, bin_directory)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();
     let counts = results.iter().map(|result| result.counts).sum();

@@ -20,9 +20,9 @@ const STREAM_PORT: u16 = 8200;
 const CLOSE_LIMIT: u128 = 30_000;
 /// A flow without an answer for this many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// TCP connections through each gateway from the pod and from the node. When a grant returns, a gateway with a wrong rule would
-/// take the packets of an old connection for a new one and choose an endpoint at random. The connection would answer only if
-/// this is the endpoint that it had before, so one connection could miss the bug.
+/// Number of TCP connections through each gateway from the pod, and as many from the node. When a grant returns, a gateway with a wrong
+/// rule would take the packets of an old connection for a new one and choose an endpoint at random. The connection would answer only
+/// if this is the endpoint that it had before, so one connection could miss the bug.
 const STREAMS: usize = 3;
 
 /// A kind of destination that is probed continuously over UDP.
@@ -46,7 +46,7 @@ const SANDBOX_PATHS: &[Path] = &[Path::MirroredService, Path::Gateways];
 const MESHED_PATHS: &[Path] = &[Path::MirroredService, Path::Pod, Path::UnlistedPort];
 
 /// Probes of one path, from the pod and from the node.
-struct Flow {
+struct PathProbes {
     sockets: BTreeSet<SocketAddr>,
     echoes: Vec<EchoWatch>,
     /// Flows that may, but need not, get answers while the path is open.
@@ -68,7 +68,7 @@ struct Flows<'a> {
     env: &'a TestEnv<'a>,
     sandbox: &'a Sandbox<'a>,
     store: Vec<RunningPod>,
-    flows: BTreeMap<Path, Flow>,
+    paths: BTreeMap<Path, PathProbes>,
     /// TCP connections that a change has closed, each with the time from which it must not get answers.
     ended: Vec<(EchoWatch, u128)>,
 }
@@ -89,7 +89,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         env,
         sandbox,
         store,
-        flows: BTreeMap::new(),
+        paths: BTreeMap::new(),
         ended: Vec::new(),
     };
     let called = now();
@@ -152,7 +152,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .await;
     // Between trusted members, a connection survives a quarantine unless it times out.
     direct.wait_for_echo_after(now()).await.unwrap();
-    flows.flows.get_mut(&Path::Pod).unwrap().others.push(direct);
+    flows.paths.get_mut(&Path::Pod).unwrap().others.push(direct);
 
     let called = flows.apply(&sandboxed).await;
     flows
@@ -165,7 +165,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .await;
     flows.mark_ended(streams);
     // The mirrored Service is deleted, and the next one may have another address.
-    flows.flows.remove(&Path::MirroredService);
+    flows.paths.remove(&Path::MirroredService);
     let called = flows.apply(&meshed).await;
     flows
         .wait_until_in_force("standard to cluster-meshed", called, &MESHED_PATHS[1..], Access::Absent)
@@ -174,13 +174,13 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
     flows
         .wait_until_in_force("the mirrored Service", called, MESHED_PATHS, Access::Absent)
         .await;
-    let direct = flows.flows[&Path::Pod].others.last().unwrap();
+    let direct = flows.paths[&Path::Pod].others.last().unwrap();
     direct.wait_for_echo_after(now()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
         .wait_until_in_force("cluster-meshed to standard", called, &[], Access::Absent)
         .await;
-    flows.flows.remove(&Path::MirroredService);
+    flows.paths.remove(&Path::MirroredService);
     let called = flows.apply(&sandboxed).await;
     flows
         .wait_until_in_force("standard to sandbox", called, &SANDBOX_PATHS[1..], Access::WithGrants)
@@ -214,7 +214,7 @@ fn quarantined(mesh: &str) -> String {
     mesh.replacen(&entry, &format!("{entry}    quarantine: true\n"), 1)
 }
 
-impl Flow {
+impl PathProbes {
     /// The time of the last answer.
     fn last(&self) -> u128 {
         let last = self.echoes.iter().filter_map(|echo| echo.answers().pop());
@@ -250,13 +250,13 @@ impl Flows<'_> {
         let echoes = each
             .map(|(from, socket)| lab.watch_udp(from, socket).unwrap())
             .collect();
-        let flow = Flow {
+        let probes = PathProbes {
             sockets,
             echoes,
             others: Vec::new(),
             windows: Vec::new(),
         };
-        self.flows.insert(path, flow);
+        self.paths.insert(path, probes);
     }
 
     async fn watch_mirrored_service(&mut self) {
@@ -322,29 +322,29 @@ impl Flows<'_> {
     async fn wait_until_in_force(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
         let reported = self.wait_until_reported(access).await;
         for path in open {
-            let flow = self.flows.get_mut(path).unwrap();
-            let opens_first_time = flow.windows.is_empty() && matches!(path, Path::Pod | Path::UnlistedPort);
-            if !flow.is_open() {
-                flow.windows.push((called, None));
+            let probes = self.paths.get_mut(path).unwrap();
+            let opens_first_time = probes.windows.is_empty() && matches!(path, Path::Pod | Path::UnlistedPort);
+            if !probes.is_open() {
+                probes.windows.push((called, None));
             }
-            flow.echoes[0].wait_for_echo_after(reported).await.unwrap();
+            probes.echoes[0].wait_for_echo_after(reported).await.unwrap();
             if opens_first_time {
                 // The conntrack entry of the node's flow keeps the source address from before the tunnel had a route.
                 // That is the node's own address, which is in no Peer's allowed IPs, so this flow may never get an answer.
-                let socket = *flow.sockets.first().unwrap();
+                let socket = *probes.sockets.first().unwrap();
                 let fresh = self.env.lab.watch_udp(&self.sandbox.clients()[1], socket).unwrap();
-                flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
+                probes.others.push(std::mem::replace(&mut probes.echoes[1], fresh));
             }
-            for echo in &flow.echoes {
+            for echo in &probes.echoes {
                 echo.wait_for_echo_after(reported).await.unwrap();
             }
         }
         let opened = now();
-        let closed_paths: Vec<Path> = self.flows.keys().copied().filter(|path| !open.contains(path)).collect();
+        let closed_paths: Vec<Path> = self.paths.keys().copied().filter(|path| !open.contains(path)).collect();
         let last = || {
             closed_paths
                 .iter()
-                .map(|path| self.flows[path].last())
+                .map(|path| self.paths[path].last())
                 .max()
                 .unwrap_or_default()
         };
@@ -357,13 +357,13 @@ impl Flows<'_> {
         let took = last().saturating_sub(called);
         assert!(took < CLOSE_LIMIT, "{what}: last answer {took} ms after the change");
         for path in &closed_paths {
-            if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
+            if let Some((_, end @ None)) = self.paths.get_mut(path).unwrap().windows.last_mut() {
                 *end = Some(closed);
             }
         }
         self.probe_with_new_flows(what, open).await;
-        for (path, flow) in &self.flows {
-            let (strays, windows) = (flow.strays(), &flow.windows);
+        for (path, probes) in &self.paths {
+            let (strays, windows) = (probes.strays(), &probes.windows);
             assert!(
                 strays.is_empty(),
                 "{what}: {path:?} answered at {strays:?}, outside {windows:?}"
@@ -386,8 +386,13 @@ impl Flows<'_> {
 
     /// Checks with new flows that exactly the paths in `open` answer.
     async fn probe_with_new_flows(&self, what: &str, open: &[Path]) {
-        let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
-        let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
+        let sockets: BTreeSet<SocketAddr> = self
+            .paths
+            .values()
+            .flat_map(|probes| &probes.sockets)
+            .copied()
+            .collect();
+        let want = open.iter().flat_map(|path| &self.paths[path].sockets).copied();
         let want: BTreeSet<SocketAddr> = want.collect();
         let [pod, host] = self.sandbox.clients().map(async |from: TrafficClient| {
             // kube-proxy takes up to a second to apply a Service.

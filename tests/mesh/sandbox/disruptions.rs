@@ -89,6 +89,7 @@ async fn deleted_table_opens_nothing(scanned: ScannedGateway<'_>) {
         scanned.node.pod_exec(scanned.gateway.pod.ip, args).await.unwrap()
     };
     // The table is missing only for a moment and a scan probes each socket once a second, so repeat the deletion.
+    // It succeeds only after the gateway has restored the table.
     for _ in 0..DELETIONS {
         wait_until("the table to be restored", PATIENCE, async || {
             let deleted = delete().await;

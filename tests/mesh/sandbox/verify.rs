@@ -1,4 +1,4 @@
-//! Tests `clustermeshctl verify`. While rules close the underlay, it finds only granted sockets open. Without these rules
+//! Tests `clustermeshctl verify`. While nftables rules close the underlay, it finds only granted sockets open. Without these rules
 //! and with a revoked grant that is still in force, it reports violations on the underlay and in the tunnel.
 
 use std::{

@@ -31,7 +31,7 @@ pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String,
 }
 
 /// The names of the links and nftables tables of a node, and its rules and routes. The veth links of pods with their routes, and
-/// link-local routes, are left out, because they change at any time.
+/// the routes of link-local addresses of bridges, are left out, because they change at any time.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NodeState {
     links: BTreeSet<String>,
@@ -72,7 +72,7 @@ impl NodeState {
             routes: routes
                 .into_iter()
                 .filter(is_not_veth("dev"))
-                .filter(|route| !route["dst"].as_str().is_some_and(is_link_local))
+                .filter(|route| !route["dst"].as_str().is_some_and(is_own_link_local))
                 .map(|route| route.to_string())
                 .collect(),
             tables: tables.filter_map(table).collect(),
@@ -82,6 +82,6 @@ impl NodeState {
 
 /// Whether a route is for a bridge's own link-local address. That address follows the bridge's MAC address, which is
 /// the lowest MAC address of its ports and can change whenever a pod starts.
-fn is_link_local(destination: &str) -> bool {
+fn is_own_link_local(destination: &str) -> bool {
     destination.starts_with("fe80:") && !destination.contains('/')
 }

@@ -16,9 +16,11 @@ use super::testbed::{GATEWAY, Gateway, HOST_PORT, SQL_PORT, TIMEOUT, Testbed, ba
 /// Deletes the table again as soon as it is restored, even before the gateway has verified its own write.
 pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    // The repairs are counted, because the periodic renewal of the table would also restore it, but rarely.
+    // The test checks the agent's count of repairs, because the periodic renewal of the table would restore it, too.
     let repairs = || {
-        let metrics = testbed.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
+        let metrics = testbed
+            .gateway_pod
+            .run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
         let mut lines = metrics
             .lines()
             .filter(|line| line.contains("repairs_total{part=\"firewall\"}"));
@@ -28,7 +30,9 @@ pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let mut deleted = 0;
     wait_until("the table to be restored each time", TIMEOUT, async || {
         while deleted < 5 {
-            let output = testbed.pod.output("nft", &["delete", "table", "inet", NFT_TABLE]);
+            let output = testbed
+                .gateway_pod
+                .output("nft", &["delete", "table", "inet", NFT_TABLE]);
             if !output.status.success() {
                 return Err(format!("gone after {deleted} deletions"));
             }

@@ -47,7 +47,7 @@ pub(crate) fn backend() -> &'static str {
 
 const NODE: &str = "172.30.1.11";
 /// The gateway's pod addresses, and its WireGuard addresses.
-pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
+pub(crate) const GATEWAY_POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
 /// The addresses of the other two pods, the endpoints of the Services `db` and `web`.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
@@ -79,7 +79,7 @@ pub(crate) fn socket_addr(address: &str, port: u16) -> SocketAddr {
     SocketAddr::new(ip(address), port)
 }
 
-/// The node of a sandbox.
+/// A sandbox and its only node.
 pub(crate) struct Sandbox {
     pub(crate) name: &'static str,
     pub(crate) ns: NetNs,
@@ -93,8 +93,9 @@ pub(crate) struct Testbed {
     pub(crate) lab: Lab,
     pub(crate) client: Client,
     pub(crate) node: NetNs,
-    pub(crate) pod: NetNs,
-    pub(crate) pods: [NetNs; 2],
+    pub(crate) gateway_pod: NetNs,
+    /// The pods `db` and `other`.
+    pub(crate) endpoint_pods: [NetNs; 2],
     pub(crate) sandboxes: [Sandbox; 2],
     /// The number of datagrams that the pod `db` has received at `MUTE_PORT`, from which it never answers.
     pub(crate) unanswered_datagrams: Arc<AtomicU64>,
@@ -104,10 +105,10 @@ pub(crate) struct Testbed {
 }
 
 impl Drop for Testbed {
-    /// A killed gateway leaves its lock, its status file and its control socket in a directory that all network namespaces share.
+    /// A killed gateway leaves its lock, its status socket and its control socket in a directory that all network namespaces share.
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
-        if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
+        if let Ok(namespace) = std::fs::metadata(self.gateway_pod.path()) {
             for suffix in ["lock", "status"] {
                 let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.{suffix}", namespace.ino()));
             }
@@ -188,12 +189,15 @@ impl Testbed {
             NetNs::open(name, &host.netns())
         };
         let node = host("mgmt-1", NODE).await;
-        let [pod, db, other] = ["the gateway", "db", "other"].map(NetNs::new);
+        let [gateway_pod, db, other] = ["the gateway", "db", "other"].map(NetNs::new);
         node.sh(
             "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
                  for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done",
         );
-        for (number, (ns, [v4, v6])) in [(&pod, POD), (&db, DB), (&other, OTHER_POD)].into_iter().enumerate() {
+        for (number, (ns, [v4, v6])) in [(&gateway_pod, GATEWAY_POD), (&db, DB), (&other, OTHER_POD)]
+            .into_iter()
+            .enumerate()
+        {
             let (link, [router, router6]) = (format!("cni{number}"), ROUTER);
             ns.set_sysctl("net/ipv6/conf/all/accept_dad", "0");
             ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
@@ -213,7 +217,7 @@ impl Testbed {
         // Pods have a route to sandboxes through the gateway, so that only its firewall stops their packets.
         node.sh(&format!(
             "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
-            POD[0], POD[1]
+            GATEWAY_POD[0], GATEWAY_POD[1]
         ));
         // Rules of the portmap plugin and the CNI: a hostPort, and masquerading of pods that leave the cluster.
         node.nft(&format!(
@@ -227,7 +231,7 @@ impl Testbed {
                     ip saddr 10.10.1.0/24 oifname eth0 masquerade
                 }}
             }}\n",
-            POD[0]
+            GATEWAY_POD[0]
         ));
         for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER_POD)] {
             for address in addresses {
@@ -237,7 +241,7 @@ impl Testbed {
             }
         }
         let unanswered_datagrams = count_datagrams(&db, ip(DB[0]));
-        pod.run(agent_program(), &["prepare", "--mode=gateway"]);
+        gateway_pod.run(agent_program(), &["prepare", "--mode=gateway"]);
 
         let a = (
             host("sandbox-a-1", "172.30.2.11").await,
@@ -274,8 +278,8 @@ impl Testbed {
             lab,
             client,
             node,
-            pod,
-            pods: [db, other],
+            gateway_pod,
+            endpoint_pods: [db, other],
             sandboxes,
             unanswered_datagrams,
             interface: unique_name("kg"),

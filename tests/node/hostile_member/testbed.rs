@@ -71,9 +71,9 @@ pub(crate) struct Testbed {
     pub(crate) flood: Flood,
     prober: Prober,
     /// The witnesses in the pods and in the machines around the node.
-    pods: Vec<Witness>,
+    arrival_witnesses: Vec<Witness>,
     /// The witness on the node, which counts packets after the node's filters.
-    passed: Witness,
+    node_witness: Witness,
     member_witness: Witness,
     /// Number of calls of [`Self::start_agent`].
     starts: u32,
@@ -142,14 +142,14 @@ impl Testbed {
             )
         };
         let testbed = Self {
-            pods: vec![
+            arrival_witnesses: vec![
                 witness("a pod", first, "eth0"),
                 witness("another pod", second, "eth0"),
                 witness("the node's neighbour", &surroundings.neighbour, "eth0"),
                 witness("a container of the node", &surroundings.container, "eth0"),
             ],
             member_witness: witness("the member", &member_ns, &member.interface),
-            passed: Witness::new(
+            node_witness: Witness::new(
                 "the target's node",
                 NetNs::open("the target's node", node.path().as_ref()),
                 CountingPoint::AfterFilters,
@@ -233,16 +233,16 @@ impl Testbed {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// The traffic since the last call of this function: what arrived in the pods, what the node accepted or forwarded,
-    /// and replies at the member.
+    /// The traffic since the last call of this function: what arrived in the pods and at the machines around the node,
+    /// what the node accepted or forwarded, and replies at the member.
     fn new_traffic(&mut self) -> ObservedTraffic {
         let sources = |counts: &Counts| {
             let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
             counts.keys().map(source).collect()
         };
         let mut arrived = Counts::new();
-        for pod in &mut self.pods {
-            arrived.extend(pod.new_counts());
+        for witness in &mut self.arrival_witnesses {
+            arrived.extend(witness.new_counts());
         }
         // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
         // reached while the node had no nftables table.
@@ -253,7 +253,7 @@ impl Testbed {
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
         });
         ObservedTraffic {
-            passed: self.passed.new_counts(),
+            passed: self.node_witness.new_counts(),
             replies: sources(&self.member_witness.new_counts()),
             arrived,
         }
@@ -264,26 +264,26 @@ impl Testbed {
         self.new_traffic();
     }
 
-    /// Waits until every kind of allowed traffic has been seen since this function or [`Self::discard_traffic`] was called
-    /// last. Fails if there was any other traffic.
+    /// Waits until every kind of allowed traffic, except ICMP errors, has been seen since this function or
+    /// [`Self::discard_traffic`] was called last. Fails if there was any other traffic.
     pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
         // The kernel rate-limits ICMP errors, so these are allowed but not required.
-        let mut want = allowed.clone();
+        let mut required = allowed.clone();
         let is_required = |key: &String| !key.contains("destination-unreachable");
-        want.arrived.retain(|key, _| is_required(key));
-        want.passed.retain(|key, _| is_required(key));
-        want.replies.retain(|key| !key.contains("parameter-problem"));
+        required.arrived.retain(|key, _| is_required(key));
+        required.passed.retain(|key, _| is_required(key));
+        required.replies.retain(|key| !key.contains("parameter-problem"));
         let mut traffic = self.new_traffic();
         for _ in 0..200 {
-            if want.not_in(&traffic).is_empty() {
+            if required.not_in(&traffic).is_empty() {
                 break;
             }
             self.flood.wait_for_rounds(25).await;
             traffic.add(self.new_traffic());
         }
         traffic.print(what, &allowed, &self.flood);
-        let (forbidden, missing, nothing) = (traffic.not_in(&allowed), want.not_in(&traffic), BTreeSet::new());
+        let (forbidden, missing, nothing) = (traffic.not_in(&allowed), required.not_in(&traffic), BTreeSet::new());
         for (key, count) in traffic.arrived.iter().chain(&traffic.passed) {
             if forbidden.contains(key) {
                 println!("not allowed: {count} of {key}");

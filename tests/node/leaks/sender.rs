@@ -207,14 +207,14 @@ pub(crate) fn echo(netns: &Path, address: IpAddr) {
 
 /// The senders of a run.
 pub(super) struct Senders {
-    /// Send from the node under test to addresses that exist.
+    /// Send from the node under test and its pod to the other cluster's pod.
     pub(super) reach: Vec<Sender>,
-    /// Send from the node under test to the other node's WireGuard address. An echo server listens there, but the other node's
-    /// firewall accepts only ping at this address.
+    /// Send from the node under test and its pod to the other node's WireGuard address. An echo server listens there, but the
+    /// other node's firewall accepts only ping at this address.
     pub(super) to_wireguard_address: Vec<Sender>,
-    /// Send from the other cluster to the node under test.
+    /// Send from the other cluster's node and pod to the pod of the node under test.
     pub(super) back: Vec<Sender>,
-    /// Send from the node under test to mesh addresses that no node has.
+    /// Send from the node under test and its pod to mesh addresses that no node has.
     pub(super) unassigned: Vec<Sender>,
     /// Slow senders in the pod: the first two send to existing addresses, the last to an unassigned one.
     pub(super) slow: Vec<Sender>,
@@ -241,8 +241,8 @@ impl Senders {
             .unwrap();
     }
 
-    /// Waits until each sender from the node under test gets a new unreachable error, in both families. Fast IPv4
-    /// senders of the pod are left out, because the kernel rate-limits their errors (see [`SLOW_PACE`]).
+    /// Waits until each sender of the node under test and its pod gets a new unreachable error, in both families. Fast IPv4 senders
+    /// of the pod (`pod -> 1...`) are left out, because the kernel rate-limits their errors (see [`SLOW_PACE`]).
     pub(super) async fn wait_for_errors(&self, why: &str) {
         let all = self
             .reach
@@ -253,7 +253,8 @@ impl Senders {
         wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
     }
 
-    /// Waits until each sender to an unassigned address gets a new unreachable error.
+    /// Waits until each sender to an unassigned address gets a new unreachable error, with the exception of
+    /// [`Self::wait_for_errors`].
     pub(super) async fn wait_for_errors_about_unassigned(&self, why: &str) {
         let all = self.unassigned.iter().chain(self.slow.last());
         wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;

@@ -9,16 +9,16 @@ async fn agent_writes_only_annotations_of_its_own_node() {
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();
     // An agent outside the DaemonSet, with the ServiceAccount of docs/operations/install.md.
-    let host = format!("{AGENT}.n2");
-    let account = json!({
+    let host_account = format!("{AGENT}.n2");
+    let binding = json!({
         "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "wg-agent"},
         "subjects": [{"kind": "ServiceAccount", "name": "wg-agent.n2", "namespace": "clustermesh-agent"}],
     });
     let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
-    server.post(bindings, &account).await.unwrap();
+    server.post(bindings, &binding).await.unwrap();
     let agent = server.client_as(AGENT, &[("authentication.kubernetes.io/node-name", "n1")]);
-    let (unbound, host) = (server.client_as(AGENT, &[]), server.client_as(&host, &[]));
+    let (unbound, host) = (server.client_as(AGENT, &[]), server.client_as(&host_account, &[]));
     let annotations = |key: &str, value: Value| json!({"metadata": {"annotations": {key: value}}});
     let key = annotations("kilo.squat.ai/key", json!("k"));
     assert_eq!(agent.patch("/api/v1/nodes/n1", &key).await.map(drop), Ok(()));

@@ -83,9 +83,9 @@ pub fn syn(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
 /// An IPv4 packet or fragment. `options` must fill whole 32-bit words; `fragment` is the field of flags and fragment
 /// offset (in units of 8 bytes).
 pub fn v4(from: IpAddr, to: IpAddr, protocol: u8, options: &[u8], id: u16, fragment: u16, body: &[u8]) -> Vec<u8> {
-    let header = 20 + options.len();
-    let mut packet = vec![0x40 | (header / 4) as u8, 0];
-    packet.extend(((header + body.len()) as u16).to_be_bytes());
+    let header_length = 20 + options.len();
+    let mut packet = vec![0x40 | (header_length / 4) as u8, 0];
+    packet.extend(((header_length + body.len()) as u16).to_be_bytes());
     packet.extend(id.to_be_bytes());
     packet.extend(fragment.to_be_bytes());
     packet.extend([64, protocol, 0, 0]);

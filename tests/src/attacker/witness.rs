@@ -1,5 +1,5 @@
-//! Counts the packets that arrive in a network namespace by source, protocol, ports and destination, with an nftables
-//! table.
+//! Counts packets in a network namespace by source, protocol, ports and destination, with an nftables table: those that
+//! arrive, or those that pass all filters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ pub enum CountingPoint {
 }
 
 /// Packet counts by `SOURCE PROTOCOL PORT -> DESTINATION:PORT` (TCP and UDP), `SOURCE TYPE CODE -> DESTINATION` (ICMP) or
-/// `SOURCE PROTOCOL -> DESTINATION` (others).
+/// `SOURCE PROTOCOL -> DESTINATION` (others). The functions `key` and `icmp_key` describe the exceptions.
 pub type Counts = BTreeMap<String, u64>;
 
 /// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept.

@@ -94,8 +94,8 @@ pub fn external_device_changes_are_reported_and_repaired(backend: Backend) {
     let (link_before, wg_before) = (link(&a), a.wg_device());
     assert_eq!(altered_parts(&mut a), [].into());
     let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
+    // `wg` cannot change a userspace device, because its control socket is read-only.
     if backend == Backend::Kernel {
-        // The control socket of the userspace device is read-only.
         let file = tempfile::NamedTempFile::new().expect("a file");
         let (key, interface) = (file.path().display(), &a.interface);
         a.ns.sh(&format!(

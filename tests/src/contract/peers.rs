@@ -188,7 +188,7 @@ pub fn allowed_ips_move_between_peers_without_a_gap(backend: Backend) {
     let (mut sent, mut got) = (0, [0; 2]);
     for round in 0..60 {
         // Sends datagrams on another thread while the allowed IP moves to another peer. That peer also gets a second allowed IP and
-        // loses it again, because removing a single one needs a workaround
+        // loses it again, because removing one of several allowed IPs needs a workaround before Linux 6.17
         // (docs/decisions/0029-workarounds-for-the-kernels-wireguard.md).
         let device = a.device.as_deref_mut().expect("an open device");
         let add_second = PeerUpdate {

@@ -58,7 +58,7 @@ pub struct Api {
 struct Shared {
     state: Mutex<Store>,
     changed: Condvar,
-    /// While set, connections are closed without a response.
+    /// While set, new connections are closed without a response.
     stalled: AtomicBool,
 }
 

@@ -83,7 +83,7 @@ fn pods(number: u8) -> BTreeSet<IpNet> {
     Family::BOTH.map(|f| net(pod(number, f), 24, 64)).into()
 }
 
-fn member(number: u8) -> BTreeSet<IpNet> {
+fn member_networks(number: u8) -> BTreeSet<IpNet> {
     let wireguard = Family::BOTH.map(|f| net(wireguard(number, f), 24, 64));
     pods(number).into_iter().chain(wireguard).collect()
 }
@@ -250,9 +250,9 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
         policies: others()
             .map(|other| {
                 let policy = PolicySpec {
-                    sources: member(other),
-                    networks: member(other),
-                    allow: member(number),
+                    sources: member_networks(other),
+                    networks: member_networks(other),
+                    allow: member_networks(number),
                     ..PolicySpec::default()
                 };
                 (format!("node-{other}"), policy)

@@ -47,9 +47,10 @@ pub enum Reason {
     DefaultRoute,
     /// A network is wider than /8 (IPv4) or /7 (IPv6).
     NetworkTooWide,
-    /// A network contains an address of this node.
+    /// A network contains an address of this node that it may not contain: no PeerPolicy covers it, it consists of this address, or
+    /// the address is a WireGuard address.
     OwnNodeAddress,
-    /// A network contains the API server's address.
+    /// A network contains an address of the API server, and no PeerPolicy covers it or it consists of this address.
     ApiServerAddress,
     /// A network overlaps this node's own pod CIDR.
     OwnPodCIDR,

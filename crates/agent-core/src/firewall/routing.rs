@@ -115,8 +115,8 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     out
 }
 
-/// Renders the chains that drop packets that would leave unencrypted, or enter the tunnel with an unpublished source. They run
-/// after every nat chain.
+/// Renders the chains that drop packets that would leave unencrypted, or enter the tunnel with an unpublished source (except replies
+/// of an anchor). They run after every nat chain.
 pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     let RuleParameters {
         device, listen_port, ..

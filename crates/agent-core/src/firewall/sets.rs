@@ -14,7 +14,7 @@ pub(super) struct Set {
     /// Its `type` and `flags`.
     pub(super) kind: String,
     pub(super) elements: BTreeSet<String>,
-    /// Rules drop packets that match this set, even if they match an allow set.
+    /// A rule with this set drops packets, also some that match an allow set.
     pub(super) is_deny: bool,
 }
 
@@ -72,7 +72,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
         closed,
     } = sets;
     // (name, is_deny, elements)
-    let table = [
+    let rows = [
         ("mesh", false, Networks(mesh)),
         ("throw", false, Networks(throw)),
         ("published", false, Networks(published)),
@@ -91,7 +91,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
         Family::V4 => ("ipv4_addr", 4),
         Family::V6 => ("ipv6_addr", 6),
     };
-    table.into_iter().map(move |(name, is_deny, elements)| Set {
+    rows.into_iter().map(move |(name, is_deny, elements)| Set {
         name: format!("{name}{number}"),
         kind: elements.kind(address),
         elements: elements.texts(),

@@ -46,7 +46,7 @@ impl Update {
 ///
 /// - New deny elements come first in the transaction. The kernel activates new elements in this order (see `sets`), so a packet that
 ///   matches a new allow element also meets the new deny elements.
-/// - Old deny elements are removed in a second transaction. Within one, in any order, a packet could match an old allow element
+/// - Old deny elements are removed in a second transaction. If one transaction removed all, a packet could match an old allow element
 ///   before the change and no deny element after it.
 ///
 /// A change that both adds and removes deny elements replaces the whole table.

@@ -155,9 +155,9 @@ impl<'a> Compiler<'a> {
             if network.prefix_len() < widest {
                 let message = format!("{network} is wider than /{widest}: name the networks of the sandbox");
                 self.refuse(access, field, Reason::NetworkInvalid, message);
-            } else if let Some(own) = reserved.find(|own| overlap(own, &network)) {
+            } else if let Some(range) = reserved.find(|range| overlap(range, &network)) {
                 let message = format!(
-                    "{network} overlaps {own}, which this cluster or the gateway uses or which is a special-purpose range: give the \
+                    "{network} overlaps {range}, which this cluster or the gateway uses or which is a special-purpose range: give the \
                      sandbox another range"
                 );
                 self.refuse(access, field, Reason::NetworkInvalid, message);

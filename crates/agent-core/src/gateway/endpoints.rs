@@ -12,9 +12,9 @@ use crate::prefixes::SPECIAL_PURPOSE;
 pub(super) struct ResolvedGrant {
     /// The endpoints that new connections are translated to.
     pub(super) balancer: Balancer,
-    /// The endpoints to which packets of the grant's connections may go: those of `balancer`, and terminating ones.
+    /// The endpoints to which packets of the grant's connections may go: those of `balancer`, and draining ones (serving, not ready).
     pub(super) allowed_endpoints: BTreeSet<SocketAddr>,
-    /// Message about the endpoints that are left out; `None` = none.
+    /// Message about the endpoints that are left out; `None` = no endpoint is left out.
     pub(super) left_out: Option<String>,
 }
 
@@ -103,7 +103,7 @@ pub(super) fn resolve(
         let of_this_family = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
             all.iter().filter(|socket| socket.is_ipv6() == v6).copied().collect()
         };
-        // As in kube-proxy, terminating endpoints get new connections if no endpoint is ready.
+        // As in kube-proxy, draining endpoints get new connections if no endpoint of the family is ready.
         let chosen = Some(of_this_family(&ready))
             .filter(|all| !all.is_empty())
             .unwrap_or_else(|| of_this_family(&draining));

@@ -63,7 +63,7 @@ pub struct Grant {
     pub service: ObjectName,
     /// Endpoints for new connections.
     pub balancer: Balancer,
-    /// Endpoints that connections may have: those of `balancer`, and draining ones with open connections.
+    /// Endpoints that connections may have: those of `balancer`, and draining ones, which keep their open connections.
     pub allowed_endpoints: BTreeSet<SocketAddr>,
 }
 
@@ -144,7 +144,7 @@ impl Table {
             }
         }
         if !is_settled {
-            // If a network moved to another sandbox in this step, it would get that sandbox's obsolete grants.
+            // A network that this step added, or moved to another sandbox, would get that sandbox's obsolete grants.
             let is_unmoved = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };

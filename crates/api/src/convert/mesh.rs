@@ -104,7 +104,7 @@ impl Reader {
         });
     }
 
-    /// Reads the names of the entries that the annotation quarantines. An unknown name causes only a warning, because a quarantine is
+    /// Reads the names in the quarantine annotation. A name that is not an entry of the mesh causes only a warning, because a quarantine is
     /// urgent and must not fail.
     fn read_quarantine(&mut self, object: &ClusterMesh) -> BTreeSet<String> {
         let annotations = object.metadata.annotations.as_ref();

@@ -16,7 +16,8 @@ use crate::{
     },
 };
 
-/// Converts a Node. A value that cannot be parsed becomes [`Claim::Invalid`] with the reason. The caller sets `held_for` and `silent`.
+/// Converts a Node. A claim that cannot be parsed becomes [`Claim::Invalid`] with the reason; other malformed values are left out.
+/// The caller sets `held_for` and `silent`.
 ///
 /// The result does not contain `kilo.squat.ai/last-seen`, so that it does not change every 30 s when kg writes that annotation.
 /// [`last_seen`] reads it.

@@ -43,9 +43,9 @@ pub fn to_core(service: &Service) -> observe::Service {
     }
 }
 
-/// The IP families of a Service. A Service with a dual-stack policy counts as having both, even if its cluster has only one, because no
-/// update can add a family that the cluster lacks. A new Service has no families yet: Kubernetes gives it the first family of the
-/// cluster. Until then IPv4 is assumed; if that is wrong, the next pass corrects it.
+/// The IP families of a Service. A Service with a dual-stack policy counts as having both, even if its cluster has only one. Otherwise
+/// every pass would try to add the family that the cluster lacks. A new Service has no families yet: Kubernetes gives it the first family
+/// of the cluster. Until then IPv4 is assumed; if that is wrong, the next pass corrects it.
 fn service_families(spec: Option<&ServiceSpec>) -> Families {
     let policy = spec.and_then(|s| s.ip_family_policy.as_deref());
     if policy.is_some_and(|policy| policy != "SingleStack") {

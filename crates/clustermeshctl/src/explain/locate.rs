@@ -17,7 +17,7 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end.
+    /// The input does not contain the end, or has its address in several clusters.
     NotFound(String),
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Finder<'o> {
     pub(super) outcome: &'o PlanResult,
 }
 
-/// Placeholder for the unknown address of an end in a cluster that was not given.
+/// Placeholder for the unknown address of an end in a cluster that was not read.
 const UNKNOWN_ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED);
 
 fn unknown_source(cluster: ClusterIdentity) -> Source {
@@ -53,8 +53,8 @@ fn unknown_source(cluster: ClusterIdentity) -> Source {
 }
 
 impl Finder<'_> {
-    /// Returns one source for each address of a pod, and one source for an end of another kind. A Service is an error, because it
-    /// opens no connection.
+    /// Returns one source for each address of a pod, and one source for any other end: a Node, an address, a pod in the host network or
+    /// in a cluster that was not read. A Service is an error, because it opens no connection.
     pub(super) fn find_sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
         match end {
             ConnectionEnd::Service { cluster, name } => Err(LocateError::Usage(format!(
@@ -96,7 +96,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the addresses at which `from` may reach this end.
+    /// Returns the addresses of this end. Those of a Service that is granted to the sandbox `from` are addresses of gateways.
     pub(super) fn find_destinations(
         &self,
         end: &ConnectionEnd,
@@ -411,7 +411,7 @@ impl Finder<'_> {
         entry.map_or("?", |entry| &entry.name)
     }
 
-    /// Returns the addresses of a Node. `None` = its cluster was not given.
+    /// Returns the InternalIPs and the WireGuard address of a Node. `None` = its cluster was not read.
     fn find_node(&self, cluster: &ClusterIdentity, name: &str) -> Result<Option<Vec<IpAddr>>, LocateError> {
         let Some(read) = self.read_cluster(cluster) else {
             return Ok(None);
@@ -428,7 +428,7 @@ impl Finder<'_> {
     }
 
     /// Returns the Node of a pod and the pod's own addresses (none if it uses the host network). `None` = its cluster was not
-    /// given.
+    /// read.
     fn find_pod(
         &self,
         cluster: &ClusterIdentity,

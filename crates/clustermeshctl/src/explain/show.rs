@@ -49,7 +49,7 @@ fn render_table(answer: &Answer) -> String {
         } = row;
         let to = &destination.to;
         let mut description = format!("{} {}", destination.kind, to.address);
-        // `UNKNOWN_ADDRESS` in locate.rs: the cluster was not given, so its addresses are unknown.
+        // `UNKNOWN_ADDRESS` in locate.rs: the cluster was not read, so its addresses are unknown.
         if to.address.is_unspecified() {
             "its addresses".clone_into(&mut description);
         }

@@ -7,7 +7,7 @@ use clustermesh_core::{
     observe::Member,
 };
 
-/// One endpoint of a Service.
+/// One endpoint of a Service. A Service that is mirrored into a sandbox has gateways as endpoints.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Backend {
     pub(crate) address: IpAddr,

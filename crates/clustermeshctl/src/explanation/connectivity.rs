@@ -30,7 +30,7 @@ pub(super) struct Query<'q> {
 
 impl<'q> Query<'q> {
     pub(super) fn answer(&self) -> Explanation {
-        let early_answer = self.not_connected().or_else(|| self.unobserved());
+        let early_answer = self.denied_between_members().or_else(|| self.missing_member_or_crd());
         early_answer.unwrap_or_else(|| match self.target_member.link_from(&self.source_member) {
             Ok(Link::Sandbox) => self.answer_for_sandbox(),
             _ => PacketTrace { query: self }.follow(),
@@ -48,8 +48,8 @@ impl<'q> Query<'q> {
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// Why the two members are not connected, whatever their nodes and addresses are. `None` = they are connected.
-    fn not_connected(&self) -> Option<Explanation> {
+    /// Why the source cannot open any connection to the target, whatever their nodes and addresses are. `None` = it can open some.
+    fn denied_between_members(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
             return deny(
@@ -141,7 +141,7 @@ impl<'q> Query<'q> {
     }
 
     /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists. `None` = the Peer is planned, or the
-    /// SandboxAccess does not exist yet.
+    /// SandboxAccess does not exist yet: the planner plans the Peer only after it was written.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.target_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
@@ -207,7 +207,7 @@ impl<'q> Query<'q> {
     }
 
     /// Answers if a member was not observed, or has no Peer CRD.
-    fn unobserved(&self) -> Option<Explanation> {
+    fn missing_member_or_crd(&self) -> Option<Explanation> {
         for (name, member) in self.both_members() {
             if member.last_observed().is_none() {
                 let observation = member.observation();
@@ -312,14 +312,14 @@ impl<'q> Query<'q> {
         }
     }
 
-    /// Explains why the planner skipped a Node of the entry `cluster` for the entry `target`, so that `target` has no Peer of the
-    /// Node. For a gateway, `node` is `gateway NAMESPACE/NAME`. `None` = the Node was not skipped.
-    pub(super) fn skipped(&self, cluster: &str, node: &str, target: &str) -> Option<Explanation> {
+    /// Explains why the planner skipped a Node of the entry `cluster` for the entry `into`, so that `into` has no Peer of the Node. For a
+    /// gateway, `node` is `gateway NAMESPACE/NAME`. `None` = the Node was not skipped.
+    pub(super) fn skipped(&self, cluster: &str, node: &str, into: &str) -> Option<Explanation> {
         let report = self.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
         let skipped = report
             .skipped
             .iter()
-            .find(|skipped| skipped.node == node && skipped.target.as_deref().is_none_or(|only| only == target))?;
+            .find(|skipped| skipped.node == node && skipped.target.as_deref().is_none_or(|only| only == into))?;
         let subject = match node.strip_prefix("gateway ") {
             Some(gateway) => format!("Gateway {gateway}"),
             None => format!("Node {node}"),

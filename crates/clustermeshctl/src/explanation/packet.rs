@@ -19,7 +19,7 @@ pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
 
-/// What each mesh plans for a cluster, with the plan of the mesh, because names of entries are unique only within a mesh.
+/// What each mesh plans to write into a cluster, with the plan of the mesh, because names of entries are unique only within a mesh.
 fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
     plan.meshes.values().flat_map(move |mesh| {
         let entries = mesh.identities.iter();
@@ -80,8 +80,9 @@ impl PacketTrace<'_> {
             Err(explanation) => return *explanation,
         };
         let node_prefixes = query.target_member.prefixes(&peer.node);
-        let is_meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
-        let anchored = is_meshed && node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
+        let is_source_meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
+        let anchored =
+            is_source_meshed && node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
         let mut route = Route {
             out,
             anchored,
@@ -110,7 +111,7 @@ impl PacketTrace<'_> {
         answer
     }
 
-    /// Whether the source address is replaced. wg-agent, in both modes, prevents masquerading by the CNI; kg does not. `None` =
+    /// Whether the source address is replaced. wg-agent, in full and policy mode, prevents masquerading by the CNI; kg does not. `None` =
     /// unknown, because the CNI decides.
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
         let from = self.query.from;
@@ -133,8 +134,9 @@ impl PacketTrace<'_> {
     }
 
     /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. The source
-    /// address is the client's own if the Peer of the client's node, or of that node's leader, contains it. Otherwise it is the WireGuard
-    /// address of the client's node. `Err` = no Peer contains either address.
+    /// address is the client's own if the Peer of the client's node, or of that node's leader, contains it; if the node is unknown, any
+    /// Peer. Otherwise it is the WireGuard address of the client's node. `Err` = no Peer contains either address, or the WireGuard address
+    /// is not of the destination's IP family.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
@@ -167,8 +169,8 @@ impl PacketTrace<'_> {
             is_same_family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
         };
         by_own_peer.or_else(by_leader).or_else(masqueraded).ok_or_else(|| {
-            let skipped = from.node.as_deref();
-            let skipped = skipped.and_then(|node| query.skipped(query.source, node, query.target));
+            let node = from.node.as_deref();
+            let skipped = node.and_then(|node| query.skipped(query.source, node, query.target));
             Box::new(skipped.unwrap_or_else(|| {
                 let sender = match (&from.address, &from.node) {
                     (Some(address), Some(node)) => format!("{address} on Node {node}"),
@@ -192,8 +194,8 @@ impl PacketTrace<'_> {
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::not_connected` denies
-        // quarantined and not cluster-meshed destinations before, so this check is only a safeguard, and reports one rule for all.
+        // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::denied_between_members`
+        // denies quarantined and not cluster-meshed destinations before, so this check is only a safeguard, and reports one rule for all.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
@@ -238,8 +240,8 @@ impl PacketTrace<'_> {
             .is_some_and(|existing| existing.spec.as_ref() == Ok(&first.spec));
         route.policy = Some(((*name).clone(), written));
         let specs: Vec<&PolicySpec> = matching.iter().map(|(_, policy)| &policy.spec).collect();
-        if let Some(closed) = to.port.and_then(|port| self.closed_port(&specs, target, port)) {
-            return closed;
+        if let Some(explanation) = to.port.and_then(|port| self.closed_port(&specs, target, port)) {
+            return explanation;
         }
         if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
             return Explanation::new(

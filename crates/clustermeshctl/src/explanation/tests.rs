@@ -164,8 +164,8 @@ fn is_wireguard_only(member: &Member, address: IpAddr) -> bool {
     is_wireguard && !is_internal
 }
 
-/// The source address with which packets of `from` arrive: the address of `from` if the Peer of its node contains it, else the
-/// WireGuard address of the node, if that Peer contains it and the destination is in the same family. Empty = packets do not arrive.
+/// The source address with which packets of `from` arrive: the address of `from` if the Peer of its node (any Peer, if the node is unknown)
+/// contains it, else the WireGuard address of the node, if its Peer contains it and the family fits. Empty = packets do not arrive.
 fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let is_in_own_peer = |address: &IpAddr| {
         let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);

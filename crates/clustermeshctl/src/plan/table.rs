@@ -42,7 +42,8 @@ struct Page {
 impl Page {
     fn write_mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
         self.write_line(0, 0, &format!("ClusterMesh {id}"));
-        // The empty arguments are results of writes and reports of agents, which a plan does not have.
+        // The empty arguments are results of writes and reports of agents, which a plan does not have, and the numbers of outstanding
+        // objects, which the steps below show.
         for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || needs_attention(&condition) {
                 let state = match (condition.kind, condition.status) {
@@ -71,17 +72,17 @@ impl Page {
         let slices: usize = target.services.values().map(|service| service.slices.len()).sum();
         let others = target.peers.len() + target.policies.len() + target.accesses.len();
         let desired = others + target.services.len() + slices;
-        let written = steps.iter().filter(|step| step.action != Action::Delete).count();
-        let unchanged = match (mesh.paused, desired.saturating_sub(written)) {
+        let to_write = steps.iter().filter(|step| step.action != Action::Delete).count();
+        let unchanged_text = match (mesh.paused, desired.saturating_sub(to_write)) {
             (true, _) | (_, 0) => String::new(),
             (_, count) => format!("{}{count} up to date", if steps.is_empty() { "" } else { ", " }),
         };
-        let changes = match (steps.is_empty(), unchanged.is_empty()) {
+        let changes = match (steps.is_empty(), unchanged_text.is_empty()) {
             (true, true) => "no change".to_owned(),
             (true, false) => "no change; ".to_owned(),
             (false, _) => count_text(&steps),
         };
-        self.write_line(2, 4, &format!("Into {entry}: {changes}{unchanged}"));
+        self.write_line(2, 4, &format!("Into {entry}: {changes}{unchanged_text}"));
         for step in steps {
             self.write_step(step, target, &cluster.member);
         }
@@ -247,7 +248,7 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
 }
 
 /// Returns the lines of `describe` for an object that is created, deleted, or was invalid, and the lines of `changes` for another update.
-/// An update also has a line for changed labels.
+/// An update also has lines for changed labels. The deletion of an invalid object has no lines.
 fn compare<T>(
     step: &Step,
     planned: Option<&T>,

@@ -294,7 +294,7 @@ fn manifest(
 }
 
 /// The timeout of all probes of one pod. `wg-agent probe` opens 400 connections at once, each with a timeout of 2.5 s; this timeout
-/// allows twice that time.
+/// allows twice that time, and 30 s.
 fn probe_timeout(arguments: &[String]) -> Duration {
     let sockets: usize = arguments.iter().map(|argument| argument.split(',').count()).sum();
     Duration::from_secs(30) + Duration::from_millis((sockets / 400) as u64 * 5000)

@@ -30,7 +30,8 @@ pub(super) struct Socket {
     pub(super) node: Option<String>,
     /// Whether the socket should answer, according to the objects.
     pub(super) should_answer: bool,
-    /// The endpoints to which kube-proxy translates the address of a Service. The socket is allowed if one of them is allowed.
+    /// The endpoints to which kube-proxy translates the address of a Service. At least one of them must be allowed, and for a Service that
+    /// is no mirror also its own address.
     pub(super) backends: BTreeSet<Backend>,
     /// Whether it is a mirrored Service, which is probed at its ClusterIP in the probing cluster.
     pub(super) is_mirror: bool,

@@ -106,7 +106,7 @@ async fn socket_open_to_sandbox_without_grant_is_a_violation() {
     assert_eq!(sockets_on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
     let tunnel = sockets_on(&row.violations, Path::Tunnel);
     // Two ports of the endpoint itself, the gateway port of a grant that is in the cluster but not in the plan, and the gateway's
-    // metrics port.
+    // admin port.
     for socket in [
         "10.244.1.20:5432",
         "10.244.1.20:9187",

@@ -11,9 +11,9 @@ use crate::backoff::Backoff;
 
 const CONTESTED_AFTER: u32 = 3;
 
-/// Our writes to one object that another client may be changing.
+/// Our last writes to one object, from which [`Self::is_contested`] follows.
 #[derive(Debug)]
-pub(super) struct ContestedObject {
+pub(super) struct ObjectWrites {
     pub(super) mesh: MeshId,
     /// The content of our last successful write. `None` = all our writes met a conflict.
     pub(super) last_written: Option<Item>,
@@ -25,7 +25,7 @@ pub(super) struct ContestedObject {
     other_manager: Option<String>,
 }
 
-impl ContestedObject {
+impl ObjectWrites {
     pub(super) const fn new(mesh: MeshId, now: Instant) -> Self {
         Self {
             mesh,

@@ -19,7 +19,7 @@ use clustermesh_core::{
 };
 use tokio::time::Instant;
 
-use super::{Outcome, contested::ContestedObject, refused::RefusedObjects};
+use super::{Outcome, contested::ObjectWrites, refused::RefusedObjects};
 use crate::backoff::{Backoff, TokenBucket};
 
 /// The most concurrent requests of the `closing` lanes of all groups together, and of their `rest` lanes.
@@ -30,7 +30,8 @@ const REST_REQUESTS: usize = 8;
 /// per second.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The longest pause while the member does not answer or throttles a lane. After the pause single requests probe the member.
+/// The longest pause, before jitter, while the member does not answer or throttles a lane. After the pause single requests probe the
+/// member.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
 /// Two changes of an object by another client count as changes in a row if less than this time is between them.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
@@ -44,7 +45,7 @@ pub(super) fn key(step: &Step) -> Key {
 
 /// The kind of a lane. A lane is identified by its kind and its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Lane {
+pub(super) enum LaneKind {
     Closing,
     Rest,
 }
@@ -54,7 +55,7 @@ pub(super) enum Lane {
 pub(super) struct SentStep {
     pub(super) step: Step,
     group: Source,
-    lane: Lane,
+    lane_kind: LaneKind,
     /// [`Queue::generation`] at the time of sending.
     generation: u64,
 }
@@ -76,26 +77,28 @@ pub(super) struct Queue {
     wanted: BTreeSet<Key>,
     /// When the pass that planned these steps began to observe.
     observed: Option<Instant>,
-    lanes: BTreeMap<(Lane, Source), VecDeque<Batch>>,
+    lanes: BTreeMap<(LaneKind, Source), VecDeque<Batch>>,
     next_batch: u64,
     /// Steps in backoff, keyed by the time at which it ends.
-    waiting: BTreeMap<Instant, Vec<(Lane, Source, Step)>>,
+    waiting: BTreeMap<Instant, Vec<(LaneKind, Source, Step)>>,
     /// Steps whose object has another write in flight.
-    blocked: BTreeMap<Key, (Lane, Source, Step)>,
+    blocked: BTreeMap<Key, (LaneKind, Source, Step)>,
     in_flight: BTreeMap<Key, MeshId>,
     /// For each lane: the batch in flight, and how many of its requests are in flight.
-    batch_in_flight: BTreeMap<(Lane, Source), (u64, usize)>,
+    batch_in_flight: BTreeMap<(LaneKind, Source), (u64, usize)>,
     /// For each kind of lane: the group that sent last.
-    last_group: BTreeMap<Lane, Source>,
-    /// Objects that were written after the last pass began to observe. A step of that pass may repeat the same write.
+    last_group: BTreeMap<LaneKind, Source>,
+    /// Objects that were written, or found to be as planned, after the last pass began to observe. A step of that pass may repeat the same
+    /// write.
     written: BTreeMap<Key, (Instant, Item)>,
     buckets: BTreeMap<Source, TokenBucket>,
     /// The backoff and the reason while the member does not answer or refuses the credentials.
     outage: Option<(Backoff, String)>,
     /// Lanes whose requests the member throttles, with backoff and reason.
-    throttled: BTreeMap<(Lane, Source), (Backoff, String)>,
+    throttled: BTreeMap<(LaneKind, Source), (Backoff, String)>,
     refused: RefusedObjects,
-    contested: BTreeMap<Key, ContestedObject>,
+    /// Our last writes to each object, to detect contested objects.
+    object_writes: BTreeMap<Key, ObjectWrites>,
 }
 
 impl Queue {
@@ -108,25 +111,25 @@ impl Queue {
         self.buckets.retain(|_, bucket| !bucket.is_full(now));
         let mut wanted: BTreeSet<Key> = BTreeSet::new();
         for (group, lanes) in groups {
-            for (lane, steps) in [(Lane::Closing, lanes.closing), (Lane::Rest, lanes.rest)] {
+            for (lane_kind, steps) in [(LaneKind::Closing, lanes.closing), (LaneKind::Rest, lanes.rest)] {
                 wanted.extend(steps.iter().map(key));
                 let mut due = Vec::new();
                 for step in steps {
                     match self.backoff_until(&step, now) {
-                        Some(until) => self.defer(until, lane, group.clone(), step),
+                        Some(until) => self.defer(until, lane_kind, group.clone(), step),
                         None => due.push(step),
                     }
                 }
                 let batches = due.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
                 let batches: VecDeque<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
                 if !batches.is_empty() {
-                    self.lanes.insert((lane, group.clone()), batches);
+                    self.lanes.insert((lane_kind, group.clone()), batches);
                 }
             }
         }
         // The failure of a step that is not planned any more must not be reported.
         self.refused.retain(&wanted);
-        self.contested.retain(|key, object| {
+        self.object_writes.retain(|key, object| {
             let is_recent = now.saturating_duration_since(object.recorded_at) < CONTEST_WINDOW;
             is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
@@ -157,19 +160,19 @@ impl Queue {
     fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
         let refused = self.refused.backoff_until(&step.mesh, &key);
-        let contested = self.contested.get(&key).and_then(|object| object.backoff.as_ref());
+        let contested = self.object_writes.get(&key).and_then(|object| object.backoff.as_ref());
         let until = refused.max(contested.map(Backoff::until));
         until.filter(|until| *until > now)
     }
 
-    fn defer(&mut self, until: Instant, lane: Lane, group: Source, step: Step) {
-        self.waiting.entry(until).or_default().push((lane, group, step));
+    fn defer(&mut self, until: Instant, lane_kind: LaneKind, group: Source, step: Step) {
+        self.waiting.entry(until).or_default().push((lane_kind, group, step));
     }
 
     /// Puts a step before the others of its lane.
-    fn push_front(&mut self, lane: Lane, group: Source, step: Step) {
+    fn push_front(&mut self, lane_kind: LaneKind, group: Source, step: Step) {
         let batch = Batch::new(&[step], &mut self.next_batch);
-        self.lanes.entry((lane, group)).or_default().push_front(batch);
+        self.lanes.entry((lane_kind, group)).or_default().push_front(batch);
     }
 
     /// Returns the next step to send. `Err` is the time of the next call; `Err(None)` = call again when a request in flight has ended
@@ -180,26 +183,29 @@ impl Queue {
         }
         self.requeue_waiting(now);
         let mut next: Option<Instant> = None;
-        for (lane, limit) in [(Lane::Closing, CLOSING_REQUESTS), (Lane::Rest, REST_REQUESTS)] {
-            let in_flight = self.batch_in_flight.iter().filter(|((other, _), _)| *other == lane);
+        for (lane_kind, limit) in [(LaneKind::Closing, CLOSING_REQUESTS), (LaneKind::Rest, REST_REQUESTS)] {
+            let in_flight = self
+                .batch_in_flight
+                .iter()
+                .filter(|((other, _), _)| *other == lane_kind);
             // During an outage all lanes of one kind together send one request at a time, to probe whether the member answers again.
             let limit = if self.outage.is_some() { 1 } else { limit };
             if in_flight.map(|(_, (_, count))| count).sum::<usize>() >= limit {
                 continue;
             }
-            let groups = self.lanes.keys().filter(|(other, _)| *other == lane).count();
-            let mut last = self.last_group.get(&lane).cloned();
+            let groups = self.lanes.keys().filter(|(other, _)| *other == lane_kind).count();
+            let mut last = self.last_group.get(&lane_kind).cloned();
             for _ in 0..groups {
-                let Some(group) = self.group_after(lane, last.as_ref()) else {
+                let Some(group) = self.group_after(lane_kind, last.as_ref()) else {
                     break;
                 };
-                match self.take(lane, &group, now) {
+                match self.take(lane_kind, &group, now) {
                     Ok(step) => {
-                        self.last_group.insert(lane, group.clone());
+                        self.last_group.insert(lane_kind, group.clone());
                         return Ok(SentStep {
                             step,
                             group,
-                            lane,
+                            lane_kind,
                             generation: self.generation,
                         });
                     }
@@ -214,62 +220,62 @@ impl Queue {
     /// Appends the steps whose backoff has ended to the end of their lanes. At the front, objects that are refused every time would
     /// use up the tokens of steps that were never sent.
     fn requeue_waiting(&mut self, now: Instant) {
-        let mut due: BTreeMap<(Lane, Source), Vec<Step>> = BTreeMap::new();
+        let mut due: BTreeMap<(LaneKind, Source), Vec<Step>> = BTreeMap::new();
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() <= now) {
-            for (lane, group, step) in entry.remove() {
-                due.entry((lane, group)).or_default().push(step);
+            for (lane_kind, group, step) in entry.remove() {
+                due.entry((lane_kind, group)).or_default().push(step);
             }
         }
-        for (lane_of_group, steps) in due {
+        for (lane, steps) in due {
             let batches = steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
             let batches: Vec<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
-            self.lanes.entry(lane_of_group).or_default().extend(batches);
+            self.lanes.entry(lane).or_default().extend(batches);
         }
     }
 
     /// Returns the group after `last`, and after the last group the first one.
-    fn group_after(&self, lane: Lane, last: Option<&Source>) -> Option<Source> {
+    fn group_after(&self, lane_kind: LaneKind, last: Option<&Source>) -> Option<Source> {
         let mut groups = self
             .lanes
             .keys()
-            .filter(|(other, _)| *other == lane)
+            .filter(|(other, _)| *other == lane_kind)
             .map(|(_, group)| group);
         let next = last.and_then(|last| {
-            let after = (Bound::Excluded((lane, last.clone())), Bound::Unbounded);
+            let after = (Bound::Excluded((lane_kind, last.clone())), Bound::Unbounded);
             let (next_lane, group) = self.lanes.range(after).next()?.0;
-            (*next_lane == lane).then_some(group)
+            (*next_lane == lane_kind).then_some(group)
         });
         next.or_else(|| groups.next()).cloned()
     }
 
     /// Takes the next step from the lane of one group and marks it as in flight. `Err` has the same meaning as in [`Self::next`].
-    fn take(&mut self, lane: Lane, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
-        let lane_of_group = (lane, group.clone());
-        // The steps of `closing` are written before those of `rest` of the same group.
-        if lane == Lane::Rest && self.lanes.contains_key(&(Lane::Closing, group.clone())) {
+    fn take(&mut self, lane_kind: LaneKind, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
+        let lane = (lane_kind, group.clone());
+        // The steps of `closing` are written before those of `rest` of the same group, except steps in backoff or in `blocked`.
+        if lane_kind == LaneKind::Rest && self.lanes.contains_key(&(LaneKind::Closing, group.clone())) {
             return Err(None);
         }
-        if lane == Lane::Rest && self.batch_in_flight.contains_key(&(Lane::Closing, group.clone())) {
+        if lane_kind == LaneKind::Rest && self.batch_in_flight.contains_key(&(LaneKind::Closing, group.clone())) {
             return Err(None);
         }
-        let throttled = self.throttled.get(&lane_of_group).map(|(backoff, _)| backoff);
+        let throttled = self.throttled.get(&lane).map(|(backoff, _)| backoff);
         if let Some(backoff) = throttled.filter(|backoff| backoff.is_waiting(now)) {
             return Err(Some(backoff.until()));
         }
         loop {
-            let Some(batches) = self.lanes.get_mut(&lane_of_group) else {
+            let Some(batches) = self.lanes.get_mut(&lane) else {
                 return Err(None);
             };
             let Some(batch) = batches.front_mut() else {
-                self.lanes.remove(&lane_of_group);
+                self.lanes.remove(&lane);
                 return Err(None);
             };
-            let in_flight = self.batch_in_flight.get(&lane_of_group);
+            let in_flight = self.batch_in_flight.get(&lane);
             if in_flight.is_some_and(|(id, _)| *id != batch.id || batch.is_sequential) {
                 return Err(None);
             }
             // A throttled lane sends one request at a time, to probe whether the member still throttles it.
-            if in_flight.is_some() && self.throttled.contains_key(&lane_of_group) {
+            if in_flight.is_some() && self.throttled.contains_key(&lane) {
                 return Err(None);
             }
             let Some(step) = batch.steps.pop_front() else {
@@ -278,7 +284,7 @@ impl Queue {
             };
             let (id, key) = (batch.id, key(&step));
             if self.in_flight.contains_key(&key) {
-                self.blocked.insert(key, (lane, group.clone(), step));
+                self.blocked.insert(key, (lane_kind, group.clone(), step));
                 continue;
             }
             let written = self.written.get(&key);
@@ -287,63 +293,64 @@ impl Queue {
                 continue;
             }
             if let Some(until) = self.backoff_until(&step, now) {
-                self.defer(until, lane, group.clone(), step);
+                self.defer(until, lane_kind, group.clone(), step);
                 continue;
             }
-            if lane == Lane::Rest && step.action != Action::Delete {
+            if lane_kind == LaneKind::Rest && step.action != Action::Delete {
                 let bucket = self.buckets.entry(group.clone());
                 let bucket = bucket.or_insert_with(|| TokenBucket::new(now, BURST, INTERVAL));
                 if !bucket.take(now) {
                     let ready = bucket.ready_at();
-                    if let Some(batch) = self.lanes.get_mut(&lane_of_group).and_then(VecDeque::front_mut) {
+                    if let Some(batch) = self.lanes.get_mut(&lane).and_then(VecDeque::front_mut) {
                         batch.steps.push_front(step);
                     }
                     return Err(Some(ready));
                 }
             }
-            if let Some(batches) = self.lanes.get_mut(&lane_of_group) {
+            if let Some(batches) = self.lanes.get_mut(&lane) {
                 batches.retain(|batch| !batch.steps.is_empty());
                 if batches.is_empty() {
-                    self.lanes.remove(&lane_of_group);
+                    self.lanes.remove(&lane);
                 }
             }
             self.in_flight.insert(key, step.mesh.clone());
-            self.batch_in_flight.entry(lane_of_group).or_insert((id, 0)).1 += 1;
+            self.batch_in_flight.entry(lane).or_insert((id, 0)).1 += 1;
             return Ok(step);
         }
     }
 
-    /// Records the outcome of a step. Returns whether it changes the report of a mesh.
+    /// Records the outcome of a step. Returns whether a problem of a mesh ([`Self::problem`]) begins or ends, so that a pass must report
+    /// it.
     pub(super) fn record(&mut self, sent: SentStep, outcome: Outcome, now: Instant) -> bool {
         let SentStep {
             step,
             group,
-            lane,
+            lane_kind,
             generation,
         } = sent;
         let key = key(&step);
         self.in_flight.remove(&key);
-        let lane_of_group = (lane, group.clone());
-        if let Some((_, count)) = self.batch_in_flight.get_mut(&lane_of_group) {
+        let lane = (lane_kind, group.clone());
+        if let Some((_, count)) = self.batch_in_flight.get_mut(&lane) {
             *count -= 1;
             if *count == 0 {
-                self.batch_in_flight.remove(&lane_of_group);
+                self.batch_in_flight.remove(&lane);
             }
         }
         let blocked = self.blocked.remove(&key);
         // If the steps were replaced in the meantime, only the new steps decide whether and how the object is written again.
         let is_outdated = generation != self.generation;
-        if let Some((lane, group, step)) = blocked {
-            self.push_front(lane, group, step);
+        if let Some((lane_kind, group, step)) = blocked {
+            self.push_front(lane_kind, group, step);
         }
         let mut changed = false;
         if !matches!(outcome, Outcome::Unavailable(_)) {
             changed |= self.outage.take().is_some();
         }
         if !matches!(outcome, Outcome::Throttled(_) | Outcome::Unavailable(_)) {
-            changed |= self.throttled.remove(&lane_of_group).is_some();
+            changed |= self.throttled.remove(&lane).is_some();
         }
-        let refused = self.refused.remove(&step.mesh, &key);
+        let previous_cause = self.refused.remove(&step.mesh, &key);
         match outcome {
             // The object has no step any more, so its failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
@@ -356,8 +363,8 @@ impl Queue {
                 changed |= self.record_change(&step, &key, by, false, now);
                 match self.backoff_until(&step, now) {
                     _ if is_outdated => {}
-                    Some(until) => self.defer(until, lane, group, step),
-                    None => self.push_front(lane, group, step),
+                    Some(until) => self.defer(until, lane_kind, group, step),
+                    None => self.push_front(lane_kind, group, step),
                 }
             }
             Outcome::Refused(why) => {
@@ -365,21 +372,20 @@ impl Queue {
                 changed |= !self.refused.has_cause(&cause);
                 let until = self.refused.insert(&step.mesh, key, cause, now);
                 if !is_outdated {
-                    self.defer(until, lane, group, step);
+                    self.defer(until, lane_kind, group, step);
                 }
                 return changed;
             }
             Outcome::Throttled(why) => {
-                match self.throttled.get_mut(&lane_of_group) {
+                match self.throttled.get_mut(&lane) {
                     Some((backoff, _)) => backoff.record_failure(now),
                     None => {
-                        self.throttled
-                            .insert(lane_of_group, (Backoff::new(now, MAX_OUTAGE_PAUSE), why));
+                        self.throttled.insert(lane, (Backoff::new(now, MAX_OUTAGE_PAUSE), why));
                         changed = true;
                     }
                 }
                 if !is_outdated {
-                    self.push_front(lane, group, step);
+                    self.push_front(lane_kind, group, step);
                 }
             }
             Outcome::Unavailable(why) => {
@@ -395,11 +401,11 @@ impl Queue {
                     }
                 }
                 if !is_outdated {
-                    self.push_front(lane, group, step);
+                    self.push_front(lane_kind, group, step);
                 }
             }
         }
-        changed |= refused.is_some_and(|cause| self.refused.drop_unused(&cause));
+        changed |= previous_cause.is_some_and(|cause| self.refused.drop_unused(&cause));
         changed
     }
 
@@ -409,19 +415,19 @@ impl Queue {
 
     /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object becomes contested.
     fn record_change(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
-        let object = self.contested.entry(key.clone());
-        let object = object.or_insert_with(|| ContestedObject::new(step.mesh.clone(), now));
+        let object = self.object_writes.entry(key.clone());
+        let object = object.or_insert_with(|| ObjectWrites::new(step.mesh.clone(), now));
         object.record(&step.item, by, written, now)
     }
 
-    /// Why an object of a mesh cannot be written. `None` = no write failed.
+    /// The problem of a mesh's writes: an outage of the member, refused or contested objects, or throttling. `None` = none of these.
     pub(super) fn problem(&self, mesh: &MeshId) -> Option<String> {
         if let Some((_, why)) = &self.outage {
             return Some(why.clone());
         }
         let refused = self.refused.reasons(mesh);
         let contested = self
-            .contested
+            .object_writes
             .iter()
             .filter(|(_, object)| object.mesh == *mesh && object.is_contested());
         let contested = contested.map(|((kind, name), object)| (*kind, name, object.message()));
@@ -449,13 +455,13 @@ impl Batch {
     }
 }
 
-/// Whether the steps of a batch may be in flight at the same time. They must not if networks or keys may move between Peers: the Peer
-/// that gains a network is written before the Peer that loses it.
+/// Whether the steps of a batch may be in flight at the same time. They must not if updates may move networks or keys between Peers: the
+/// Peer that gains a network is written before the Peer that loses it. Creates and deletes have batches of their own.
 fn can_run_concurrently(batch: &[Step]) -> bool {
-    let moves = |step: &Step| {
+    let may_move = |step: &Step| {
         step.fields
             .iter()
             .any(|field| matches!(*field, "spec.allowedIPs" | "spec.publicKey" | "spec"))
     };
-    batch.first().is_some_and(|step| step.action != Action::Update) || !batch.iter().any(moves)
+    batch.first().is_some_and(|step| step.action != Action::Update) || !batch.iter().any(may_move)
 }

@@ -30,7 +30,8 @@ const MANAGER: &str = "clustermesh-controller";
 /// Timeout of all requests of one step together.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Decides which objects belong to this hub. Each write applies this decision again to the object that it has read.
+/// Decides which objects belong to this hub. Each write decides this again: a PUT for the object that it has read, a DELETE for the row in
+/// the feed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claims {
     /// This hub's id.
@@ -45,9 +46,9 @@ impl Claims {
     }
 }
 
-/// A row of a feed whose object may name an owner in its labels.
+/// The value of a feed's row. The labels of its object may name an owner.
 trait Owned {
-    /// `None` = the object has none of our labels.
+    /// `None` = a Service or EndpointSlice that is not mirrored.
     fn owner(&self) -> Option<&Owner>;
 }
 

@@ -50,7 +50,8 @@ pub(crate) struct WatchedResource {
     pub(crate) fields: String,
 }
 
-/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list.
+/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list; a
+/// list in progress starts again.
 pub(crate) type Resume = watch::Receiver<u64>;
 
 /// Keeps `feed` up to date. Never returns.
@@ -130,7 +131,7 @@ enum FollowError {
     /// The version to resume from is too old (410). The remedy is a new list. There is a pause before it, because a server may respond
     /// with 410 every time.
     Expired,
-    /// The list has too many objects or pages.
+    /// There are too many objects or pages, or a `continue` token is too long.
     TooMany,
     /// The member exceeds its memory budget.
     OverBudget(OverBudget),
@@ -153,8 +154,8 @@ impl From<OverBudget> for FollowError {
     }
 }
 
-/// Records a failure as the [`Trust`] of the feed, except a single 410. Returns the pause before the next attempt; `None` = the next
-/// pause of the backoff.
+/// Records a failure as the [`Trust`] of the feed, except the first 410 since the last established watch. Returns the pause before the next
+/// attempt; `None` = the next pause of the backoff.
 fn report<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,

@@ -1,7 +1,7 @@
 //! Limits how often the broken links of a mesh change in its status.
 //!
-//! In an outage a thousand nodes may report their broken tunnels one after the other. Without a limit, that would cause a thousand
-//! status writes. [`clustermesh_core::links`] decides which links are broken.
+//! In an outage a thousand nodes may report their broken tunnels one after the other. Without a limit, each of them would change the
+//! status. [`clustermesh_core::links`] decides which links are broken.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,7 +1,8 @@
 //! Converts ClusterMeshes to the planner's input.
 //!
 //! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) keeps its last valid content, and its accepted
-//! networks stay reserved. Unless it is in deletion, it is paused, so that its objects stay in the members.
+//! networks stay reserved. Unless it is in deletion, it is paused, so that its objects stay in the members. A ClusterMesh that this
+//! process could never parse is also refused, but without content.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,9 +20,10 @@ use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
 
 /// One ClusterMesh.
 pub(super) struct LoadedMesh {
-    /// The object. `None` = it does not parse.
+    /// The object, in the last version that parses. `None` = this process has seen no such version.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// The planner's input. A refused mesh has its last valid content, and is paused unless it is in deletion.
+    /// The planner's input. A refused mesh has its last valid content (empty if there is no `object`), and is paused unless it is in
+    /// deletion.
     pub(super) mesh: Mesh,
     /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,

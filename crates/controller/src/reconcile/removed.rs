@@ -104,8 +104,8 @@ impl RemovedClusters {
 }
 
 impl MeshClusters {
-    /// Reads the removed clusters from the status that an earlier process wrote. At first all clusters in the status count as removed;
-    /// [`RemovedClusters::update`] then drops the clusters that the spec contains.
+    /// Reads the removed clusters from the status that an earlier process wrote. The result may also contain clusters that are still in
+    /// the spec; [`RemovedClusters::update`] then drops these.
     fn from_status(object: &ClusterMesh) -> Self {
         let namespace = object.metadata.namespace.clone().unwrap_or_default();
         let identity = |secret: &Option<KubeconfigSecretRef>| {
@@ -211,12 +211,12 @@ impl Reconciler {
             return None;
         }
         let observation = pass.seen.members.get(identity);
-        let unreachable = observation.and_then(Observation::not_fresh_reason);
-        let refused = self.members.get(identity).and_then(|member| member.writer.problem(id));
+        let not_fresh = observation.and_then(Observation::not_fresh_reason);
+        let write_problem = self.members.get(identity).and_then(|member| member.writer.problem(id));
         let seen_uid = observation
             .and_then(Observation::last)
             .and_then(|seen| seen.uid.as_deref());
-        let problem = match (refused, unreachable) {
+        let problem = match (write_problem, not_fresh) {
             (Some(why), _) => Some(why),
             (None, Some(why)) => Some(format!("{why}. {}", cleanup_hint(name))),
             (None, None) if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(

@@ -29,7 +29,7 @@ use crate::{
     hub_writer::{Desired, HubWriter},
     metrics::{EntryGauges, EntryLabels, Metrics},
     outdated_agents::OutdatedAgents,
-    report::{MemberFacts, ReportInput, build_report},
+    report::{MemberDetails, ReportInput, build_report},
 };
 
 /// The longest time that a report waits for outstanding objects and for members without a fresh observation.
@@ -48,10 +48,10 @@ pub(super) struct Reports {
     hub_writer: HubWriter,
     pub(super) metrics: Metrics,
     debug_view: SharedDebugView,
-    /// For each entry of a mesh, the time since which its objects have matched the plan (`lastSync`).
+    /// `lastSync` of each entry of a mesh ([`MemberDetails::last_sync`]).
     synced: BTreeMap<(MeshId, String), Time>,
-    /// Since when the report of a mesh has been waiting.
-    unreported: BTreeMap<MeshId, Instant>,
+    /// For each mesh whose report has a reason to wait ([`Reconciler::must_wait`]): since when.
+    waiting_since: BTreeMap<MeshId, Instant>,
     /// The broken links in the last report of each mesh.
     links: LinkReports,
     /// Nodes whose agent enforces an outdated revision of the PeerPolicies.
@@ -67,7 +67,7 @@ impl Reports {
             metrics,
             debug_view,
             synced: BTreeMap::new(),
-            unreported: BTreeMap::new(),
+            waiting_since: BTreeMap::new(),
             links: LinkReports::default(),
             outdated_agents: OutdatedAgents::default(),
             outdated_gateways: OutdatedAgents::default(),
@@ -82,7 +82,7 @@ impl Reports {
 
     /// Forgets all meshes and members except these.
     fn keep(&mut self, meshes: &BTreeSet<MeshId>, is_member: impl Fn(&ClusterIdentity) -> bool) {
-        self.unreported.retain(|id, _| meshes.contains(id));
+        self.waiting_since.retain(|id, _| meshes.contains(id));
         self.synced.retain(|(id, _), _| meshes.contains(id));
         self.links.keep(meshes);
         self.outdated_agents.keep(&is_member);
@@ -91,7 +91,8 @@ impl Reports {
 }
 
 impl Reconciler {
-    /// Passes status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits ([`Self::must_wait`]).
+    /// Passes status, Events and finalizer of each mesh to the hub writer, except of meshes that never parsed. Returns `false` if a
+    /// report waits ([`Self::must_wait`]).
     pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
         let now = truncate_to_seconds(k8s_openapi::jiff::Timestamp::now());
         let mut all_reported = true;
@@ -104,7 +105,7 @@ impl Reconciler {
             let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &loaded.object) else {
                 continue;
             };
-            let facts = self.collect_facts(pass, id, plan, object, &now);
+            let details = self.collect_details(pass, id, plan, object, &now);
             let broken = self.broken_links(id, plan);
             gauges.extend(entry_gauges(pass, id, plan));
             let must_wait = self.must_wait(pass, id, plan);
@@ -123,8 +124,8 @@ impl Reconciler {
                     warnings: &loaded.warnings,
                     unwritten: &unwritten,
                     removed: &removed,
-                    outstanding: &count_outstanding(pass, id, plan),
-                    facts: &facts,
+                    outstanding: &outstanding_by_entry(pass, id, plan),
+                    details: &details,
                     broken: &broken,
                     pending: &find_pending(&loaded.mesh, &pass.plan, &pass.seen, &unwritten),
                 })
@@ -172,7 +173,7 @@ impl Reconciler {
                 .filter_map(|identity| self.members.get(identity))
         };
         let is_settling = members().any(|member| member.session.is_settling());
-        let is_writing = !plan.paused
+        let has_outstanding = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
                 // A report does not wait for a member that does not answer or refuses writes, because that may last long.
                 let has_failed = self
@@ -181,24 +182,25 @@ impl Reconciler {
                     .is_some_and(|member| member.writer.problem(id).is_some() || member.session.is_unresponsive());
                 !has_failed && counts.keys().any(|(mesh, _)| mesh == id)
             });
-        if !is_settling && !is_writing {
-            self.reports.unreported.remove(id);
+        if !is_settling && !has_outstanding {
+            self.reports.waiting_since.remove(id);
             return false;
         }
-        let since = *self.reports.unreported.entry(id.clone()).or_insert_with(Instant::now);
+        let waiting_since = &mut self.reports.waiting_since;
+        let since = waiting_since.entry(id.clone()).or_insert_with(Instant::now);
         since.elapsed() < MAX_REPORT_DELAY
     }
 
     /// Collects what the report of a mesh contains about each member in addition to the plan.
-    fn collect_facts(
+    fn collect_details(
         &mut self,
         pass: &Pass,
         id: &MeshId,
         plan: &MeshPlan,
         object: &ClusterMesh,
         now: &Time,
-    ) -> BTreeMap<String, MemberFacts> {
-        let mut facts = BTreeMap::new();
+    ) -> BTreeMap<String, MemberDetails> {
+        let mut details = BTreeMap::new();
         for (entry, identity) in &plan.identities {
             let Some(member) = self.members.get(identity) else {
                 continue;
@@ -248,9 +250,9 @@ impl Reconciler {
                 unenforced = tables.unenforced();
                 unenforced.without_agent.extend(restarting.iter().cloned());
             }
-            facts.insert(
+            details.insert(
                 entry.clone(),
-                MemberFacts {
+                MemberDetails {
                     is_fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
@@ -270,22 +272,22 @@ impl Reconciler {
                 },
             );
         }
-        facts
+        details
     }
 
     /// Returns the entries to whose cluster an object cannot be written, with the reason. If the mesh is being deleted, this includes
-    /// clusters that cannot be reached.
+    /// clusters without a fresh observation.
     fn collect_unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
         let mut unwritten = BTreeMap::new();
         for (entry, identity) in &plan.identities {
-            let refused = self.members.get(identity).and_then(|member| member.writer.problem(id));
-            let unreachable = pass
+            let write_problem = self.members.get(identity).and_then(|member| member.writer.problem(id));
+            let not_fresh = pass
                 .seen
                 .members
                 .get(identity)
                 .and_then(Observation::not_fresh_reason)
                 .filter(|_| plan.deleting);
-            let why = match (refused, unreachable) {
+            let why = match (write_problem, not_fresh) {
                 (Some(why), _) => why,
                 (None, Some(why)) => format!("{why}. {}", cleanup_hint(entry)),
                 (None, None) => continue,
@@ -365,7 +367,7 @@ fn restarting_kg_nodes(report: &ClusterReport, member: &Member) -> BTreeSet<Stri
 }
 
 /// Counts the objects of a mesh that differ from the plan, by target entry and source entry.
-fn count_outstanding(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
+fn outstanding_by_entry(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
     let mut outstanding = BTreeMap::new();
     for (entry, identity) in &plan.identities {
         let counts = pass.outstanding.get(identity).into_iter().flatten();

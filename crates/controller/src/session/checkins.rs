@@ -1,8 +1,8 @@
 //! Detects nodes on which kg has stopped checking in.
 //!
 //! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for [`SILENT_AFTER`]. A
-//! new value wakes the reconcile loop only if the node was silent. The time of arrival is measured with the clock of this process, so
-//! a wrong clock in the cluster makes no node silent, and a value in the future makes no other node silent.
+//! new or removed value wakes the reconcile loop only if the node was silent. The time of arrival is measured with the clock of this
+//! process, so a wrong clock makes no node silent. Exception: the first values of the nodes are compared with each other ([`ages`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -122,15 +122,15 @@ pub(super) fn follow(
                     let digest: [u8; 32] = Sha256::digest(&bytes).into();
                     if last_digest != Some(digest) {
                         last_digest = Some(digest);
-                        let ready = connect(&bytes, context.as_deref(), &hub, &account).await;
-                        let ready = ready.unwrap_or_else(|why| {
+                        let connected = connect(&bytes, context.as_deref(), &hub, &account).await;
+                        let credentials = connected.unwrap_or_else(|why| {
                             Credentials::Missing(format!(
                                 "{} key {key:?}: {why}",
                                 secret_name
                             ))
                         });
-                        tracing::info!(secret = %secret_name, usable = matches!(ready, Credentials::Ready(_)), "kubeconfig read");
-                        sender.send_replace(ready);
+                        tracing::info!(secret = %secret_name, usable = matches!(credentials, Credentials::Ready(_)), "kubeconfig read");
+                        sender.send_replace(credentials);
                     }
                 }
             }

@@ -119,7 +119,7 @@ async fn update_version_and_uid(shared: &Shared, client: &Client, version: Strin
     let version = truncate(&api_error::sanitize(&version), 64);
     let mut uid = shared.connection().uid.clone();
     if !*has_uid {
-        // If the account may not read kube-system, the UID stays unknown. Then fewer objects are deleted (`may_have_other_secret`).
+        // If the ServiceAccount may not read kube-system, the UID stays unknown. Then fewer objects are deleted (`may_have_other_secret`).
         let namespaces: Api<Namespace> = Api::all(client.clone());
         let answer = with_timeout(namespaces.get("kube-system")).await;
         *has_uid = answer.is_ok();

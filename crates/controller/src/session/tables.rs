@@ -52,7 +52,7 @@ pub(crate) struct Tables {
     pub(crate) slices: Feed<Slice>,
     /// EndpointSlices of the Service `default/kubernetes`: the addresses of the API server.
     api_slices: Feed<Slice>,
-    /// Feeds of single namespaces that exist only while a mesh needs them, for granted Services and exported pods ([`Interest`]).
+    /// Feeds of single namespaces that exist only while a mesh needs them, for Services in grants and exported pods ([`Interest`]).
     on_demand: Arc<Mutex<OnDemandFeeds>>,
     /// The identity of the member, for logs.
     member: String,

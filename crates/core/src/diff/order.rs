@@ -1,5 +1,5 @@
-//! Orders the writes of one member's Peers. A prefix that moves is added to its new Peer before the old one loses it. A Peer that
-//! is renamed is deleted under its old name before it is created under the new one.
+//! Orders the writes of one member's Peers. A prefix that moves is added to its new Peer before the old one loses it, except if the
+//! Peer is renamed: then it is deleted under its old name before it is created under the new one.
 
 use std::collections::{BTreeMap, BTreeSet};
 

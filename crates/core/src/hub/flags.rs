@@ -41,13 +41,13 @@ pub enum FlagError {
     #[error(
         "{0:?}: write NAMESPACE, NAMESPACE=PROFILE or NAMESPACE=PROFILE,CIDR such as team-x=sandbox,100.80.16.0/20 (`*` = every namespace)"
     )]
-    NoNamespace(String),
+    MalformedHubNamespace(String),
     /// The profile does not exist.
     #[error("{0:?}: the profile must be cluster-meshed, sandbox or standard")]
     Profile(String),
     /// The text before the first comma is not a namespace, or there is no comma.
     #[error("{0:?}: write NAMESPACE,CIDR such as team-x,10.20.0.0/16 (`*` = every namespace)")]
-    NoNetworks(String),
+    MalformedMemberNamespace(String),
     /// The text is not a network.
     #[error("{0:?} is not a network: write an address and a prefix length, such as 100.80.16.0/20")]
     Network(String),
@@ -72,7 +72,7 @@ impl FromStr for HubNamespace {
             .split_once('=')
             .map_or((text, "cluster-meshed"), |(namespace, rights)| (namespace, rights));
         if !is_namespace(namespace) {
-            return Err(FlagError::NoNamespace(text.to_owned()));
+            return Err(FlagError::MalformedHubNamespace(text.to_owned()));
         }
         let mut values = rights.split(',');
         let profile_limit = match values.next() {
@@ -93,10 +93,10 @@ impl FromStr for MemberNamespace {
     type Err = FlagError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let no_networks = || FlagError::NoNetworks(text.to_owned());
-        let (namespace, networks) = text.split_once(',').ok_or_else(no_networks)?;
+        let malformed = || FlagError::MalformedMemberNamespace(text.to_owned());
+        let (namespace, networks) = text.split_once(',').ok_or_else(malformed)?;
         if !is_namespace(namespace) {
-            return Err(no_networks());
+            return Err(malformed());
         }
         Ok(Self {
             namespace: namespace.to_owned(),

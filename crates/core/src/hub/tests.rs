@@ -179,7 +179,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         // Meshes of a namespace without a list of networks may close the hub.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
-        // A refused mesh still takes part in the plan, but `reduce_to_allowed` opens the hub in it.
+        // A refused mesh still takes part in the plan, but `reduce_to_allowed` resets the hub's entry in it.
         for hub in [&listed, &hub(&[])] {
             closing.id.namespace = "t".into();
             hub.reduce_to_allowed(&mut closing);
@@ -272,15 +272,21 @@ fn profile_limit_of_namespace_confines_its_meshes() {
 #[test]
 fn malformed_namespace_flag_is_refused() {
     let hub = |text: &str| text.parse::<HubNamespace>().unwrap_err();
-    assert_eq!(hub("=sandbox"), FlagError::NoNamespace("=sandbox".into()));
-    assert_eq!(hub("a,10.0.0.0/8"), FlagError::NoNamespace("a,10.0.0.0/8".into()));
+    assert_eq!(hub("=sandbox"), FlagError::MalformedHubNamespace("=sandbox".into()));
+    assert_eq!(
+        hub("a,10.0.0.0/8"),
+        FlagError::MalformedHubNamespace("a,10.0.0.0/8".into())
+    );
     assert_eq!(hub("a=wide"), FlagError::Profile("a=wide".into()));
     assert_eq!(hub("a=,10.0.0.0/8"), FlagError::Profile("a=,10.0.0.0/8".into()));
     assert_eq!(hub("a=sandbox,"), FlagError::Network(String::new()));
     assert_eq!(hub("a=sandbox,10.0.0.0"), FlagError::Network("10.0.0.0".into()));
     let members = |text: &str| text.parse::<MemberNamespace>().unwrap_err();
-    assert_eq!(members("a"), FlagError::NoNetworks("a".into()));
-    assert_eq!(members(",10.0.0.0/8"), FlagError::NoNetworks(",10.0.0.0/8".into()));
+    assert_eq!(members("a"), FlagError::MalformedMemberNamespace("a".into()));
+    assert_eq!(
+        members(",10.0.0.0/8"),
+        FlagError::MalformedMemberNamespace(",10.0.0.0/8".into())
+    );
     assert_eq!(members("a,x"), FlagError::Network("x".into()));
     // Host bits are cleared.
     let network = "10.1.2.3/16".parse::<HubNetwork>().unwrap();

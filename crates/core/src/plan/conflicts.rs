@@ -36,9 +36,9 @@ fn active_targets<'p>(
     ),
 > {
     let meshes = plan.claimants.iter().enumerate();
-    let meshes = meshes.filter_map(|(age, claimant)| Some((age, &claimant.mesh, plan.meshes.get(&claimant.mesh)?)));
+    let meshes = meshes.filter_map(|(rank, claimant)| Some((rank, &claimant.mesh, plan.meshes.get(&claimant.mesh)?)));
     let meshes = meshes.filter(|(_, _, planned)| !planned.paused);
-    meshes.flat_map(move |(age, mesh, planned)| {
+    meshes.flat_map(move |(rank, mesh, planned)| {
         planned.targets.iter().filter_map(move |(name, target)| {
             let identity = planned.identities.get(name)?;
             let member = seen.members.get(identity).and_then(Observation::last);
@@ -48,7 +48,7 @@ fn active_targets<'p>(
                 peers: member.and_then(|member| member.peers.as_ref()),
             };
             Some((
-                age,
+                rank,
                 mesh,
                 &**name,
                 target,
@@ -93,11 +93,11 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     // (does not exist yet, rank of the mesh, mesh, target, name of the Peer): the smallest claim wins.
     type PeerClaim = (bool, usize, MeshId, String, String);
     let mut claims: BTreeMap<(ClusterIdentity, PublicKey), Vec<PeerClaim>> = BTreeMap::new();
-    for (age, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
+    for (rank, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
         for (name, peer) in &target_plan.peers {
             let key = peer.spec.public_key;
             let exists = existing.has_key(name, &key);
-            let claim = (!exists, age, mesh.clone(), target.to_owned(), name.clone());
+            let claim = (!exists, rank, mesh.clone(), target.to_owned(), name.clone());
             claims.entry((identity.clone(), key)).or_default().push(claim);
         }
     }
@@ -148,17 +148,17 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     // (does not exist yet, rank of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
-    for (age, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
+    for (rank, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
         let existing = existing.prefixes();
         for net in target_plan.peers.values().flat_map(|peer| &peer.spec.allowed_ips) {
-            let claim = (!existing.contains(net), age, target.to_owned());
+            let claim = (!existing.contains(net), rank, target.to_owned());
             let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| claim.clone());
             if claim < *owner {
                 *owner = claim;
             }
         }
     }
-    for (age, claimant) in plan.claimants.iter().enumerate() {
+    for (rank, claimant) in plan.claimants.iter().enumerate() {
         let planned = plan.meshes.get_mut(&claimant.mesh).filter(|planned| !planned.paused);
         let Some(planned) = planned else { continue };
         for (target, target_plan) in &mut planned.targets {
@@ -168,7 +168,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
             for peer in target_plan.peers.values_mut() {
                 peer.spec.allowed_ips.retain(|net| {
                     let owner = owners.get(&(identity.clone(), *net));
-                    owner.is_some_and(|(_, owner_age, owner_target)| *owner_age == age && owner_target == target)
+                    owner.is_some_and(|(_, owner_rank, owner_target)| *owner_rank == rank && owner_target == target)
                 });
             }
         }

@@ -162,7 +162,7 @@ pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
 }
 
 /// The addresses of a Peer's endpoint and candidates.
-pub(super) fn peer_endpoints(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
+pub(super) fn peer_endpoint_ips(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
     let first = match &spec.endpoint {
         Some(Endpoint::Ip(address)) => Some(*address),
         _ => None,
@@ -184,8 +184,8 @@ pub(super) struct Candidates {
 /// The source and target for which endpoints are chosen.
 pub(super) struct EndpointContext<'a> {
     pub(super) source: &'a Cluster,
-    /// The target's networks. With an endpoint inside them, a source could direct the target's WireGuard packets at any address of
-    /// the target's own networks.
+    /// The target's networks. An endpoint inside them is refused, unless it lies in endpointNetworks of the source: with such an
+    /// endpoint, a source could direct the target's WireGuard packets at any address of the target's own networks.
     pub(super) target_networks: &'a [IpNet],
     pub(super) target_families: NodeFamilies,
     /// The endpoints at which the target's nodes see each key.

@@ -26,8 +26,8 @@ use crate::{
 /// if a gateway publishes an address in it.
 const MAX_HOST_BITS: u8 = 8;
 
-/// Removes the networks of gateways from `cluster.allowed`: small networks that contain an address of a gateway and none of a Node.
-/// Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
+/// Removes the networks of gateways from `allowed` of a cluster-meshed entry: small networks that contain an address of a gateway and
+/// none of a Node. Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
 pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;
@@ -76,7 +76,7 @@ pub(super) struct GatewayAccess<'a> {
     /// The existing SandboxAccess in the member, which gateways enforce.
     pub(super) existing: Option<&'a AccessSpec>,
     /// The accepted WireGuard addresses of the Ready gateways that have an endpoint which the sandbox can reach.
-    pub(super) ready: BTreeSet<IpAddr>,
+    pub(super) usable_addresses: BTreeSet<IpAddr>,
     /// Protocols whose gateway ports are all used by grants of the sandbox.
     pub(super) exhausted: BTreeSet<Protocol>,
     /// Why the sandbox can use no gateway.
@@ -166,7 +166,7 @@ impl<'a> MeshInputs<'a> {
         let protocols: BTreeSet<Protocol> = taken.iter().map(|(protocol, _)| *protocol).collect();
         GatewayAccess {
             existing: existing.map(|(_, spec)| spec),
-            ready: usable,
+            usable_addresses: usable,
             exhausted: protocols
                 .into_iter()
                 .filter(|protocol| gateway_ports(*protocol, 0).all(|key| taken.contains(&key)))
@@ -330,7 +330,9 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let access_path = AccessPath::Gateways(&no_gateways);
-            if let Ok(found) = services::resolve(grant, &sandbox.cluster, &target.cluster, member, &access_path) {
+            if let Ok(found) =
+                services::resolve_endpoints(grant, &sandbox.cluster, &target.cluster, member, &access_path)
+            {
                 granted.extend(found.ports.into_iter().map(|port| {
                     let service = grant.service.clone();
                     (

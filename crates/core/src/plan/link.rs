@@ -76,15 +76,16 @@ pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Optio
     connectivity(target, source).ok()
 }
 
-/// Names of a member's nodes that have a Peer in other members.
+/// Names of a member's registered and held nodes.
 fn nodes_with_peers<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
     let registered = registry.into_iter().flat_map(|registry| &registry.registered);
     let held_names = registry.into_iter().flat_map(|registry| registry.held.keys());
     registered.map(|node| node.node).chain(held_names.copied()).collect()
 }
 
-/// Whether all nodes of a member enforce PeerPolicies. Every node of a cluster configures all of its Peers, so a single node
-/// that does not enforce policies is enough to admit their traffic. A Node that has just joined and published no key has no
+/// Whether all nodes of a member enforce PeerPolicies in both directions. Every node of a cluster configures all of its Peers, so a
+/// single node that does not enforce policies is enough to admit their traffic. A node in policy mode does not count as enforcing,
+/// because it filters only packets from the tunnel. A Node that has just joined and published no key has no
 /// tunnel and does not count. False if no node counts, or if the PeerPolicies of the member are not known.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let with_peers = nodes_with_peers(registry);

@@ -17,11 +17,11 @@ pub(super) struct Segments<'a> {
     pub(super) all_followers: BTreeSet<&'a str>,
 }
 
-/// Groups the nodes by location as kg does. `is_held` = the node publishes nothing at the moment and keeps its last Peer.
+/// Groups the nodes by location as kg does. `can_hold` = the node has a Peer that it can keep while it publishes nothing.
 ///
 /// Only nodes on which kg owns the tunnel are grouped, with or without an agent in policy mode. Granularity is a setting of the
 /// whole cluster, and kg removes its annotation at each restart, so a node without the annotation is treated like the others.
-pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> bool) -> Segments<'a> {
+pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) -> bool) -> Segments<'a> {
     let mut found = Segments::default();
     let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
     let is_location_published = published.contains(&Granularity::Location);
@@ -50,13 +50,13 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
         let kg_order = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
         let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(kg_order);
-        let held = || nodes.iter().find(|(name, node)| !claims(node) && is_held(name, node));
+        let held = || nodes.iter().find(|(name, node)| !claims(node) && can_hold(name, node));
         let silent = || claiming().min_by_key(kg_order);
         let Some(&(leader, _)) = active.or_else(held).or_else(silent) else {
             continue;
         };
         // If no granularity is published, a node that has its own Peer may be a segment by itself, so it keeps that Peer.
-        let is_follower = |name: &str, node: &Node| is_location_published || !(claims(node) || is_held(name, node));
+        let is_follower = |name: &str, node: &Node| is_location_published || !(claims(node) || can_hold(name, node));
         let others = nodes
             .iter()
             .filter(|(name, node)| *name != leader && is_follower(name, node));

@@ -36,7 +36,7 @@ pub(super) struct PreparedMesh<'a> {
     pub(super) mesh_members: BTreeMap<String, target::MeshMember<'a>>,
     /// The nodes of each observed member that can connect (`MeshMember::can_connect`), by entry name.
     pub(super) registries: BTreeMap<String, nodes::NodeRegistry<'a>>,
-    /// Members that have nodes on which PeerPolicies are not enforced.
+    /// Observed members for which [`link::enforces_policies`] is false.
     pub(super) not_enforcing: BTreeSet<String>,
 }
 
@@ -256,7 +256,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         }
     }
 
-    /// Observed members that have nodes on which PeerPolicies are not enforced.
+    /// Observed members for which [`link::enforces_policies`] is false.
     fn find_not_enforcing(
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
         registries: &BTreeMap<String, nodes::NodeRegistry<'a>>,

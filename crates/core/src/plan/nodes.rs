@@ -57,12 +57,12 @@ pub(super) struct RegistryBuilder<'a, 'f> {
     /// The entry, with `allowed` reduced to the accepted networks.
     pub(super) cluster: &'f Cluster,
     pub(super) member: &'a Member,
-    /// The existing Peers of this mesh for a node, in all members.
+    /// The existing Peers of this mesh for a node, in all cluster-meshed members.
     pub(super) existing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
 }
 
 /// Whether a Node of the member may claim `net`: it lies inside allowedNetworks and does not overlap an anchored network.
-pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
+pub(super) fn is_claimable(cluster: &Cluster, net: IpNet) -> bool {
     cluster.allows(net) && anchor::find_reserved_overlap(cluster, net).is_none()
 }
 
@@ -132,7 +132,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
         registry
             .facts
-            .extend(index.shared.into_iter().map(|message| Fact::AddressShared {
+            .extend(index.duplicate_messages.into_iter().map(|message| Fact::AddressShared {
                 cluster: self.cluster.name.clone(),
                 message,
             }));
@@ -216,7 +216,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
                 // If allowedNetworks contains a /32 or /128, the Peer may have it as an anchored network and not as the node's address.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
-                owned.extend(endpoint::peer_endpoints(spec).map(host_route));
+                owned.extend(endpoint::peer_endpoint_ips(spec).map(host_route));
             }
         }
         owned
@@ -295,7 +295,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .allowed_location_ips
                     .iter()
                     .map(IpNet::trunc)
-                    .filter(|net| self.is_routable(*net)),
+                    .filter(|net| self.is_claimable(*net)),
             );
             extra.extend(self.exported_addresses(name));
         }
@@ -311,8 +311,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         })
     }
 
-    fn is_routable(&self, net: IpNet) -> bool {
-        is_routable(self.cluster, net)
+    fn is_claimable(&self, net: IpNet) -> bool {
+        is_claimable(self.cluster, net)
     }
 
     fn uncovered_message(&self, first: &Uncovered) -> String {
@@ -328,7 +328,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// Why a claim that is not [`is_routable`] is refused, as a message.
+    /// Why a claim that is not [`is_claimable`] is refused, as a message.
     fn refusal_message(&self, claim: &str, net: IpNet) -> String {
         let cluster = &self.cluster.name;
         match anchor::find_reserved_overlap(self.cluster, net).filter(|_| self.cluster.allows(net)) {
@@ -362,7 +362,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                 Reason::WGIPInvalid,
                 format!("annotation kilo.squat.ai/wireguard-ip: {why}"),
             )),
-            Claim::Valid(net) if self.is_routable(host_route(net.addr())) => Ok(net.addr()),
+            Claim::Valid(net) if self.is_claimable(host_route(net.addr())) => Ok(net.addr()),
             Claim::Valid(net) => Err((
                 Reason::WGIPOutOfRange,
                 self.refusal_message(&format!("WireGuard address {}", net.addr()), host_route(net.addr())),
@@ -371,7 +371,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     }
 
     /// The podCIDRs that the Node may claim. Others are left out and added to `uncovered`. The Node is refused if none is left or
-    /// one is malformed.
+    /// one is malformed. If the member is masqueraded or its pod network shared, the result is empty.
     fn pod_cidrs(
         &self,
         name: &str,
@@ -388,7 +388,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             match claim {
                 Claim::Absent => {}
                 Claim::Invalid(why) => return Err((Reason::NodeNoPodCIDR, format!("spec.podCIDRs: {why}"))),
-                Claim::Valid(net) if self.is_routable(net.trunc()) => {
+                Claim::Valid(net) if self.is_claimable(net.trunc()) => {
                     claims.insert(net.trunc());
                 }
                 Claim::Valid(net) => outside.push(*net),
@@ -431,11 +431,12 @@ impl<'a> RegistryBuilder<'a, '_> {
             .internal_ips
             .iter()
             .map(|address| host_route(address.to_canonical()));
-        hosts.filter(|net| self.is_routable(*net)).collect()
+        hosts.filter(|net| self.is_claimable(*net)).collect()
     }
 
-    /// Nodes of kg that have an InternalIP which no Peer may contain. kg sends packets of the host network from the InternalIP, so other
-    /// members drop them; wg-agent sends them from the WireGuard address. At most five, because a condition has no room for all.
+    /// Nodes whose tunnel kg owns, and with an InternalIP that no Peer may contain. kg sends packets of the host network from the
+    /// InternalIP, so other members drop them; wg-agent sends them from the WireGuard address. At most five, because a condition has no
+    /// room for all.
     fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return Vec::new();
@@ -451,27 +452,27 @@ impl<'a> RegistryBuilder<'a, '_> {
                 .internal_ips
                 .iter()
                 .map(|address| host_route(address.to_canonical()));
-            hosts.any(|net| self.allows_family_of(net) && !self.is_routable(net))
+            hosts.any(|net| self.allows_family_of(net) && !self.is_claimable(net))
         };
         let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_mesh(name));
         let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && has_uncovered_ip(node));
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// Whether `net`, the address of an exported pod, may be published. Like [`is_routable`], but without `anchoredNetworks`, `net` may
+    /// Whether `net`, the address of an exported pod, may be published. Like [`is_claimable`], but without `anchoredNetworks`, `net` may
     /// also lie inside a network that the planner anchored by default: the entry selects the exported pods, so no Node claims `net`.
     fn is_exportable(&self, net: IpNet) -> bool {
-        self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_routable(net))
+        self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_claimable(net))
     }
 
     fn exported_addresses(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
         let node = node.to_owned();
-        let shared = self.cluster.pod_network == PodNetwork::Shared && !self.cluster.exports.is_empty();
+        let has_exports = self.cluster.pod_network == PodNetwork::Shared && !self.cluster.exports.is_empty();
         self.member
             .pods
             .iter()
             .filter(move |(name, pod)| {
-                shared
+                has_exports
                     && pod.node == node
                     && self
                         .cluster

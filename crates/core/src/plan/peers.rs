@@ -30,8 +30,10 @@ const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 /// Collects the Peers of one target, and tracks which keys and prefixes are taken.
 pub(super) struct PeerPlanner<'a, 'p> {
     pub(super) inputs: &'p MeshInputs<'a>,
+    /// The entry name of the target.
     pub(super) name: &'p str,
     pub(super) target: &'p MeshMember<'a>,
+    /// All existing Peers in the target, whoever owns them.
     existing: BTreeMap<&'p str, &'p ObservedPeer>,
     /// Names of the existing Peers with each key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
@@ -48,6 +50,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     facts: BTreeSet<Fact>,
     /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
     omitted_internal_ips: BTreeMap<String, BTreeSet<String>>,
+    /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
 }
 
@@ -460,7 +463,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     }
 }
 
-/// Whether an export of a member names a namespace that was never listed.
+/// Whether an export of a member names a namespace of which the pods are not known.
 fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     let mut exports = mesh_member.cluster.exports.iter();
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))

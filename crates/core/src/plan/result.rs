@@ -42,7 +42,7 @@ impl fmt::Display for Reason {
 /// A Node that has no Peer, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Skipped {
-    /// `metadata.name`.
+    /// `metadata.name`, or the name of a gateway.
     pub node: String,
     /// The reason, for programs.
     pub reason: Reason,
@@ -141,11 +141,11 @@ pub enum Fact {
         /// All such nodes.
         nodes: BTreeSet<String>,
     },
-    /// Two nodes claim one prefix. The older one keeps it, and the other one has a Peer without it.
+    /// A node's Peer leaves out a prefix, because an older node or an existing Peer has it.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
-        /// Names the prefix and both nodes.
+        /// Names the prefix, and the node or Peer that keeps it.
         message: String,
     },
     /// Nodes of another member have addresses in a network of this entry.
@@ -277,10 +277,11 @@ pub struct TargetPlan {
     pub services: BTreeMap<ObjectName, PlannedService>,
     /// The accepted networks of the sources that are connected to this target.
     pub source_networks: BTreeSet<IpNet>,
-    /// Sources that are not [`crate::observe::Observation::Fresh`]: their objects in this target may be updated, but not
-    /// deleted.
+    /// Connected sources, except sandboxes, that are not [`crate::observe::Observation::Fresh`]: their objects in this target may be
+    /// updated, but not deleted.
     pub sources_not_fresh: BTreeSet<String>,
-    /// Mirrored Services whose original Service was not observed: existing objects with these names are neither updated nor deleted.
+    /// Mirrored Services that cannot be planned, because the state that decides them was not observed: existing objects with these names
+    /// are neither updated nor deleted.
     pub kept_services: BTreeSet<ObjectName>,
 }
 
@@ -319,7 +320,7 @@ pub struct EgressReport {
     pub cluster: String,
     /// Name of the mirrored Service in that member.
     pub service: ObjectName,
-    /// The mirrored Service exists and has an endpoint that accepts connections.
+    /// A mirrored Service is planned, with an endpoint that accepts connections.
     pub ready: bool,
     /// The number of its endpoints.
     pub endpoints: usize,

@@ -44,7 +44,7 @@ pub(super) struct GrantResolver<'a> {
     pub(super) importer_state: Option<&'a Member>,
     /// The exporting member's entry, with `allowed` reduced to accepted networks; `Err` = why the grant is unusable.
     pub(super) exporter: Result<&'a Cluster, String>,
-    /// The observed state of the member that has the Service.
+    /// The observed state of the exporting member.
     pub(super) exporter_state: Option<&'a Observation<Member>>,
     /// How the importer reaches the endpoints.
     pub(super) access_path: AccessPath<'a>,
@@ -126,7 +126,7 @@ impl GrantResolver<'_> {
             );
             return outcome_of(None, false, message);
         }
-        match resolve(grant, self.importer, exporter, member, &self.access_path) {
+        match resolve_endpoints(grant, self.importer, exporter, member, &self.access_path) {
             Err(message) => outcome_of(None, false, message),
             Ok(Resolved { ports, groups, message }) => {
                 let slices = pack_slices(self.mesh, &grant.local, groups, naming);
@@ -164,7 +164,7 @@ pub(super) struct Resolved {
 ///
 /// # Errors
 /// Why the grant cannot be mirrored, and the remedy.
-pub(super) fn resolve(
+pub(super) fn resolve_endpoints(
     grant: &Grant,
     importer: &Cluster,
     exporter: &Cluster,
@@ -311,7 +311,7 @@ pub(super) fn resolve(
     })
 }
 
-/// Resolves a grant of a sandbox: the endpoints are the Ready gateways, with the gateway ports of the grant.
+/// Resolves a grant of a sandbox: the endpoints are the usable gateways, with the gateway ports of the grant.
 fn resolve_with_gateways(
     grant: &Grant,
     importer: &Cluster,
@@ -327,7 +327,7 @@ fn resolve_with_gateways(
     let gateway_ports = gateway_access.gateway_ports(&grant.service, &ports);
     let mut groups = EndpointGroups::new();
     if !gateway_ports.is_empty() {
-        for address in &gateway_access.ready {
+        for address in &gateway_access.usable_addresses {
             if importer
                 .allowed
                 .iter()

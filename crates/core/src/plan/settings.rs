@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, str::FromStr};
 
 use crate::mesh::Protocol;
 
-/// TCP ports that are closed to other members on node addresses: kube-apiserver, etcd client and peer, kubelet and its
+/// TCP ports that other members cannot reach on node addresses: kube-apiserver, etcd client and peer, kubelet and its
 /// read-only port, scheduler, controller-manager, kube-proxy's metrics and health, wg-agent's admin port. Gateways serve no
 /// endpoint with such a port number, at any address.
 pub const INFRASTRUCTURE_PORTS: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
@@ -12,7 +12,7 @@ pub const INFRASTRUCTURE_PORTS: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 102
 /// Settings that apply to all meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Ports that are closed to other members on the addresses of nodes: API server, kubelet, etcd and the like.
+    /// Ports that other members cannot reach on the addresses of nodes: API server, kubelet, etcd and the like.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
 }
 
@@ -28,7 +28,7 @@ impl Settings {
     /// How many infrastructure ports the PeerPolicy CRD allows.
     const MAX_PORTS: usize = 64;
 
-    /// The default settings, with these ports added to the infrastructure ports. The default ports always stay closed.
+    /// The default settings, with these ports added to the infrastructure ports. The default ports cannot be removed.
     ///
     /// # Errors
     /// There are more ports than a PeerPolicy can hold.

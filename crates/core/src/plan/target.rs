@@ -65,9 +65,10 @@ impl<'a> MeshMember<'a> {
             .unwrap_or_default()
     }
 
-    /// The member's own networks in the mesh. For a routed member or a sandbox these are the accepted networks, for another
-    /// masqueraded member only the WireGuard networks of its nodes. The networks of a sandbox must not depend on its Nodes,
-    /// because these could put thousands of networks into a policy, and change the policy whenever a Node is added or deleted.
+    /// The member's own networks in the mesh. For a routed member or a sandbox these are `cluster.allowed`, for another masqueraded
+    /// member the WireGuard networks of its nodes, or only their addresses if allowedNetworks do not contain the network. The networks of
+    /// a sandbox must not depend on its Nodes, because these could put thousands of networks into a policy, and change the policy
+    /// whenever a Node is added or deleted.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -96,7 +97,7 @@ pub(super) struct MeshInputs<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) mesh_members: &'a BTreeMap<String, MeshMember<'a>>,
     pub(super) registries: &'a BTreeMap<String, NodeRegistry<'a>>,
-    /// Members that have nodes on which PeerPolicies are not enforced.
+    /// Observed members for which [`link::enforces_policies`] is false.
     pub(super) not_enforcing: &'a BTreeSet<String>,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
@@ -288,7 +289,7 @@ impl<'a> MeshInputs<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    /// Plans the PeerPolicies that limit each source in this target.
+    /// Plans the PeerPolicies that limit each source in this target, if it is cluster-meshed and its PeerPolicies can be read.
     fn plan_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let Some((member, existing)) = target
             .last_observed()

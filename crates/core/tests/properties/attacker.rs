@@ -128,7 +128,7 @@ fn sandbox(scenario: &mut Scenario) -> &mut Member {
     }
 }
 
-/// The plans of all meshes as text, without the sandbox `c2`.
+/// [`state_without`] the sandbox `c2`, of all meshes.
 fn state_without_sandbox(plan: &Plan) -> Vec<String> {
     plan.meshes
         .values()
@@ -222,6 +222,6 @@ fn ten_thousand_sandbox_nodes_do_not_affect_others() {
     let used = accesses.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
     let too_many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
-    // Only the oldest 5,000 Nodes are used. One of these is "a", which publishes nothing.
+    // Only the oldest 5,000 Nodes are considered. One of these is "a", which publishes nothing.
     assert_eq!((used, too_many.count()), (4_999, 5_001));
 }

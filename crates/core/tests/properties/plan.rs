@@ -208,8 +208,8 @@ proptest! {
         let scenario = after_writes(scenario);
         let mut worse = scenario.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
-        // The bad Node gets the addresses of an existing Node, because the IP families of a target's nodes, and a node behind a
-        // NAT, legitimately affect the Peers of other nodes.
+        // The bad Node gets the addresses of a Node without an explicit endpoint, if one exists, because the IP families of a target's
+        // nodes, and a node behind a NAT, legitimately affect the Peers of other nodes.
         let has_explicit = |node: &Node| node.clustermesh_endpoint != Claim::Absent || node.force_endpoint != Claim::Absent;
         let mut without_explicit = member.nodes.values().filter(|node| !has_explicit(node));
         let model = without_explicit.next().cloned().unwrap_or_default();
@@ -290,9 +290,9 @@ proptest! {
                 if step.action == Action::Delete && !mesh.deleting && matches!(step.item, Item::Peer(..)) {
                     let source = existing.source_cluster.unwrap_or_default();
                     let Some(source_identity) = mesh.identities.get(&source) else { continue };
-                    let entry = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
+                    let mesh_input = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
                     let is_meshed = |name: &str| {
-                        let cluster = entry.clusters.iter().find(|c| c.name == name).unwrap();
+                        let cluster = mesh_input.clusters.iter().find(|c| c.name == name).unwrap();
                         let all_entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
                         let has_other_profile = all_entries
                             .filter(|c| c.identity == cluster.identity)
@@ -301,7 +301,7 @@ proptest! {
                     };
                     let target = mesh.identities.iter().find(|(_, i)| **i == target_identity).unwrap().0.clone();
                     // In targets that do not enforce policies, the Peers of a quarantined member are deleted even if it is not
-                    // observed.
+                    // observed. Therefore Peers of quarantined members are not checked in any target.
                     let entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
                     if entries.into_iter().any(|c| c.quarantine && c.identity == *source_identity) {
                         continue;
@@ -325,7 +325,7 @@ proptest! {
                 for peer in target_plan.peers.values() {
                     let existing = scenario.seen.members[&planned.identities[target]].last().and_then(|m| m.peers.as_ref());
                     if planned.clusters[&peer.source].held.contains_key(&peer.node) && existing.is_some() {
-                        // A held Peer is unchanged.
+                        // The Peer of a held node is unchanged.
                         continue;
                     }
                     let first = match &peer.spec.endpoint {
@@ -365,7 +365,7 @@ fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
     for mesh in plan.meshes.values().filter(|mesh| !mesh.paused) {
         let peers = || mesh.targets.values().flat_map(|target| target.peers.values());
         let reports = || mesh.clusters.values();
-        let entries = scenario.meshes.iter().flat_map(|mesh| &mesh.clusters);
+        let entries_of_all_meshes = scenario.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let has_fact = |is: fn(&Fact) -> bool| mesh.facts.iter().any(is);
         let reached = [
             ("a Peer", peers().next().is_some()),
@@ -390,7 +390,7 @@ fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
             ),
             (
                 "a previous anchor",
-                entries
+                entries_of_all_meshes
                     .into_iter()
                     .any(|entry| !entry.previous_anchors.is_empty() && entry.anchored.is_none()),
             ),

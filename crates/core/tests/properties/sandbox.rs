@@ -22,7 +22,8 @@ fn is_host(net: &IpNet) -> bool {
     net.prefix_len() == net.max_prefix_len()
 }
 
-/// The plan of one mesh as text, without the objects in the member `sandbox` and without the nodes of this member.
+/// The plan of one mesh as text, without the objects in the member `sandbox`, its nodes (in Peers and SandboxAccesses) and the reports
+/// of its egress.
 pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
     let mut state = Vec::new();
     for (target, target_plan) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {

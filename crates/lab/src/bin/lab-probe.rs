@@ -333,7 +333,7 @@ fn udp_trips(address: &str, seconds: f64) -> Outcome {
     Ok(())
 }
 
-/// Prints `lost` for a connection that is not established after `TIMEOUT`.
+/// Prints `lost` for a connection that fails or is not established within `TIMEOUT`.
 fn connect_watch(address: &str) -> Outcome {
     let target: SocketAddr = address.parse()?;
     loop {

@@ -63,9 +63,10 @@ impl<'a> Cluster<'a> {
                         .unwrap_or_default()
                 };
                 let code = event.pointer("/responseStatus/code").cloned().unwrap_or_default();
-                let [verb, resource, part] = ["/verb", "/objectRef/resource", "/objectRef/subresource"].map(text);
+                let [verb, resource, subresource] =
+                    ["/verb", "/objectRef/resource", "/objectRef/subresource"].map(text);
                 let [namespace, name] = ["/objectRef/namespace", "/objectRef/name"].map(text);
-                Ok(format!("{verb} {resource}/{part} {namespace}/{name} {code}"))
+                Ok(format!("{verb} {resource}/{subresource} {namespace}/{name} {code}"))
             })
             .collect()
     }
@@ -207,10 +208,10 @@ impl<'a> Cluster<'a> {
             .collect()
     }
 
-    /// Adds a node with the next free number; returns when it is Ready.
+    /// Adds a node with the next free number; returns when all powered-on nodes are Ready.
     ///
     /// # Errors
-    /// When it is not Ready within three minutes.
+    /// When one of them is not Ready within three minutes.
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let count = self.nodes().len();
         let n = u8::try_from(count + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;

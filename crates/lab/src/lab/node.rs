@@ -244,10 +244,10 @@ impl<'a> Node<'a> {
     }
 
     /// Restores the power. The node boots with the same name, address and credentials and an empty disk. Returns when
-    /// the node is Ready again.
+    /// all powered-on nodes of the cluster are Ready.
     ///
     /// # Errors
-    /// When the node has power, or is not Ready within three minutes.
+    /// When the node has power, or one of these nodes is not Ready within three minutes.
     pub async fn power_on(&self) -> Result<()> {
         self.lab.boot(&self.plan).await?;
         self.cluster().wait_for_nodes().await
@@ -315,7 +315,7 @@ impl<'a> Node<'a> {
         Ok(())
     }
 
-    /// The time of the last boot, in seconds since 1970. `None` = the node has not booted.
+    /// The time of the last boot, in seconds since 1970. `None` = the node has not booted, or has no power.
     pub(super) fn booted_at(&self) -> Option<i64> {
         let file = std::fs::metadata(self.lab.node_directory(&self.plan.name).join("pid")).ok()?;
         let since = file.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
@@ -364,7 +364,7 @@ impl Cluster<'_> {
             .map(drop)
     }
 
-    /// Kills the API server. Then the underlay refuses connections to it. The forwarded port on the host accepts
+    /// Kills the API server. Then connections to its address on the underlay are refused. The forwarded port on the host accepts
     /// connections and closes them.
     ///
     /// # Errors

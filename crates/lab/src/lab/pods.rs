@@ -126,7 +126,7 @@ spec:
     }
 
     /// Connects the worker's network namespace with a veth pair to the pods' bridge of the host node. The host node is
-    /// the worker's gateway, and forwards packets from the API server on the underlay to the worker.
+    /// the worker's default gateway, and forwards packets from the API server on the underlay to the worker.
     pub(super) async fn connect_in_pods(
         &self,
         name: &str,

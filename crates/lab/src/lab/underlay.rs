@@ -1,4 +1,4 @@
-//! Creates the underlay, which connects the nodes: a bridge in a network namespace that forwards no packets, and a veth
+//! Creates the underlay, which connects the nodes: a bridge in a network namespace without IP forwarding, and a veth
 //! pair for each node. `pods.rs` does the same for nodes that are pods of another cluster.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -19,7 +19,7 @@ impl Lab {
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
             batch += &format!("addr add {}/{UNDERLAY_PREFIX} dev br0\n", cluster.api_address());
-            if let Some(gateway) = cluster.gateway_v6() {
+            if let Some(gateway) = cluster.default_gateway_v6() {
                 batch += &format!("addr add {gateway}/{UNDERLAY_PREFIX_V6} dev br0 nodad\n");
             }
         }
@@ -48,8 +48,8 @@ impl Lab {
             netns = netns.display()
         );
         self.ip_batch(UNDERLAY, &cable).await?;
-        // The gateway forwards nothing, but a packet to a ClusterIP needs a route before DNAT.
-        let gateway = self.gateway(address);
+        // The default gateway forwards nothing, but a packet to a ClusterIP needs a route before DNAT.
+        let gateway = self.default_gateway(address);
         let mut inside = format!(
             "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
@@ -64,7 +64,7 @@ impl Lab {
     }
 
     /// The default gateway of an address: .1 of its /24. For a cluster's nodes this is the address of their API server.
-    fn gateway(&self, address: Ipv4Addr) -> Ipv4Addr {
+    fn default_gateway(&self, address: Ipv4Addr) -> Ipv4Addr {
         let [a, b, c, _] = address.octets();
         Ipv4Addr::new(a, b, c, 1)
     }

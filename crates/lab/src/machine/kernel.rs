@@ -105,7 +105,8 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     Ok(kernel)
 }
 
-/// Twelve hex digits of a hash over all inputs of the directory.
+/// Twelve hex digits of a hash over the pin, the module lists and the scripts. The host's busybox, which the initramfs contains, is not
+/// hashed.
 fn key() -> String {
     let mut hash = Sha256::new();
     for part in [SHA256, MODULES, &BOOT.join(" "), image::INIT, image::STAGE2] {
@@ -216,18 +217,18 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
 }
 
 /// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1 and 0x248).
-/// QEMU boots it directly, because the guest would need seconds to decompress it.
+/// QEMU boots the uncompressed kernel, because the guest would need seconds to decompress it.
 fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
-    let image = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;
+    let bytes = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;
     let word = |at: usize| {
-        image
+        bytes
             .get(at..at + 4)
             .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)
     };
     let payload = || {
-        let setup = (usize::from(*image.get(0x1f1)?) + 1) * 512;
+        let setup = (usize::from(*bytes.get(0x1f1)?) + 1) * 512;
         let (offset, length) = (word(0x248)?, word(0x24c)?);
-        image.get(setup + offset..setup + offset + length)
+        bytes.get(setup + offset..setup + offset + length)
     };
     let payload = payload().ok_or_else(|| Error::Other(format!("{} is not a bzImage", vmlinuz.display())))?;
     let kernel = unpack(payload)?;

@@ -117,7 +117,7 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     run_with_stdin(&["nft", "-f", "-"], &table)
 }
 
-/// Runs a program with this text as its standard input, unless the text is empty.
+/// Runs a program with this text as its standard input, unless the text is empty. A failure is an error, except with `-force`.
 pub(super) fn run_with_stdin(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());

@@ -35,7 +35,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
         filesystem("tmpfs", &target, if name == "tmp" { "mode=1777" } else { "mode=755" })?;
     }
     fs::create_dir(root.join("run/netns"))?;
-    // The overlay contains only the root file system. Directories on other file systems are bind-mounted at the same path.
+    // The overlay contains only the root file system. These directories may be on other file systems, so they are bind-mounted.
     for outside in settings.programs.iter().chain([&settings.run]) {
         let inside = under(&root, outside);
         fs::create_dir_all(&inside)?;

@@ -51,7 +51,7 @@ fn dual_stack_plan_adds_ipv6_range_to_each_ipv4_range() {
         })
     );
     assert_eq!(tenant.node(1).address_v6, Some("fd00:172:30:2::b".parse().unwrap()));
-    assert_eq!(tenant.gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
+    assert_eq!(tenant.default_gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
     plan.validate().unwrap();
 }
 

@@ -27,9 +27,8 @@ impl Product<'_> {
         for crd in ["sandboxaccesses", "sandboxgateways"] {
             hub.apply(&manifest(&format!("crds/{crd}.kilo.squat.ai.yaml"))?).await?;
         }
-        let established = "crd/sandboxgateways.kilo.squat.ai";
-        hub.kubectl(["wait", "--for=condition=Established", established])
-            .await?;
+        let last_crd = "crd/sandboxgateways.kilo.squat.ai";
+        hub.kubectl(["wait", "--for=condition=Established", last_crd]).await?;
         hub.apply(&manifest("deploy/gateway.yaml")?).await?;
         for words in configuration(hub.plan(), namespaces) {
             hub.kubectl(words).await?;

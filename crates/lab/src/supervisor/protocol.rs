@@ -27,7 +27,7 @@ pub(crate) enum Request {
     Forward { namespace: String, to: SocketAddr },
     /// List the names of all running programs.
     Running,
-    /// Keep everything running when the process exits that started the supervisor.
+    /// Keep everything running when the lab's owner exits.
     Keep,
     /// Take everything down. There is no response: the connection closes when the supervisor exits.
     Down,

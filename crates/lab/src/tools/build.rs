@@ -43,11 +43,11 @@ fn go_build(
     if build.cgo_static {
         flags += " -linkmode external -extldflags -static";
         command.env("CGO_ENABLED", "1");
-        if let Some(root) = unpacked_libseccomp(home, progress)? {
-            let pkgconfig = root.libraries.join("pkgconfig");
+        if let Some(unpacked) = unpacked_libseccomp(home, progress)? {
+            let pkgconfig = unpacked.libraries.join("pkgconfig");
             command
                 .env("PKG_CONFIG_PATH", pkgconfig)
-                .env("PKG_CONFIG_SYSROOT_DIR", root.root);
+                .env("PKG_CONFIG_SYSROOT_DIR", unpacked.root);
         }
     }
     command.args([

@@ -348,9 +348,9 @@ async fn kept_lab_continues_until_it_is_taken_down() {
     lab.keep().unwrap();
     let directory = lab.directory().to_owned();
     drop(lab);
-    let again = Lab::attach(&directory).unwrap();
+    let attached = Lab::attach(&directory).unwrap();
     assert_eq!(
-        again
+        attached
             .cluster("mgmt")
             .kubectl(["get", "--raw", "/readyz"])
             .await
@@ -359,10 +359,10 @@ async fn kept_lab_continues_until_it_is_taken_down() {
         "ok"
     );
     let owned = Lab::start(LabPlan::default()).await.unwrap();
-    // `down_kept` must not take down another kept lab, such as a developer's.
+    // `down_kept` must not take down a kept lab that is not in its list, such as a developer's.
     let mut other = Lab::start(LabPlan::default()).await.unwrap();
     other.keep().unwrap();
-    let others = other.directory().to_owned();
+    let other_directory = other.directory().to_owned();
     drop(other);
     assert_eq!(down_kept([directory.clone(), owned.directory().to_owned()]).unwrap(), 1);
     assert_eq!(leftovers(&directory), Vec::<String>::new());
@@ -370,10 +370,13 @@ async fn kept_lab_continues_until_it_is_taken_down() {
         running_labs().contains(&owned.directory().to_owned()),
         "a lab with a living owner was taken down"
     );
-    assert!(again.down().is_ok(), "taking down a missing lab failed");
+    assert!(attached.down().is_ok(), "taking down a missing lab failed");
     assert!(!running_labs().contains(&directory));
-    assert!(running_labs().contains(&others), "another kept lab was taken down");
-    assert!(Lab::attach(&others).unwrap().down().is_ok());
+    assert!(
+        running_labs().contains(&other_directory),
+        "another kept lab was taken down"
+    );
+    assert!(Lab::attach(&other_directory).unwrap().down().is_ok());
 }
 
 /// Starts this test program as the owner of a lab with one node, and returns the process and the lab's directory. The

@@ -60,7 +60,7 @@ async fn killed_api_server_restarts_with_same_objects_and_address() {
     let before = cluster.kubeconfig().unwrap();
     cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
     cluster.kill_api().unwrap();
-    // kubectl would retry for 50 s when the forwarded port closes the connection.
+    // Not with kubectl, which would retry for 50 s when the forwarded port closes the connection.
     assert!(cluster.client().await.unwrap().apiserver_version().await.is_err());
     cluster.start_api().await.unwrap();
     assert_eq!(

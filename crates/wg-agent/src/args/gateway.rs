@@ -121,7 +121,7 @@ pub struct GatewayConfig {
     pub mtu: Option<u16>,
     /// How long the process keeps running after a signal.
     pub drain: Duration,
-    /// Address of the admin endpoint.
+    /// Address and admin port to listen on.
     pub listen: SocketAddr,
 }
 
@@ -163,8 +163,8 @@ pub enum GatewayArgsError {
 }
 
 impl GatewayFlags {
-    /// Address N + 1 of the range for `ordinal` N. `hosts` leaves out the network and broadcast address of an IPv4 range, but not the
-    /// first address of an IPv6 range.
+    /// Address N + 1 of the range for `ordinal` N; in an IPv4 /31 or /32, address N. `hosts` leaves out the network and broadcast address
+    /// of a larger IPv4 range, but not the first address of an IPv6 range.
     fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
         range.hosts().nth(
             usize::try_from(ordinal)

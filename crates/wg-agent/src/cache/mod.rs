@@ -151,8 +151,7 @@ pub struct CacheFile {
 }
 
 impl CacheFile {
-    /// How much the confirmation time in the file may lag before the file is written again: a small part of the maximum
-    /// age.
+    /// How much the confirmation time in the file may lag before the file is written again.
     #[must_use]
     pub fn max_lag(&self) -> Duration {
         (self.max_age / 24).clamp(Duration::from_secs(60), Duration::from_secs(3600))

@@ -26,7 +26,7 @@ pub const ALIAS: &str = "clustermesh wg-agent";
 
 /// An open WireGuard device: interface up, port bound.
 ///
-/// Methods do not block and may be called from async code. The calling thread must be in the network namespace in which
+/// Methods block only for a short time and may be called from async code. The calling thread must be in the network namespace in which
 /// the device was opened.
 ///
 /// Dropping a device keeps its interface for the next process, which takes it over. Until then a kernel device keeps
@@ -39,8 +39,8 @@ pub trait Device: Send {
     /// The interface's name.
     fn interface(&self) -> &str;
 
-    /// Changes the values that differ from the current configuration. A new private key or port costs every peer a
-    /// handshake; a new firewall mark or MTU does not.
+    /// Changes the values that differ from the current configuration. A new private key costs every peer a
+    /// handshake; the other values keep the sessions.
     ///
     /// # Errors
     /// The port is in use, and the old configuration stays; or the kernel refuses another value, and the earlier changes stay. A second

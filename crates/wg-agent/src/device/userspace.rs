@@ -91,12 +91,13 @@ impl Device for Userspace {
 /// Removes the control socket of a killed process.
 ///
 /// # Errors
-/// The file cannot be removed.
+/// The file cannot be removed, or a process listens on it.
 pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     Ok(wg_userspace::remove_control_socket(interface)?)
 }
 
-/// Removes the interface of that name if it exists and has the agent's alias; `false` = it has another alias or none, and stays.
+/// Removes the interface of that name if it exists and has the agent's alias; `false` = it has another alias or none, and stays;
+/// `true` also if it does not exist.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

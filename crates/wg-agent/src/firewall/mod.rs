@@ -30,7 +30,8 @@ pub trait Backend: Send {
 }
 
 /// A table as `nft -j` lists it, without handles, counters and the remaining time of elements. Two listings are equal if
-/// nothing was written between them. nft prints masks and flags in its own form, so a listing can only be compared with another listing.
+/// nothing was written and no element expired between them. nft prints masks and flags in its own form, so a listing can only be
+/// compared with another listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing(serde_json::Value);
 
@@ -128,7 +129,8 @@ impl<B: Backend> FirewallManager<B> {
         Ok(self.is_last_listing(listing.as_ref()))
     }
 
-    /// Whether this manager has written the table, or recognized a table that an earlier process wrote.
+    /// Whether this manager knows the table: it wrote it, or recognized a table that an earlier process wrote. False again after
+    /// [`Self::destroy`], or if [`Self::converge`] cannot repair an external change.
     #[must_use]
     pub const fn has_written(&self) -> bool {
         self.written.is_some()

@@ -141,8 +141,8 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     Ok(Listing(Value::Array(objects)))
 }
 
-/// Removes the values that change without a write: handles, counters and the remaining time of elements. Sorts elements,
-/// because their order can change, too.
+/// Removes what is not part of the rules: handles, counters and the remaining time of elements. Sorts elements, because their order can
+/// change without a write.
 fn strip(value: &mut Value) {
     match value {
         Value::Object(map) => {

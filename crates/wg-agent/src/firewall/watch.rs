@@ -22,7 +22,7 @@ impl Watch {
         Events::open(Protocol::Netfilter, subscription).map(Self)
     }
 
-    /// Waits for the next change and consumes all notifications that have arrived, because one transaction sends many.
+    /// Waits for the next change and consumes the notifications that have arrived, because one transaction sends many.
     /// The agent's own writes are also reported. Lost notifications count as a change. Safe to cancel.
     ///
     /// # Errors

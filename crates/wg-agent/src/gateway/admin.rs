@@ -1,5 +1,5 @@
-//! Binds the admin endpoint of a gateway to all interfaces except the WireGuard device, so that its port is closed to
-//! sandboxes even while the pod has no firewall table.
+//! Binds the admin port of a gateway to all interfaces except the WireGuard device, so that sandboxes cannot reach it even while the pod
+//! has no firewall table. On Linux before 5.7 it is bound to all interfaces.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use clustermesh_daemon::Admin;
 use super::forwarding;
 use crate::args::GatewayConfig;
 
-/// Binds the endpoint to the interfaces that exist now, or to all if the kernel refuses that (Linux before 5.7).
+/// Binds the port to the interfaces that exist now, except the WireGuard device; or to all if the kernel refuses that.
 ///
 /// # Errors
 /// The address cannot be bound.

@@ -20,7 +20,8 @@ pub(super) fn capacity() -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// Deletes every entry that has the mark of a grant and is not in `allowed`. Returns the number of deleted entries.
+/// Deletes every entry that has the mark of a grant and whose pair of grant and endpoint is not in `allowed`. Returns the number of
+/// deleted entries.
 ///
 /// # Errors
 /// The kernel refuses, or its answer cannot be parsed.

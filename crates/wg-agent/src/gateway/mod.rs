@@ -38,9 +38,9 @@ use table_manager::TableManager;
 const RESYNC: Duration = Duration::from_secs(30);
 /// How often the device's peers are polled.
 const POLL_PEERS: Duration = Duration::from_secs(1);
-/// Pause after a failed pass.
+/// Pause after a failed pass or renewal.
 const RETRY: Duration = Duration::from_secs(2);
-/// Changes of objects within this time are handled in one pass.
+/// Changes of objects within this time, or the time that the last pass took if it is longer, are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
@@ -163,7 +163,7 @@ async fn run_loop(
     heartbeat: &Heartbeat,
     stop: &CancellationToken,
 ) {
-    let mut tables = NftablesEvents::open();
+    let mut nftables = NftablesEvents::open();
     let mut poll = tokio::time::interval(POLL_PEERS);
     poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
@@ -174,8 +174,8 @@ async fn run_loop(
         heartbeat.beat();
         let settle = loop {
             tokio::select! {
-                // The first branch that is ready is taken. A large table is written in several passes without a pause between them. A
-                // due renewal of the grants comes before the next pass.
+                // The first ready branch is taken, so that a due renewal of the grants comes before the next pass: a large table is
+                // written in several passes without a pause between them.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
                 Ok(()) = last_contact.changed() => {
@@ -191,7 +191,7 @@ async fn run_loop(
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
                 _ = poll.tick() => gateway.poll_peers(),
-                () = tables.changed() => {
+                () = nftables.changed() => {
                     if !gateway.table_manager.is_current() {
                         tracing::warn!("another program changed nftables of this pod: the table is written again");
                         gateway.report.metrics.count_repairs("firewall", 1);

@@ -82,7 +82,8 @@ impl PassResult {
 
 /// The pod's own network.
 struct PodNetwork {
-    mtu: u16,
+    /// MTU of the WireGuard device over this network.
+    tunnel_mtu: u16,
     addresses: BTreeSet<IpAddr>,
 }
 
@@ -102,7 +103,7 @@ impl Gateway {
     /// Runs one reconcile pass.
     pub(super) async fn pass(&mut self, snapshot: &GatewaySnapshot) -> PassResult {
         let mut troubles = Vec::new();
-        match self.steps(snapshot, &mut troubles).await {
+        match self.apply(snapshot, &mut troubles).await {
             Ok(true) => {}
             Ok(false) => return PassResult::Unfinished,
             Err(trouble) => troubles.push(trouble),
@@ -116,20 +117,20 @@ impl Gateway {
 
     /// Applies table, device, routes and peers, and reports them. False = the table needs another step; until the last
     /// step the status is not published.
-    async fn steps(&mut self, snapshot: &GatewaySnapshot, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
+    async fn apply(&mut self, snapshot: &GatewaySnapshot, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
         let pod_network = self.pod_network().await?;
         let inputs = self.inputs(snapshot, &pod_network);
         let compiled = compile(&inputs);
         // A new pod gets a closed table before it has a device. In a restarted container the table and peers of the
-        // previous container exist. They stay until all granted objects are listed and the API server has answered.
-        // Otherwise the new table would lack the endpoints of a namespace that is not listed yet, and interrupt their
+        // previous container exist. They stay until each namespace with a granted Service is listed or fails, and the API
+        // server has answered. Otherwise the new table would lack the endpoints of a namespace that is not listed yet, and interrupt their
         // connections; or it would be closed (see `can_open`), and interrupt all connections.
         let may_apply = snapshot.is_listed()
             && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.can_open());
         if (may_apply || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
             return Ok(false);
         }
-        self.ensure_device(self.config.mtu.unwrap_or(pod_network.mtu))?;
+        self.ensure_device(self.config.mtu.unwrap_or(pod_network.tunnel_mtu))?;
         troubles.extend(forwarding::ensure(&self.config.interface, &compiled.routes).await);
         if may_apply {
             self.ensure_routes(&compiled).await?;
@@ -141,7 +142,7 @@ impl Gateway {
         troubles.extend(snapshot.errors().map(|error| Trouble::harmless("objects", error)));
         troubles.extend(self.gate.warning());
         troubles.extend(self.conntrack_warning(compiled.served.len()));
-        self.report(&compiled);
+        self.export_state(&compiled);
         // Before the objects are applied, the status that the previous container published is still correct.
         if may_apply {
             self.publish(snapshot, &compiled, &pod_network, troubles);
@@ -184,7 +185,7 @@ impl Gateway {
         let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
         Ok(PodNetwork {
             // Leaves room for the outer headers over IPv6, which are the larger ones.
-            mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
+            tunnel_mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
             addresses: underlay.addresses.into_keys().chain(own).collect(),
         })
     }
@@ -293,10 +294,10 @@ impl Gateway {
             mesh: compiled.routes.clone(),
             ..Plan::default()
         });
-        let pass = route::converge(&mut self.tunnel.routing, &routes).await;
-        let pass = pass.map_err(|error| Trouble::new("routes", error))?;
-        self.report.metrics.count_changes("routes", pass.done.len());
-        match pass.failed.first() {
+        let outcome = route::converge(&mut self.tunnel.routing, &routes).await;
+        let outcome = outcome.map_err(|error| Trouble::new("routes", error))?;
+        self.report.metrics.count_changes("routes", outcome.done.len());
+        match outcome.failed.first() {
             Some(error) => Err(Trouble::new("routes", error)),
             None => Ok(()),
         }
@@ -333,7 +334,7 @@ impl Gateway {
     }
 
     /// Updates metrics and `/debug/state`.
-    fn report(&mut self, compiled: &Compiled) {
+    fn export_state(&mut self, compiled: &Compiled) {
         let refused = compiled.refused.iter();
         let refused = refused.map(|refused| (refused.reason.as_str().to_owned(), refused.to_string()));
         self.report.set_left_out(refused);

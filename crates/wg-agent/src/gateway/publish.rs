@@ -32,9 +32,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The limit of entries in `status.refused`.
 const MAX_REFUSED: usize = 20;
-/// The limit of characters in the message of an entry in `status.refused`.
+/// The limit of characters in the message of an entry in `status.refused`; `status.message` may have four times as many.
 const MAX_MESSAGE: usize = 1000;
-/// The CRD's limit of `status.applied`.
+/// The CRD's limit of entries in `status.applied`.
 const MAX_APPLIED: usize = 1024;
 
 /// The parts of the status that do not depend on objects.
@@ -82,13 +82,13 @@ impl Identity<'_> {
 /// nodes of a sandbox nor many wrong grants of one sandbox displace the grants of other sandboxes.
 fn round_robin(refused: &BTreeSet<Refused>) -> Vec<&Refused> {
     let mut seen: BTreeMap<(bool, &str), usize> = BTreeMap::new();
-    let group = |refused: &Refused| refused.grant.is_none();
+    let has_no_grant = |refused: &Refused| refused.grant.is_none();
     let mut out: Vec<_> = refused
         .iter()
         .map(|one| {
-            let count = seen.entry((group(one), &one.access)).or_default();
+            let count = seen.entry((has_no_grant(one), &one.access)).or_default();
             *count += 1;
-            ((group(one), *count), one)
+            ((has_no_grant(one), *count), one)
         })
         .collect();
     out.sort();

@@ -25,8 +25,7 @@ pub(super) struct GatewaySnapshot {
     accesses: WatchedKind<ParsedAccess>,
     own: WatchedKind<ParsedGateway>,
     namespaces: BTreeMap<String, Namespace>,
-    /// Since when the API server has answered every request of [`probe_api_server`]; `None` = it did not answer the last
-    /// request.
+    /// Since when every request of [`probe_api_server`] has succeeded; `None` = the last one failed, or none was sent yet.
     answers_since: Option<Instant>,
     /// Errors of watches, by [`watches::SnapshotSink::kind`].
     errors: BTreeMap<String, String>,
@@ -201,7 +200,7 @@ pub(super) struct Store {
     timeout: Duration,
 }
 
-/// The namespaces to watch.
+/// The namespaces with a granted Service.
 pub(super) type GrantedNamespaces = watch::Receiver<BTreeSet<String>>;
 
 impl Store {
@@ -236,7 +235,7 @@ impl Store {
         self.snapshot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `change` with the snapshot. If `change` returns true, the snapshot has changed: updates the wanted namespaces and
+    /// Calls `change` with the snapshot. If `change` returns true, the snapshot has changed: updates the granted namespaces and
     /// wakes [`Self::changed`].
     fn change(&self, change: impl FnOnce(&mut GatewaySnapshot) -> bool) {
         let mut snapshot = self.lock();

@@ -1,6 +1,7 @@
-//! Applies the gateway's firewall table. Writes only what differs from the last written table, or the whole table after
-//! an external change, and then deletes conntrack entries that do not belong to a grant. [`Table::step`] limits the size
-//! of a transaction, because `nft` runs within the memory limit of this container.
+//! Applies the gateway's firewall table. Writes only what differs from the last written table, or the whole table at
+//! the start, after an external change or a failed write, or if its parameters change. Then deletes conntrack entries
+//! that do not belong to a grant. [`Table::step`] limits the size of a transaction, because `nft` runs within
+//! the memory limit of this container.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -26,8 +27,8 @@ pub(super) struct TableManager {
 #[derive(Debug)]
 struct Written {
     table: Table,
-    /// The generation after the transaction; `None` = another program changed nftables, so the next write replaces the
-    /// table.
+    /// The generation after the transaction; `None` = another program changed nftables, or the generation cannot be read, so
+    /// the next write replaces the table.
     generation: Option<Generation>,
     /// The table is being replaced in several steps and does not have all grants yet, so it is closed.
     is_partial: bool,
@@ -60,7 +61,7 @@ impl TableManager {
     }
 
     /// Whether no other program has changed nftables since the last write. Also true before the first write and after a
-    /// failed one.
+    /// failed one. Otherwise false if the generation cannot be read.
     pub(super) fn is_current(&self) -> bool {
         let now = generation::current().ok();
         self.written

@@ -1,7 +1,7 @@
 //! Chooses this node's WireGuard address from the claims of all Nodes of its cluster.
 //!
-//! Nodes choose without a coordinator. A node keeps its published address across restarts and when other nodes join. If
-//! two nodes choose the same address at the same time, both see the other's claim, and the later one by
+//! Nodes choose without a coordinator. A node keeps its published address across restarts and when other nodes join, while the range
+//! contains it. If two nodes choose the same address at the same time, both see the other's claim, and the later one by
 //! (creationTimestamp, name) chooses another address.
 
 use std::{
@@ -100,10 +100,10 @@ impl Range {
     }
 }
 
-/// Chooses the address of this node. `others` are the claims of all Nodes; a claim with this node's own name is ignored.
-pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAddr, RangeError> {
+/// Chooses the address of this node. `claims` are those of all Nodes; a claim with this node's own name is ignored.
+pub fn choose(range: Range, me: &OwnClaim<'_>, claims: &[Claim]) -> Result<IpAddr, RangeError> {
     let others = || {
-        others
+        claims
             .iter()
             .filter(|claim| claim.node != me.node && range.is_usable(claim.address))
     };

@@ -3,9 +3,9 @@
 //! A device has one private key, and its peers learn a new public key at different times, each from its own API server.
 //! So the new key is published first, while the device keeps the old one, with which all sessions continue. A peer that
 //! learns the new key drops its session and sends an initiation for the new key. At the first such initiation the
-//! device switches, and starts a handshake with every peer. Traffic with a peer is interrupted from the time when
-//! that peer changes the key until the next handshake. As long as no peer learns the new key, for example because the
-//! controller is down, nothing is interrupted.
+//! device switches, and starts a handshake with every peer that has an endpoint. Traffic with a peer is interrupted from the
+//! time when the peer or the device switches, whichever is first, until both have switched and completed a handshake. As long
+//! as no peer learns the new key, for example because the controller is down, nothing is interrupted.
 //!
 //! ```text
 //! rotate-key     published       first initiation for the new key      every peer knows the new key
@@ -13,7 +13,8 @@
 //!     device: old key, all sessions continue  | new key: a handshake with each peer that knows it
 //! ```
 //! A node behind NAT receives no initiations. It switches when no peer has answered a due rekey, which takes two to three
-//! minutes.
+//! minutes. A node that cannot detect initiations switches as soon as the new key is published,
+//! which interrupts its traffic with every peer that does not know the new key yet.
 
 use std::{fmt, path::Path, time::Duration};
 

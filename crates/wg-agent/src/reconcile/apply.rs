@@ -28,22 +28,22 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// trouble for each failed change. An error means that nothing was changed.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;
-        let pass = match self.device.open {
+        let outcome = match self.device.open {
             Some(_) => route::converge(routing, &compiled.routes).await,
             None => route::converge_without_device(routing, &compiled.routes).await,
         };
-        let pass = pass.map_err(|e| Trouble::new("routes", e))?;
-        for change in &pass.done {
+        let outcome = outcome.map_err(|e| Trouble::new("routes", e))?;
+        for change in &outcome.done {
             tracing::info!("{change}");
         }
-        let is_complete = pass.failed.is_empty() && self.device.open.is_some();
+        let is_complete = outcome.failed.is_empty() && self.device.open.is_some();
         let repaired = self
             .last_applied
-            .count_route_repairs(&compiled.routes, &pass.done, is_complete);
+            .count_route_repairs(&compiled.routes, &outcome.done, is_complete);
         let metrics = &self.deps.report.metrics;
-        metrics.count_changes("routes", pass.done.len());
+        metrics.count_changes("routes", outcome.done.len());
         metrics.count_repairs("routes", repaired);
-        if pass
+        if outcome
             .failed
             .iter()
             .any(|error| matches!(error, route::Error::NoDevice(_)))
@@ -51,6 +51,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             // The interface was deleted: the next pass creates it again.
             self.device.open = None;
         }
-        Ok(pass.failed.iter().map(|error| Trouble::new("routes", error)).collect())
+        Ok(outcome
+            .failed
+            .iter()
+            .map(|error| Trouble::new("routes", error))
+            .collect())
     }
 }

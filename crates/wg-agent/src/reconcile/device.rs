@@ -89,7 +89,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.tracker.reset();
         self.last_applied.forget_device();
         let observed = device.observe()?;
-        self.tracker.adopt(&observed.peers);
+        self.tracker.keep_live_endpoints(&observed.peers);
         self.device.open = Some(OpenDevice {
             device,
             mtu,

@@ -131,7 +131,8 @@ fn compiled(applied: &AppliedState) -> Value {
     })
 }
 
-/// Describes the poll. Peers on the device that are not among the compiled peers were added by other programs.
+/// Describes the poll. Peers on the device that are not among the compiled peers were added by other
+/// programs, or could not be removed.
 fn observed(applied: &AppliedState, poll: &PeerPoll) -> Value {
     let unexpected = poll
         .peers

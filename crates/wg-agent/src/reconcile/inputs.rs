@@ -29,7 +29,7 @@ pub(super) struct LocalFacts<'a> {
     pub(super) resolvers: &'a BTreeSet<IpAddr>,
     /// Networks that stay on the underlay (`--bypass-cidr`).
     pub(super) bypass: &'a [IpNet],
-    /// The addresses of the API server in this process's configuration.
+    /// The addresses of the API server in this process's configuration and environment.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
 }
 

@@ -12,7 +12,8 @@ use clustermesh_agent_core::{
 
 use crate::route::sysctl;
 
-/// The state that the last pass applied; `None` = that part was not applied, or not completely.
+/// The state that the last pass applied; `None` = that part was not applied, or not completely. Each `count_*` method also records what
+/// the pass applied.
 #[derive(Debug, Default)]
 pub(super) struct LastApplied {
     firewall: Option<Firewall>,
@@ -58,9 +59,9 @@ impl LastApplied {
     }
 
     /// A pass applied the settings in `wanted`.
-    pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], pass: &sysctl::Outcome) -> usize {
-        let repaired = pass.written.intersection(&self.settings).count();
-        let is_missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
+    pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], outcome: &sysctl::Outcome) -> usize {
+        let repaired = outcome.written.intersection(&self.settings).count();
+        let is_missing = |name: &Name| outcome.missing.iter().any(|missing| missing.sysctl.name == *name);
         let correct = wanted
             .iter()
             .map(|sysctl| &sysctl.name)

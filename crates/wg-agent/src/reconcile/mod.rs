@@ -230,8 +230,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.peer_mtus = sizes.peer_mtus.clone();
         // Firewall and routes are applied even if the device cannot be opened: they keep packets for the mesh from
-        // leaving unencrypted. But a first pass applies nothing while another program may own the tunnel, because this
-        // would interrupt the tunnel of that program.
+        // leaving unencrypted. But as long as no pass has applied anything, nothing is applied while another program may own
+        // the tunnel, because this would interrupt the tunnel of that program.
         let opened = self.ensure_device(sizes.device);
         if self.device.is_occupied && self.applied.is_none() {
             return opened.map(drop);

@@ -1,5 +1,6 @@
 //! Polls the peers between passes: updates their state, tries other endpoints, and updates metrics, the Node's
-//! annotations and `/debug/state`. Writes to the device only to try another endpoint.
+//! annotations and `/debug/state`. Writes to the device only when it tries another endpoint; then it also
+//! repairs external changes of the device.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
 

@@ -1,5 +1,5 @@
 //! Caches the [`Underlay`]: the node's network without the mesh. Reading it dumps the main routing table, so it is read
-//! again only after an event or after 30 seconds.
+//! again only after an event, when the Node's InternalIPs change, or after 30 seconds.
 
 use std::{
     collections::BTreeSet,

@@ -36,9 +36,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             addresses: observed.addresses,
             ..Routes::default()
         };
-        let pass = route::converge(routing, &addresses_only).await;
-        let pass = pass.map_err(|error| trouble(error.to_string()))?;
-        if let Some(error) = pass.failed.first() {
+        let outcome = route::converge(routing, &addresses_only).await;
+        let outcome = outcome.map_err(|error| trouble(error.to_string()))?;
+        if let Some(error) = outcome.failed.first() {
             return Err(trouble(error.to_string()));
         }
         // A kernel device is not closed: kg takes it over and reconfigures it.

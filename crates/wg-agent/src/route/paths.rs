@@ -46,7 +46,7 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, E
     Ok(routes.into_iter().filter_map(mtu).collect())
 }
 
-/// The interface by which this host's own packets to each address in `to` leave, in the caller's network namespace.
+/// The interface by which this node's own, unmarked packets to each address in `to` leave, in the caller's network namespace.
 /// Addresses without a route, or on this node, are left out.
 ///
 /// # Errors

@@ -270,8 +270,9 @@ fn parse_address(message: &AddressMessage) -> Option<IpAddr> {
         })
     };
     let address = find(true).or_else(|| find(false))?;
-    let is_ours = message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address);
-    is_ours.then_some(address)
+    let has_our_form =
+        message.header.scope == AddressScope::Universe && message.header.prefix_len == host_length(address);
+    has_our_form.then_some(address)
 }
 
 /// A message with the key of a route and the agent's protocol number. As a delete request it removes only the agent's

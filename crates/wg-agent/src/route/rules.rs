@@ -38,8 +38,8 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
 /// Decodes a rule; `None` = the rule is ignored. Rules without the agent's protocol number are ignored.
 ///
 /// A rule with another action than a table lookup, or with an attribute that [`rule_message`] never writes, becomes
-/// [`Action::Other`]. To delete it, all rules with the agent's protocol number at its priority are deleted. So it is
-/// ignored at [`RULE_TUNNEL`] and [`RULE_MESH`], the priorities of the rules that the agent writes.
+/// [`Action::Other`]. To delete it, all rules with the agent's protocol number at its priority are deleted. At
+/// [`RULE_TUNNEL`] and [`RULE_MESH`] these would include the rules that the agent needs, so it is ignored there.
 pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,

@@ -13,7 +13,7 @@ use clustermesh_netlink::{Protocol, Socket, link};
 use netlink_packet_core::DefaultNla;
 use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 
-/// A setting that has a wrong value, and may not or could not be written.
+/// A setting that is still wrong: it may not be written, the write failed, or the value of `all` is in force after the write.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
 pub struct Missing {
@@ -21,7 +21,7 @@ pub struct Missing {
     pub sysctl: Sysctl,
     /// A clause about the current value, such as `is 0`.
     pub found: String,
-    /// The error of the write, if one was tried.
+    /// The error of the write, if one was tried and failed.
     pub error: Option<io::Error>,
 }
 

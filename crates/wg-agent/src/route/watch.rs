@@ -1,4 +1,4 @@
-//! Reports that the kernel's routing may have changed externally. Callers find the change by `observe` and `diff`.
+//! Reports that the kernel's routing may have changed. Callers find the change by `observe` and `diff`.
 //!
 //! A BPF filter on the socket drops the routes of other programs in the tables up to 255 (such as main), except default routes. So a
 //! routing daemon with a hundred thousand routes there neither wakes the agent nor fills its receive buffer.
@@ -31,9 +31,9 @@ pub enum RoutingEvent {
     /// Kernel settings of the device or of all interfaces. Of the agent's settings, the kernel reports changes only of
     /// forwarding, rp_filter and ignore_routes_with_linkdown.
     Settings,
-    /// The node's own network: its default routes, its addresses.
+    /// The node's own network: its default routes, and its addresses except those with prefix length 32 or 128.
     Underlay,
-    /// Objects that the agent wrote, or the device. Also used when events were lost.
+    /// Objects that the agent may have written, or the device. Also used when events were lost.
     Ours,
 }
 

@@ -43,15 +43,15 @@ pub(crate) async fn run(
     metrics: Metrics,
     stop: CancellationToken,
 ) {
-    let mut settings: Option<(Instant, Option<DatapathProblem>)> = None;
+    let mut cilium_check: Option<(Instant, Option<DatapathProblem>)> = None;
     loop {
-        settings = match settings {
+        cilium_check = match cilium_check {
             _ if !interface_exists(CILIUM) => None,
             Some((at, found)) if at.elapsed() < SETTINGS_INTERVAL => Some((at, found)),
             Some(_) | None => Some((Instant::now(), check_cilium(&client).await)),
         };
         let found = most_urgent(
-            settings.as_ref().and_then(|(_, found)| found.clone()),
+            cilium_check.as_ref().and_then(|(_, found)| found.clone()),
             interface_exists(KUBE_IPVS),
         );
         metrics.set_bypassed(matches!(

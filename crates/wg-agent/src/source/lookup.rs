@@ -11,7 +11,7 @@ use futures::{StreamExt, stream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// How often a name is resolved.
+/// How often the names are resolved; they are also resolved when the set of names changes.
 const INTERVAL: Duration = Duration::from_secs(30);
 /// Timeout of one lookup.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);

@@ -80,7 +80,8 @@ pub struct ParsedPolicy {
 }
 
 impl ParsedPolicy {
-    /// Parses an object. If that fails, the policy allows nothing and keeps those of its networks that can be read.
+    /// Parses an object. If that fails, the policy allows nothing and keeps those of its networks that can be read: none if the
+    /// object does not match the CRD.
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
@@ -143,19 +144,19 @@ impl ParsedNode {
     /// Parses a Node. `me` is this node's name, `keys` are the annotations that this agent writes.
     #[must_use]
     pub fn new(node: &Node, me: &str, keys: &[&'static str]) -> Self {
-        let seen = convert::node::to_core(node);
+        let observed = convert::node::to_core(node);
         let annotation = |key: &str| node.metadata.annotations.as_ref().and_then(|all| all.get(key)).cloned();
         let own = (node.metadata.name.as_deref() == Some(me)).then(|| OwnNode {
-            external_ips: seen.external_ips.clone(),
-            force_endpoint: seen.force_endpoint.value().cloned(),
+            external_ips: observed.external_ips.clone(),
+            force_endpoint: observed.force_endpoint.value().cloned(),
             kg_seen: annotation(KILO_LAST_SEEN).and_then(|text| text.parse().ok()),
             published: keys.iter().map(|key| (*key, annotation(key))).collect(),
         });
         Self {
-            created: seen.created,
-            wireguard_ip: seen.wireguard_ip.value().map(IpNet::addr),
-            internal_ips: seen.internal_ips,
-            pod_cidrs: seen
+            created: observed.created,
+            wireguard_ip: observed.wireguard_ip.value().map(IpNet::addr),
+            internal_ips: observed.internal_ips,
+            pod_cidrs: observed
                 .pod_cidrs
                 .iter()
                 .filter_map(|claim| claim.value())

@@ -9,7 +9,7 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Identifies a version of a file: device, inode, length, and modification time in seconds and nanoseconds.
+/// Identifies a version of a file: device, inode, length, and modification time in seconds and nanoseconds; `None` = no file.
 type Version = Option<(u64, u64, u64, i64, i64)>;
 
 /// Polls one file.

@@ -148,7 +148,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// An empty store. `saved` are the cached objects of an earlier process, used if the API server does not answer.
+    /// An empty store. `saved` are the cached objects of an earlier process, used by [`Self::use_cache`].
     #[must_use]
     pub fn new(metrics: Metrics, saved: Option<SavedObjects>) -> Self {
         Self {
@@ -172,7 +172,7 @@ impl Store {
         self.lock().clone()
     }
 
-    /// Waits until the snapshot has changed since the last call returned. Only one task may wait.
+    /// Waits until the snapshot has changed, or `wake` was called, since the last call returned. Only one task may wait.
     pub async fn changed(&self) {
         self.notify.notified().await;
     }

@@ -26,7 +26,7 @@ pub struct Underlay {
     pub mtu: u16,
     /// Its addresses with their prefix lengths, link-local ones left out.
     pub addresses: BTreeMap<IpAddr, u8>,
-    /// Next hops in the main table.
+    /// Next hops in the main table, except link-local ones and those through the agent's device.
     pub next_hops: BTreeSet<IpAddr>,
 }
 
@@ -62,7 +62,8 @@ struct Hop {
 }
 
 /// Reads the node's network. Outer packets leave by the interface that has one of the Node's InternalIPs (`internal`), else
-/// by the interface of the best default route (IPv4 before IPv6, then the lowest metric). `device` is the agent's tunnel device.
+/// by the interface of the best default route (IPv4 before IPv6, then the lowest metric). `device` is the agent's tunnel
+/// device; it and `lo` are never chosen.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
     // Opened here, so that it belongs to the network namespace of the caller's thread.
     let socket = Socket::open(Protocol::Route)?;

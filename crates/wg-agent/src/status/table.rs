@@ -7,9 +7,9 @@ use super::view::{DeviceView, NodeView, PeerView, View};
 /// Renders the whole output.
 pub(crate) fn page(view: &View) -> String {
     let mut page = String::new();
-    let facts = facts(view);
-    let width = facts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    for (name, value) in facts {
+    let summary = summary(view);
+    let width = summary.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, value) in summary {
         let _ = writeln!(page, "{name:width$}  {value}");
     }
     if !view.peers.is_empty() {
@@ -41,8 +41,9 @@ fn write_list(page: &mut String, title: &str, lines: impl Iterator<Item = String
     }
 }
 
-fn facts(view: &View) -> Vec<(&'static str, String)> {
-    let mut facts = Vec::new();
+/// The lines above the table of peers: name and value.
+fn summary(view: &View) -> Vec<(&'static str, String)> {
+    let mut summary = Vec::new();
     let Some(NodeView {
         name,
         public_key,
@@ -55,17 +56,17 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             "the agent has not finished its first pass over the node".to_owned(),
         )];
     };
-    // In policy mode the tunnel belongs to kg, so these fields are empty.
+    // In policy mode the tunnel belongs to kg, so WireGuard address, key, device, underlay and peers are empty.
     let address = wireguard_ip.map(|ip| format!(", WireGuard address {ip}"));
-    facts.push(("Node", format!("{name}{}", address.unwrap_or_default())));
+    summary.push(("Node", format!("{name}{}", address.unwrap_or_default())));
     if !public_key.is_empty() {
-        facts.push(("Key", public_key.clone()));
+        summary.push(("Key", public_key.clone()));
     }
     if let Some(agent) = &view.agent {
-        facts.push(("Agent", format!("{}, mode {}", agent.version, agent.mode)));
+        summary.push(("Agent", format!("{}, mode {}", agent.version, agent.mode)));
         if !agent.datapath_bypassed.is_empty() {
             let why = &agent.datapath_bypassed;
-            facts.push((
+            summary.push((
                 "Datapath",
                 format!("bypassed ({why}): PeerPolicies are not enforced here"),
             ));
@@ -73,7 +74,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
     }
     // Empty = not checked yet; "restricted" = an admission policy restricts the agent's account, so there is nothing to report.
     if !matches!(view.admission.as_str(), "" | "restricted") {
-        facts.push(("Admission", view.admission.clone()));
+        summary.push(("Admission", view.admission.clone()));
     }
     if let Some(DeviceView {
         interface,
@@ -84,7 +85,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
         drops,
     }) = &view.device
     {
-        facts.push((
+        summary.push((
             "Device",
             format!("{interface}, {backend} ({why}), MTU {mtu}, UDP port {listen_port}"),
         ));
@@ -94,19 +95,19 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             .map(|(reason, count)| format!("{reason} {count}"))
             .collect();
         if !drops.is_empty() {
-            facts.push(("Dropped", drops.join(", ")));
+            summary.push(("Dropped", drops.join(", ")));
         }
     }
     if underlay.interface.is_empty() {
-        return facts;
+        return summary;
     }
     let addresses: Vec<String> = underlay.addresses.iter().map(ToString::to_string).collect();
-    facts.push((
+    summary.push((
         "Underlay",
         format!("{}, MTU {}, {}", underlay.interface, underlay.mtu, addresses.join(" ")),
     ));
     let count = |state| view.peers.values().filter(|peer| peer.state == state).count();
-    facts.push((
+    summary.push((
         "Peers",
         format!(
             "{} up, {} down, {} unknown",
@@ -115,7 +116,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             count("unknown")
         ),
     ));
-    facts
+    summary
 }
 
 /// Renders the peers, sorted by mesh and cluster; in each cluster, peers that are down come first.

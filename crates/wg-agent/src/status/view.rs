@@ -10,7 +10,7 @@ use clustermesh_api::annotations::Agent;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// The parts of the agent's state that `wg-agent status` shows. `None` = not known yet.
+/// The parts of the agent's state that `wg-agent status` shows. `None` = not known yet; in policy mode `device` stays `None`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
@@ -23,7 +23,8 @@ pub(crate) struct View {
     /// Objects and networks that are left out, and why.
     pub(crate) refused: Vec<String>,
     pub(crate) troubles: Vec<TroubleView>,
-    /// `restricted` = an admission policy restricts the agent's account; else a message that says what is missing.
+    /// `restricted` = an admission policy restricts the agent's account; empty = not checked yet; else a message that says what is
+    /// missing.
     pub(crate) admission: String,
 }
 
@@ -97,7 +98,7 @@ pub(crate) struct TroubleView {
     pub(crate) part: String,
     /// What is wrong and what to do.
     pub(crate) message: String,
-    /// Whether the node serves the mesh nevertheless.
+    /// Whether the agent is ready nevertheless.
     pub(crate) harmless: bool,
 }
 

@@ -213,8 +213,8 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
         (f.hub2_pod, 6443),
         (f.denied, 9090),
     ] {
-        let closed = request(&mesh.member_pod, to, port).unwrap_err();
-        assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
+        let error = request(&mesh.member_pod, to, port).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {error}");
     }
     // A pod behind a Service may listen on a port with the number of an infrastructure port.
     serve(&mesh.hub2_pod, f.hub2_pod, 10250);
@@ -287,8 +287,8 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
     assert_eq!(received(f.hub).as_deref(), Some(f.hub));
     for address in [f.hub_wireguard, f.hub_gateway] {
         for port in [22, 30080] {
-            let closed = request(&mesh.member_pod, address, port).unwrap_err();
-            assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {closed}");
+            let error = request(&mesh.member_pod, address, port).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {error}");
         }
         assert_eq!(received(address), None, "{address}");
         assert!(mesh.member_pod.pings(address), "{address}");

@@ -22,7 +22,7 @@ const SOURCES: u32 = 10_000;
 /// Maximum number of staged packets of a peer (`wg-userspace/src/staged.rs`).
 const STAGED_PACKETS: u64 = 128;
 
-/// Runs each test over IPv4 with one worker thread of the device, and over IPv6 with two.
+/// Runs each test over IPv4 with devices of one worker (a thread for each direction), and over IPv6 with two.
 macro_rules! both {
     ($($name:ident)*) => {
         mod over_ipv4_with_one_worker {
@@ -377,13 +377,13 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     flood(10_000);
     conversation.wait_for_answers();
     let counted = ["interface", "socket_queue"];
-    let (link, before_down) = (&testbed.interface, testbed.dropped(&counted));
-    testbed.victim.ip(&format!("link set {link} down"));
+    let (interface, before_down) = (&testbed.interface, testbed.dropped(&counted));
+    testbed.victim.ip(&format!("link set {interface} down"));
     flood(10_000);
     wait_until("a drop for every packet to the disabled interface", TIMEOUT, || {
         testbed.dropped(&counted) >= before_down + 10_000
     });
-    testbed.victim.ip(&format!("link set {link} up"));
+    testbed.victim.ip(&format!("link set {interface} up"));
     conversation.wait_for_answers();
     let grown = resident_memory().saturating_sub(before);
     println!("{grown} bytes, {:?}", testbed.device.observe().expect("observe").drops);
@@ -398,7 +398,7 @@ fn stalled_underlay_counts_drops_in_bounded_memory(outer: &'static Outer) {
     let testbed = Testbed::new(outer);
     let mut raw_peer = RawPeer::new(&testbed, secret(ATTACKER));
     raw_peer.handshake();
-    // This link is limited to about ten packets a second, and its queue is larger than a socket's send buffer.
+    // The link to the attacker is limited to about ten packets a second, and its queue is larger than a socket's send buffer.
     let tc = |line: &str| testbed.victim.run("tc", &line.split(' ').collect::<Vec<_>>());
     tc("qdisc replace dev eth1 root tbf rate 100kbit burst 3000 limit 64mb");
     let before = resident_memory();

@@ -1,4 +1,4 @@
-//! Tests the data path of a target node with packets that no normal kernel sends, on a node whose administrator has
+//! Tests the data path of a node with packets that no normal kernel sends, on a node whose administrator has
 //! enabled sysctls that make them dangerous. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and tcpdump.
 
 use std::{
@@ -19,7 +19,7 @@ use clustermesh_tests::{
 const PORT: u16 = 5000;
 
 /// The hub node's inputs, with a policy that allows only the node's own address.
-fn target(mesh: &Mesh) -> Inputs {
+fn inputs_with_one_open_address(mesh: &Mesh) -> Inputs {
     let mut inputs = mesh.hub_inputs.clone();
     policy_of(&mut inputs).allow = [V4.hub.parse::<IpAddr>().unwrap().into()].into();
     inputs
@@ -32,7 +32,7 @@ fn target(mesh: &Mesh) -> Inputs {
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
-    apply(&mesh.hub, &target(&mesh));
+    apply(&mesh.hub, &inputs_with_one_open_address(&mesh));
     // Also in the pods: their network namespaces inherit the node's sysctls.
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");

@@ -104,7 +104,8 @@ fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
     mesh
 }
 
-/// Checks the flows. Then removes the agent's rules and checks for one flow that the loaded rules would masquerade it.
+/// Checks the flows. Then removes the agent's rules and checks that one flow no longer keeps its source: the loaded rules
+/// masquerade it, and so it may also fail.
 fn check_flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);

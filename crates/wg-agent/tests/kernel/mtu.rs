@@ -184,11 +184,11 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
         for which in ["all", "default", "eth0"] {
             site.ns.set_sysctl(&format!("net/ipv4/conf/{which}/rp_filter"), "1");
         }
-        let ends: [IpNet; 2] = [V4, V6].map(|f| underlay(other, f).into());
-        site.inputs.peers[0].allowed_ips.extend(ends);
+        let theirs: [IpNet; 2] = [V4, V6].map(|f| underlay(other, f).into());
+        site.inputs.peers[0].allowed_ips.extend(theirs);
         let policy = policy_of(&mut site.inputs);
-        policy.sources.extend(ends);
-        policy.networks.extend(ends);
+        policy.sources.extend(theirs);
+        policy.networks.extend(theirs);
         let own: [IpNet; 2] = [V4, V6].map(|f| underlay(site.number, f).into());
         policy.allow.extend(own);
     }

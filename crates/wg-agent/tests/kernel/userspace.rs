@@ -1,4 +1,4 @@
-//! Tests the userspace device, once with offload and four worker threads, and once without offload and with one. The tests
+//! Tests the userspace device, once with offload and four workers, and once without offload and with one. The tests
 //! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. Tests of both backends are in `contract`.
 
 mod drops;
@@ -48,7 +48,7 @@ macro_rules! tests {
     )* };
 }
 
-/// With the TUN device's offload (several packets in one read) and four worker threads in each direction.
+/// With the TUN device's offload (several packets in one read) and four workers, each a thread for each direction.
 mod offload {
     tests!(super::Options {
         offload: true,
@@ -56,7 +56,7 @@ mod offload {
     });
 }
 
-/// Without offload, and with one worker thread in each direction.
+/// Without offload, and with one worker.
 mod plain {
     tests!(super::Options {
         offload: false,

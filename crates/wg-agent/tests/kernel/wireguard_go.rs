@@ -117,7 +117,7 @@ fn open_device(ns: &NetNs) -> Userspace {
 }
 
 /// A relay in wireguard-go's namespace that makes handshakes cross. It delays the first initiation of each side until
-/// the other side's initiation arrives, or for 30 ms, and then forwards both. It forwards all other packets at once.
+/// the other side's initiation arrives, or for 30 ms, and then forwards it. It forwards all other packets at once.
 struct Relay {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<bool>>,

@@ -24,9 +24,9 @@ fn device_config(site: &Site) -> Vec<String> {
 /// Repairs by kind since `before`.
 fn repairs_since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let now = site.repairs();
-    let more = now.into_iter().map(|(part, count)| {
-        let known = before.get(&part).copied().unwrap_or(0);
-        (part, count - known)
+    let more = now.into_iter().map(|(kind, count)| {
+        let known = before.get(&kind).copied().unwrap_or(0);
+        (kind, count - known)
     });
     more.filter(|(_, count)| *count > 0).collect()
 }
@@ -49,7 +49,7 @@ fn check_repair(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u
     });
     println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
     // The agent updates the metric after the repair.
-    let want: BTreeMap<String, u64> = want.iter().map(|(part, count)| ((*part).to_owned(), *count)).collect();
+    let want: BTreeMap<String, u64> = want.iter().map(|(kind, count)| ((*kind).to_owned(), *count)).collect();
     wait_until(
         &format!("{want:?} to be counted for {damage}, {}", agent.log()),
         TIMEOUT,

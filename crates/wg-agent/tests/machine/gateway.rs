@@ -91,7 +91,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     );
     assert_eq!(testbed.status()["publicKey"], key);
 
-    testbed.grant(&[]);
+    testbed.set_grants(&[]);
     wait_until("the connection to end with its grant", TIMEOUT, || {
         connection.request().is_none()
     });
@@ -213,10 +213,10 @@ impl Testbed {
             );
         }
         let grant = json!({"service": {"namespace": "team", "name": "db"}, "port": "sql", "protocol": "TCP", "gatewayPort": GATEWAY_PORT});
-        self.grant(&[grant]);
+        self.set_grants(&[grant]);
     }
 
-    fn grant(&self, grants: &[Value]) {
+    fn set_grants(&self, grants: &[Value]) {
         let key = self.sandbox.run("wg", &["show", "ks0", "public-key"]);
         let node = json!({"name": "a-1", "publicKey": key.trim(), "wireguardIPs": SANDBOX});
         self.api.put(

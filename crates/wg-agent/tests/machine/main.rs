@@ -1,5 +1,4 @@
-//! Tests the agent with the kernel's WireGuard. All tests run in a virtual machine, so the kernel of this machine does not
-//! matter. Needs root.
+//! Tests the agent with the kernel's WireGuard. All tests run in a virtual machine, so the host's kernel does not matter. Needs root.
 
 mod device;
 mod drift;

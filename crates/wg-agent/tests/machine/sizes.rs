@@ -30,7 +30,8 @@ fn check_sizes(mtu: u16, outer: Family, largest: [u16; 2]) {
             transfer(&from.pod, &to.pod, &SocketAddr::new(at, 9002).to_string(), 1 << 20);
         }
     }
-    // With an underlay MTU of 1280 the device's MTU is also 1280, the least for IPv6, so large outer packets are fragmented.
+    // With an underlay MTU of 1280 the device's MTU is also 1280, the least for IPv6, so outer packets of large IPv6 packets are
+    // fragmented.
     if mtu > 1280 {
         let fragments: u64 = star.sites.iter().map(Site::fragments).sum();
         assert_eq!(fragments, 0, "something was fragmented");
@@ -46,6 +47,7 @@ fn sampled_sizes_pass_or_are_refused_over_ipv4_at_1400() {
 #[test]
 fn sampled_sizes_pass_or_are_refused_over_ipv6_at_1280() {
     run_in_machine!();
-    // The MTU of the IPv4 route fits the underlay. The least MTU for IPv6 does not, so the outer packets are fragmented.
+    // The MTU of the IPv4 route fits the underlay. The least MTU for IPv6 does not: outer packets of large IPv6 packets are
+    // fragmented.
     check_sizes(1280, Family::V6, [1200, 1280]);
 }

@@ -11,7 +11,7 @@ use super::{
 };
 
 /// Maximum number of packets that are joined into one.
-const MAX_PIECES: usize = 64;
+const MAX_JOINED: usize = 64;
 /// Number of the latest items that are searched for the flow of a packet. A packet whose flow is not among them is not joined.
 const SEARCH_DEPTH: usize = 64;
 /// The end of an item's list of pieces.
@@ -104,15 +104,15 @@ impl Coalescer {
         self.items.push(Item::new(range, parsed, packet));
     }
 
-    /// Calls `each` for every packet in order, with its virtio-net header and its parts, and the number of packets joined in it. The
-    /// coalescer is empty afterwards. `buffer` must be that of [`Self::push`].
+    /// Calls `each` for every resulting packet in order, with its virtio-net header and its parts, and the number of packets joined
+    /// in it. The coalescer is empty afterwards. `buffer` must be that of [`Self::push`].
     ///
     /// # Panics
     /// The buffer is shorter than it was.
     pub fn finish(&mut self, buffer: &mut [u8], mut each: impl FnMut(&[IoSlice<'_>], u16)) {
         for item in &self.items {
             let header = item.write_joined_headers(buffer).encode();
-            let mut parts = [IoSlice::new(&[]); MAX_PIECES + 1];
+            let mut parts = [IoSlice::new(&[]); MAX_JOINED + 1];
             parts[0] = IoSlice::new(&header);
             parts[1] = IoSlice::new(&buffer[item.head.clone()]);
             let (mut used, mut next) = (2, item.first_piece);
@@ -161,7 +161,7 @@ impl Item {
         let payload = packet.len() - parsed.header;
         if parsed.header != own.header
             || payload > self.size
-            || usize::from(self.count) >= MAX_PIECES
+            || usize::from(self.count) >= MAX_JOINED
             || self.length + payload > 65_535
         {
             return false;

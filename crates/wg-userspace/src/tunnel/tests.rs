@@ -199,7 +199,7 @@ fn missing_reply_causes_a_keepalive_then_a_handshake() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(5), now);
     connect(&mut a, &mut b, now);
-    // Data in both directions, then silence.
+    // Packets in both directions between two ticks (the packet of b is lost), then silence.
     b.send(&packet(1), now);
     let there = a.send(&packet(2), now);
     b.receive(&there.datagrams[0], now);

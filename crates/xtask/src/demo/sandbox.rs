@@ -235,7 +235,8 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Scans over the underlay, before the sandbox changes its routes: first without NetworkPolicies, then with those in deploy/.
+    /// Scans before the sandbox changes its routes: only the gateways are reached through the tunnel. First without NetworkPolicies,
+    /// then with those in deploy/.
     async fn scan_underlay(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open at any of them, with unchanged routes",

@@ -34,7 +34,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
 
 const BORINGTUN: &str = "boringtun is pinned and uses older RustCrypto crates";
 
-/// Every older version of a crate without a reason in the list, and every reason in the list without an older version.
+/// Every crate with more than one version for which no reason is listed, and every listed series that is not one of several versions.
 pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for package in packages {
@@ -60,12 +60,12 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     }
     for (name, old, _) in REASONS {
         let existing = versions.get(name);
-        let is_older = |series: &str| {
+        let is_one_of_several = |series: &str| {
             existing.is_some_and(|existing| {
                 existing.len() > 1 && existing.iter().any(|version| is_in_series(version, series))
             })
         };
-        let stale = old.iter().filter(|series| !is_older(series));
+        let stale = old.iter().filter(|series| !is_one_of_several(series));
         wrong.extend(stale.map(|series| format!("{name} {series}: is not an older version: remove its reason")));
     }
     wrong

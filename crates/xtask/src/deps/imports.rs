@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Dependency, Metadata};
 
-/// Each crate, and the crates of this workspace that it may import.
+/// Each crate, and the crates of this workspace that it may import. Its tests may import others, unless it is in [`STANDALONE`].
 const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-core", &[]),
     ("clustermesh-api", &["clustermesh-core"]),
@@ -80,7 +80,7 @@ const PURE: &[(&str, &[&str])] = &[
 /// Crates that can be used without this project: their tests and examples must not import crates of this workspace, either.
 const STANDALONE: &[&str] = &["wg-userspace"];
 
-/// Every import that is not allowed.
+/// Every import that is not allowed, and every crate of the workspace that is not in [`ALLOWED`].
 pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
     let ours: BTreeSet<&str> = metadata.ours().map(|package| &*package.name).collect();
     let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();

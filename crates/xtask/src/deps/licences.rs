@@ -97,7 +97,7 @@ fn parse_and(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option
     Some(allowed)
 }
 
-/// A licence with its exception, or an expression in parentheses.
+/// A licence, with the exception that SPDX joins to it by `WITH`, or an expression in parentheses.
 fn parse_licence(words: &mut Words<'_>, is_allowed: &dyn Fn(&str) -> bool) -> Option<bool> {
     let word = words.next()?;
     if word == "(" {

@@ -72,7 +72,8 @@ fn without_here_documents(script: &str) -> String {
     kept
 }
 
-/// Removes the words before the program's name: keywords, variable assignments and `sudo`.
+/// Removes the words before the program's name: keywords, variable assignments and `sudo`. `for c in x`
+/// has no program and stays.
 fn drop_keywords(command: &mut Vec<String>) {
     let is_variable = |word: &str| {
         word.split_once('=').is_some_and(|(name, _)| {

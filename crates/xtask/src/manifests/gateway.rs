@@ -8,7 +8,7 @@ use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_a
 pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 
 const NAME: &str = "clustermesh-gateway";
-/// The namespace of the gateways. It contains nothing else, because it admits privileged pods: the gateways' init container is one.
+/// The namespace of the gateways. It contains nothing else, because it admits privileged pods, for the gateways' init container.
 const NAMESPACE: &str = "clustermesh-gateway";
 /// The tunnel's UDP ports, in the pod and on its node.
 const PORT: u16 = 51820;
@@ -20,7 +20,7 @@ pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
     (account(), vec![service(), budget(), network_policy(), stateful_set()])
 }
 
-fn gateways() -> Vec<String> {
+fn gateway_names() -> Vec<String> {
     (0..REPLICAS).map(|ordinal| format!("{NAME}-{ordinal}")).collect()
 }
 
@@ -28,7 +28,7 @@ fn account() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
         // The names of the gateways in this file. A user who adds a replica adds its name here, and creates its SandboxGateway.
-        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
+        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateway_names(), "verbs": ["patch"]},
     ]);
     let mut out = vec![
         namespace(NAMESPACE, "privileged"),
@@ -59,7 +59,7 @@ fn account() -> Vec<Value> {
         role("Role", NAME, Some(NAMESPACE), &rules),
         binding("RoleBinding", NAME, Some(NAMESPACE), ("Role", NAME), (NAME, NAMESPACE)),
     ];
-    out.extend(gateways().into_iter().map(|name| {
+    out.extend(gateway_names().into_iter().map(|name| {
         json!({
             "apiVersion": "kilo.squat.ai/v1alpha1",
             "kind": "SandboxGateway",

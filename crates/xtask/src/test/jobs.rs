@@ -49,9 +49,9 @@ pub(super) struct JobResult {
     pub(super) time: Duration,
 }
 
-/// Divides all programs into jobs. The jobs of the programs in [`LONGEST`] come first. A program of integration tests has a job for each
-/// top-level module, unless it is one of [`UNDIVIDED`].
-pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Result<Vec<Job>> {
+/// Divides all programs into jobs. The jobs of the programs in [`LONGEST`] come first; otherwise jobs with more
+/// tests do. A program of integration tests has a job for each top-level module, unless it is one of [`UNDIVIDED`].
+pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
         if !program.is_integration || UNDIVIDED.contains(&&*program.name) {
@@ -62,7 +62,7 @@ pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Res
             });
             continue;
         }
-        for (module, tests) in modules(&program.list(own_programs)?) {
+        for (module, tests) in modules(&program.list(bin_directory)?) {
             jobs.push(Job {
                 name: format!("{} {module}", program.name),
                 program: program.clone(),
@@ -75,7 +75,7 @@ pub(super) fn divide(programs: Vec<Program>, own_programs: &Path) -> anyhow::Res
     Ok(jobs)
 }
 
-/// The tests of each top-level module, from the output of `--list --format terse`. A test outside a module is a module of its own.
+/// The tests of each top-level module, from the output of `--list --format terse`. A test outside a module counts as a module.
 fn modules(list: &str) -> BTreeMap<String, Vec<String>> {
     let mut modules: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for test in list.lines().filter_map(|line| line.strip_suffix(": test")) {
@@ -85,17 +85,17 @@ fn modules(list: &str) -> BTreeMap<String, Vec<String>> {
     modules
 }
 
-/// Runs the jobs in their order, `workers` at a time.
-pub(super) fn run(jobs: Vec<Job>, workers: usize, own_programs: &Path) -> anyhow::Result<Vec<JobResult>> {
+/// Runs the jobs in their order, `parallel` at a time.
+pub(super) fn run(jobs: Vec<Job>, parallel: usize, bin_directory: &Path) -> anyhow::Result<Vec<JobResult>> {
     let queue = Mutex::new(VecDeque::from(jobs));
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
     let work = || {
         std::iter::from_fn(next)
-            .map(|job| job.run(own_programs))
+            .map(|job| job.run(bin_directory))
             .collect::<anyhow::Result<Vec<_>>>()
     };
     let results = thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> = (0..parallel).map(|_| scope.spawn(work)).collect();
         let results = threads.into_iter().map(|thread| {
             let result = thread.join();
             result.unwrap_or_else(|_| bail!("a thread of the tests panicked"))
@@ -106,18 +106,18 @@ pub(super) fn run(jobs: Vec<Job>, workers: usize, own_programs: &Path) -> anyhow
 }
 
 impl Program {
-    fn command(&self, own_programs: &Path) -> Command {
+    fn command(&self, bin_directory: &Path) -> Command {
         let mut command = Command::new(&self.path);
         command
             .current_dir(&self.directory)
             .env("CARGO", env!("CARGO"))
             .env("CARGO_MANIFEST_DIR", &self.directory)
-            .env("CLUSTERMESH_BIN_DIR", own_programs);
+            .env("CLUSTERMESH_BIN_DIR", bin_directory);
         command
     }
 
-    fn list(&self, own_programs: &Path) -> anyhow::Result<String> {
-        let mut command = self.command(own_programs);
+    fn list(&self, bin_directory: &Path) -> anyhow::Result<String> {
+        let mut command = self.command(bin_directory);
         command.args(["--list", "--format", "terse"]).stderr(Stdio::inherit());
         let output = command
             .output()
@@ -131,12 +131,12 @@ impl Program {
 
 impl Job {
     /// Runs the job as cargo would. Prints the output only after the process has exited, because several jobs run at once.
-    fn run(&self, own_programs: &Path) -> anyhow::Result<JobResult> {
+    fn run(&self, bin_directory: &Path) -> anyhow::Result<JobResult> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name);
         let mut output = tempfile::tempfile().context("a file")?;
         let again = || output.try_clone().context("a file");
-        let mut command = self.program.command(own_programs);
+        let mut command = self.program.command(bin_directory);
         // Without `--`, which only cargo needs.
         command.args(&SEQUENTIAL[1..]).stdout(again()?).stderr(again()?);
         if !self.tests.is_empty() {
@@ -194,9 +194,9 @@ mod tests {
             program("silent", "exit 0".to_owned()),
             program("killed", format!("echo '{PASSED}'; kill -9 $$")),
         ];
-        for workers in [1, 3] {
+        for parallel in [1, 3] {
             let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
-            let results = run(jobs, workers, Path::new("/")).expect("they start");
+            let results = run(jobs, parallel, Path::new("/")).expect("they start");
             let counts: Counts = results.iter().map(|result| result.counts).sum();
             assert_eq!(counts.to_string(), "7 passed, 3 failed");
             let failed = results.into_iter().filter(|result| !result.counts.is_success());

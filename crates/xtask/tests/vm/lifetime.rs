@@ -36,7 +36,7 @@ fn emulator(owner: u32) -> Option<(u32, PathBuf)> {
         let line = String::from_utf8_lossy(&line).into_owned();
         let share = line.split('\0').find(|word| word.contains("mount_tag=run"))?;
         let path = share.split(',').find_map(|part| part.strip_prefix("path="))?;
-        // Before exec, the process is not yet the emulator.
+        // `setpriv`, which then executes QEMU, has the same arguments.
         line.starts_with("qemu").then(|| (pid, path.into()))
     })
 }

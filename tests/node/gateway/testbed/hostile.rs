@@ -11,7 +11,9 @@ use clustermesh_tests::{
     traffic::{Counter, TcpConnection, UDP_PORT},
 };
 
-use super::{DB, GATEWAY, LOG_PORT, OTHER_POD, POD, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr};
+use super::{
+    DB, GATEWAY, GATEWAY_POD, LOG_PORT, OTHER_POD, SQL_PORT, Sandbox, TIMEOUT, Testbed, grant, ip, socket_addr,
+};
 
 /// The IPv6 next header of a fragment header.
 const FRAGMENT_HEADER: u8 = 44;
@@ -22,7 +24,7 @@ const DESTINATION_OPTIONS: u8 = 60;
 // threat: gateway-ungranted
 pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    let db = &testbed.pods[0];
+    let db = &testbed.endpoint_pods[0];
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let forbidden = Counter::new(db, "udp dport 5000 udp length 701-799");
     for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
@@ -91,7 +93,7 @@ impl ForgedEntry {
             masqueraded_port,
         };
         let gateway = (GATEWAY[family], LOG_PORT);
-        let source = Some((POD[family], masqueraded_port));
+        let source = Some((GATEWAY_POD[family], masqueraded_port));
         insert_forged_entry(
             testbed,
             mark,
@@ -114,7 +116,10 @@ impl ForgedEntry {
     /// Counters of the connection's requests at the endpoint, and of its replies at the sandbox.
     pub(crate) fn counters<'a>(&self, testbed: &'a Testbed) -> (Counter<'a>, Counter<'a>) {
         (
-            Counter::new(&testbed.pods[self.pod], &format!("udp sport {}", self.masqueraded_port)),
+            Counter::new(
+                &testbed.endpoint_pods[self.pod],
+                &format!("udp sport {}", self.masqueraded_port),
+            ),
             Counter::new(&testbed.sandboxes[0].ns, &format!("udp dport {}", self.port)),
         )
     }
@@ -128,8 +133,8 @@ impl ForgedEntry {
 
     /// Sends a reply from the endpoint.
     pub(crate) fn send_reply(&self, testbed: &Testbed) {
-        let back = (POD[self.family], self.masqueraded_port);
-        send_from_pod(&testbed.pods[self.pod], self.endpoint(), back);
+        let back = (GATEWAY_POD[self.family], self.masqueraded_port);
+        send_from_pod(&testbed.endpoint_pods[self.pod], self.endpoint(), back);
     }
 }
 
@@ -137,14 +142,14 @@ impl ForgedEntry {
 /// conntrack table.
 // threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
-    let db = &testbed.pods[0];
-    for (from, to) in DB.into_iter().zip(POD) {
+    let db = &testbed.endpoint_pods[0];
+    for (from, to) in DB.into_iter().zip(GATEWAY_POD) {
         assert!(db.pings(to), "{to}");
         assert!(TcpConnection::open(db, socket_addr(to, 9587)).is_some(), "{to}");
         send_from_pod(db, (from, 6001), (to, 51820));
         let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
         let found = testbed
-            .pod
+            .gateway_pod
             .run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
         assert_eq!(found, "", "{from}");
     }
@@ -160,7 +165,7 @@ fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     );
     let port = LOG_PORT.to_string();
     let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
-    let text = testbed.pod.run("conntrack", &list);
+    let text = testbed.gateway_pod.run("conntrack", &list);
     let mut words = text.split_whitespace();
     let mark = words.find_map(|word| word.strip_prefix("mark="));
     mark.expect("a connection with a mark").to_owned()
@@ -183,7 +188,7 @@ fn insert_forged_entry(
     words.extend(["-s", from.0, "--sport", &sport, "-d", to.0, "--dport", &dport]);
     words.extend(["--dst-nat", &destination]);
     words.extend(source.iter().flat_map(|source| ["--src-nat", source]));
-    testbed.pod.run("conntrack", &words);
+    testbed.gateway_pod.run("conntrack", &words);
 }
 
 fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
@@ -196,7 +201,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
 /// Sends a packet, and then a ping. The reply to the ping shows that the gateway has processed the packet.
 fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
-    let gateway = POD[usize::from(ip(from.0).is_ipv6())];
+    let gateway = GATEWAY_POD[usize::from(ip(from.0).is_ipv6())];
     assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
 }
 
@@ -232,8 +237,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches a reply by grant and endpoint, not by sandbox. So the mark of the other sandbox's grant does not
-            // make it drop a reply.
+            // The table matches a reply by grant and endpoint, not by sandbox. So it lets replies of an endpoint of the other
+            // sandbox's grant pass.
             if *mark == own {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");
@@ -248,17 +253,17 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
 /// without masquerading, so that the pod replies to the sandbox's own address.
 // threat: gateway-inbound
 fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
-    let [db, other] = &testbed.pods;
+    let [db, other] = &testbed.endpoint_pods;
     let a = &testbed.sandboxes[0];
-    let (endpoint, sandbox, pod) = ((DB[family], UDP_PORT), a.addresses[family], POD[family]);
-    insert_forged_entry(testbed, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
+    let (endpoint, sandbox, gateway_pod) = ((DB[family], UDP_PORT), a.addresses[family], GATEWAY_POD[family]);
+    insert_forged_entry(testbed, mark, endpoint, (gateway_pod, 50010), (sandbox, 7010), None);
     let received = Counter::new(&a.ns, "udp dport 7010");
-    send_from_pod(db, endpoint, (pod, 50010));
+    send_from_pod(db, endpoint, (gateway_pod, 50010));
     assert_eq!(received.packets(), 0, "family {family}: a sandbox receives a packet");
     let client = (OTHER_POD[family], 40000);
-    insert_forged_entry(testbed, mark, client, (pod, 50011), endpoint, None);
+    insert_forged_entry(testbed, mark, client, (gateway_pod, 50011), endpoint, None);
     let received = Counter::new(db, "udp sport 40000");
-    send_from_pod(other, client, (pod, 50011));
+    send_from_pod(other, client, (gateway_pod, 50011));
     assert_eq!(received.packets(), 0, "family {family}: a pod receives a packet");
     insert_forged_entry(
         testbed,

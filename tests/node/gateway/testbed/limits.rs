@@ -51,7 +51,9 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
                 .apply_access(&format!("m--c{number}"), access_of_sandbox(number, count))
                 .await;
         }
-        let table = testbed.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
+        let table = testbed
+            .gateway_pod
+            .run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
         let elements = table.matches(" . tcp . ").count();
         // The set also has the few grants of the testbed's own sandboxes.
         assert!(
@@ -77,7 +79,7 @@ pub(crate) async fn new_connections_per_second_are_limited(testbed: &Testbed) {
         grant("db", "mute", "UDP", LOG_PORT),
     ];
     testbed.apply_access("m--a", a.access(&grants)).await;
-    let got = Counter::new(&testbed.pods[0], &format!("udp dport {MUTE_PORT}"));
+    let got = Counter::new(&testbed.endpoint_pods[0], &format!("udp dport {MUTE_PORT}"));
     let flow = UdpFlow::open(&a.ns, socket_addr(GATEWAY[0], LOG_PORT));
     wait_until("the pod to get a datagram", TIMEOUT, async || {
         flow.send();
@@ -177,7 +179,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         connections.len()
     );
     // The limit of the endpoint alone would admit more connections.
-    let got = Counter::new(&testbed.pods[0], "udp dport 5000");
+    let got = Counter::new(&testbed.endpoint_pods[0], "udp dport 5000");
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
     for port in 31000..31000 + ENDPOINT_CONNECTIONS as u16 {
@@ -196,7 +198,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     b.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "other").await;
     drop(connections);
     testbed
-        .pod
+        .gateway_pod
         .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }
@@ -234,7 +236,9 @@ pub(crate) async fn flood_of_one_sandbox_spares_connections_of_another(testbed: 
     assert!(rate > 0.0, "the flood has ended");
     drop(flood);
     assert!(testbed.dropped("enter", "too many new connections") > 0);
-    testbed.pod.run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
+    testbed
+        .gateway_pod
+        .run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
 }
 
 fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop: &AtomicBool) {
@@ -254,7 +258,7 @@ fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop:
     }
 }
 
-/// Opens connections one after the other, which must all be answered. Returns how long they took.
+/// Opens connections one after the other, which must all be answered. Returns the median and the longest time, as text.
 fn time_connections(from: &Sandbox, to: SocketAddr) -> String {
     let mut times: Vec<_> = (0..SAMPLES)
         .map(|number| {

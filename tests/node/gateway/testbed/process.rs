@@ -16,7 +16,7 @@ use clustermesh_tests::{
     traffic::packets,
 };
 
-use super::{NAME, NAMESPACE, NODE, POD, TIMEOUT, Testbed};
+use super::{GATEWAY_POD, NAME, NAMESPACE, NODE, TIMEOUT, Testbed};
 
 impl Testbed {
     /// Starts the gateway with additional arguments.
@@ -49,7 +49,7 @@ impl Testbed {
             ("POD_NAME", NAME.to_owned()),
             ("POD_NAMESPACE", NAMESPACE.to_owned()),
             ("POD_UID", self.pod_uid.clone()),
-            ("POD_IPS", POD.join(",")),
+            ("POD_IPS", GATEWAY_POD.join(",")),
             ("NODE_IPS", NODE.to_owned()),
         ];
         command.envs(variables);
@@ -58,13 +58,13 @@ impl Testbed {
             .stderr(file.try_clone().expect("a log"))
             .stdout(file);
         Gateway {
-            running: self.pod.spawn_command(&mut command),
+            running: self.gateway_pod.spawn_command(&mut command),
             log,
         }
     }
 
-    /// Returns a PATH with a wrapper around nft. The wrapper delays the first write of the table, as on a loaded node,
-    /// and limits nft to 100 MB, half of the memory that the container (256 MiB) leaves for it.
+    /// Returns a PATH with a wrapper around nft. The wrapper delays each write while there is no table, as on a loaded
+    /// node, and limits nft to 100 MB, half of the memory that the container (256 MiB) leaves for it.
     fn path_with_nft_wrapper(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(
@@ -80,7 +80,9 @@ impl Testbed {
 
     /// Packets that a rule of the gateway's table has dropped; `comment` is the start of its comment.
     pub(crate) fn dropped(&self, chain: &str, comment: &str) -> u64 {
-        let text = self.pod.run("nft", &["list", "chain", "inet", NFT_TABLE, chain]);
+        let text = self
+            .gateway_pod
+            .run("nft", &["list", "chain", "inet", NFT_TABLE, chain]);
         let comment = format!("comment \"{comment}");
         let rule = text.lines().find(|rule| rule.contains(&comment));
         let rule = rule.unwrap_or_else(|| panic!("no rule with {comment}: {text}"));
@@ -99,7 +101,7 @@ impl Testbed {
     /// The status code and text of `/readyz`.
     pub(crate) fn readyz(&self) -> (String, String) {
         let args = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
-        let output = self.pod.output("curl", &args);
+        let output = self.gateway_pod.output("curl", &args);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let (text, code) = text.rsplit_once('\n').unwrap_or(("", ""));
         (code.to_owned(), text.to_owned())

@@ -34,10 +34,10 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
         // A member may only ping this address.
         let node = ip(NODE_ON_POD_LINKS[family]);
         packets.push(FloodPacket::Repeated(node, vec![udp(from, node, (port(), UDP_PORT))]));
-        for (to, number) in closed_sockets(family, wireguard) {
+        for (to, number) in forbidden_sockets(family, wireguard) {
             packets.push(FloodPacket::Repeated(to, vec![syn(from, to, (port(), number))]));
         }
-        for to in closed_addresses(family) {
+        for to in forbidden_addresses(family) {
             packets.push(FloodPacket::Repeated(to, vec![udp(from, to, (port(), UDP_PORT))]));
             // IPv4 and IPv6 encapsulation, and GRE.
             for protocol in [4, 41, 47] {
@@ -62,7 +62,7 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
 }
 
 /// Addresses that are not pods of the target: surrounding machines, members, multicast and unrelated addresses.
-fn closed_addresses(family: usize) -> Vec<IpAddr> {
+fn forbidden_addresses(family: usize) -> Vec<IpAddr> {
     let mut all: Vec<IpAddr> = [NEIGHBOUR, METADATA, CONTAINER, THIRD, UNUSED]
         .map(|pair| ip(pair[family]))
         .into();
@@ -74,9 +74,12 @@ fn closed_addresses(family: usize) -> Vec<IpAddr> {
     all
 }
 
-/// TCP sockets that are closed to the member.
-fn closed_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
-    let mut all: Vec<_> = closed_addresses(family).into_iter().map(|to| (to, TCP_PORT)).collect();
+/// TCP sockets that the member must not reach.
+fn forbidden_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
+    let mut all: Vec<_> = forbidden_addresses(family)
+        .into_iter()
+        .map(|to| (to, TCP_PORT))
+        .collect();
     all.extend([NEIGHBOUR, METADATA].map(|pair| (ip(pair[family]), 80)));
     all.push((ip(EXTERNAL_SERVICE[family]), 80));
     // The node's own addresses.
@@ -138,8 +141,8 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, final_hop), 0, 0, &body(port())),
-                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. The test counts it by its
-                    // source port when it passes the node and arrives at the pod. Any other port would be reported as forbidden.
+                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. Witnesses count it by
+                    // its source port, which must therefore be an allowed one.
                     _ if to == ip(ALLOWED_POD[1]) => v6(
                         from,
                         to,

@@ -1,5 +1,5 @@
-//! Sets up machines around the target node that belong to no mesh: neighbours on a local network, the metadata address
-//! of a cloud, and a container on the bridge of another runtime.
+//! Sets up two machines around the target node that belong to no mesh: a neighbour on a local network, which also has a
+//! cloud's metadata address, and a container on the bridge of another runtime.
 
 use clustermesh_tests::{attacker::echo, netns::NetNs};
 

@@ -80,7 +80,7 @@ fn network_wider_than_a_slash_8_or_7_is_refused() {
 
 #[test]
 fn network_that_overlaps_a_reserved_one_is_refused() {
-    for (network, own) in [
+    for (network, range) in [
         ("100.66.0.0/16", "100.66.255.0/28"),
         ("100.66.255.8/29", "100.66.255.0/28"),
         ("172.30.0.1/32", "172.30.0.1/32"),
@@ -97,7 +97,7 @@ fn network_that_overlaps_a_reserved_one_is_refused() {
     ] {
         let bad = with(|inputs| inputs.accesses[0].networks.push(Ok(net(network))));
         let refused = format!(
-            "SandboxAccess a: spec.networks[2]: NetworkInvalid: {network} overlaps {own}, which this cluster or the gateway \
+            "SandboxAccess a: spec.networks[2]: NetworkInvalid: {network} overlaps {range}, which this cluster or the gateway \
              uses or which is a special-purpose range: give the sandbox another range"
         );
         assert_refused(&bad, &inputs(), &[&refused]);
@@ -143,7 +143,7 @@ fn access_without_a_served_network_is_not_served() {
     let bad = with(|inputs| {
         let mut c = sandbox("c", 3);
         c.networks = vec![Err("wrong".to_owned())];
-        // Not reported: the nodes of a SandboxAccess without a valid network are not parsed.
+        // Not reported: the nodes of a SandboxAccess without a valid network are not looked at.
         c.nodes[0].public_key = Err("invalid".to_owned());
         inputs.accesses.push(c);
     });

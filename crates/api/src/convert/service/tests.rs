@@ -228,7 +228,7 @@ fn mirror_becomes_dual_stack_only_for_a_missing_family() {
         after(service_with("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
-    // The policy counts as both families, because a single-stack cluster never gives this Service a second one.
+    // The policy counts as both families: if the cluster lacks IPv6, another update would not help.
     assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), both);
     assert_eq!(
         after(service_with("IPv4", "RequireDualStack"), V6),

@@ -71,7 +71,7 @@ async fn secret_forbidden_for_a_short_time_keeps_the_client() {
     credentials.changed().await.expect("watched");
     assert!(are_usable(&mut credentials));
 
-    // The open watch ends after 25 s, so the API server refuses for less than `DENIED_AFTER` (60 s).
+    // The open watch ends after 25 s, so it is refused for 35 s, less than `DENIED_AFTER` (60 s).
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
     denied.store(false, Ordering::Relaxed);

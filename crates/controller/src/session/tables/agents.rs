@@ -114,11 +114,11 @@ impl Tables {
     pub(crate) fn unenforced(&self) -> Unenforced {
         let mut unenforced = Unenforced::default();
         self.nodes.read(|rows| {
-            let ready = rows.iter().filter(|(_, row)| {
+            let with_key = rows.iter().filter(|(_, row)| {
                 let node = &row.value.node;
                 node.ready && !node.deleting && node.public_key != Claim::Absent
             });
-            for (name, row) in ready {
+            for (name, row) in with_key {
                 let name = truncate(&name.name, 253);
                 match row.value.node.server {
                     Server::Kilo => drop(unenforced.without_agent.insert(name)),
@@ -148,11 +148,11 @@ impl Tables {
     /// [`Self::links`], nodes that are not Ready or are being deleted are ignored.
     pub(crate) fn enforced_revisions(&self) -> BTreeMap<String, String> {
         self.nodes.read(|rows| {
-            let meshed = rows.iter().filter(|(_, row)| {
+            let with_agent = rows.iter().filter(|(_, row)| {
                 let node = &row.value.node;
                 node.ready && !node.deleting && node.public_key != Claim::Absent && node.server != Server::Kilo
             });
-            meshed
+            with_agent
                 .map(|(name, row)| (truncate(&name.name, 253), row.value.policy_revision.clone()))
                 .collect()
         })

@@ -8,7 +8,7 @@ use crate::feed::{Feed, Resume, WatchedResource, follow};
 
 /// A feed and the resource that it lists and watches.
 pub(in crate::session) struct FeedTask {
-    /// [`OnDemandFeed::id`]; 0 for a feed that every member has.
+    /// [`OnDemandFeed::id`]; unused for a feed that every member has.
     pub(in crate::session) feed_id: u64,
     follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
 }

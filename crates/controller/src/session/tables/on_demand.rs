@@ -1,5 +1,5 @@
-//! Feeds that exist only while a mesh needs them: Services and EndpointSlices of namespaces with granted Services, and Pods of
-//! namespaces with exports.
+//! Feeds that exist only while a mesh needs them: Services and EndpointSlices of namespaces with granted or mirrored Services,
+//! and Pods of namespaces with exports.
 
 use std::{
     collections::BTreeMap,
@@ -41,7 +41,7 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
     /// Returns the objects of the last list, updated by the watch events since then.
     ///
     /// # Errors
-    /// The reason why the feed was not listed yet, or why the account may not read it now.
+    /// The reason why the feed was not listed yet, or why the ServiceAccount may not read it now.
     pub(super) fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
         match self.feed.trust() {
             // Rows that were read before the refusal may be outdated.
@@ -52,7 +52,7 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         }
     }
 
-    /// Whether the feed is current, or why not. A namespace that the account may not read (`Denied`) counts as `Absent`, so that it
+    /// Whether the feed is current, or why not. A namespace that the ServiceAccount may not read (`Denied`) counts as `Absent`, so that it
     /// does not make the whole member stale. [`Self::rows`] then returns an error, so the planner keeps the objects that depend on the
     /// namespace.
     pub(super) fn trust(&self) -> Trust {

@@ -1,4 +1,5 @@
 //! Resolves duplicate claims among the Nodes of one member: the older Node keeps the key or prefix (design rules 3, 4).
+//! Exception: a silent Node loses its WireGuard address to a newer one.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,6 +21,7 @@ pub(super) struct NodeClaims<'a> {
     pub(super) observed: &'a Node,
     pub(super) key: PublicKey,
     pub(super) wireguard_ip: IpAddr,
+    /// podCIDRs of the Node, and of the Nodes that it leads in a Kilo location.
     pub(super) pods: BTreeSet<IpNet>,
     /// InternalIPs of the Node, and of the Nodes that it leads in a Kilo location.
     pub(super) internal: BTreeSet<IpNet>,
@@ -42,7 +44,7 @@ pub(super) struct ClaimIndex<'a> {
     /// The podCIDRs and WireGuard addresses among `prefixes`.
     node_networks: BTreeMap<IpNet, &'a str>,
     /// Messages about prefixes that several Nodes claim.
-    pub(super) shared: BTreeSet<String>,
+    pub(super) duplicate_messages: BTreeSet<String>,
 }
 
 impl<'a> ClaimIndex<'a> {
@@ -116,7 +118,7 @@ impl<'a> ClaimIndex<'a> {
         for net in claims.internal.into_iter().chain(claims.extra) {
             match self.containing(net) {
                 Some((theirs, owner)) => {
-                    self.shared.insert(if theirs == net {
+                    self.duplicate_messages.insert(if theirs == net {
                         format!("{net} of Node {name} also belongs to Node {owner}, which keeps it")
                     } else {
                         format!("{net} of Node {name} lies in {theirs} of Node {owner}, which keeps it")

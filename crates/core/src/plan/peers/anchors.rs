@@ -33,7 +33,7 @@ impl<'a> PeerPlanner<'a, '_> {
         if parts.is_empty() {
             return;
         }
-        let ready_nodes: Vec<&RegisteredNode<'_>> = registry
+        let suitable: Vec<&RegisteredNode<'_>> = registry
             .registered
             .iter()
             .filter(|node| node.observed.ready && !node.observed.deleting)
@@ -44,10 +44,8 @@ impl<'a> PeerPlanner<'a, '_> {
             .collect();
         // A silent node is not eligible, unless all nodes are silent: a WireGuard tunnel keeps working without kg, so the network
         // then stays with its current anchor.
-        let any_active = ready_nodes.iter().any(|node| !node.observed.is_silent());
-        let eligible = ready_nodes
-            .iter()
-            .filter(|node| !any_active || !node.observed.is_silent());
+        let any_active = suitable.iter().any(|node| !node.observed.is_silent());
+        let eligible = suitable.iter().filter(|node| !any_active || !node.observed.is_silent());
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
             if !registry.registered.is_empty() {
@@ -90,8 +88,8 @@ impl<'a> PeerPlanner<'a, '_> {
     /// outer packets into the tunnel, so this is also reported as a fact. wg-agent marks its outer packets, so they are never routed there.
     fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
-        let endpoints = peers.flat_map(|peer| endpoint::peer_endpoints(&peer.spec));
-        let Some(endpoint) = endpoints.filter(|endpoint| part.contains(endpoint)).min() else {
+        let ips = peers.flat_map(|peer| endpoint::peer_endpoint_ips(&peer.spec));
+        let Some(endpoint) = ips.filter(|ip| part.contains(ip)).min() else {
             return false;
         };
         self.facts.insert(Fact::NoAnchor {

@@ -39,7 +39,7 @@ impl<'a> PeerPlanner<'a, '_> {
         let is_left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
-            is_endpoint && nodes::is_routable(&mesh_member.cluster, IpNet::from(*address))
+            is_endpoint && nodes::is_claimable(&mesh_member.cluster, IpNet::from(*address))
         };
         let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
         if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(is_left_out)) {

@@ -311,11 +311,11 @@ fn unlisted_namespaces_cause_no_writes() {
 fn forbidden_namespace_affects_only_its_own_grant() {
     let (mut mesh, mut seen) = mesh_with_namespaced_state();
     let mut other = sandbox::grant(sandbox::postgres(), &[], "other");
-    other.service.namespace = "closed".into();
+    other.service.namespace = "forbidden".into();
     mesh.clusters[1].egress.push(other);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.unlisted.services.insert(
-            "closed".into(),
+            "forbidden".into(),
             "the account may not list and watch services (403)".into(),
         );
     });

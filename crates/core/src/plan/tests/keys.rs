@@ -72,7 +72,7 @@ fn key_of_unobserved_member_of_other_mesh_is_not_reused() {
         [("m--tenant--x".into(), key(33)), ("n--third--t".into(), key(49))]
     );
 
-    // `tenant` is not observed, and `third` copies the key of its node.
+    // `tenant` is not observed, and `third` copies the key of the node of `tenant`.
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &secret("third"), |m| {
@@ -236,7 +236,7 @@ fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
     );
     assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
     // Node `copy` of the target `tenant` has the key of Node `a`. If a Peer in `tenant` had this key, kg would permanently drop
-    // `copy` from its own mesh.
+    // `copy` from the mesh of the nodes of `tenant`.
     assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
     assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
 }

@@ -219,7 +219,7 @@ fn leader_is_chosen_in_the_order_of_kg() {
 fn address_of_silent_node_goes_to_the_active_one() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     write_plan(&mesh, &mut seen);
-    // kg removed k1 from its topology and gave its address to k2.
+    // kg removed k1 from its topology and gave the address of k1 to k2.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().wireguard_ip = m.nodes["k1"].wireguard_ip.clone();
     });

@@ -1,4 +1,4 @@
-//! Tests that addresses of Nodes inside networks of another member are reported.
+//! Tests when addresses of Nodes inside networks of another member are reported.
 
 use super::*;
 

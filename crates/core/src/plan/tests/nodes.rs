@@ -135,7 +135,7 @@ fn location_leader_peer_contains_prefixes_of_followers() {
             m.nodes.insert(format!("k{n}"), kg);
         }
         m.nodes.remove("x");
-        // While the kg of a follower restarts, its annotations are missing for half a second.
+        // While the kg of a follower restarts, the follower's annotations are missing for half a second.
         let restarting = m.nodes.get_mut("k3").unwrap();
         restarting.granularity = None;
         restarting.kilo_internal_ip = None;

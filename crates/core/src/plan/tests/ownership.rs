@@ -187,13 +187,15 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
         for (node, mesh) in peers {
             assert_eq!(owners.insert(node, mesh), None, "a node has more than one Peer");
         }
-        let carriers = plan
+        let all_peers = plan
             .meshes
             .values()
             .flat_map(|mesh| mesh.targets["tenant"].peers.values());
         let service: IpNet = "10.96.0.0/16".parse().unwrap();
         assert_eq!(
-            carriers.filter(|peer| peer.spec.allowed_ips.contains(&service)).count(),
+            all_peers
+                .filter(|peer| peer.spec.allowed_ips.contains(&service))
+                .count(),
             1,
             "an anchored network has one anchor"
         );

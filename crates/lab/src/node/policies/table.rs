@@ -47,7 +47,7 @@ impl Direction {
     }
 }
 
-/// A running pod that has its own addresses.
+/// A pod that has its own addresses and has not terminated.
 struct AddressedPod<'a> {
     pod: &'a Pod,
     addresses: Vec<IpAddr>,
@@ -124,13 +124,13 @@ impl<'a> ClusterObjects<'a> {
     ) -> Vec<String> {
         let mut out = Vec::new();
         for (peers, ports) in allowed(spec, direction) {
-            for (condition, peer) in self.peers(peers, address, namespace, direction) {
+            for (condition, peer_pod) in self.peers(peers, address, namespace, direction) {
                 if ports.is_empty() {
                     out.push(condition);
                     continue;
                 }
                 let listening = match direction {
-                    Direction::Egress => peer,
+                    Direction::Egress => peer_pod,
                     Direction::Ingress => Some(local.pod),
                 };
                 let ports = ports.iter().filter_map(|port| port_condition(port, listening));

@@ -28,8 +28,8 @@ use sha2::{Digest, Sha256};
 
 /// The maximum size of the peer entries in one message, so that they fit into a page together with the headers.
 const MESSAGE_BYTES: usize = 2_000;
-/// The limit of allowed IPs in one entry; a peer with more has several entries. An IPv6 one takes 40 bytes, so an entry is smaller than
-/// [`MESSAGE_BYTES`].
+/// The limit of allowed IPs in one entry; a peer with more has several entries. An IPv6 allowed IP takes 40 bytes, so an entry
+/// is smaller than [`MESSAGE_BYTES`].
 const ALLOWED_IPS_PER_ENTRY: usize = 40;
 
 /// The live endpoint of each peer, which may differ from the configured one.
@@ -71,7 +71,7 @@ pub(super) fn plan(peers: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) 
     messages(entries)
 }
 
-/// Encodes messages that start a handshake with every peer that has an endpoint.
+/// Encodes messages that start a handshake with every peer that has a configured endpoint.
 pub(super) fn start_handshakes(peers: &Peers) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
     for (key, spec) in peers.iter().filter(|(_, spec)| spec.endpoint.is_some()) {

@@ -61,12 +61,12 @@ impl Kernel {
         match find_link(&links, interface)? {
             Some(link) if !link.is_ours => Err(DeviceError::Exists(interface.to_owned())),
             Some(link) if link.kind == Kind::Wireguard => {
-                Self::with_link(interface, link.index, configuration, links)?.adopt(&link)
+                Self::with_link(interface, link.index, configuration, links)?.take_over(&link)
             }
-            other => {
+            userspace_link => {
                 // On a kernel without WireGuard this fails, and the interface of the userspace backend stays.
                 let made = link::create(&links).map_err(|source| no_wireguard(interface, source))?;
-                if other.is_some() {
+                if userspace_link.is_some() {
                     if let Err(error) = userspace::remove_interface(interface) {
                         let _ = netlink_link::delete(&links, made);
                         return Err(error);
@@ -124,11 +124,11 @@ impl Kernel {
             WireguardAttribute::Fwmark(*fwmark),
         ])
         .map_err(|source| self.error("configure", source))?;
-        let name = vec![
+        let attributes = vec![
             LinkAttribute::Mtu(u32::from(*mtu)),
             LinkAttribute::IfName(self.interface.clone()),
         ];
-        netlink_link::set(&self.links, self.index, name).map_err(|source| match source.errno() {
+        netlink_link::set(&self.links, self.index, attributes).map_err(|source| match source.errno() {
             Some(Errno::EXIST) => DeviceError::Exists(self.interface.clone()),
             _ => self.error("rename", source),
         })?;
@@ -137,7 +137,7 @@ impl Kernel {
     }
 
     /// Takes over an existing device: changes only what differs, so that sessions continue.
-    fn adopt(mut self, link: &Link) -> Result<Self, DeviceError> {
+    fn take_over(mut self, link: &Link) -> Result<Self, DeviceError> {
         let DeviceDump {
             name: _,
             public_key,
@@ -168,7 +168,7 @@ impl Kernel {
         Ok(self)
     }
 
-    fn change(&mut self, wanted: &Configuration, new_key: bool) -> Result<(), DeviceError> {
+    fn change(&mut self, wanted: &Configuration, is_key_new: bool) -> Result<(), DeviceError> {
         // One request for each value, the port first, so that the old configuration stays if the port is in use.
         if wanted.listen_port != self.configuration.listen_port {
             self.set_port(wanted.listen_port)?;
@@ -182,7 +182,7 @@ impl Kernel {
             self.set_mtu(wanted.mtu)?;
             self.configuration.mtu = wanted.mtu;
         }
-        if new_key {
+        if is_key_new {
             self.set_key(&wanted.private_key)?;
             self.configuration.private_key = wanted.private_key.clone();
         }
@@ -209,7 +209,7 @@ impl Kernel {
         netlink_link::set_up(&self.links, self.index).map_err(|source| self.listen_error(port, source))
     }
 
-    /// Sets the private key, which ends all sessions, and starts a handshake with every peer.
+    /// Sets the private key, which ends all sessions, and starts a handshake with every peer that has a configured endpoint.
     fn set_key(&self, key: &StaticSecret) -> Result<(), DeviceError> {
         self.set(vec![WireguardAttribute::PrivateKey(key.to_bytes())])
             .map_err(|source| self.error("set the private key of", source))?;
@@ -284,15 +284,15 @@ impl Device for Kernel {
     }
 
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
-        let new_key = configuration.private_key.as_bytes() != self.configuration.private_key.as_bytes();
-        self.change(configuration, new_key)
+        let is_key_new = configuration.private_key.as_bytes() != self.configuration.private_key.as_bytes();
+        self.change(configuration, is_key_new)
     }
 
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
-        let ends_session =
+        let changes_preshared_key =
             |change: &PeerChange| matches!(change, PeerChange::Update(_, update) if update.preshared_key.is_some());
         // `messages::plan` removes a peer whose preshared key changes, and adds it again with its live endpoint.
-        let live = if changes.iter().any(ends_session) {
+        let live = if changes.iter().any(changes_preshared_key) {
             let peers = self.read()?.peers.into_iter();
             peers
                 .filter_map(|(key, (spec, _))| Some((key, spec.endpoint?)))
@@ -317,12 +317,12 @@ impl Device for Kernel {
         let link =
             link::by_index(&self.links, self.index).map_err(|source| self.error("read the counters of", source))?;
         let wanted = &self.configuration;
-        // With port 0 the kernel chooses the port, so every port is right.
         let altered = [
             (
                 link.as_ref().is_some_and(|link| link.mtu != u32::from(wanted.mtu)),
                 Altered::Mtu,
             ),
+            // With port 0 the kernel chooses the port, so every port is right.
             (![0, listen_port].contains(&wanted.listen_port), Altered::ListenPort),
             (fwmark != wanted.fwmark, Altered::Fwmark),
             (link.as_ref().is_some_and(|link| !link.is_up), Altered::Down),

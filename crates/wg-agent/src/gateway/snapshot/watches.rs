@@ -244,8 +244,8 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
     }
 }
 
-/// Sends a request to the API server at an interval. Grants are renewed only while it answers, because an idle watch does
-/// not show whether the API server is reachable.
+/// Sends a request to the API server at an interval, because an idle watch does not show whether the API server is reachable. Grants are
+/// renewed only while it answers.
 pub(in crate::gateway) async fn probe_api_server(
     client: Client,
     store: Store,

@@ -43,8 +43,8 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert_replies_by_eth0("the tunnel is restored");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
-    // Without the device, only TCP works. A UDP reply from a socket that is not bound to an address fails: its first route lookup is
-    // before netfilter can mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes
+    // Without the device, TCP works, but a UDP reply from a socket that is not bound to an address fails: its first route lookup
+    // is before netfilter can mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes
     // `unreachable`.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),

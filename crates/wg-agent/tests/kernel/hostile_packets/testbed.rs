@@ -70,7 +70,7 @@ pub(crate) struct Outer {
     /// The network of further addresses of the attacker, and a function that returns the n-th of them.
     pub(crate) range: &'static str,
     pub(crate) nth: fn(u32) -> IpAddr,
-    /// Number of worker threads of each device, in each direction.
+    /// Number of workers (a thread for each direction) of each device.
     workers: usize,
 }
 

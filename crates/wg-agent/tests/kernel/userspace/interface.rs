@@ -1,4 +1,5 @@
-//! Tests the TUN interface: the agent uses no interface of another program, and its own remains when the process exits.
+//! Tests the TUN interface: the agent uses no interface of another program, and its own remains when the process exits without
+//! `close`.
 
 use std::time::Duration;
 

@@ -147,8 +147,12 @@ pub(super) fn large_datagrams_arrive_whole_and_in_order_in_both_families(options
             }
             let mut buffer = vec![0; 65_536];
             for datagram in &datagrams {
-                let length = receiver.recv(&mut buffer).expect("a datagram in time");
-                assert!(buffer[..length] == *datagram, "{length} of {} bytes", datagram.len());
+                let received = receiver.recv(&mut buffer).expect("a datagram in time");
+                assert!(
+                    buffer[..received] == *datagram,
+                    "{received} of {} bytes",
+                    datagram.len()
+                );
             }
         }
     }

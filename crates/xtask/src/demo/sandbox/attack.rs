@@ -28,7 +28,7 @@ const KINDS: [(&str, &str); 8] = [
 ];
 
 impl Demo<'_> {
-    /// Scans through one gateway after the other, and revokes the grant while every address is routed through the last gateway.
+    /// Scans through one gateway after the other, and revokes the grant while every scanned address is routed through the last gateway.
     pub(super) async fn attack_through_tunnel(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "root of notebooks attacks: revokes the controller's rights, and routes every address into the tunnel",
@@ -56,14 +56,14 @@ impl Demo<'_> {
                 "$ kubectl --context {SANDBOX} patch peer {peer} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
                 addresses.len()
             );
-            let left = attacker.route_through(peer, &addresses).await?;
-            for ip in &left {
+            let kept_on_underlay = attacker.route_through(peer, &addresses).await?;
+            for ip in &kept_on_underlay {
                 println!(
                     "  The agent of notebooks keeps {ip} on eth0, although a Peer contains it: it is the next hop. It was scanned above."
                 );
             }
             scanned = sockets.clone();
-            scanned.retain(|socket, _| !left.contains(&socket.ip()));
+            scanned.retain(|socket, _| !kept_on_underlay.contains(&socket.ip()));
             let granted = OpenSockets::granted(&scene.grant.through(gateway));
             for from in &scene.clients {
                 // Wait for a session: without a session, WireGuard stages only some of the first packets of a scan and drops the others.
@@ -96,7 +96,7 @@ impl Demo<'_> {
         try_join_all(scans).await
     }
 
-    /// Revokes the grant, and measures how long it remains usable. Every address is routed through `gateway`.
+    /// Revokes the grant, and measures how long it remains usable. The addresses in `scanned` are routed through `gateway`.
     async fn revoke_grant(
         &mut self,
         scene: &Scene<'_>,
@@ -140,13 +140,13 @@ impl Demo<'_> {
     }
 }
 
-fn print_scan_scope(scanned: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
-    let owners: BTreeMap<IpAddr, &String> = scanned.iter().map(|(socket, what)| (socket.ip(), what)).collect();
+fn print_scan_scope(sockets: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
+    let owners: BTreeMap<IpAddr, &String> = sockets.iter().map(|(socket, what)| (socket.ip(), what)).collect();
     let count = |begins: &str| owners.values().filter(|what| what.starts_with(begins)).count();
     let kinds = KINDS.map(|(begins, words)| (count(begins), words));
     let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
     let kinds: Vec<String> = kinds.map(|(count, words)| format!("{count} {words}")).collect();
-    let ports: BTreeSet<u16> = scanned.keys().map(SocketAddr::port).collect();
+    let ports: BTreeSet<u16> = sockets.keys().map(SocketAddr::port).collect();
     let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
     println!(
         "  {} addresses of mgmt and tenant-a: {}",

@@ -65,9 +65,9 @@ fn kinds_of(set: &str) -> Option<(&'static [ValueKind], Option<ValueKind>)> {
     })
 }
 
-/// A command of a script, after the lines of `render::base_table`.
+/// A command of a script, after the lines of `render::base_table`. A line with several elements is one command for each of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Line<'a> {
+enum Command<'a> {
     /// Set or map, key, and the data of a map.
     AddElement(&'a str, &'a str, Option<&'a str>),
     /// Set or map, and key.
@@ -129,7 +129,7 @@ fn is_rate(rate: &str) -> Option<bool> {
     Some(rate.parse::<u32>().is_ok() && burst.parse::<u32>().is_ok())
 }
 
-impl<'a> Line<'a> {
+impl<'a> Command<'a> {
     fn parse(line: &'a str) -> Option<Vec<Self>> {
         let (verb, rest) = line.split_once(" inet clustermesh ")?;
         let one = match verb {
@@ -176,8 +176,8 @@ impl Kernel {
     /// refers to must exist. One that is deleted must exist, and nothing may refer to it.
     pub(super) fn apply(&mut self, script: &str) -> Result<(), String> {
         for line in script.lines() {
-            let parsed = Line::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
-            if !parsed.into_iter().all(|one| self.apply_line(one)) {
+            let parsed = Command::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
+            if !parsed.into_iter().all(|command| self.apply_command(command)) {
                 return Err(format!("refused: {line} of\n{script}"));
             }
         }
@@ -217,9 +217,9 @@ impl Kernel {
         self.elements.values().any(|other| other.as_deref() == Some(data))
     }
 
-    fn apply_line(&mut self, line: Line<'_>) -> bool {
-        match line {
-            Line::AddElement(set, key, data) => {
+    fn apply_command(&mut self, command: Command<'_>) -> bool {
+        match command {
+            Command::AddElement(set, key, data) => {
                 self.is_free(set, key)
                     && self.has_references(set, key, data)
                     && self
@@ -227,7 +227,7 @@ impl Kernel {
                         .insert((set.to_owned(), key.to_owned()), data.map(str::to_owned))
                         .is_none()
             }
-            Line::DeleteElement(set, key) => {
+            Command::DeleteElement(set, key) => {
                 let removed = self.elements.remove(&(set.to_owned(), key.to_owned())).is_some();
                 let used = match set {
                     "open" => self.elements.iter().any(|((set, port), data)| {
@@ -237,19 +237,19 @@ impl Kernel {
                 };
                 removed && !used
             }
-            Line::AddChain(chain) => self.chains.insert(chain.to_owned(), Vec::new()).is_none(),
-            Line::FlushChain(chain) => self.chains.get_mut(chain).map(Vec::clear).is_some(),
-            Line::AddRule(chain, rule) => self
+            Command::AddChain(chain) => self.chains.insert(chain.to_owned(), Vec::new()).is_none(),
+            Command::FlushChain(chain) => self.chains.get_mut(chain).map(Vec::clear).is_some(),
+            Command::AddRule(chain, rule) => self
                 .chains
                 .get_mut(chain)
                 .map(|rules| rules.push(rule.to_owned()))
                 .is_some(),
-            Line::DeleteChain(chain) => {
+            Command::DeleteChain(chain) => {
                 let empty = self.chains.remove(chain).is_some_and(|rules| rules.is_empty());
                 empty && !self.is_referred_to(&format!("goto {chain}"))
             }
-            Line::AddLimit(limit, rate) => self.limits.insert(limit.to_owned(), rate.to_owned()).is_none(),
-            Line::DeleteLimit(limit) => {
+            Command::AddLimit(limit, rate) => self.limits.insert(limit.to_owned(), rate.to_owned()).is_none(),
+            Command::DeleteLimit(limit) => {
                 self.limits.remove(limit).is_some() && !self.is_referred_to(&format!("\"{limit}\""))
             }
         }

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The state of the member `nb` in the local cluster after each write: (its policy exists and is not closed, it has Peers, it has a
-/// SandboxAccess).
+/// The states of the member `nb` in the hub, before the first write and after each write that changes them: (its policy exists and is
+/// not closed, it has Peers, it has a SandboxAccess).
 fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();

@@ -64,7 +64,7 @@ fn pod(namespace: &str, name: &str, labels: serde_json::Value, ip: &str, host: &
 }
 
 fn policy(spec: serde_json::Value) -> serde_json::Value {
-    json!({"metadata": {"namespace": "tenant", "name": "closed"}, "spec": spec})
+    json!({"metadata": {"namespace": "tenant", "name": "first"}, "spec": spec})
 }
 
 fn pods() -> Vec<serde_json::Value> {
@@ -114,8 +114,8 @@ fn only_allowed_traffic_of_selected_pod_passes() {
              "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP"}]},
         ],
     });
-    // A chain's name contains the position of its pod among all running pods with their own address, sorted by namespace and
-    // name: `vm` is number 2.
+    // A chain's name contains the position of its pod among all pods with their own address that have not terminated, sorted by
+    // namespace and name: `vm` is number 2.
     let want = "table inet policies
 delete table inet policies
 table inet policies {
