@@ -136,7 +136,7 @@ pub fn hub_hosts(config: &Config) -> HubHosts {
         let port = std::env::var("KUBERNETES_SERVICE_PORT")
             .ok()
             .and_then(|port| port.parse().ok());
-        (host, port.unwrap_or(443))
+        (kubeconfig::host_of(&host), port.unwrap_or(443))
     });
     HubHosts::new(url.into_iter().chain(pod))
 }

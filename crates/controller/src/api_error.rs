@@ -68,7 +68,7 @@ pub(crate) fn is_answer(error: &Error) -> bool {
 pub(crate) fn is_cluster_wide(error: &Error) -> bool {
     match error {
         Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),
-        Error::SerdeError(_) => false,
+        Error::SerdeError(_) | Error::FromUtf8(_) => false,
         _ => true,
     }
 }

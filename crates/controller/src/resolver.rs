@@ -9,7 +9,7 @@ use std::{
 };
 
 use clustermesh_core::{
-    mesh::{ClusterIdentity, Mesh, Profile},
+    mesh::{Cluster, ClusterIdentity, Mesh, Profile},
     observe::{Endpoint, Observations},
 };
 use futures::{StreamExt, stream::FuturesUnordered};
@@ -66,13 +66,18 @@ impl Resolver {
     }
 }
 
-/// Collects the host names that Nodes of cluster-meshed members publish. A sandbox must not choose which names are looked up.
+/// Collects the host names that Nodes of cluster-meshed members publish. A sandbox must not choose which names are looked up, also if
+/// another mesh has its cluster as cluster-meshed.
 pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMember {
-    let entries = meshes
-        .iter()
-        .flat_map(|mesh| &mesh.clusters)
-        .filter(|c| c.profile == Profile::ClusterMeshed);
-    let identities: BTreeSet<_> = entries.map(|cluster| &cluster.identity).collect();
+    let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
+    let is_meshed_everywhere = |cluster: &&Cluster| {
+        entries()
+            .all(|other| other.profile == Profile::ClusterMeshed || !other.identity.same_cluster(&cluster.identity))
+    };
+    let identities: BTreeSet<_> = entries()
+        .filter(is_meshed_everywhere)
+        .map(|cluster| &cluster.identity)
+        .collect();
     identities
         .into_iter()
         .filter_map(|identity| {

@@ -82,10 +82,9 @@ pub fn run(args: &Prereq) -> Result<()> {
 pub fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
     // gcc needs libc.a and the headers to link runc. No program belongs to their package, so they are checked separately.
+    let mut lacks_libc = !has_static_libc();
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();
-    if !has_static_libc() {
-        packages.push("libc6-dev");
-    }
+    packages.extend(lacks_libc.then_some("libc6-dev"));
     packages.sort_unstable();
     packages.dedup();
     let root = is_root();
@@ -98,7 +97,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
     if !packages.is_empty() && root && !args.no_install && has_apt() {
         install(&packages)?;
         missing = missing_programs(&search_path());
-        packages.clear();
+        lacks_libc = !has_static_libc();
     }
     for program in &missing {
         let Program { name, package, why } = program;
@@ -106,7 +105,7 @@ pub fn ensure(args: &Prereq) -> Result<()> {
             "{name} ({why}): Debian and Ubuntu have it in the package {package}"
         ));
     }
-    if packages.contains(&"libc6-dev") {
+    if lacks_libc {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());

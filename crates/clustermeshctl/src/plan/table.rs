@@ -129,7 +129,7 @@ impl Page {
                 };
                 self.write_blank_line();
                 let text = format!(
-                    "Left out of {entry}, because it is outside allowedNetworks: podCIDR {} of Node {}{more}",
+                    "Left out of {entry}, outside allowedNetworks or in an anchored network: podCIDR {} of Node {}{more}",
                     first.network, first.node
                 );
                 self.write_line(2, 4, &text);

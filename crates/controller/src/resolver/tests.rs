@@ -1,3 +1,5 @@
+use clustermesh_core::observe::{Claim, Member, Node, Observation};
+
 use super::*;
 
 fn address_set(texts: &[&str]) -> BTreeSet<IpAddr> {
@@ -82,4 +84,37 @@ fn queue_alternates_members_and_repeats_names_when_due() {
     assert_eq!((queue.due(), queue.next(now)), (Some(later), None));
     assert_eq!(queue.next(later), Some((member("a"), "1".to_owned())));
     assert_eq!(queue.next(later), None);
+}
+
+#[test]
+fn names_of_cluster_that_some_mesh_has_as_sandbox_are_left_out() {
+    let mesh = |name: &str, profile: &str| {
+        let object = serde_json::json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh", "metadata": {"name": name, "namespace": "ns"},
+            "spec": {"clusters": [
+                {"name": "a", "kubeconfigSecretRef": {"name": "a"}, "isolationProfile": profile, "allowedNetworks": ["10.2.0.0/16"]},
+                {"name": "b", "kubeconfigSecretRef": {"name": "b"}, "allowedNetworks": ["10.3.0.0/16"]},
+            ]},
+        });
+        clustermesh_api::convert::mesh::to_core(&serde_json::from_value(object).unwrap())
+            .unwrap()
+            .0
+    };
+    let meshed = mesh("m", "cluster-meshed");
+    let node = Node {
+        force_endpoint: Claim::Valid(Endpoint::Dns("node.example".into(), 51820)),
+        ..Default::default()
+    };
+    let observed = Member {
+        nodes: [("n".to_owned(), node)].into(),
+        ..Default::default()
+    };
+    let seen = Observations {
+        members: [(meshed.clusters[0].identity.clone(), Observation::Fresh(observed))].into(),
+        hub: "hub".into(),
+        resolved: BTreeMap::new(),
+    };
+    let names = |meshes: &[Mesh]| collect_names(meshes, &seen).into_values().flatten().collect::<Vec<_>>();
+    assert_eq!(names(std::slice::from_ref(&meshed)), ["node.example"]);
+    assert!(names(&[meshed, mesh("n", "sandbox")]).is_empty());
 }

@@ -332,7 +332,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let key = gateway.public_key;
         if let Some(owner) = self.taken_keys.get(&key) {
             let message = format!("key {key} belongs to {owner} there");
-            self.skip(source, name, Reason::PublicKeyDuplicate, &message);
+            self.skip(source, &format!("gateway {name}"), Reason::PublicKeyDuplicate, &message);
             return;
         }
         allowed_ips.retain(|net| !self.taken_prefixes.contains_key(net));

@@ -14,10 +14,10 @@ use netlink_packet_netfilter::{
     conntrack::{ConntrackAttribute, ConntrackMessage, IPTuple, ProtoTuple, Tuple},
 };
 
-/// The limit of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read.
+/// The limit of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read, or there is no limit.
 pub(super) fn capacity() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").ok()?;
-    text.trim().parse().ok()
+    text.trim().parse().ok().filter(|limit| *limit > 0)
 }
 
 /// Deletes every entry that has the mark of a grant and whose pair of grant and endpoint is not in `allowed`. Returns the number of
