@@ -105,11 +105,11 @@ pub fn annotation(bytes: &[u8]) -> bool {
     let found = annotations::discovered(text);
     assert_eq!(annotations::discovered(&annotations::discovered_text(&found)), found);
     accepted |= !found.is_empty();
-    if let Ok(agent) = annotations::Agent::parse(text) {
+    if let Ok(agent) = annotations::AgentStatus::parse(text) {
         accepted = true;
         // The output also contains the defaults of omitted fields, so it may exceed the length limit of 4096 bytes.
         let again = agent.to_string();
-        assert!(again.len() > 4096 || annotations::Agent::parse(&again) == Ok(agent));
+        assert!(again.len() > 4096 || annotations::AgentStatus::parse(&again) == Ok(agent));
     }
     if let Ok(key) = text.parse::<PublicKey>() {
         assert_eq!(key.to_string(), text);
@@ -187,12 +187,12 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
             mtu: 1420,
             underlay: "eth0".parse().expect("a name"),
             underlay_addresses: ["172.29.0.111".parse().expect("an address")].into(),
-            addresses: ["172.29.0.111".parse().expect("an address")].into(),
+            internal_ips: ["172.29.0.111".parse().expect("an address")].into(),
             pod_cidrs: ["10.101.0.0/24".parse().expect("a network")].into(),
         },
         throw: ["172.29.0.1/32".parse().expect("a network")].into(),
         api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
-        nodes: BTreeSet::new(),
+        all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
         peers,
         policies,

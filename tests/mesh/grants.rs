@@ -317,7 +317,7 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
             .await;
         assert_eq!(open, remaining, "from {from}");
     }
-    let end = watch.answers().last().copied().unwrap_or_default();
+    let end = watch.echo_times().last().copied().unwrap_or_default();
     println!(
         "last answer {} ms after kubectl apply was called",
         end.saturating_sub(revoked_at)

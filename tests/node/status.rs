@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use clustermesh_api::{
-    annotations::{Agent, Link},
+    annotations::{AgentStatus, Link},
     names::{LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, NODE_AGENT},
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
@@ -54,7 +54,7 @@ async fn status(clusters: &TwoClusters, site: usize, words: &[&str]) -> (i32, St
 async fn wait_for_links(clusters: &TwoClusters, want: BTreeMap<String, Link>) {
     wait_until(format!("links {want:?} on the Node"), REPORT_TIMEOUT, async || {
         let all = clusters.annotations(clusters.site(TENANT)).await;
-        let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
+        let agent = AgentStatus::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
         if agent.links == want {
             Ok(())
         } else {

@@ -29,7 +29,7 @@ mod worker;
 pub use capture::Capture;
 pub use family::{Family, V4, V4_OVER_V6, V6, V6_OVER_V4};
 pub use traffic::{connect, outer_socket, request, serve, source_of};
-pub use worker::Worker;
+pub use worker::MeshWithWorker;
 
 use crate::netns::{NetNs, veth, wait_for};
 
@@ -60,7 +60,7 @@ pub fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
 /// Creates a node with one pod. Its underlay is `switch`, and its CNI masquerades packets that leave the pod network of
 /// the cluster.
 fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
-    let [address, gateway, pod, pods, net] = addresses;
+    let [address, bridge, pod, pods, net] = addresses;
     let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
     disable_dad(&ns);
     disable_dad(&inner);
@@ -72,12 +72,12 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
     veth(
         &ns,
         "cni0",
-        &[&format!("{gateway}/{}", f.length)],
+        &[&format!("{bridge}/{}", f.length)],
         &inner,
         "eth0",
         &[&format!("{pod}/{}", f.length)],
     );
-    for (ns, via) in [(&ns, f.switch), (&inner, gateway)] {
+    for (ns, via) in [(&ns, f.switch), (&inner, bridge)] {
         ns.ip(&format!("-{} route add default via {via}", f.n));
     }
     masquerade(f, &ns, pods, net);
@@ -157,7 +157,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             mtu: if is_hub { 1420 } else { 1380 },
             underlay: "eth0".parse().unwrap(),
             underlay_addresses: parse_all(&[address]),
-            addresses: parse_all(&[address]),
+            internal_ips: parse_all(&[address]),
             pod_cidrs: parse_all(&[pods]),
         },
         throw: BTreeSet::new(),
@@ -166,7 +166,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         } else {
             BTreeSet::new()
         },
-        nodes: if is_hub {
+        all_node_addresses: if is_hub {
             parse_all(&[f.hub, f.hub2, f.hub_wireguard])
         } else {
             parse_all(&[f.member, f.member_wireguard])
@@ -210,25 +210,19 @@ impl Mesh {
             f,
             &switch,
             "hub",
-            [f.hub, f.hub_gateway, f.hub_pod, f.hub_pods, f.hub_pod_net],
+            [f.hub, f.hub_bridge, f.hub_pod, f.hub_pods, f.hub_pod_net],
         );
         let (hub2, hub2_pod) = node(
             f,
             &switch,
             "hub2",
-            [f.hub2, f.hub2_gateway, f.hub2_pod, f.hub2_pods, f.hub_pod_net],
+            [f.hub2, f.hub2_bridge, f.hub2_pod, f.hub2_pods, f.hub_pod_net],
         );
         let (member, member_pod) = node(
             f,
             &switch,
             "member",
-            [
-                f.member,
-                f.member_gateway,
-                f.member_pod,
-                f.member_pods,
-                f.member_pod_net,
-            ],
+            [f.member, f.member_bridge, f.member_pod, f.member_pods, f.member_pod_net],
         );
         hub.ip(&format!("route add {} via {}", f.hub2_pods, f.hub2));
         hub2.ip(&format!("route add {} via {}", f.hub_pods, f.hub));

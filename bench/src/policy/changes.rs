@@ -54,7 +54,7 @@ impl Measured {
             }
             tokio::time::sleep(PAUSE).await;
             // A late reply may still have come during the pause, so take the last one only now.
-            let last: Vec<u128> = flows.iter().filter_map(|flow| flow.answers().pop()).collect();
+            let last: Vec<u128> = flows.iter().filter_map(|flow| flow.echo_times().pop()).collect();
             let last = last.into_iter().map(|last| last.saturating_sub(changed_at));
             let closed_after: Vec<u128> = last.collect();
             let changed_at = clusters.apply(&clusters.members).await?;
@@ -179,8 +179,8 @@ async fn longest_silence(flow: &EchoWatch, since: u128) -> anyhow::Result<(u128,
     flow.wait_for_echo_after(now()).await?;
     // The longest silence has ended if replies continue for this time.
     tokio::time::sleep(SILENCE).await;
-    let answers: Vec<u128> = flow.answers().into_iter().filter(|at| *at >= since).collect();
-    let starts = std::iter::once(&since).chain(&answers);
-    let silences = starts.zip(&answers).map(|(start, end)| (end - start, *end));
+    let echoes: Vec<u128> = flow.echo_times().into_iter().filter(|at| *at >= since).collect();
+    let starts = std::iter::once(&since).chain(&echoes);
+    let silences = starts.zip(&echoes).map(|(start, end)| (end - start, *end));
     silences.max().ok_or_else(|| anyhow::anyhow!("no answer"))
 }

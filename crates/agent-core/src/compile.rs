@@ -48,7 +48,7 @@ pub struct Node {
     /// Addresses on `underlay`. One that lies in a mesh network becomes the source of mesh routes.
     pub underlay_addresses: BTreeSet<IpAddr>,
     /// The InternalIPs of its Node object.
-    pub addresses: BTreeSet<IpAddr>,
+    pub internal_ips: BTreeSet<IpAddr>,
     /// The node's own pod CIDRs.
     pub pod_cidrs: BTreeSet<IpNet>,
 }
@@ -87,7 +87,7 @@ pub struct Inputs {
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,
     /// InternalIPs and WireGuard addresses of this cluster's nodes.
-    pub nodes: BTreeSet<IpAddr>,
+    pub all_node_addresses: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Each also contains an address of its node that no object lists (the pods' default gateway).
     pub pods_elsewhere: BTreeSet<IpNet>,
     /// Peers of this cluster.
@@ -182,9 +182,9 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         throw: &throw,
         published: &published(node, &policies),
         policies: &policies,
-        internal_ips: &node.addresses,
+        internal_ips: &node.internal_ips,
         api_servers: &inputs.api_servers,
-        nodes: &inputs.nodes,
+        nodes: &inputs.all_node_addresses,
         pods_elsewhere: &pods_elsewhere,
     });
     let sysctls = sysctl::desired(&node.device, &node.underlay, &routes);
@@ -215,7 +215,7 @@ pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
         .pod_cidrs
         .iter()
         .map(IpNet::trunc)
-        .chain(node.addresses.iter().copied().map(host));
+        .chain(node.internal_ips.iter().copied().map(host));
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let mut out: BTreeSet<IpNet> = own
         .filter(|net| covered(net, &allowed) && !covered(net, &anchored))

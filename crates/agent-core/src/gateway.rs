@@ -124,13 +124,13 @@ pub enum Service {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct ObservedService {
     /// It has a selector, so Kubernetes writes its EndpointSlices.
-    pub selector: bool,
+    pub has_selector: bool,
     /// Its type is ExternalName.
-    pub external_name: bool,
+    pub is_external_name: bool,
     /// It is a mirrored Service of another member.
-    pub mirror: bool,
+    pub is_mirror: bool,
     /// `sessionAffinity: ClientIP`.
-    pub sticky: bool,
+    pub is_sticky: bool,
     /// Protocol and name of each port.
     pub ports: BTreeSet<(Protocol, String)>,
     /// Endpoints by protocol and name of their port.

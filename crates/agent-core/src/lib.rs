@@ -22,7 +22,7 @@
 //!         mtu: 1420,
 //!         underlay: "eth0".parse().unwrap(),
 //!         underlay_addresses: ["192.0.2.1".parse().unwrap()].into(),
-//!         addresses: ["192.0.2.1".parse().unwrap()].into(),
+//!         internal_ips: ["192.0.2.1".parse().unwrap()].into(),
 //!         pod_cidrs: ["10.1.7.0/24".parse().unwrap()].into(),
 //!     },
 //!     peers: vec![Peer {
@@ -38,7 +38,7 @@
 //!     policies: [].into(),
 //!     throw: [].into(),
 //!     api_servers: [].into(),
-//!     nodes: [].into(),
+//!     all_node_addresses: [].into(),
 //!     pods_elsewhere: [].into(),
 //!     peer_mtus: [].into(),
 //! };

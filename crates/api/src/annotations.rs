@@ -35,7 +35,7 @@ pub struct NodeIdentity {
     /// The endpoints at which this node observes its peers. wg-agent leaves this empty; only kg publishes such endpoints.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
-    pub agent: Agent,
+    pub agent: AgentStatus,
 }
 
 impl NodeIdentity {
@@ -64,7 +64,7 @@ impl NodeIdentity {
 /// can publish false values.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Agent {
+pub struct AgentStatus {
     /// Version of the agent.
     #[serde(default)]
     pub version: String,
@@ -89,7 +89,7 @@ pub struct Agent {
     /// Why packets bypass the PeerPolicies on this node: [`IPVS`], or a reason why they bypass netfilter. Empty = no bypass is known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub datapath_bypassed: String,
-    /// The links to members to which a tunnel of this node is down. [`member_key`] makes the keys. See [`Agent::set_links`].
+    /// The links to members to which a tunnel of this node is down. [`member_key`] makes the keys. See [`AgentStatus::set_links`].
     #[serde(
         default,
         skip_serializing_if = "BTreeMap::is_empty",
@@ -98,9 +98,9 @@ pub struct Agent {
     pub links: BTreeMap<String, Link>,
 }
 
-/// The value of [`Agent::datapath_bypassed`] if kube-proxy in IPVS mode translates destinations after the PeerPolicies were evaluated.
-/// Any other text that is not empty means that packets bypass netfilter. The text must not change, because programs of other versions
-/// compare it.
+/// The value of [`AgentStatus::datapath_bypassed`] if kube-proxy in IPVS mode translates destinations after the PeerPolicies were
+/// evaluated. Any other text that is not empty means that packets bypass netfilter. The text must not change, because programs of other
+/// versions compare it.
 pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
 /// The longest value of [`NODE_AGENT`] that is read, in bytes.
@@ -108,7 +108,7 @@ const MAX_AGENT: usize = 4096;
 /// The part of [`MAX_AGENT`] that the links may use, in bytes. The other fields need a few hundred bytes.
 const MAX_LINKS: usize = 3584;
 
-/// The key of a member in [`Agent::links`]. It contains the mesh, because two meshes may use the same name for different clusters.
+/// The key of a member in [`AgentStatus::links`]. It contains the mesh, because two meshes may use the same name for different clusters.
 #[must_use]
 pub fn member_key(mesh_namespace: &str, mesh: &str, cluster: &str) -> String {
     format!("{mesh_namespace}/{mesh}/{cluster}")
@@ -144,7 +144,7 @@ fn parse_links<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<Str
         .collect())
 }
 
-impl Agent {
+impl AgentStatus {
     /// How packets bypass the PeerPolicies on this node; `None` = no bypass is known.
     #[must_use]
     pub fn bypassed(&self) -> Option<Bypass> {
@@ -185,7 +185,7 @@ impl Agent {
     }
 }
 
-impl std::fmt::Display for Agent {
+impl std::fmt::Display for AgentStatus {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&serde_json::to_string(self).map_err(|_| std::fmt::Error)?)
     }
@@ -377,12 +377,12 @@ mod tests {
             endpoint: Some("[2001:db8::1]:51820".parse().unwrap()),
             internal_ip: None,
             discovered: BTreeMap::new(),
-            agent: Agent {
+            agent: AgentStatus {
                 version: "0.1.0".into(),
                 backend: "userspace".into(),
                 mode: "full".into(),
                 mtu: 1420,
-                ..Agent::default()
+                ..AgentStatus::default()
             },
         };
         assert_eq!(
@@ -400,7 +400,7 @@ mod tests {
                 ),
             ])
         );
-        assert_eq!(Agent::parse(&identity.agent.to_string()), Ok(identity.agent));
+        assert_eq!(AgentStatus::parse(&identity.agent.to_string()), Ok(identity.agent));
     }
 
     const fn tunnels(up: u32, down: u32) -> Link {
@@ -413,7 +413,7 @@ mod tests {
 
     #[test]
     fn only_links_with_a_tunnel_down_are_published() {
-        let mut agent = Agent::default();
+        let mut agent = AgentStatus::default();
         agent.set_links([
             (member_key("ns", "m", "a"), tunnels(2, 1)),
             (member_key("ns", "m", "b"), tunnels(3, 0)),
@@ -423,13 +423,13 @@ mod tests {
             text.ends_with(r#","peersDown":0,"links":{"ns/m/a":{"up":2,"down":1,"total":3}}}"#),
             "{text}"
         );
-        assert_eq!(Agent::parse(&text), Ok(agent));
+        assert_eq!(AgentStatus::parse(&text), Ok(agent));
     }
 
     #[test]
     fn annotation_is_bounded_and_contains_the_worst_links() {
         let long = "x".repeat(63);
-        let mut agent = Agent {
+        let mut agent = AgentStatus {
             version: "10.20.30-rc.1".into(),
             backend: "userspace".into(),
             mode: "policy".into(),
@@ -451,14 +451,14 @@ mod tests {
         assert!(agent.links.len() > 10, "{} links", agent.links.len());
         let down: std::collections::BTreeSet<u32> = agent.links.values().map(|link| link.down).collect();
         assert_eq!(down, [6, 7].into());
-        assert_eq!(Agent::parse(&text), Ok(agent));
+        assert_eq!(AgentStatus::parse(&text), Ok(agent));
     }
 
     #[test]
     fn malformed_link_is_left_out() {
         let text = r#"{"mode":"full","links":{"ns/m/a":{"up":1,"down":1,"total":2,"more":true},"ns/m/b":{"up":-1},
             "ns/m/c":7,"ns/m/d":{"down":99999999999}}}"#;
-        let links = |text| Agent::parse(text).map(|agent| (agent.mode, agent.links));
+        let links = |text| AgentStatus::parse(text).map(|agent| (agent.mode, agent.links));
         assert_eq!(
             links(text),
             Ok(("full".into(), [("ns/m/a".to_owned(), tunnels(1, 1))].into()))

@@ -141,7 +141,12 @@ fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
 ///
 /// Removes ClusterIPs that are not granted to a sandbox: it reaches Services through gateways and not through ClusterIPs.
 fn resolve_cluster_ips(rows: &mut Vec<Row>) {
-    let is_ungranted = |row: &Row| matches!(row.explanation.rule, Rule::NotGranted | Rule::NoGrant);
+    let is_ungranted = |row: &Row| {
+        matches!(
+            row.explanation.rule,
+            Rule::DestinationNotGranted | Rule::NoGrantForMember
+        )
+    };
     rows.retain(|row| !(row.destination.is_cluster_ip && is_ungranted(row)));
     let endpoints = || rows.iter().filter(|row| !row.destination.is_cluster_ip);
     let has_allowed_endpoint = endpoints().any(|row| row.explanation.verdict() == Verdict::Allowed);

@@ -67,9 +67,9 @@ pub(crate) enum Rule {
     TwoSandboxes,
     TowardSandbox,
     /// The sandbox has no grant for the destination's member.
-    NoGrant,
+    NoGrantForMember,
     /// The sandbox has a grant for the destination's member, but not for this address and port. Also: a mirrored Service has no endpoint.
-    NotGranted,
+    DestinationNotGranted,
     Quarantined,
     NoGateway,
     PeerCRDMissing,

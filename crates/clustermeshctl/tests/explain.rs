@@ -131,7 +131,11 @@ fn changed_mesh_changes_the_answer() {
     for (change, code, rule) in [
         (mesh_with("tenant-a", "quarantine: true"), 1, "Quarantined"),
         (mesh_with("mgmt", "quarantine: true"), 1, "Quarantined"),
-        (mesh_with("tenant-a", "isolationProfile: sandbox"), 1, "NoGrant"),
+        (
+            mesh_with("tenant-a", "isolationProfile: sandbox"),
+            1,
+            "NoGrantForMember",
+        ),
         (mesh_with("tenant-a", "isolationProfile: standard"), 1, "Standard"),
         (mesh().replace("10.20.0.0/16, ", ""), 1, "NodeSkipped"),
         (
@@ -149,7 +153,7 @@ fn changed_mesh_changes_the_answer() {
         (Some(1), vec!["Quarantined".to_owned(); 2])
     );
     let other_port = mesh().replace("port: 5432", "port: 9187");
-    assert_eq!(rules(notebook, postgres, &other_port).1[0], "NotGranted");
+    assert_eq!(rules(notebook, postgres, &other_port).1[0], "DestinationNotGranted");
 }
 
 #[test]

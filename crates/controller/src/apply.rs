@@ -15,7 +15,7 @@ use kube::Client;
 use tokio::{sync::Notify, time::Instant};
 use tokio_util::task::TaskTracker;
 
-use crate::{api_error, feed::Changed, metrics::Metrics, session::tables::Tables};
+use crate::{api_error, feed::Changed, metrics::Metrics, session::member_feeds::MemberFeeds};
 
 mod contested;
 mod queue;
@@ -46,7 +46,7 @@ struct Inner {
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
-    pub(crate) tables: Tables,
+    pub(crate) feeds: MemberFeeds,
     pub(crate) claims: Arc<Claims>,
 }
 

@@ -77,8 +77,8 @@ struct Table<V> {
     /// Objects that do not parse, with the reason. The other rows are not affected.
     malformed: BTreeMap<ObjectName, String>,
     trust: Trust,
-    /// The kind was listed completely at least once, or does not exist.
-    is_listed: bool,
+    /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
+    has_answer: bool,
     /// The kind was listed completely at least once.
     was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
@@ -167,7 +167,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             rows: BTreeMap::new(),
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
-            is_listed: false,
+            has_answer: false,
             was_read: false,
             denied_since: None,
             charge: None,
@@ -217,9 +217,9 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().trust.clone()
     }
 
-    /// Whether the kind was listed completely at least once, or does not exist.
-    pub(crate) fn is_listed(&self) -> bool {
-        self.lock().is_listed
+    /// Whether the API server has said which objects exist: the kind was listed completely at least once, or does not exist.
+    pub(crate) fn has_answer(&self) -> bool {
+        self.lock().has_answer
     }
 
     /// For how long the API server has refused to list or watch the kind (403). `None` = the last request was not refused.
@@ -264,7 +264,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
         }
-        table.is_listed |= trust == Trust::Absent;
+        table.has_answer |= trust == Trust::Absent;
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
@@ -379,7 +379,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             table.charge = charge;
         }
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
-        let is_unchanged = table.is_listed
+        let is_unchanged = table.has_answer
             && table.trust == trust
             && table.malformed == malformed_before
             && before.len() == table.rows.len()
@@ -387,7 +387,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .iter()
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
-        table.is_listed = true;
+        table.has_answer = true;
         table.was_read = true;
         table.denied_since = None;
         table.trust = trust;

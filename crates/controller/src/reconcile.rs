@@ -140,8 +140,8 @@ impl Reconciler {
         // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
         let hub_is_fresh = trust == Trust::Live;
-        let was_listed = self.meshes.feed.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
-        if !hub_is_fresh && !was_listed {
+        let had_answer = self.meshes.feed.has_answer() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
+        if !hub_is_fresh && !had_answer {
             self.stop_writing();
             return PENDING_RESYNC;
         }
@@ -277,7 +277,7 @@ impl Reconciler {
                 .unwrap_or(&unseen);
             let connection = Connection {
                 client,
-                tables: member.session.tables(),
+                feeds: member.session.feeds(),
                 claims: Arc::clone(&claims),
             };
             let groups = lanes::split_by_source(steps.clone(), seen);

@@ -12,7 +12,7 @@ use clustermesh_api::{
 };
 use clustermesh_core::{
     enforcement,
-    links::Broken,
+    links::BrokenTunnels,
     mesh::Mesh,
     pending::PendingRevocation,
     plan::MeshPlan,
@@ -74,7 +74,7 @@ pub(crate) struct ReportInput<'a> {
     /// Details by entry.
     pub(crate) details: &'a BTreeMap<String, MemberDetails>,
     /// Links between entries with tunnels down.
-    pub(crate) broken: &'a [Broken],
+    pub(crate) broken: &'a [BrokenTunnels],
     /// Revocations that do not take effect everywhere yet.
     pub(crate) pending: &'a BTreeSet<PendingRevocation>,
 }
@@ -257,8 +257,8 @@ fn secret_ref(input: &ReportInput<'_>, entry: &str) -> Option<KubeconfigSecretRe
     entry.kubeconfig_secret_ref.clone()
 }
 
-fn broken_link(link: &Broken) -> BrokenLink {
-    let Broken {
+fn broken_link(link: &BrokenTunnels) -> BrokenLink {
+    let BrokenTunnels {
         from,
         to,
         up,

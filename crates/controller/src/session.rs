@@ -22,13 +22,13 @@ use crate::{
     api_error,
     feed::{Changed, Trust},
     hub::Hub,
-    session::tables::Tables,
+    session::member_feeds::MemberFeeds,
 };
 
 mod checkins;
 mod credentials;
+pub(crate) mod member_feeds;
 mod serve;
-pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
@@ -80,7 +80,7 @@ struct Shared {
     identity: ClusterIdentity,
     /// The memory budget of the member.
     account: Account,
-    tables: Tables,
+    feeds: MemberFeeds,
     connection: Mutex<Connection>,
     changed: Changed,
 }
@@ -89,7 +89,7 @@ impl Shared {
     /// With `is_charged`, the rows of the feeds are charged to the member's memory budget.
     fn new(identity: ClusterIdentity, account: Account, is_charged: bool, changed: Changed) -> Self {
         Self {
-            tables: Tables::new(identity.to_string(), is_charged.then_some(&account), &changed),
+            feeds: MemberFeeds::new(identity.to_string(), is_charged.then_some(&account), &changed),
             account,
             identity,
             connection: Mutex::new(Connection {
@@ -144,7 +144,7 @@ impl Session {
         self.interest.send_if_modified(|current| {
             let has_changed = current != interest;
             if has_changed {
-                self.shared.tables.set_interest(interest);
+                self.shared.feeds.set_interest(interest);
                 current.clone_from(interest);
             }
             has_changed
@@ -166,19 +166,19 @@ impl Session {
         if let Credentials::Missing(why) = &connection.credentials {
             return Observation::Missing(why.clone());
         }
-        let problem = connection.unresponsive.clone().or_else(|| self.shared.tables.problem());
+        let problem = connection.unresponsive.clone().or_else(|| self.shared.feeds.problem());
         connection.not_fresh_since = problem
             .as_ref()
             .map(|_| connection.not_fresh_since.unwrap_or_else(Instant::now));
         let uid = connection.uid.clone();
         drop(connection);
-        if !self.shared.tables.are_listed() {
+        if !self.shared.feeds.have_answers() {
             return Observation::Unreachable(
                 problem.unwrap_or_else(|| "it is being read for the first time".to_owned()),
             );
         }
-        let mut member = self.shared.tables.member(uid, &self.interest.borrow());
-        self.shared.tables.mark_silent(&mut member, problem.is_none());
+        let mut member = self.shared.feeds.member(uid, &self.interest.borrow());
+        self.shared.feeds.mark_silent(&mut member, problem.is_none());
         match problem {
             None => Observation::Fresh(member),
             Some(why) => Observation::Stale(member, why),
@@ -187,7 +187,7 @@ impl Session {
 
     /// The time at which the next node becomes silent if no check-in of its kg arrives.
     pub(crate) fn silence_due(&self) -> Option<Instant> {
-        self.shared.tables.silence_due()
+        self.shared.feeds.silence_due()
     }
 
     /// Whether the member has been without a fresh observation for less than [`GRACE`], so that its problem is not reported yet.
@@ -217,8 +217,8 @@ impl Session {
     }
 
     /// The feeds. Writers take the preconditions of deletes from them, and store the objects that their writes return.
-    pub(crate) fn tables(&self) -> Tables {
-        self.shared.tables.clone()
+    pub(crate) fn feeds(&self) -> MemberFeeds {
+        self.shared.feeds.clone()
     }
 
     /// Returns the state of the session for `/debug/state`.
@@ -234,7 +234,7 @@ impl Session {
             "silent": connection.unresponsive,
             "uid": connection.uid,
             "version": connection.version,
-            "tables": self.shared.tables.dump(),
+            "tables": self.shared.feeds.dump(),
         })
     }
 }

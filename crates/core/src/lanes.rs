@@ -1,7 +1,7 @@
 //! Splits the steps for one member by source, so that the writer can rate limit each source separately. Steps that revoke something
 //! get their own list, so that other steps do not delay them.
 //!
-//! In each list of a group the steps have the order of [`crate::diff::diff`]; `closing` is written before `rest`. Sources share a
+//! In each list of a group the steps have the order of [`crate::diff::diff`]; `revoking` is written before `rest`. Sources share a
 //! group if a prefix or a key moves between them, because then the order matters across sources.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,7 +24,7 @@ pub struct Lanes {
     /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
     /// them), all steps of SandboxAccesses, updates of Peers that only lose prefixes, and deletes of Peers, Services and
     /// EndpointSlices. The step of a Peer whose prefix moves to another Peer is not among them, unless the Peer is renamed.
-    pub closing: Vec<Step>,
+    pub revoking: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,
 }
@@ -54,8 +54,8 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
     let mut lanes_by_group: BTreeMap<Source, Lanes> = BTreeMap::new();
     for step in steps {
         let lanes = lanes_by_group.entry(groups.find(&source_of(&step))).or_default();
-        if is_closing(&step, &order, existing) {
-            lanes.closing.push(step);
+        if is_revoking(&step, &order, existing) {
+            lanes.revoking.push(step);
         } else {
             lanes.rest.push(step);
         }
@@ -63,9 +63,9 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
     lanes_by_group
 }
 
-/// Whether the step belongs to [`Lanes::closing`]. The delete of a policy does not: it follows the delete of the last Peer that
+/// Whether the step belongs to [`Lanes::revoking`]. The delete of a policy does not: it follows the delete of the last Peer that
 /// the policy limits.
-fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
+fn is_revoking(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
     // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
     // A renamed Peer is the exception: it is deleted before the new one is created, because a key has only one Peer (design rule 2).
     let must_wait_for_gain = || {
@@ -186,22 +186,22 @@ mod tests {
         }
     }
 
-    /// For each group: (source, names in `closing`, names in `rest`).
+    /// For each group: (source, names in `revoking`, names in `rest`).
     fn split(steps: Vec<Step>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
         let names = |steps: Vec<Step>| steps.iter().map(|step| step.item.name()).collect();
         let groups = split_by_source(steps, member).into_iter();
         groups
-            .map(|((_, source), lanes)| (source, names(lanes.closing), names(lanes.rest)))
+            .map(|((_, source), lanes)| (source, names(lanes.revoking), names(lanes.rest)))
             .collect()
     }
 
-    fn group(source: &str, closing: &[&str], rest: &[&str]) -> (String, Vec<String>, Vec<String>) {
+    fn group(source: &str, revoking: &[&str], rest: &[&str]) -> (String, Vec<String>, Vec<String>) {
         let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-        (source.to_owned(), names(closing), names(rest))
+        (source.to_owned(), names(revoking), names(rest))
     }
 
     #[test]
-    fn policies_deletes_and_narrowed_peers_are_closing() {
+    fn policies_deletes_and_narrowed_peers_are_revoking() {
         let member = member(&[
             ("gone", "a", spec(1, &["10.1.0.0/24"])),
             ("narrower", "a", spec(2, &["10.2.0.0/24", "10.2.1.0/24"])),

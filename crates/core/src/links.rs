@@ -18,7 +18,7 @@ pub struct Tunnels {
 
 /// A link with tunnels that are down, in one direction: the tunnels from the nodes of member `from` to the nodes of member `to`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Broken {
+pub struct BrokenTunnels {
     /// The member whose nodes report the tunnels, by entry name.
     pub from: String,
     /// The remote member, by entry name.
@@ -38,7 +38,7 @@ const MAX_LISTED: usize = 256;
 /// entry name of the remote member. Unknown entries and reports about the node's own cluster are ignored. If there are too many
 /// links, those with the most tunnels down are listed.
 #[must_use]
-pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
+pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<BrokenTunnels> {
     let mut broken = Vec::new();
     for (from, nodes) in reports {
         let Some(target) = plan.targets.get(from) else { continue };
@@ -47,7 +47,7 @@ pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<Stri
             *peers.entry(&peer.source).or_default() += 1;
         }
         for (to, max_tunnels) in peers.into_iter().filter(|(to, _)| to != from) {
-            let mut link = Broken {
+            let mut link = BrokenTunnels {
                 from: from.clone(),
                 to: to.to_owned(),
                 up: 0,
@@ -114,9 +114,9 @@ mod tests {
         [(to.to_owned(), Tunnels { up, down, total })].into()
     }
 
-    fn link(from: &str, to: &str, up: usize, down: usize, total: usize) -> Broken {
+    fn link(from: &str, to: &str, up: usize, down: usize, total: usize) -> BrokenTunnels {
         let (from, to) = (from.into(), to.into());
-        Broken {
+        BrokenTunnels {
             from,
             to,
             up,

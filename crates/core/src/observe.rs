@@ -220,7 +220,7 @@ pub struct Node {
     /// `kilo.squat.ai/granularity`; `None` = not published at the moment (kg removes it at each restart).
     pub granularity: Option<Granularity>,
     /// `kilo.squat.ai/leader` exists, with any value: kg prefers the node as the leader of its location.
-    pub leader: bool,
+    pub prefers_leader: bool,
     /// kg has stopped checking in for this node ([`crate::checkin`]). The observer decides this, so that each check-in does
     /// not change the planner's input.
     pub silent: bool,

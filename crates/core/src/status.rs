@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
     enforcement::list_nodes,
-    links::Broken,
+    links::BrokenTunnels,
     plan::{Fact, HOLD, MeshPlan},
 };
 
@@ -32,7 +32,7 @@ pub fn conditions(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
     leftovers: &BTreeMap<String, String>,
-    broken: &[Broken],
+    broken: &[BrokenTunnels],
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Vec<Condition> {
     let mut conditions = vec![
@@ -197,8 +197,8 @@ fn overlap_condition(plan: &MeshPlan) -> Condition {
 
 /// The message about a broken link.
 #[must_use]
-pub fn describe_broken_link(link: &Broken) -> String {
-    let Broken {
+pub fn describe_broken_link(link: &BrokenTunnels) -> String {
+    let BrokenTunnels {
         from,
         to,
         up: _,
@@ -211,7 +211,7 @@ pub fn describe_broken_link(link: &Broken) -> String {
     )
 }
 
-fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
+fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, broken: &[BrokenTunnels]) -> Condition {
     let mut problems: Vec<(&'static str, String)> = Vec::new();
     problems.extend(
         leftovers

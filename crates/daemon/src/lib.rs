@@ -29,6 +29,6 @@ pub mod telemetry;
 
 pub use admin::{Admin, Audience, State};
 pub use liveness::{Heartbeat, Liveness};
-pub use readiness::{Pending, Readiness};
+pub use readiness::{Readiness, ReadinessItem};
 pub use telemetry::LogFormat;
 pub use tokio_util::sync::CancellationToken;

@@ -9,7 +9,7 @@ use std::{
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<Items>>);
 
-/// The number of [`Pending`] values that exist for each item, by kind and name.
+/// The number of [`ReadinessItem`] values that exist for each item, by kind and name.
 type Items = BTreeMap<(Kind, String), usize>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,19 +27,19 @@ impl Readiness {
 
     /// Lists `name` as pending until the returned value is dropped. If a name is added several times, it is listed until the last of the
     /// returned values is dropped.
-    pub fn pending(&self, name: impl Into<String>) -> Pending {
+    pub fn pending(&self, name: impl Into<String>) -> ReadinessItem {
         self.put(Kind::Pending, name.into())
     }
 
     /// Like [`Self::pending`], for a remark that does not affect readiness.
-    pub fn remark(&self, name: impl Into<String>) -> Pending {
+    pub fn remark(&self, name: impl Into<String>) -> ReadinessItem {
         self.put(Kind::Remark, name.into())
     }
 
-    fn put(&self, kind: Kind, name: String) -> Pending {
+    fn put(&self, kind: Kind, name: String) -> ReadinessItem {
         let item = (kind, name);
         *self.lock().entry(item.clone()).or_default() += 1;
-        Pending {
+        ReadinessItem {
             list: self.clone(),
             item,
         }
@@ -77,12 +77,12 @@ impl Readiness {
 /// Keeps one item in the list: a pending item or a remark. Dropping the last value of an item removes it.
 #[derive(Debug)]
 #[must_use = "the item is removed from the list when this value is dropped"]
-pub struct Pending {
+pub struct ReadinessItem {
     list: Readiness,
     item: (Kind, String),
 }
 
-impl Drop for Pending {
+impl Drop for ReadinessItem {
     fn drop(&mut self) {
         let mut list = self.list.lock();
         if let Some(count) = list.get_mut(&self.item) {

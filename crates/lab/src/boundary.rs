@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use serde_json::Value;
 
 use crate::lab::worker_namespace;
-use crate::product::{Granted, manifest};
+use crate::product::{Granted, repository_file};
 use crate::{Cluster, Error, Lab, Result, TrafficClient, Workers};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
@@ -48,7 +48,7 @@ impl Boundary<'_> {
     /// # Errors
     /// When the file does not exist, or does not contain such a value.
     pub fn policy(&self) -> Result<String> {
-        let shipped = manifest(SHIPPED)?;
+        let shipped = repository_file(SHIPPED)?;
         let plan = self.sandbox.plan();
         let values = [
             (

@@ -51,7 +51,7 @@ pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };
 pub use run::{down_all, down_kept, running_labs, workspace_program};
-pub use scan::{ConnectionWatch, EchoWatch, INFRASTRUCTURE_PORTS, RepeatedScan};
+pub use scan::{ALWAYS_SCANNED_PORTS, ConnectionWatch, EchoWatch, RepeatedScan};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};
 pub use traffic::{Answer, RunningPod, STORE, TrafficClient, WEB};

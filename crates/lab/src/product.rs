@@ -60,7 +60,7 @@ fn repository() -> PathBuf {
 }
 
 /// Reads a file of the repository.
-pub(crate) fn manifest(path: &str) -> Result<String> {
+pub(crate) fn repository_file(path: &str) -> Result<String> {
     let path = repository().join(path);
     std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
 }
@@ -94,8 +94,9 @@ impl<'a> Product<'a> {
         let hub = lab.cluster(hub);
         progress(&format!("{}: clustermesh-controller", hub.plan().name));
         hub.load_image(&images.controller).await?;
-        hub.apply(&manifest("crds/clustermeshes.kilo.squat.ai.yaml")?).await?;
-        hub.apply(&manifest("deploy/controller.yaml")?).await?;
+        hub.apply(&repository_file("crds/clustermeshes.kilo.squat.ai.yaml")?)
+            .await?;
+        hub.apply(&repository_file("deploy/controller.yaml")?).await?;
         for name in members {
             progress(&format!(
                 "{name}: the controller's ServiceAccount; its kubeconfig becomes a Secret in the hub"
@@ -150,7 +151,7 @@ impl<'a> Product<'a> {
 
     async fn install_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
         for crd in ["crds/peers.kilo.squat.ai.yaml", "crds/peerpolicies.kilo.squat.ai.yaml"] {
-            cluster.apply(&manifest(crd)?).await?;
+            cluster.apply(&repository_file(crd)?).await?;
         }
         cluster.apply(&self.agent_manifest()?).await?;
         let range = format!("--from-literal=wireguard-cidr={}", cluster.plan().wireguard_cidr);
@@ -162,7 +163,7 @@ impl<'a> Product<'a> {
 
     /// `deploy/agent.yaml` with the chosen WireGuard implementation.
     fn agent_manifest(&self) -> Result<String> {
-        let shipped = manifest("deploy/agent.yaml")?;
+        let shipped = repository_file("deploy/agent.yaml")?;
         match self.tunnel {
             Tunnel::Shipped => Ok(shipped),
             Tunnel::Userspace => {
@@ -178,7 +179,7 @@ impl<'a> Product<'a> {
     /// Creates a kubeconfig for the controller's ServiceAccount in a member with the shipped script, and stores it in a
     /// Secret in the hub.
     async fn create_kubeconfig_secret(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
-        member.apply(&manifest("deploy/member-account.yaml")?).await?;
+        member.apply(&repository_file("deploy/member-account.yaml")?).await?;
         let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
         let server = format!("https://{}:6443", member.plan().api_address());
         let argv = [vec![script, server], member.kubectl_argv(vec![])?].concat();
@@ -224,7 +225,7 @@ impl<'a> Product<'a> {
         let path = "deploy/controller-networkpolicy.yaml";
         let (hub, members) = self.clusters.split_at(1);
         [("192.0.2.1", hub), ("198.51.100.1", members)].into_iter().try_fold(
-            manifest(path)?,
+            repository_file(path)?,
             |text, (example, clusters)| {
                 let line = text.lines().find(|line| line.contains(example));
                 let line = line.ok_or_else(|| Error::Other(format!("{path} has no {example} to replace")))?;

@@ -14,13 +14,13 @@ use tempfile::NamedTempFile;
 use crate::{Cluster, Error, Lab, Result, Running, TrafficClient, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH. A scan tries them at every address.
-pub const INFRASTRUCTURE_PORTS: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+pub const ALWAYS_SCANNED_PORTS: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
 /// Number of background probes so far, which makes the names of their logs unique.
 static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
-    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`INFRASTRUCTURE_PORTS`].
+    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`ALWAYS_SCANNED_PORTS`].
     /// The value describes the owner of the address: a node (its own addresses, the default gateway of its pods, its WireGuard
     /// address), a pod, a Service, an EndpointSlice or the API server.
     ///
@@ -36,7 +36,7 @@ impl Cluster<'_> {
             .map_err(|error| Error::Other(format!("parse the output of kubectl: {error}")))?;
         let mut found = SocketInventory::default();
         found.add_address(&self.plan().api_address().to_string(), || "the API server".to_owned());
-        found.ports.extend(INFRASTRUCTURE_PORTS);
+        found.ports.extend(ALWAYS_SCANNED_PORTS);
         for object in list["items"].as_array().into_iter().flatten() {
             found.add_object(object);
         }
@@ -341,7 +341,7 @@ pub struct EchoWatch(Running);
 impl EchoWatch {
     /// The times of the echoes, in milliseconds since 1970.
     #[must_use]
-    pub fn answers(&self) -> Vec<u128> {
+    pub fn echo_times(&self) -> Vec<u128> {
         self.0.log().lines().filter_map(|line| line.parse().ok()).collect()
     }
 
@@ -351,7 +351,7 @@ impl EchoWatch {
     /// When there is no echo within 90 s.
     pub async fn wait_for_echo_after(&self, time: u128) -> Result<u128> {
         wait_until("an echo", Duration::from_secs(90), async || {
-            let later = self.answers().into_iter().find(|at| *at > time);
+            let later = self.echo_times().into_iter().find(|at| *at > time);
             later.ok_or_else(|| "no echo".to_owned())
         })
         .await
@@ -365,7 +365,7 @@ impl EchoWatch {
     pub async fn wait_for_silence(&self, silence: Duration) -> Result<Option<u128>> {
         let (mut last, mut since) = (None, Instant::now());
         wait_until("the echoes to stop", Duration::from_secs(90), async || {
-            let now = self.answers().pop();
+            let now = self.echo_times().pop();
             if now != last {
                 (last, since) = (now, Instant::now());
             }

@@ -141,7 +141,7 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
         serving: true,
     };
     let observed = ObservedService {
-        selector: true,
+        has_selector: true,
         ports: ports
             .map(|(protocol, _)| (protocol, protocol.lowercase().to_owned()))
             .into(),

@@ -82,7 +82,7 @@ fn main() -> anyhow::Result<()> {
         underlay_addresses: [underlay_address].into(),
         // A node accepts connections from the mesh only at these addresses. On a real node they are the InternalIPs. The benchmark
         // connects to the WireGuard address, so it is added here.
-        addresses: [underlay_address, address].into(),
+        internal_ips: [underlay_address, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
     let compiled = compile(&inputs(node, key, endpoint, other));
@@ -142,7 +142,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         node,
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),
-        nodes: BTreeSet::new(),
+        all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
         peer_mtus: BTreeMap::new(),
     }

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use clustermesh_daemon::{CancellationToken, Pending, Readiness};
+use clustermesh_daemon::{CancellationToken, Readiness, ReadinessItem};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client,
@@ -42,7 +42,7 @@ enum Verdict {
 /// Checks every [`INTERVAL`], or [`RETRY`] after a check without a result, until the token is cancelled. While the account is
 /// unrestricted, readiness has a remark.
 pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump: Dump, stop: CancellationToken) {
-    let mut remark: Option<Pending> = None;
+    let mut remark: Option<ReadinessItem> = None;
     loop {
         let verdict = tokio::time::timeout(REQUEST_TIMEOUT, probe(&client, &node)).await;
         let verdict = verdict.unwrap_or(Verdict::Unknown);

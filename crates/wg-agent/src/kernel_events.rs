@@ -13,7 +13,7 @@ pub(crate) enum Event {
     /// The agent's routes and rules, or the node's own network.
     Routing(route::RoutingEvent),
     /// Any nftables table, not only the agent's table.
-    Tables,
+    Nftables,
     /// The name servers in the resolver file.
     Resolvers,
     /// A subscription was lost, so anything may have changed.
@@ -25,7 +25,7 @@ impl Event {
     /// cause events, too. Programs that write nftables often do so in bursts.
     pub(crate) const fn settle_time(self) -> Duration {
         match self {
-            Self::Tables => Duration::from_millis(300),
+            Self::Nftables => Duration::from_millis(300),
             Self::Routing(_) | Self::Resolvers | Self::Unknown => Duration::from_millis(100),
         }
     }
@@ -35,7 +35,7 @@ impl Event {
 pub(crate) struct KernelEvents {
     interface: InterfaceName,
     routes: Option<route::Watch>,
-    tables: Option<firewall::Watch>,
+    nftables: Option<firewall::Watch>,
     resolvers: resolv::Watch,
 }
 
@@ -48,7 +48,7 @@ impl KernelEvents {
         Self {
             interface: interface.clone(),
             routes: route::Watch::open(interface.clone()).inspect_err(|e| log(e)).ok(),
-            tables: firewall::Watch::open().inspect_err(|e| log(e)).ok(),
+            nftables: firewall::Watch::open().inspect_err(|e| log(e)).ok(),
             resolvers: resolv::Watch::new(resolvers),
         }
     }
@@ -66,9 +66,9 @@ impl KernelEvents {
                 None => std::future::pending().await,
             }
         };
-        let tables = async {
-            match &mut self.tables {
-                Some(watch) => watch.changed().await.map(|()| Event::Tables),
+        let nftables = async {
+            match &mut self.nftables {
+                Some(watch) => watch.changed().await.map(|()| Event::Nftables),
                 None => std::future::pending().await,
             }
         };
@@ -78,13 +78,13 @@ impl KernelEvents {
         };
         let event = tokio::select! {
             event = routes => event,
-            event = tables => event,
+            event = nftables => event,
             event = resolvers => event,
         };
         event.unwrap_or_else(|error: clustermesh_netlink::Error| {
             tracing::warn!(%error, "a subscription to changes of this node ended; opening it again");
             self.routes = route::Watch::open(self.interface.clone()).ok();
-            self.tables = firewall::Watch::open().ok();
+            self.nftables = firewall::Watch::open().ok();
             Event::Unknown
         })
     }

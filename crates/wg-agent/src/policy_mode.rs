@@ -13,7 +13,7 @@ use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, compile_policy_mode},
     prefixes::overlap,
 };
-use clustermesh_api::{annotations::Agent, names::NODE_AGENT};
+use clustermesh_api::{annotations::AgentStatus, names::NODE_AGENT};
 use clustermesh_core::key::PublicKey;
 use clustermesh_daemon::{Admin, CancellationToken, Heartbeat};
 use ipnet::IpNet;
@@ -216,12 +216,12 @@ impl<F: Backend> PolicyMode<F> {
     }
 
     fn publish(&self, snapshot: &ClusterSnapshot, own_node: &ParsedNode) {
-        let agent = Agent {
+        let agent = AgentStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             mode: "policy".to_owned(),
             datapath_bypassed: DatapathProblem::annotation(self.datapath_problem.borrow().as_ref()),
             policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
-            ..Agent::default()
+            ..AgentStatus::default()
         };
         self.report.dump.set("agent", json!(agent));
         let node = NodeView {
@@ -276,7 +276,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             mtu: 0,
             underlay: config.interface.clone(),
             underlay_addresses: BTreeSet::new(),
-            addresses: own.internal_ips.iter().copied().collect(),
+            internal_ips: own.internal_ips.iter().copied().collect(),
             pod_cidrs: own.pod_cidrs.clone(),
         },
         throw: BTreeSet::new(),
@@ -288,7 +288,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             .chain(&server)
             .copied()
             .collect(),
-        nodes: nodes.map(|ip| ip.to_canonical()).collect(),
+        all_node_addresses: nodes.map(|ip| ip.to_canonical()).collect(),
         pods_elsewhere: others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect(),
         peers: peers
             .map(|(name, seen)| Peer {

@@ -66,12 +66,12 @@ pub fn check(backend: Backend) -> Vec<Missing> {
 
 /// The kernel modules to load and the settings to write on the host.
 #[must_use]
-pub fn host_setup(missing: &[Missing], missing_settings: &[sysctl::Missing]) -> HostSetup {
+pub fn host_setup(missing: &[Missing], wrong_settings: &[sysctl::WrongSetting]) -> HostSetup {
     let tun = missing.iter().any(|missing| matches!(missing, Missing::Tun(_)));
     HostSetup {
         modules: if tun { vec!["tun"] } else { Vec::new() },
-        sysctls: (missing_settings.iter())
-            .map(|missing| (missing.sysctl.name.to_string(), missing.sysctl.value))
+        sysctls: (wrong_settings.iter())
+            .map(|wrong| (wrong.sysctl.name.to_string(), wrong.sysctl.value))
             .collect(),
     }
 }
@@ -81,7 +81,7 @@ pub fn host_setup(missing: &[Missing], missing_settings: &[sysctl::Missing]) -> 
 pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
-    let missing_settings = sysctl::ensure(&wanted).await;
+    let wrong_settings = sysctl::ensure(&wanted).await;
     let is_loaded = Path::new("/sys/module/wireguard").exists();
     let missing = check(if is_loaded { Backend::Kernel } else { Backend::Userspace });
     if !is_loaded {
@@ -100,13 +100,13 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
             .map_err(|error| error.to_string())
     };
     let datapath = datapath::check_once(client).await.map(|found| found.to_string());
-    if missing.is_empty() && missing_settings.is_empty() && datapath.is_none() {
+    if missing.is_empty() && wrong_settings.is_empty() && datapath.is_none() {
         println!("Nothing is missing on this node.");
         return Ok(());
     }
-    println!("{}", host_setup(&missing, &missing_settings).for_all_systems());
+    println!("{}", host_setup(&missing, &wrong_settings).for_all_systems());
     let problems: Vec<String> = (missing.iter().map(ToString::to_string))
-        .chain(missing_settings.iter().map(ToString::to_string))
+        .chain(wrong_settings.iter().map(ToString::to_string))
         .chain(datapath)
         .collect();
     anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&problems))

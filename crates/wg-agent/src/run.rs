@@ -203,7 +203,7 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
                 }
                 event = events.changed() => {
                     // The agent's own writes and writes to other programs' tables cause this event, too.
-                    if event == Event::Tables && reconciler.firewall_matches_kernel().await {
+                    if event == Event::Nftables && reconciler.firewall_matches_kernel().await {
                         continue;
                     }
                     reconciler.record_event(event);

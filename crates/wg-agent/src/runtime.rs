@@ -5,7 +5,7 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
-use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Pending, Readiness, State, drain};
+use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Readiness, ReadinessItem, State, drain};
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
@@ -28,7 +28,7 @@ pub(crate) struct Runtime {
     pub(crate) metrics: Metrics,
     pub(crate) readiness: Readiness,
     /// Keeps `/readyz` unready until [`Self::pass_reporter`] adds its own line.
-    starting: Option<Pending>,
+    starting: Option<ReadinessItem>,
     pub(crate) liveness: Liveness,
     pub(crate) dump: Dump,
     /// Tasks that end when `stop` is cancelled.

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use clustermesh_daemon::{Pending, Readiness};
+use clustermesh_daemon::{Readiness, ReadinessItem};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
@@ -55,11 +55,11 @@ impl Trouble {
 /// The current troubles.
 #[derive(Debug)]
 struct Troubles {
-    current: BTreeMap<Trouble, Pending>,
+    current: BTreeMap<Trouble, ReadinessItem>,
     readiness: Readiness,
     metrics: Metrics,
     /// Keeps a line in `/readyz` until a pass has only harmless troubles.
-    first_pass: Option<Pending>,
+    first_pass: Option<ReadinessItem>,
 }
 
 impl Troubles {

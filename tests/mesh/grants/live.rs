@@ -217,7 +217,7 @@ fn quarantined(mesh: &str) -> String {
 impl PathProbes {
     /// The time of the last answer.
     fn last(&self) -> u128 {
-        let last = self.echoes.iter().filter_map(|echo| echo.answers().pop());
+        let last = self.echoes.iter().filter_map(|echo| echo.echo_times().pop());
         last.max().unwrap_or_default()
     }
 
@@ -227,12 +227,12 @@ impl PathProbes {
 
     /// Answers that came while the path was closed.
     fn strays(&self) -> Vec<u128> {
-        let answers = self.echoes.iter().chain(&self.others).flat_map(EchoWatch::answers);
+        let times = self.echoes.iter().chain(&self.others).flat_map(EchoWatch::echo_times);
         let inside = |at: &u128| {
             let mut windows = self.windows.iter();
             windows.any(|(from, to)| from <= at && to.is_none_or(|to| *at <= to))
         };
-        answers.filter(|at| !inside(at)).collect()
+        times.filter(|at| !inside(at)).collect()
     }
 }
 
@@ -370,7 +370,7 @@ impl Flows<'_> {
             );
         }
         for (stream, since) in &self.ended {
-            let late: Vec<u128> = stream.answers().into_iter().filter(|at| at > since).collect();
+            let late: Vec<u128> = stream.echo_times().into_iter().filter(|at| at > since).collect();
             assert!(
                 late.is_empty(),
                 "{what}: a connection that ended by {since} answered at {late:?}"

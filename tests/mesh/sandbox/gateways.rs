@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE_PORTS, MESH, RunningPod, wait_until};
+use clustermesh_lab::{ALWAYS_SCANNED_PORTS, GATEWAYS, MESH, RunningPod, wait_until};
 use serde_json::Value;
 
 use super::{SANDBOX, TestEnv};
@@ -74,7 +74,7 @@ impl TestEnv<'_> {
 
     /// The sockets of the hub and the member at addresses that the sandbox's cluster does not use itself, with their
     /// owners. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the grant,
-    /// the infrastructure ports and WireGuard's port.
+    /// [`ALWAYS_SCANNED_PORTS`] and WireGuard's port.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];
@@ -83,7 +83,7 @@ impl TestEnv<'_> {
             .keys()
             .chain(&granted)
             .map(SocketAddr::port)
-            .chain(INFRASTRUCTURE_PORTS)
+            .chain(ALWAYS_SCANNED_PORTS)
             .chain([51820])
             .collect();
         for gateway in self.gateways().await {

@@ -92,7 +92,7 @@ pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>,
     for echo in at_times.iter().chain(&never) {
         echo.wait_for_silence(SILENCE).await.unwrap();
     }
-    let seen = |echoes: &[EchoWatch; 2]| echoes.each_ref().map(|echo| echo.answers().len());
+    let seen = |echoes: &[EchoWatch; 2]| echoes.each_ref().map(|echo| echo.echo_times().len());
     let echoes_before = [&at_times, &never].map(seen);
     let version_before = access_version(env).await;
     let racing = Instant::now();

@@ -2,7 +2,7 @@
 
 /// The addresses of one family. The hub has two nodes (`hub`, `hub2`). `member` and `worker` are each the only node of their member. Every
 /// node has one pod.
-/// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_gateway` the address of a node on its pods' bridge.
+/// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_bridge` the address of a node on its pods' bridge.
 pub struct Family {
     /// 4 or 6.
     pub n: u8,
@@ -19,11 +19,11 @@ pub struct Family {
     pub hub2: &'static str,
     pub member: &'static str,
     pub switch: &'static str,
-    pub hub_gateway: &'static str,
+    pub hub_bridge: &'static str,
     pub hub_pod: &'static str,
-    pub hub2_gateway: &'static str,
+    pub hub2_bridge: &'static str,
     pub hub2_pod: &'static str,
-    pub member_gateway: &'static str,
+    pub member_bridge: &'static str,
     pub member_pod: &'static str,
     pub hub_wireguard: &'static str,
     pub member_wireguard: &'static str,
@@ -50,7 +50,7 @@ pub struct Family {
     pub worker: &'static str,
     pub worker_wireguard: &'static str,
     pub worker_pod: &'static str,
-    pub worker_gateway: &'static str,
+    pub worker_bridge: &'static str,
     pub worker_pods: &'static str,
     /// Endpoints of the hub and the member in the other family, for real devices. `None` = a veth pair is used
     /// instead of WireGuard devices.
@@ -67,11 +67,11 @@ pub static V4: Family = Family {
     hub2: "172.29.0.112",
     member: "172.29.0.121",
     switch: "172.29.0.1",
-    hub_gateway: "10.101.0.1",
+    hub_bridge: "10.101.0.1",
     hub_pod: "10.101.0.2",
-    hub2_gateway: "10.101.1.1",
+    hub2_bridge: "10.101.1.1",
     hub2_pod: "10.101.1.2",
-    member_gateway: "10.243.0.1",
+    member_bridge: "10.243.0.1",
     member_pod: "10.243.0.2",
     hub_wireguard: "100.66.1.1",
     member_wireguard: "100.66.2.1",
@@ -91,7 +91,7 @@ pub static V4: Family = Family {
     worker: "10.101.0.200",
     worker_wireguard: "100.66.9.1",
     worker_pod: "10.77.0.2",
-    worker_gateway: "10.77.0.1",
+    worker_bridge: "10.77.0.1",
     worker_pods: "10.77.0.0/24",
     outer: None,
 };
@@ -106,11 +106,11 @@ pub static V6: Family = Family {
     hub2: "fd00:29::112",
     member: "fd00:29::121",
     switch: "fd00:29::1",
-    hub_gateway: "fd00:101::1",
+    hub_bridge: "fd00:101::1",
     hub_pod: "fd00:101::2",
-    hub2_gateway: "fd00:101:0:1::1",
+    hub2_bridge: "fd00:101:0:1::1",
     hub2_pod: "fd00:101:0:1::2",
-    member_gateway: "fd00:243::1",
+    member_bridge: "fd00:243::1",
     member_pod: "fd00:243::2",
     hub_wireguard: "fd00:66:1::1",
     member_wireguard: "fd00:66:2::1",
@@ -130,7 +130,7 @@ pub static V6: Family = Family {
     worker: "fd00:101::200",
     worker_wireguard: "fd00:66:9::1",
     worker_pod: "fd00:77::2",
-    worker_gateway: "fd00:77::1",
+    worker_bridge: "fd00:77::1",
     worker_pods: "fd00:77::/64",
     outer: None,
 };

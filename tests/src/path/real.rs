@@ -55,7 +55,7 @@ pub fn underlay(number: u8, family: Family) -> IpAddr {
 }
 
 /// The address of the router on the link to a node.
-pub fn gateway(number: u8, family: Family) -> IpAddr {
+pub fn router_address(number: u8, family: Family) -> IpAddr {
     address(family, format!("172.30.{number}.1"), format!("fd00:30:{number}::1"))
 }
 
@@ -167,7 +167,7 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
     let with_prefix_length = |a: IpAddr| format!("{a}/{}", if a.is_ipv4() { 24 } else { 64 });
     let far = format!("r{number}");
     let [near4, near6] = Family::BOTH.map(|f| with_prefix_length(underlay(number, f)));
-    let [far4, far6] = Family::BOTH.map(|f| with_prefix_length(gateway(number, f)));
+    let [far4, far6] = Family::BOTH.map(|f| with_prefix_length(router_address(number, f)));
     veth(&ns, "eth0", &[&near4, &near6], router, &far, &[&far4, &far6]);
     ns.ip(&format!("link set eth0 mtu {mtu}"));
     router.ip(&format!("link set {far} mtu {mtu}"));
@@ -184,7 +184,10 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
         &[&pod_net4, &pod_net6],
     );
     for (n, family) in [(4, Family::V4), (6, Family::V6)] {
-        ns.ip(&format!("-{n} route add default via {}", gateway(number, family)));
+        ns.ip(&format!(
+            "-{n} route add default via {}",
+            router_address(number, family)
+        ));
     }
     for (n, via) in [(4, &cni[0]), (6, &cni[1])] {
         inside.ip(&format!("-{n} route add default via {via}"));
@@ -225,12 +228,12 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
             mtu: mtu::MINIMUM,
             underlay: "eth0".parse().unwrap(),
             underlay_addresses: Family::BOTH.map(|f| underlay(number, f)).into(),
-            addresses: Family::BOTH.map(|f| underlay(number, f)).into(),
+            internal_ips: Family::BOTH.map(|f| underlay(number, f)).into(),
             pod_cidrs: pods(number),
         },
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),
-        nodes: BTreeSet::new(),
+        all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
         peers: others()
             .map(|other| Peer {

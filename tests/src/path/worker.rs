@@ -11,14 +11,14 @@ use super::*;
 
 /// A mesh with a worker. The addresses of the worker and of its API server are in the hub's networks. The tunnel of the
 /// original member to the hub is removed.
-pub struct Worker {
+pub struct MeshWithWorker {
     pub mesh: Mesh,
     pub worker: NetNs,
     pub worker_pod: NetNs,
     pub inputs: Inputs,
 }
 
-impl Worker {
+impl MeshWithWorker {
     pub fn new(f: &'static Family) -> Self {
         let mesh = Mesh::new(f);
         let hub = &mesh.hub;
@@ -47,18 +47,18 @@ impl Worker {
         );
         hub.ip("link set vworker master cni0");
         hub.ip("link set cni0 up");
-        hub.ip(&format!("addr add {}/{} dev cni0{}", f.hub_gateway, f.length, f.nodad));
+        hub.ip(&format!("addr add {}/{} dev cni0{}", f.hub_bridge, f.length, f.nodad));
         let inner = [&*format!("{}/{}", f.worker_pod, f.length)];
         veth(
             &worker,
             "cni0",
-            &[&format!("{}/{}", f.worker_gateway, f.length)],
+            &[&format!("{}/{}", f.worker_bridge, f.length)],
             &worker_pod,
             "eth0",
             &inner,
         );
-        worker.ip(&format!("-{} route add default via {}", f.n, f.hub_gateway));
-        worker_pod.ip(&format!("-{} route add default via {}", f.n, f.worker_gateway));
+        worker.ip(&format!("-{} route add default via {}", f.n, f.hub_bridge));
+        worker_pod.ip(&format!("-{} route add default via {}", f.n, f.worker_bridge));
         masquerade(f, &worker, f.worker_pods, f.worker_pods);
         hub.ip("link del kilo0");
         tunnel(hub, 1420, &worker, 1420);
@@ -131,13 +131,13 @@ fn worker_inputs(f: &Family) -> Inputs {
             wireguard_ips: parse_all(&[f.worker_wireguard]),
             mtu: 1420,
             underlay_addresses: parse_all(&[f.worker]),
-            addresses: parse_all(&[f.worker]),
+            internal_ips: parse_all(&[f.worker]),
             pod_cidrs: parse_all(&[f.worker_pods]),
             ..member.node
         },
-        throw: prefixes(&[f.hub_gateway]).into_iter().collect(),
+        throw: prefixes(&[f.hub_bridge]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
-        nodes: parse_all(&[f.worker, f.worker_wireguard]),
+        all_node_addresses: parse_all(&[f.worker, f.worker_wireguard]),
         ..member
     }
 }

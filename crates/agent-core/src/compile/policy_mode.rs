@@ -68,9 +68,9 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         throw: &BTreeSet::new(),
         published: &published,
         policies: &policies,
-        internal_ips: &node.addresses,
+        internal_ips: &node.internal_ips,
         api_servers: &inputs.api_servers,
-        nodes: &inputs.nodes,
+        nodes: &inputs.all_node_addresses,
         pods_elsewhere: &pods_elsewhere,
     });
     refused.sort();

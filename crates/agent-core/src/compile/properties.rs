@@ -89,7 +89,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
             let mut names = BTreeSet::new();
             peers.retain(|peer| names.insert(peer.name.clone()));
             let mut inputs = Inputs {
-                nodes: nodes.into_iter().collect(),
+                all_node_addresses: nodes.into_iter().collect(),
                 pods_elsewhere: pods_elsewhere.into_iter().collect(),
                 peers,
                 policies,

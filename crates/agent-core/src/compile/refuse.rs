@@ -111,7 +111,7 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
         () if ip.is_multicast() => Some("is a multicast address"),
         () if ip == std::net::Ipv4Addr::BROADCAST => Some("is the broadcast address"),
         () if endpoint.port() == node.listen_port
-            && (node.addresses.contains(&ip) || node.underlay_addresses.contains(&ip)) =>
+            && (node.internal_ips.contains(&ip) || node.underlay_addresses.contains(&ip)) =>
         {
             Some("is this node itself")
         }
@@ -181,7 +181,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
     }
     let may_contain = |address: IpAddr| *net != host(address) && covered(net, networks);
     let wireguard = node.wireguard_ips.iter().copied().find(|a| net.contains(a));
-    let own = node.addresses.iter().chain(&node.underlay_addresses).copied();
+    let own = node.internal_ips.iter().chain(&node.underlay_addresses).copied();
     let own = wireguard.or_else(|| own.into_iter().find(|a| net.contains(a) && !may_contain(*a)));
     if let Some(own) = own {
         return Some((

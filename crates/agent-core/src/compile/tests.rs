@@ -42,7 +42,7 @@ pub(crate) fn hub_node() -> Inputs {
             mtu: 1420,
             underlay: "eth0".parse().unwrap(),
             underlay_addresses: ips(&["172.29.0.111"]),
-            addresses: ips(&["172.29.0.111"]),
+            internal_ips: ips(&["172.29.0.111"]),
             pod_cidrs: nets(&["10.101.0.0/24", "fd00:101::/64"]),
         },
         throw: nets(&["172.29.0.1/32"]),
@@ -51,7 +51,7 @@ pub(crate) fn hub_node() -> Inputs {
             "[fd00:29::11]:6443".parse().unwrap(),
         ]
         .into(),
-        nodes: ips(&[
+        all_node_addresses: ips(&[
             "172.29.0.111",
             "172.29.0.112",
             "100.66.1.1",
@@ -113,13 +113,13 @@ pub(crate) fn worker() -> Inputs {
             public_key: key(9),
             wireguard_ips: ips(&["100.66.9.1"]),
             underlay_addresses: ips(&["10.101.0.200"]),
-            addresses: ips(&["10.101.0.200"]),
+            internal_ips: ips(&["10.101.0.200"]),
             pod_cidrs: nets(&["10.77.0.0/24"]),
             ..hub_node().node
         },
         throw: nets(&["10.101.0.1/32", "10.111.0.10/32"]),
         api_servers: ["10.111.176.135:443".parse().unwrap()].into(),
-        nodes: ips(&["10.101.0.200"]),
+        all_node_addresses: ips(&["10.101.0.200"]),
         pods_elsewhere: BTreeSet::new(),
         peers: vec![peer(
             1,

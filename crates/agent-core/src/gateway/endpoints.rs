@@ -43,15 +43,15 @@ pub(super) fn resolve(
             return Err((Reason::ServiceUnknown, message));
         }
     };
-    if observed.mirror {
+    if observed.is_mirror {
         return refused(format!(
             "Service {name} mirrors a Service of another cluster: grant that Service"
         ));
     }
-    if observed.external_name {
+    if observed.is_external_name {
         return refused(format!("Service {name} is of type ExternalName and has no endpoints"));
     }
-    if !observed.selector {
+    if !observed.has_selector {
         return refused(format!(
             "Service {name} has no selector: its EndpointSlices are written by hand and may hold any address, so no sandbox may \
              reach it"
@@ -113,7 +113,7 @@ pub(super) fn resolve(
             resolved.balancer.v4 = chosen;
         }
     }
-    resolved.balancer.sticky = observed.sticky;
+    resolved.balancer.sticky = observed.is_sticky;
     if let Some(first) = left_out.first() {
         resolved.left_out = Some(match left_out.len() {
             1 => format!("endpoint {first}"),

@@ -85,7 +85,7 @@ fn endpoint(address: &str) -> Endpoint {
 /// A Service with a selector, the TCP port `sql` and these endpoints.
 fn observed_service(endpoints: impl IntoIterator<Item = Endpoint>) -> ObservedService {
     ObservedService {
-        selector: true,
+        has_selector: true,
         ports: [(Protocol::Tcp, "sql".to_owned())].into(),
         endpoints: endpoints.into_iter().collect(),
         ..ObservedService::default()

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Node;
 
 use super::{creation_time, parse_network};
 use crate::{
-    annotations::{Agent, discovered, endpoint, host_and_prefix},
+    annotations::{AgentStatus, discovered, endpoint, host_and_prefix},
     names::{
         KILO_ALLOWED_LOCATION_IPS, KILO_CLUSTERMESH_ENDPOINT, KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT,
         KILO_FORCE_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LAST_SEEN, KILO_LEADER, KILO_LOCATION,
@@ -31,7 +31,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .map_or("", String::as_str)
     };
     // With a malformed annotation, the node counts as a node of kg, to which the planner applies more checks.
-    let agent = Agent::parse(annotation(NODE_AGENT)).ok();
+    let agent = AgentStatus::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
         created: creation_time(&node.metadata),
         ready: is_ready(node),
@@ -58,7 +58,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             "cross" => Some(Granularity::Cross),
             _ => None,
         },
-        leader: node
+        prefers_leader: node
             .metadata
             .annotations
             .as_ref()
@@ -84,12 +84,12 @@ pub fn last_seen(node: &Node) -> Option<i64> {
 
 /// The status that wg-agent on this Node publishes; `None` = it is missing or malformed.
 #[must_use]
-pub fn agent(node: &Node) -> Option<Agent> {
+pub fn agent(node: &Node) -> Option<AgentStatus> {
     node.metadata
         .annotations
         .as_ref()
         .and_then(|a| a.get(NODE_AGENT))
-        .and_then(|text| Agent::parse(text).ok())
+        .and_then(|text| AgentStatus::parse(text).ok())
 }
 
 /// Parses a claim. An empty text counts as absent, because kg writes `wireguard-ip: ""` on every node that is not a leader.
@@ -147,7 +147,7 @@ fn location(node: &Node, annotation: &str) -> String {
     }
 }
 
-fn server(agent: Option<&Agent>) -> Server {
+fn server(agent: Option<&AgentStatus>) -> Server {
     match agent.map(|agent| &*agent.mode) {
         Some("full") => Server::Agent,
         Some("policy") => Server::AgentPolicy,

@@ -137,7 +137,7 @@ impl<'q> Query<'q> {
             join_or_none(&ports),
             self.grants_text()
         );
-        Explanation::new(Rule::NotGranted, message)
+        Explanation::new(Rule::DestinationNotGranted, message)
     }
 
     /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists. `None` = the Peer is planned, or the
@@ -196,7 +196,7 @@ impl<'q> Query<'q> {
                 format!("cluster {sandbox:?} is a sandbox: no member can open a connection to it"),
             ),
             NotConnected::NoGrant(sandbox) => Explanation::new(
-                Rule::NoGrant,
+                Rule::NoGrantForMember,
                 format!(
                     "cluster {sandbox:?} is a sandbox and has no grant for {:?}: add the Service to its egress. {}",
                     self.target,

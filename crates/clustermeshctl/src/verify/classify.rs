@@ -253,7 +253,7 @@ fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
     };
     if socket.is_mirror && parts.is_empty() {
         return Explanation {
-            rule: Rule::NotGranted,
+            rule: Rule::DestinationNotGranted,
             message: "the Service has no endpoint".to_owned(),
             mesh: None,
             route: None,

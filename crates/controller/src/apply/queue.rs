@@ -1,9 +1,9 @@
 //! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
 //! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
-//! lanes. Steps of `closing`, which may revoke something, are sent first and are not rate limited. Among the steps of `rest` the groups
+//! lanes. Steps of `revoking`, which may revoke something, are sent first and are not rate limited. Among the steps of `rest` the groups
 //! take turns, and each group has a token bucket, so that one source cannot use up the share of the others. Deletes take no token. The
-//! `closing` lanes of all groups share one limit of concurrent requests, and their `rest` lanes another. Failed steps wait here until
+//! `revoking` lanes of all groups share one limit of concurrent requests, and their `rest` lanes another. Failed steps wait here until
 //! their backoff ends; no pass is needed to send them again.
 
 use std::{
@@ -22,8 +22,8 @@ use tokio::time::Instant;
 use super::{Outcome, contested::ObjectWrites, refused::RefusedObjects};
 use crate::backoff::{Backoff, TokenBucket};
 
-/// The most concurrent requests of the `closing` lanes of all groups together, and of their `rest` lanes.
-const CLOSING_REQUESTS: usize = 4;
+/// The most concurrent requests of the `revoking` lanes of all groups together, and of their `rest` lanes.
+const REVOKING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
 /// The token bucket of one source in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the
 /// tested size (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes at most 50 writes
@@ -46,7 +46,7 @@ pub(super) fn key(step: &Step) -> Key {
 /// The kind of a lane. A lane is identified by its kind and its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum LaneKind {
-    Closing,
+    Revoking,
     Rest,
 }
 
@@ -111,7 +111,7 @@ impl Queue {
         self.buckets.retain(|_, bucket| !bucket.is_full(now));
         let mut wanted: BTreeSet<Key> = BTreeSet::new();
         for (group, lanes) in groups {
-            for (lane_kind, steps) in [(LaneKind::Closing, lanes.closing), (LaneKind::Rest, lanes.rest)] {
+            for (lane_kind, steps) in [(LaneKind::Revoking, lanes.revoking), (LaneKind::Rest, lanes.rest)] {
                 wanted.extend(steps.iter().map(key));
                 let mut due = Vec::new();
                 for step in steps {
@@ -183,7 +183,7 @@ impl Queue {
         }
         self.requeue_waiting(now);
         let mut next: Option<Instant> = None;
-        for (lane_kind, limit) in [(LaneKind::Closing, CLOSING_REQUESTS), (LaneKind::Rest, REST_REQUESTS)] {
+        for (lane_kind, limit) in [(LaneKind::Revoking, REVOKING_REQUESTS), (LaneKind::Rest, REST_REQUESTS)] {
             let in_flight = self
                 .batch_in_flight
                 .iter()
@@ -251,11 +251,11 @@ impl Queue {
     /// Takes the next step from the lane of one group and marks it as in flight. `Err` has the same meaning as in [`Self::next`].
     fn take(&mut self, lane_kind: LaneKind, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
         let lane = (lane_kind, group.clone());
-        // The steps of `closing` are written before those of `rest` of the same group, except steps in backoff or in `blocked`.
-        if lane_kind == LaneKind::Rest && self.lanes.contains_key(&(LaneKind::Closing, group.clone())) {
+        // The steps of `revoking` are written before those of `rest` of the same group, except steps in backoff or in `blocked`.
+        if lane_kind == LaneKind::Rest && self.lanes.contains_key(&(LaneKind::Revoking, group.clone())) {
             return Err(None);
         }
-        if lane_kind == LaneKind::Rest && self.batch_in_flight.contains_key(&(LaneKind::Closing, group.clone())) {
+        if lane_kind == LaneKind::Rest && self.batch_in_flight.contains_key(&(LaneKind::Revoking, group.clone())) {
             return Err(None);
         }
         let throttled = self.throttled.get(&lane).map(|(backoff, _)| backoff);

@@ -130,7 +130,7 @@ impl Fixture {
             writer: MemberWriter::new(changed.clone(), Metrics::default()),
             connection: Connection {
                 client: Client::new(service, "default"),
-                tables: Tables::new("member".into(), None, &changed),
+                feeds: MemberFeeds::new("member".into(), None, &changed),
                 claims: Arc::new(claims),
             },
             changed,
@@ -171,7 +171,7 @@ fn failure(code: u16) -> (u16, Option<Value>) {
 
 // threat: restless-nodes
 #[tokio::test(start_paused = true)]
-async fn closing_step_does_not_wait_for_a_large_batch() {
+async fn revoking_step_does_not_wait_for_a_large_batch() {
     let mut fixture = Fixture::new(|_, _| (201, None));
     let mut steps = create_steps("busy", 1000);
     fixture.set_steps(&steps);
@@ -181,7 +181,7 @@ async fn closing_step_does_not_wait_for_a_large_batch() {
     // The next pass observes all writes except those in flight, which are the last eight (`REST_REQUESTS`).
     let written = |step: &Step| requests[..before - 8].contains(&format!("POST {}", step.item.name()));
     steps.retain(|step| !written(step));
-    // The create of a PeerPolicy may revoke something, so it is a closing step (`Lanes::closing`).
+    // The create of a PeerPolicy may revoke something, so it is a revoking step (`Lanes::revoking`).
     steps.insert(0, policy_step("other"));
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;

@@ -23,7 +23,7 @@ use kube::{
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{Connection, Outcome, classify_error};
-use crate::{api_error, events::truncate, feed::Feed, session::tables::PolicyRow};
+use crate::{api_error, events::truncate, feed::Feed, session::member_feeds::PolicyRow};
 
 /// The controller's name in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
@@ -97,7 +97,7 @@ struct ObjectWriter<'a, K, V> {
 
 /// Writes one step.
 pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome {
-    let Connection { client, tables, claims } = connection;
+    let Connection { client, feeds, claims } = connection;
     let owner = &step.owner;
     let source = owner.source_cluster.as_deref().unwrap_or_default();
     let cluster_scoped = |name: &String| ObjectName {
@@ -113,7 +113,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: cluster_scoped(name),
                 api: api::<Peer>(client, ""),
-                feed: &tables.peers,
+                feed: &feeds.peers,
                 update,
             };
             writer.write(|| Peer::new(name, Default::default()), claims).await
@@ -126,7 +126,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: cluster_scoped(name),
                 api: api::<PeerPolicy>(client, ""),
-                feed: &tables.policies,
+                feed: &feeds.policies,
                 update,
             };
             writer
@@ -141,7 +141,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: cluster_scoped(name),
                 api: api::<SandboxAccess>(client, ""),
-                feed: &tables.accesses,
+                feed: &feeds.accesses,
                 update,
             };
             writer
@@ -156,7 +156,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: name.clone(),
                 api: api::<Service>(client, &name.namespace),
-                feed: &tables.services,
+                feed: &feeds.services,
                 update,
             };
             writer.write(Service::default, claims).await
@@ -169,7 +169,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: name.clone(),
                 api: api::<EndpointSlice>(client, &name.namespace),
-                feed: &tables.slices,
+                feed: &feeds.slices,
                 update,
             };
             writer.write(EndpointSlice::default, claims).await

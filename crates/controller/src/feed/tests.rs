@@ -191,17 +191,17 @@ fn kind_is_forbidden_after_ten_seconds_unless_read_before() {
     };
     let never_read = feed();
     assert_eq!(is_forbidden_at_once_and_later(&never_read), (false, true));
-    assert!(!never_read.is_listed());
+    assert!(!never_read.has_answer());
     let read = feed();
     replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
     assert_eq!(is_forbidden_at_once_and_later(&read), (false, false));
-    assert_eq!((rows(&read), read.is_listed()), (vec![("a".into(), 1)], true));
+    assert_eq!((rows(&read), read.has_answer()), (vec![("a".into(), 1)], true));
 }
 
 #[test]
-fn absent_kind_is_listed_and_empty() {
+fn absent_kind_is_empty_and_counts_as_an_answer() {
     let feed = feed();
     put(&feed, object("a", "1", json!({"n": 1})));
     feed.set_trust(Trust::Absent);
-    assert_eq!((rows(&feed), feed.is_listed()), (vec![], true));
+    assert_eq!((rows(&feed), feed.has_answer()), (vec![], true));
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_core::{links::Broken, mesh::MeshId};
+use clustermesh_core::{links::BrokenTunnels, mesh::MeshId};
 
 /// The minimum time between two changes of the report of a mesh. Agents report their links at the same interval.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -19,7 +19,7 @@ pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
 
 #[derive(Debug)]
 struct LinkReport {
-    links: Vec<Broken>,
+    links: Vec<BrokenTunnels>,
     since: Instant,
     /// The links have changed since the report.
     is_outdated: bool,
@@ -28,8 +28,8 @@ struct LinkReport {
 impl LinkReports {
     /// Returns the links to report for a mesh whose broken links are now `links`. If the last report is less than [`INTERVAL`] old,
     /// these are the links of the last report, else `links`.
-    pub(super) fn throttle(&mut self, mesh: &MeshId, links: Vec<Broken>, now: Instant) -> Vec<Broken> {
-        let new_report = |links: Vec<Broken>| LinkReport {
+    pub(super) fn throttle(&mut self, mesh: &MeshId, links: Vec<BrokenTunnels>, now: Instant) -> Vec<BrokenTunnels> {
+        let new_report = |links: Vec<BrokenTunnels>| LinkReport {
             links,
             since: now,
             is_outdated: false,
@@ -75,7 +75,7 @@ mod tests {
             namespace: "ns".into(),
             name: "m".into(),
         };
-        let link = |down| Broken {
+        let link = |down| BrokenTunnels {
             from: "a".into(),
             to: "b".into(),
             up: 0,
@@ -85,7 +85,7 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut reports = LinkReports::default();
-        let mut report = |second, links: Vec<Broken>| {
+        let mut report = |second, links: Vec<BrokenTunnels>| {
             let reported = reports.throttle(&mesh, links, at(second));
             (reported, reports.due())
         };

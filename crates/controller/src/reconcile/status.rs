@@ -15,7 +15,7 @@ use clustermesh_api::{
 };
 use clustermesh_core::{
     enforcement::{self, Unenforced},
-    links::{self, Broken},
+    links::{self, BrokenTunnels},
     mesh::{ClusterIdentity, MeshId},
     observe::{Claim, Member, Node, Observation, ObservedPeer, Server},
     ownership::{self, Ownership},
@@ -150,12 +150,12 @@ impl Reconciler {
     }
 
     /// Returns the links with tunnels down that the report of a mesh lists.
-    fn broken_links(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<Broken> {
+    fn broken_links(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<BrokenTunnels> {
         let members = plan.identities.iter();
         let reported: BTreeMap<_, _> = members
             .filter_map(|(entry, identity)| {
-                let tables = self.members.get(identity)?.session.tables();
-                Some((entry.clone(), tables.links(id)))
+                let feeds = self.members.get(identity)?.session.feeds();
+                Some((entry.clone(), feeds.links(id)))
             })
             .collect();
         self.reports
@@ -227,8 +227,8 @@ impl Reconciler {
                 self.reports.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
-            let tables = member.session.tables();
-            let (current, enforced) = (tables.policy_revision(), tables.enforced_revisions());
+            let feeds = member.session.feeds();
+            let (current, enforced) = (feeds.policy_revision(), feeds.enforced_revisions());
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
             // For a gateway, the revision is `APPLIED`, or the list of its outdated SandboxAccesses.
@@ -247,7 +247,7 @@ impl Reconciler {
             let restarting = report.map_or_else(BTreeSet::new, |(report, seen)| restarting_kg_nodes(report, seen));
             let mut unenforced = Unenforced::default();
             if has_peers {
-                unenforced = tables.unenforced();
+                unenforced = feeds.unenforced();
                 unenforced.without_agent.extend(restarting.iter().cloned());
             }
             details.insert(
@@ -257,7 +257,7 @@ impl Reconciler {
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
                     agents: seen.map(|_| {
-                        let counts = tables.count_agents(env!("CARGO_PKG_VERSION"));
+                        let counts = feeds.count_agents(env!("CARGO_PKG_VERSION"));
                         AgentCounts {
                             kilo: counts.kilo + i64::try_from(restarting.len()).unwrap_or(i64::MAX),
                             ..counts

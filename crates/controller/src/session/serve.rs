@@ -10,7 +10,7 @@ use tokio::{
     task::{AbortHandle, JoinSet},
 };
 
-use super::{Credentials, Interest, ProbeError, Shared, tables::FeedTask, with_timeout};
+use super::{Credentials, Interest, ProbeError, Shared, member_feeds::FeedTask, with_timeout};
 use crate::{api_error, events::truncate};
 
 /// How often the API server is probed.
@@ -28,11 +28,11 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
         // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;
     });
-    shared.tables.mark_unconfirmed();
+    shared.feeds.mark_unconfirmed();
 
     let (resume, resumed) = watch::channel(0);
     let mut tasks = JoinSet::new();
-    for task in shared.tables.required_tasks(client) {
+    for task in shared.feeds.required_tasks(client) {
         tasks.spawn(task.run(resumed.clone()));
     }
     let mut on_demand: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
@@ -48,7 +48,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                     return;
                 }
                 let interest = wanted.borrow_and_update().clone();
-                let needed: BTreeMap<String, FeedTask> = shared.tables.on_demand_tasks(client, &interest);
+                let needed: BTreeMap<String, FeedTask> = shared.feeds.on_demand_tasks(client, &interest);
                 on_demand.retain(|what, (feed_id, handle)| {
                     // A feed that was dropped and created again needs a new task, even if it watches the same objects.
                     let keep = needed.get(what).is_some_and(|task| task.feed_id == *feed_id);
@@ -109,7 +109,7 @@ fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
     }
     tracing::info!(member = %shared.identity, "the API server answers again");
     // A feed does not count as current until its watch is established again.
-    shared.tables.mark_unconfirmed();
+    shared.feeds.mark_unconfirmed();
     resume.send_modify(|times| *times += 1);
     shared.update_connection(|connection| connection.unresponsive = None);
 }

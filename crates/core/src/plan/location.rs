@@ -48,7 +48,8 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
         // a held node, on which kg is restarting; if there is none either, it is a silent node.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
-        let kg_order = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
+        let kg_order =
+            |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.prefers_leader, !is_public(node), *name);
         let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(kg_order);
         let held = || nodes.iter().find(|(name, node)| !claims(node) && can_hold(name, node));
         let silent = || claiming().min_by_key(kg_order);

@@ -1,6 +1,6 @@
 //! Installs gateways for sandboxes as docs/operations/sandboxes.md describes.
 
-use super::{Product, manifest};
+use super::{Product, repository_file};
 use crate::{ClusterPlan, Result, command::argv};
 
 /// Namespace and name of the objects in `deploy/gateway.yaml`.
@@ -25,11 +25,12 @@ impl Product<'_> {
     pub async fn install_gateways(&mut self, namespaces: &[&str]) -> Result<()> {
         let hub = self.hub();
         for crd in ["sandboxaccesses", "sandboxgateways"] {
-            hub.apply(&manifest(&format!("crds/{crd}.kilo.squat.ai.yaml"))?).await?;
+            hub.apply(&repository_file(&format!("crds/{crd}.kilo.squat.ai.yaml"))?)
+                .await?;
         }
         let last_crd = "crd/sandboxgateways.kilo.squat.ai";
         hub.kubectl(["wait", "--for=condition=Established", last_crd]).await?;
-        hub.apply(&manifest("deploy/gateway.yaml")?).await?;
+        hub.apply(&repository_file("deploy/gateway.yaml")?).await?;
         for words in configuration(hub.plan(), namespaces) {
             hub.kubectl(words).await?;
         }

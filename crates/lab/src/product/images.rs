@@ -87,7 +87,7 @@ fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
         key += &format!("{} {size} {seconds}.{nanoseconds}\n", program.display());
     }
     for file in ["deploy/Containerfile.agent", "deploy/Containerfile.controller"] {
-        key += &super::manifest(file)?;
+        key += &super::repository_file(file)?;
     }
     Ok(key)
 }

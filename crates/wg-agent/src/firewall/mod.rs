@@ -132,7 +132,7 @@ impl<B: Backend> FirewallManager<B> {
     /// Whether this manager knows the table: it wrote it, or recognized a table that an earlier process wrote. False again after
     /// [`Self::destroy`], or if [`Self::converge`] cannot repair an external change.
     #[must_use]
-    pub const fn has_written(&self) -> bool {
+    pub const fn knows_table(&self) -> bool {
         self.written.is_some()
     }
 

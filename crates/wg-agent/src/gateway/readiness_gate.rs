@@ -9,7 +9,7 @@ use std::{
 
 use clustermesh_agent_core::device::{ObservedPeer, ObservedPeers};
 use clustermesh_core::key::PublicKey;
-use clustermesh_daemon::{Pending, Readiness};
+use clustermesh_daemon::{Readiness, ReadinessItem};
 
 use crate::status::Trouble;
 
@@ -36,7 +36,7 @@ enum GateState {
         until: Instant,
         sandboxes: NodeKeys,
         /// The line in `/readyz`.
-        _line: Pending,
+        _line: ReadinessItem,
     },
     /// Ready. No node of these sandboxes has connected.
     Open { missing: NodeKeys },

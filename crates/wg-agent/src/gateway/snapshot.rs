@@ -159,10 +159,10 @@ impl GatewaySnapshot {
             };
             let slices = endpoints.get(&(&*name.namespace, &*name.name));
             Service::Observed(ObservedService {
-                selector: seen.has_selector,
-                external_name: seen.is_external_name,
-                mirror: seen.is_mirror,
-                sticky: seen.is_sticky,
+                has_selector: seen.has_selector,
+                is_external_name: seen.is_external_name,
+                is_mirror: seen.is_mirror,
+                is_sticky: seen.is_sticky,
                 ports: seen.ports.clone(),
                 endpoints: slices
                     .into_iter()

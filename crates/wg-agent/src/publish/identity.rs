@@ -6,7 +6,7 @@ use std::{
 };
 
 use clustermesh_api::{
-    annotations::{Agent, NodeIdentity},
+    annotations::{AgentStatus, NodeIdentity},
     names::{
         KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_WIREGUARD_IP,
         NODE_AGENT,
@@ -43,7 +43,7 @@ pub struct NodeFacts<'a> {
     /// Addresses of the underlay's interface with their prefix lengths.
     pub underlay: &'a BTreeMap<IpAddr, u8>,
     /// The value of the annotation [`NODE_AGENT`].
-    pub agent: Agent,
+    pub agent: AgentStatus,
 }
 
 /// Computes the desired annotations. Also returns the annotations that the Node has now (`seen`).
@@ -103,7 +103,7 @@ mod tests {
             port: 51821,
             node,
             underlay: &underlay,
-            agent: Agent::default(),
+            agent: AgentStatus::default(),
         })
         .identity
     }

@@ -14,7 +14,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     pub(super) async fn apply_firewall(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
         let done = self.deps.kernel.firewall.converge(&compiled.firewall).await;
         let written = done.map_err(|error| Trouble::new("firewall", error))?.is_some();
-        let repaired = self.last_applied.count_firewall_repairs(&compiled.firewall, written);
+        let repaired = self.repair_counter.count_firewall_repairs(&compiled.firewall, written);
         if written {
             let metrics = &self.deps.report.metrics;
             metrics.count_repairs("firewall", repaired);
@@ -38,7 +38,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         }
         let is_complete = outcome.failed.is_empty() && self.device.open.is_some();
         let repaired = self
-            .last_applied
+            .repair_counter
             .count_route_repairs(&compiled.routes, &outcome.done, is_complete);
         let metrics = &self.deps.report.metrics;
         metrics.count_changes("routes", outcome.done.len());

@@ -87,7 +87,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             "device opened"
         );
         self.tracker.reset();
-        self.last_applied.forget_device();
+        self.repair_counter.forget_device();
         let observed = device.observe()?;
         self.tracker.keep_live_endpoints(&observed.peers);
         self.device.open = Some(OpenDevice {
@@ -136,7 +136,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        let repaired = self.last_applied.count_peer_repairs(&desired, &changes);
+        let repaired = self.repair_counter.count_peer_repairs(&desired, &changes);
         self.deps.report.metrics.count_repairs("peers", repaired);
         self.deps.report.metrics.count_changes("device", changes.len());
         for change in &changes {

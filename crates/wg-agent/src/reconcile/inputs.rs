@@ -104,7 +104,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         mtu: mtu::MINIMUM,
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),
-        addresses: own.internal_ips.iter().copied().collect(),
+        internal_ips: own.internal_ips.iter().copied().collect(),
         pod_cidrs: own.pod_cidrs.clone(),
     };
     let mut policies = BTreeMap::new();
@@ -129,18 +129,21 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())
         .collect();
-    let nodes = snapshot
+    let all_node_addresses = snapshot
         .nodes
         .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    let nodes = nodes.chain([&local.wireguard_ip]).map(IpAddr::to_canonical).collect();
+    let all_node_addresses = all_node_addresses
+        .chain([&local.wireguard_ip])
+        .map(IpAddr::to_canonical)
+        .collect();
     let pods_elsewhere = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
     GatheredInputs {
         inputs: Inputs {
             node,
             throw,
             api_servers,
-            nodes,
+            all_node_addresses,
             pods_elsewhere,
             peers,
             policies,

@@ -51,18 +51,18 @@ mod apply;
 mod device;
 mod dump;
 mod inputs;
-mod last_applied;
 mod mtus;
 mod poll_peers;
 pub(crate) mod preconditions;
+mod repair_counter;
 mod underlay_cache;
 mod withdraw;
 
 use device::TunnelDevice;
 use inputs::{GatheredInputs, LocalFacts, Member, gather_inputs};
-use last_applied::LastApplied;
 use mtus::FirstEndpoints;
 use preconditions::{KgWatch, cache_trouble, check_first_lists, find_own_node};
+use repair_counter::RepairCounter;
 use underlay_cache::UnderlayCache;
 
 /// The file that lists the node's name servers.
@@ -119,7 +119,7 @@ pub(crate) struct Reconciler<R, F> {
     rotation: Option<Rotation>,
     tracker: PeerTracker,
     applied: Option<Arc<AppliedState>>,
-    last_applied: LastApplied,
+    repair_counter: RepairCounter,
     underlay: UnderlayCache,
     kg: KgWatch,
 }
@@ -148,7 +148,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             rotation: None,
             tracker: PeerTracker::new(live),
             applied: None,
-            last_applied: LastApplied::default(),
+            repair_counter: RepairCounter::default(),
             underlay: UnderlayCache::default(),
             kg: KgWatch::default(),
         }
@@ -250,12 +250,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
         self.apply_firewall(&compiled).await?;
         let settings = route::sysctl::converge(&compiled.sysctls).await;
-        let repaired = self.last_applied.count_setting_repairs(&compiled.sysctls, &settings);
+        let repaired = self.repair_counter.count_setting_repairs(&compiled.sysctls, &settings);
         self.deps.report.metrics.count_repairs("sysctls", repaired);
         for name in &settings.written {
             tracing::info!(%name, "kernel setting written");
         }
-        troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
+        troubles.extend(settings.wrong.iter().map(|e| Trouble::new("sysctl", e)));
         // `Ok(false)` = the device was open before this pass.
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);

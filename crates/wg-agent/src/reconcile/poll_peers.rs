@@ -8,7 +8,7 @@ use clustermesh_agent_core::{
     device::{PeerStats, diff},
     health::PeerHealth,
 };
-use clustermesh_api::annotations::{self, Agent, Link};
+use clustermesh_api::annotations::{self, AgentStatus, Link};
 use clustermesh_core::key::PublicKey;
 
 use super::{AppliedState, Reconciler, dump};
@@ -27,7 +27,7 @@ use crate::{
 pub(super) struct PeerPoll {
     pub(super) at: Instant,
     pub(super) device: DeviceView,
-    pub(super) agent: Agent,
+    pub(super) agent: AgentStatus,
     pub(super) peers: BTreeMap<PublicKey, PolledPeer>,
 }
 
@@ -174,7 +174,7 @@ fn agent_annotation(
     device: &DeviceView,
     peers: &BTreeMap<PublicKey, PolledPeer>,
     datapath_problem: Option<&DatapathProblem>,
-) -> Agent {
+) -> AgentStatus {
     let mut links: BTreeMap<String, Link> = BTreeMap::new();
     let mut total = Link::default();
     for (key, polled) in peers {
@@ -186,7 +186,7 @@ fn agent_annotation(
             count_peer(links.entry(name).or_default(), polled.state);
         }
     }
-    let mut agent = Agent {
+    let mut agent = AgentStatus {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         backend: device.backend.clone(),
         mode: "full".to_owned(),

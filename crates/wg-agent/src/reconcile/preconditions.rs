@@ -114,11 +114,11 @@ pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: 
         "their objects come from the cache, which the API server last confirmed at {confirmed} ({})",
         file.display()
     );
-    let refused: Vec<String> = (cached_kinds.iter())
-        .filter(|kind| snapshot.refused.contains(**kind))
+    let forbidden: Vec<String> = (cached_kinds.iter())
+        .filter(|kind| snapshot.forbidden_kinds.contains(**kind))
         .map(|kind| format!("{kind} ({})", snapshot.errors.get(kind).map_or("", String::as_str)))
         .collect();
-    Some(if refused.is_empty() {
+    Some(if forbidden.is_empty() {
         let message = format!(
             "the API server has not listed these kinds since this agent started: {}; {source}; check the API server and --kubeconfig",
             cached_kinds.join(", ")
@@ -128,7 +128,7 @@ pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: 
         let message = format!(
             "the API server answers but refuses to list: {}; {source}, and no changes arrive; check this agent's account \
              (ClusterRole and binding in deploy/agent.yaml) or --kubeconfig",
-            refused.join(", ")
+            forbidden.join(", ")
         );
         Trouble::new("cache", message)
     })

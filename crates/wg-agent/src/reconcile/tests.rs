@@ -106,17 +106,17 @@ fn cache_is_harmless_unless_the_api_server_refuses() {
          the API server last confirmed at 1970-01-01T00:00:00Z (/c); check the API server and --kubeconfig",
     );
     assert_eq!(trouble(&cluster), Some(unanswered.clone()));
-    cluster.refused.insert("Peer");
+    cluster.forbidden_kinds.insert("Peer");
     assert_eq!(trouble(&cluster), Some(unanswered), "only a kind from the cache counts");
-    cluster.refused.insert("PeerPolicy");
+    cluster.forbidden_kinds.insert("PeerPolicy");
     cluster.errors.insert("PeerPolicy", "Unauthorized".into());
-    let refused = Trouble::new(
+    let forbidden = Trouble::new(
         "cache",
         "the API server answers but refuses to list: PeerPolicy (Unauthorized); their objects come from the cache, which the API \
          server last confirmed at 1970-01-01T00:00:00Z (/c), and no changes arrive; check this \
          agent's account (ClusterRole and binding in deploy/agent.yaml) or --kubeconfig",
     );
-    assert_eq!(trouble(&cluster), Some(refused));
+    assert_eq!(trouble(&cluster), Some(forbidden));
     assert!(!cluster.is_confirmed());
 }
 
@@ -201,7 +201,7 @@ fn underlay_and_node_addresses_are_gathered() {
     );
     // Includes this node's new WireGuard address before its Node has it.
     let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
-    assert_eq!(inputs.nodes, addresses.map(|a| a.parse().unwrap()).into());
+    assert_eq!(inputs.all_node_addresses, addresses.map(|a| a.parse().unwrap()).into());
     assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());
 }
 

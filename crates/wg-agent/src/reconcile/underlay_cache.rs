@@ -30,7 +30,7 @@ impl UnderlayCache {
         match event {
             // The watch reports every address with prefix length 32 or 128 as `Ours`, even an address of the underlay.
             Event::Routing(RoutingEvent::Underlay | RoutingEvent::Ours) | Event::Unknown => self.0 = None,
-            Event::Tables | Event::Resolvers | Event::Routing(RoutingEvent::Settings) => {}
+            Event::Nftables | Event::Resolvers | Event::Routing(RoutingEvent::Settings) => {}
         }
     }
 
@@ -75,7 +75,7 @@ mod tests {
             "the InternalIPs changed"
         );
         for (event, is_still_known) in [
-            (Event::Tables, true),
+            (Event::Nftables, true),
             (Event::Resolvers, true),
             (Event::Routing(RoutingEvent::Settings), true),
             (Event::Routing(RoutingEvent::Underlay), false),

@@ -16,7 +16,7 @@ use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 /// A setting that is still wrong: it may not be written, the write failed, or the value of `all` is in force after the write.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
-pub struct Missing {
+pub struct WrongSetting {
     /// The setting.
     pub sysctl: Sysctl,
     /// A clause about the current value, such as `is 0`.
@@ -37,26 +37,23 @@ pub struct Outcome {
     /// Settings that were wrong and were written.
     pub written: BTreeSet<Name>,
     /// Settings that are still wrong.
-    pub missing: Vec<Missing>,
+    pub wrong: Vec<WrongSetting>,
 }
 
 /// Like [`converge`], but returns only the settings that are still wrong.
-pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
-    converge(wanted).await.missing
+pub async fn ensure(wanted: &[Sysctl]) -> Vec<WrongSetting> {
+    converge(wanted).await.wrong
 }
 
 /// Checks every setting in the caller's network namespace, and writes the wrong ones that may be written. The
 /// agent can run with a wrong setting; `Sysctl::why` names what does not work then.
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
-    let Outcome {
-        mut written,
-        mut missing,
-    } = Outcome::default();
+    let Outcome { mut written, mut wrong } = Outcome::default();
     for sysctl in wanted {
         if let Err(found) = check(sysctl) {
             let error = if sysctl.write { write(sysctl).err() } else { None };
             if let Err(found) = check(sysctl).map_err(|now| if error.is_some() { found } else { now }) {
-                missing.push(Missing {
+                wrong.push(WrongSetting {
                     sysctl: sysctl.clone(),
                     found,
                     error,
@@ -66,7 +63,7 @@ pub async fn converge(wanted: &[Sysctl]) -> Outcome {
             }
         }
     }
-    Outcome { written, missing }
+    Outcome { written, wrong }
 }
 
 fn path(name: &Name, interface: Option<&str>) -> String {

@@ -32,7 +32,7 @@ pub struct ClusterSnapshot {
     /// The last error of each kind whose watch fails.
     pub errors: BTreeMap<&'static str, String>,
     /// Kinds that the API server refuses to list (401, 403).
-    pub refused: BTreeSet<&'static str>,
+    pub forbidden_kinds: BTreeSet<&'static str>,
 }
 
 impl ClusterSnapshot {
@@ -46,7 +46,7 @@ impl ClusterSnapshot {
             api_servers,
             addresses: _,
             errors: _,
-            refused: _,
+            forbidden_kinds: _,
         } = self;
         [
             ("Peer", *peers == WatchedKind::Pending),
@@ -69,7 +69,7 @@ impl ClusterSnapshot {
             api_servers,
             addresses: _,
             errors: _,
-            refused: _,
+            forbidden_kinds: _,
         } = self;
         [
             ("Peer", matches!(peers, WatchedKind::Cached(_))),
@@ -117,7 +117,7 @@ impl ClusterSnapshot {
     pub fn is_confirmed(&self) -> bool {
         self.pending_kinds().is_empty()
             && self.cached_kinds().is_empty()
-            && self.refused.is_empty()
+            && self.forbidden_kinds.is_empty()
             && !self.errors.contains_key("Node")
     }
 
@@ -210,7 +210,7 @@ impl<V> WatchSink<V> for StoreSink<V> {
         let mut snapshot = self.store.lock();
         let changed = change((self.part)(&mut snapshot));
         let recovered = snapshot.errors.remove(self.kind).is_some();
-        snapshot.refused.remove(self.kind);
+        snapshot.forbidden_kinds.remove(self.kind);
         drop(snapshot);
         if changed {
             self.store.notify.notify_one();
@@ -237,16 +237,16 @@ impl<V> WatchSink<V> for StoreSink<V> {
         }
         // A server that refuses access is not down: it may have revoked the right to read the cached objects. So the
         // cache is not used here, but only after the timeout in [`crate::run`].
-        let is_refused = is_refusal(error);
+        let is_forbidden = is_refusal(error);
         {
             let mut snapshot = self.store.lock();
-            if is_refused {
-                snapshot.refused.insert(self.kind);
+            if is_forbidden {
+                snapshot.forbidden_kinds.insert(self.kind);
             } else {
-                snapshot.refused.remove(self.kind);
+                snapshot.forbidden_kinds.remove(self.kind);
             }
         }
-        if !is_refused {
+        if !is_forbidden {
             self.store.use_cache();
         }
         self.store.notify.notify_one();

@@ -203,7 +203,7 @@ mod tests {
         };
         View {
             admission: "restricted".into(),
-            agent: Some(clustermesh_api::annotations::Agent {
+            agent: Some(clustermesh_api::annotations::AgentStatus {
                 version: "1.2.3".into(),
                 mode: "full".into(),
                 ..Default::default()

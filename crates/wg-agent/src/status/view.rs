@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_api::annotations::Agent;
+use clustermesh_api::annotations::AgentStatus;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
     /// The agent's annotation of the Node.
-    pub(crate) agent: Option<Agent>,
+    pub(crate) agent: Option<AgentStatus>,
     pub(crate) node: Option<NodeView>,
     pub(crate) device: Option<DeviceView>,
     /// The peers, by the name of their Peer.

@@ -187,7 +187,7 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     }
     for port in [9090, 10250] {
         serve(&mesh.hub2, f.hub2, port);
-        serve(&mesh.hub2, f.hub2_gateway, port);
+        serve(&mesh.hub2, f.hub2_bridge, port);
     }
     mesh.hub_pod
         .ip(&format!("addr add {}/{} dev eth0{}", f.denied, f.host, f.nodad));
@@ -195,21 +195,21 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     for port in [9090, 9091] {
         serve(&mesh.hub_pod, f.denied, port);
     }
-    assert_eq!(source_of(&mesh.hub, f.denied, 9090), f.hub_gateway);
-    assert_eq!(source_of(&mesh.member_pod, f.denied, 9091), f.hub_gateway);
+    assert_eq!(source_of(&mesh.hub, f.denied, 9090), f.hub_bridge);
+    assert_eq!(source_of(&mesh.member_pod, f.denied, 9091), f.hub_bridge);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
     // Addresses of another node, in its Node object or not, are reachable through this node, except for the
     // infrastructure ports.
-    for other in [f.hub2, f.hub2_gateway] {
+    for other in [f.hub2, f.hub2_bridge] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
     }
     for (to, port) in [
         (f.hub, 10250),
         (f.hub2, 10250),
-        (f.hub2_gateway, 10250),
+        (f.hub2_bridge, 10250),
         (f.hub2_pod, 6443),
         (f.denied, 9090),
     ] {
@@ -261,9 +261,9 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         ip = f.ip(),
         pod = f.url(f.hub_pod),
     ));
-    // The WireGuard address, the CNI's gateway and the NodePort work inside the cluster, and the policy allows their
-    // networks.
-    for address in [f.hub_wireguard, f.hub_gateway] {
+    // The WireGuard address, the address on the pods' bridge and the NodePort work inside the cluster, and the policy allows
+    // their networks.
+    for address in [f.hub_wireguard, f.hub_bridge] {
         assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
     }
     assert_eq!(source_of(&mesh.hub2, f.hub, 30080), f.hub2);
@@ -285,7 +285,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     };
     assert_eq!(received(f.hub).as_deref(), Some(f.hub));
-    for address in [f.hub_wireguard, f.hub_gateway] {
+    for address in [f.hub_wireguard, f.hub_bridge] {
         for port in [22, 30080] {
             let error = request(&mesh.member_pod, address, port).unwrap_err();
             assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{address}:{port} {error}");
@@ -470,15 +470,7 @@ fn mss_fits_the_smaller_device_mtu(f: &'static Family) {
     ] {
         let capture = Capture::start(server, "eth0", &format!("dst host {to} and dst port 8080"));
         source_of(from, to, 8080);
-        let seen = capture.finish(
-            server,
-            to,
-            if to == f.hub_pod {
-                f.hub_gateway
-            } else {
-                f.member_gateway
-            },
-        );
+        let seen = capture.finish(server, to, if to == f.hub_pod { f.hub_bridge } else { f.member_bridge });
         let syn = seen.iter().find(|line| line.contains("Flags [S]")).expect("a SYN");
         let size = 1380 - f.headers;
         assert!(syn.contains(&format!("mss {size},")), "wanted {size}: {syn}");

@@ -37,7 +37,7 @@ fn accepted_source_route_reaches_no_closed_address() {
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
     }
-    let [from, node, pod, other_pod, gateway] = [V4.member_wireguard, V4.hub, V4.hub_pod, V4.hub2_pod, V4.hub_gateway]
+    let [from, node, pod, other_pod, bridge] = [V4.member_wireguard, V4.hub, V4.hub_pod, V4.hub2_pod, V4.hub_bridge]
         .map(|text| text.parse::<IpAddr>().unwrap());
     let listen = |ns: &netns::NetNs, address: IpAddr| {
         let socket = ns.enter(|| UdpSocket::bind((address, PORT))).unwrap();
@@ -49,7 +49,7 @@ fn accepted_source_route_reaches_no_closed_address() {
         [
             listen(&mesh.hub_pod, pod),
             listen(&mesh.hub2_pod, other_pod),
-            listen(&mesh.hub, gateway),
+            listen(&mesh.hub, bridge),
         ],
     );
     let raw = RawSender::open(&mesh.member, "kilo0");
@@ -71,7 +71,7 @@ fn accepted_source_route_reaches_no_closed_address() {
     });
     // The IP options "loose source route" and "strict source route" (RFC 791).
     for kind in [131, 137] {
-        for hop in [pod, other_pod, gateway] {
+        for hop in [pod, other_pod, bridge] {
             send(&source_route(kind, hop), b"source-routed");
         }
     }

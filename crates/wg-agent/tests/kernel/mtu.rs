@@ -8,7 +8,7 @@ use clustermesh_tests::{
     netns::{self, transfer, wait_until},
     path::{
         self, Capture, policy_of,
-        real::{Star, gateway, key, pod, probe_sizes, underlay},
+        real::{Star, key, pod, probe_sizes, router_address, underlay},
     },
 };
 use ipnet::IpNet;
@@ -92,7 +92,7 @@ fn peers_of_different_path_mtu_share_one_device() {
     let outer = |a, b| if a + b == 3 { V4 } else { V6 };
     let mut star = Star::new(&[1500, 1500, 1400], outer);
     for (from, to) in [(1, 3), (2, 3)] {
-        let (to, via) = (underlay(to, V6), gateway(from, V6));
+        let (to, via) = (underlay(to, V6), router_address(from, V6));
         star.sites[usize::from(from) - 1]
             .ns
             .ip(&format!("-6 route add {to} via {via} mtu 1400"));
@@ -164,7 +164,7 @@ fn packets_pass_a_link_with_small_mtu_and_no_icmp() {
     let seen = capture.finish(
         &star.sites[0].ns,
         &underlay(1, V4).to_string(),
-        &gateway(1, V4).to_string(),
+        &router_address(1, V4).to_string(),
     );
     assert_eq!(seen, Vec::<String>::new(), "outer packets with the DF bit");
 }
@@ -204,7 +204,7 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
             assert!(output.status.success(), "{} -> {to}: {output:?}", from.name);
         }
     }
-    let (here, next) = (underlay(1, V4).to_string(), gateway(1, V4).to_string());
+    let (here, next) = (underlay(1, V4).to_string(), router_address(1, V4).to_string());
     assert_eq!(unencrypted.finish(node, &here, &next), Vec::<String>::new());
     let seen = encrypted.finish(node, &here, &next);
     // 20 requests and 20 replies, some of them coalesced, and handshake messages. A routing loop would cause thousands of

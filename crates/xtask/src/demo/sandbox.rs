@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Context;
 use clustermesh_lab::{
-    Boundary, Cluster, Granted, INFRASTRUCTURE_PORTS, Lab, LabPlan, MESH, Product, TrafficClient, Tunnel, WEB,
+    ALWAYS_SCANNED_PORTS, Boundary, Cluster, Granted, Lab, LabPlan, MESH, Product, TrafficClient, Tunnel, WEB,
 };
 
 use super::{Demo, HUB, MEMBER, describe};
@@ -323,10 +323,11 @@ impl<'a> Demo<'a> {
             apis[0], apis[1]
         );
         open.print_by_address(&all);
+        // `ALWAYS_SCANNED_PORTS` are the infrastructure ports and that of SSH.
         let wrong: Vec<_> = open
             .tcp
             .iter()
-            .filter(|socket| INFRASTRUCTURE_PORTS.contains(&socket.port()) && !apis.contains(&socket.ip()))
+            .filter(|socket| ALWAYS_SCANNED_PORTS.contains(&socket.port()) && !apis.contains(&socket.ip()))
             .collect();
         let outcome = match wrong[..] {
             [] => Ok(format!(

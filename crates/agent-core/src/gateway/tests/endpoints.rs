@@ -70,12 +70,12 @@ fn service_that_no_sandbox_may_reach_is_refused() {
     let refused = "ServiceNotServed: this is the API server, which no sandbox may reach";
     assert_service_refused(server, seen(|_| {}), refused);
     let refused = "ServiceNotServed: Service team/x mirrors a Service of another cluster: grant that Service";
-    assert_service_refused(sql("x", 2), seen(|observed| observed.mirror = true), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.is_mirror = true), refused);
     let refused = "ServiceNotServed: Service team/x is of type ExternalName and has no endpoints";
-    assert_service_refused(sql("x", 2), seen(|observed| observed.external_name = true), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.is_external_name = true), refused);
     let refused = "ServiceNotServed: Service team/x has no selector: its EndpointSlices are written by hand and may hold any \
                    address, so no sandbox may reach it";
-    assert_service_refused(sql("x", 2), seen(|observed| observed.selector = false), refused);
+    assert_service_refused(sql("x", 2), seen(|observed| observed.has_selector = false), refused);
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn endpoints_of_other_ports_and_protocols_are_ignored() {
 
 #[test]
 fn sticky_service_makes_a_sticky_balancer() {
-    assert!(grant_of_db(&with_db(|db| db.sticky = true)).balancer.sticky);
+    assert!(grant_of_db(&with_db(|db| db.is_sticky = true)).balancer.sticky);
 }
 
 /// Adds `further` endpoints to team/db, granted only to `a`, and asserts that only these endpoints are left out.

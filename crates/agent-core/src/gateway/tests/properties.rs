@@ -126,16 +126,18 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
     let ports = prop_oneof![4 => Just(all_ports), 1 => Just(BTreeSet::new())];
     let flag = || prop_oneof![9 => Just(false), 1 => Just(true)];
     let seen = (ports, vec(endpoint, 0..8), [flag(), flag(), flag()], any::<bool>());
-    let seen = seen.prop_map(|(ports, endpoints, [selectorless, external_name, mirror], sticky)| {
-        Service::Observed(ObservedService {
-            selector: !selectorless,
-            external_name,
-            mirror,
-            sticky,
-            ports,
-            endpoints: endpoints.into_iter().collect(),
-        })
-    });
+    let seen = seen.prop_map(
+        |(ports, endpoints, [selectorless, is_external_name, is_mirror], is_sticky)| {
+            Service::Observed(ObservedService {
+                has_selector: !selectorless,
+                is_external_name,
+                is_mirror,
+                is_sticky,
+                ports,
+                endpoints: endpoints.into_iter().collect(),
+            })
+        },
+    );
     let service = prop_oneof![
         8 => seen,
         1 => Just(Service::Absent),

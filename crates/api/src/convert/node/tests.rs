@@ -86,10 +86,13 @@ fn last_seen_and_leader_annotations_are_read() {
     let seen = |text: &str| last_seen(&with(json!({"kilo.squat.ai/last-seen": text})));
     assert_eq!(seen("1795411942"), Some(1_795_411_942));
     assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
-    let leader_of = |annotations| to_core(&with(annotations)).leader;
+    let prefers_leader = |annotations| to_core(&with(annotations)).prefers_leader;
     // kg ignores the value of the annotation.
-    assert!(leader_of(json!({"kilo.squat.ai/leader": "true"})) && leader_of(json!({"kilo.squat.ai/leader": "false"})));
-    assert!(!leader_of(json!({})));
+    assert!(
+        prefers_leader(json!({"kilo.squat.ai/leader": "true"}))
+            && prefers_leader(json!({"kilo.squat.ai/leader": "false"}))
+    );
+    assert!(!prefers_leader(json!({})));
 }
 
 #[test]

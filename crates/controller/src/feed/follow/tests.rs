@@ -157,7 +157,7 @@ async fn watch_that_always_expires_is_retried_with_backoff() {
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
     // The lists succeeded, but no watch was established.
     let why = "its API server calls every version of nodes too old (410)";
-    assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), true));
+    assert_eq!((feed.trust(), feed.has_answer()), (Trust::Broken(why.into()), true));
 }
 
 #[tokio::test(start_paused = true)]
@@ -262,7 +262,7 @@ async fn object_over_the_budget_leaves_the_feed_broken() {
     let followed = tokio::time::timeout(Duration::from_secs(60), follow(&resource, &feed, resumed)).await;
     assert!(followed.is_err());
     let why = "over its budget: its API server answers with more than 4 MiB at once (nodes)";
-    assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), false));
+    assert_eq!((feed.trust(), feed.has_answer()), (Trust::Broken(why.into()), false));
     assert_eq!(sizes.lock().expect("not poisoned")[..6], [50, 25, 12, 6, 3, 1]);
 }
 
@@ -313,7 +313,7 @@ async fn list_with_endless_pages_is_refused_with_the_reason() {
     report(&resource, &feed, &FollowError::TooMany, &mut progress(resumed));
     let why = "its API server lists more than 50000 nodes, or more than 4000 pages of them";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
-    assert!(!feed.is_listed());
+    assert!(!feed.has_answer());
 }
 
 #[tokio::test(start_paused = true)]
@@ -323,5 +323,5 @@ async fn list_with_too_many_objects_is_refused() {
     let (resource, requests) = server(move |_| list_of(&page, "more"));
     let feed = feed();
     assert!(matches!(list(&resource, &feed).await, Err(FollowError::TooMany)));
-    assert_eq!((requests.load(Ordering::Relaxed), feed.is_listed()), (3, false));
+    assert_eq!((requests.load(Ordering::Relaxed), feed.has_answer()), (3, false));
 }

@@ -189,7 +189,10 @@ fn leader_is_chosen_in_the_order_of_kg() {
         "k1",
         "age does not matter"
     );
-    assert_eq!(leader_after(|nodes| nodes.get_mut("k2").unwrap().leader = true), "k2");
+    assert_eq!(
+        leader_after(|nodes| nodes.get_mut("k2").unwrap().prefers_leader = true),
+        "k2"
+    );
     // kg treats shared address space as public.
     assert_eq!(
         leader_after(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
@@ -200,14 +203,14 @@ fn leader_is_chosen_in_the_order_of_kg() {
         leader_after(|nodes| {
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
-            nodes.get_mut("k2").unwrap().leader = true;
+            nodes.get_mut("k2").unwrap().prefers_leader = true;
         }),
         "k2",
         "a node with the leader annotation comes before one with a public endpoint"
     );
     assert_eq!(
         leader_after(|nodes| {
-            nodes.values_mut().for_each(|node| node.leader = true);
+            nodes.values_mut().for_each(|node| node.prefers_leader = true);
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
         }),

@@ -2,10 +2,10 @@
 
 use std::net::IpAddr;
 
-use clustermesh_tests::path::{Capture, Family, Worker, apply, request, serve, source_of};
+use clustermesh_tests::path::{Capture, Family, MeshWithWorker, apply, request, serve, source_of};
 
 pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static Family) {
-    let w = Worker::new(f);
+    let w = MeshWithWorker::new(f);
     serve(&w.worker, f.worker, 9090);
     serve(&w.worker_pod, f.worker_pod, 8080);
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
@@ -55,7 +55,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
 }
 
 pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'static Family) {
-    let w = Worker::new(f);
+    let w = MeshWithWorker::new(f);
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub
     let reaches = |why: &str| {
@@ -76,12 +76,12 @@ pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'stati
 }
 
 pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static Family) {
-    let w = Worker::new(f);
+    let w = MeshWithWorker::new(f);
     serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
     // A NodePort of the worker with a hub pod as endpoint, requested by another hub pod through eth0.
     w.node_port(30080, f.hub2_pod);
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
     // The Peer of the first hub node contains the second node's pods, so the packets pass the first node, which masquerades them.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
-    assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
+    assert_eq!(capture.finish(&w.worker, f.worker, f.hub_bridge), Vec::<String>::new());
 }

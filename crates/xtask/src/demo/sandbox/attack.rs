@@ -129,7 +129,7 @@ impl Demo<'_> {
         }
         let found = self.scan_all(scene, scanned, &OpenSockets::default()).await?;
         for ((from, found), (watch, last)) in scene.clients.iter().zip(found).zip(watches.iter().zip(last_answers)) {
-            let outcome = match watch.answers().pop() {
+            let outcome = match watch.echo_times().pop() {
                 again if again != last => Err(format!("it answered again at {again:?}, after {last:?}")),
                 _ if found != OpenSockets::default() => Err(found.to_string()),
                 _ => Ok(format!("none of {} sockets answers", scanned.len())),
@@ -161,7 +161,7 @@ fn print_scan_scope(sockets: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet
     println!("  (etcd in the lab listens only at loopback; its ports 2379 and 2380 are scanned, too.)");
 }
 
-/// Milliseconds since 1970, like the times of [`EchoWatch::answers`].
+/// Milliseconds since 1970, like the times of [`EchoWatch::echo_times`].
 fn now() -> anyhow::Result<u128> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis())
 }

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use clustermesh_core::{mesh::ObjectName, observe::Gateway};
 
-use super::{Tables, values};
+use super::{MemberFeeds, values};
 
-impl Tables {
+impl MemberFeeds {
     /// Returns the gateways. A gateway is ready if the pod that published it exists and is Ready.
     pub(super) fn gateways(&self) -> BTreeMap<ObjectName, Gateway> {
         let pods = values(&self.gateway_pods);

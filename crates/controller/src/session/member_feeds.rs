@@ -36,7 +36,7 @@ use crate::feed::{Changed, Feed, Trust, WatchedResource};
 
 /// The feeds of one member. Clones share them.
 #[derive(Debug, Clone)]
-pub(crate) struct Tables {
+pub(crate) struct MemberFeeds {
     factory: FeedFactory,
     nodes: Feed<NodeRow>,
     check_ins: Arc<Mutex<CheckIns>>,
@@ -118,7 +118,7 @@ where
     object.try_parse().map_err(|error| error.to_string())
 }
 
-impl Tables {
+impl MemberFeeds {
     /// Creates the feeds. The memory of their rows counts toward the limit of `account`, if it is given.
     pub(crate) fn new(member: String, account: Option<&Account>, changed: &Changed) -> Self {
         let factory = FeedFactory {
@@ -303,19 +303,19 @@ impl Tables {
         trusts
     }
 
-    /// Whether all feeds, except those on demand, were listed at least once. Kinds other than Nodes and Peers do not count if the
-    /// ServiceAccount may not read them.
-    pub(super) fn are_listed(&self) -> bool {
-        self.nodes.is_listed()
+    /// Whether all feeds, except those on demand, have an answer ([`Feed::has_answer`]), and Nodes were listed. Kinds other than Nodes and
+    /// Peers do not count if the ServiceAccount may not read them.
+    pub(super) fn have_answers(&self) -> bool {
+        self.nodes.has_answer()
             && self.nodes.trust() != Trust::Absent
-            && self.peers.is_listed()
-            && (self.policies.is_listed() || self.policies.is_forbidden())
-            && (self.accesses.is_listed() || self.accesses.is_forbidden())
-            && (self.gateways.is_listed() || self.gateways.is_forbidden())
-            && (self.gateway_pods.is_listed() || self.gateway_pods.is_forbidden())
-            && (self.services.is_listed() || self.services.is_forbidden())
-            && (self.slices.is_listed() || self.slices.is_forbidden())
-            && (self.api_slices.is_listed() || self.api_slices.is_forbidden())
+            && self.peers.has_answer()
+            && (self.policies.has_answer() || self.policies.is_forbidden())
+            && (self.accesses.has_answer() || self.accesses.is_forbidden())
+            && (self.gateways.has_answer() || self.gateways.is_forbidden())
+            && (self.gateway_pods.has_answer() || self.gateway_pods.is_forbidden())
+            && (self.services.has_answer() || self.services.is_forbidden())
+            && (self.slices.has_answer() || self.slices.is_forbidden())
+            && (self.api_slices.has_answer() || self.api_slices.is_forbidden())
     }
 
     /// Converts the feeds to the planner's input.

@@ -17,7 +17,7 @@ use clustermesh_core::{
 use k8s_openapi::api::core::v1 as core_v1;
 use kube::api::DynamicObject;
 
-use super::{Tables, parse};
+use super::{MemberFeeds, parse};
 use crate::{events::truncate, feed::Trust};
 
 /// The parts of a Node that the planner or the report need. Kilo's annotation `last-seen` is not among them, so its update every 30 s
@@ -68,7 +68,7 @@ impl NodeRow {
     }
 }
 
-impl Tables {
+impl MemberFeeds {
     /// Counts the nodes: all, with wg-agent in full mode, in policy mode, with kg alone and a key, and with an agent whose version is not
     /// `version`, the version of the controller.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {

@@ -12,10 +12,10 @@ use clustermesh_agent_core::{
 
 use crate::route::sysctl;
 
-/// The state that the last pass applied; `None` = that part was not applied, or not completely. Each `count_*` method also records what
-/// the pass applied.
+/// Counts repairs. Contains the state that the last pass applied; `None` = that part was not applied, or not completely. Each `count_*`
+/// method also records what the pass applied.
 #[derive(Debug, Default)]
-pub(super) struct LastApplied {
+pub(super) struct RepairCounter {
     firewall: Option<Firewall>,
     routes: Option<Routes>,
     peers: Option<Peers>,
@@ -23,7 +23,7 @@ pub(super) struct LastApplied {
     settings: BTreeSet<Name>,
 }
 
-impl LastApplied {
+impl RepairCounter {
     /// A pass applied the table `desired`; `written` = the kernel's table differed and was written.
     pub(super) fn count_firewall_repairs(&mut self, desired: &Firewall, written: bool) -> usize {
         if self.firewall.as_ref() == Some(desired) {
@@ -61,11 +61,8 @@ impl LastApplied {
     /// A pass applied the settings in `wanted`.
     pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], outcome: &sysctl::Outcome) -> usize {
         let repaired = outcome.written.intersection(&self.settings).count();
-        let is_missing = |name: &Name| outcome.missing.iter().any(|missing| missing.sysctl.name == *name);
-        let correct = wanted
-            .iter()
-            .map(|sysctl| &sysctl.name)
-            .filter(|name| !is_missing(name));
+        let is_wrong = |name: &Name| outcome.wrong.iter().any(|wrong| wrong.sysctl.name == *name);
+        let correct = wanted.iter().map(|sysctl| &sysctl.name).filter(|name| !is_wrong(name));
         self.settings = correct.cloned().collect();
         repaired
     }
@@ -113,23 +110,23 @@ mod tests {
         let (one, two) = (routes(&["10.1.0.0/24"]), routes(&["10.1.0.0/24", "10.1.1.0/24"]));
         let all = diff(&Routes::default(), &one).unwrap();
         let added = diff(&one, &two).unwrap();
-        let mut last = LastApplied::default();
+        let mut counter = RepairCounter::default();
         assert_eq!(
-            last.count_route_repairs(&one, &all, true),
+            counter.count_route_repairs(&one, &all, true),
             0,
             "the first pass of a process"
         );
-        assert_eq!(last.count_route_repairs(&two, &added, true), 0, "a new peer");
-        assert_eq!(last.count_route_repairs(&two, &added, true), 1, "deleted route");
+        assert_eq!(counter.count_route_repairs(&two, &added, true), 0, "a new peer");
+        assert_eq!(counter.count_route_repairs(&two, &added, true), 1, "deleted route");
         let both: Vec<Change> = diff(&two, &one).unwrap().into_iter().chain(all.clone()).collect();
         assert_eq!(
-            last.count_route_repairs(&one, &both, true),
+            counter.count_route_repairs(&one, &both, true),
             all.len(),
             "a peer is removed, and another program flushed the table"
         );
-        assert_eq!(last.count_route_repairs(&one, &[], false), 0);
+        assert_eq!(counter.count_route_repairs(&one, &[], false), 0);
         assert_eq!(
-            last.count_route_repairs(&one, &all, true),
+            counter.count_route_repairs(&one, &all, true),
             0,
             "the previous pass was incomplete"
         );
@@ -141,22 +138,22 @@ mod tests {
         let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
         let one: Peers = [(key(1), PeerSpec::default())].into();
         let add = |n| PeerChange::Add(key(n), PeerSpec::default());
-        let mut last = LastApplied::default();
+        let mut counter = RepairCounter::default();
         assert_eq!(
-            last.count_peer_repairs(&one, &[PeerChange::Remove(key(9))]),
+            counter.count_peer_repairs(&one, &[PeerChange::Remove(key(9))]),
             0,
             "the first pass of a process"
         );
-        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 0, "a new peer");
-        assert_eq!(last.count_peer_repairs(&both, &[add(2)]), 1, "deleted peer");
+        assert_eq!(counter.count_peer_repairs(&both, &[add(2)]), 0, "a new peer");
+        assert_eq!(counter.count_peer_repairs(&both, &[add(2)]), 1, "deleted peer");
         assert_eq!(
-            last.count_peer_repairs(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
+            counter.count_peer_repairs(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
             1,
             "a peer is removed, and another program had added one"
         );
-        last.forget_device();
+        counter.forget_device();
         assert_eq!(
-            last.count_peer_repairs(&one, &[add(1)]),
+            counter.count_peer_repairs(&one, &[add(1)]),
             0,
             "the device was opened again"
         );
@@ -173,29 +170,33 @@ mod tests {
             write: true,
             why: "",
         });
-        let pass = |written: &[&Name], missing: &[usize]| sysctl::Outcome {
+        let pass = |written: &[&Name], wrong: &[usize]| sysctl::Outcome {
             written: written.iter().copied().cloned().collect(),
-            missing: missing
+            wrong: wrong
                 .iter()
-                .map(|at| sysctl::Missing {
+                .map(|at| sysctl::WrongSetting {
                     sysctl: wanted[*at].clone(),
                     found: String::new(),
                     error: None,
                 })
                 .collect(),
         };
-        let mut last = LastApplied::default();
-        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&own], &[0])), 0, "startup");
+        let mut counter = RepairCounter::default();
         assert_eq!(
-            last.count_setting_repairs(&wanted, &pass(&[&global], &[])),
+            counter.count_setting_repairs(&wanted, &pass(&[&own], &[0])),
+            0,
+            "startup"
+        );
+        assert_eq!(
+            counter.count_setting_repairs(&wanted, &pass(&[&global], &[])),
             0,
             "the previous pass could not write it"
         );
-        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[], &[])), 0);
-        assert_eq!(last.count_setting_repairs(&wanted, &pass(&[&global, &own], &[])), 2);
-        last.forget_device();
+        assert_eq!(counter.count_setting_repairs(&wanted, &pass(&[], &[])), 0);
+        assert_eq!(counter.count_setting_repairs(&wanted, &pass(&[&global, &own], &[])), 2);
+        counter.forget_device();
         assert_eq!(
-            last.count_setting_repairs(&wanted, &pass(&[&own], &[])),
+            counter.count_setting_repairs(&wanted, &pass(&[&own], &[])),
             0,
             "a new interface"
         );

@@ -46,7 +46,7 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
         match self.feed.trust() {
             // Rows that were read before the refusal may be outdated.
             Trust::Denied(why) => Err(why),
-            _ if self.feed.is_listed() => Ok(values(&self.feed)),
+            _ if self.feed.has_answer() => Ok(values(&self.feed)),
             Trust::Broken(why) => Err(why),
             Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),
         }
