@@ -26,8 +26,8 @@ const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
 /// Time to boot, and to set up all runs, on an emulated processor.
 const SETUP: Duration = Duration::from_secs(300);
-/// The limit in the virtual machine for one variant in one round, in real time for each second of `--seconds`. It is long enough on a
-/// busy machine.
+/// Real time that one variant may take in one round in the virtual machine if `--seconds` is 1. More seconds raise it in proportion. It is
+/// long enough on a busy machine.
 const LIMIT_PER_SECOND: Duration = Duration::from_secs(60);
 
 /// Arguments of `cargo xtask bench kernel`.
@@ -196,7 +196,7 @@ impl Bench<'_> {
                 wire.ends[0].until_answered(&target)?;
                 load::latency(wire, &target, half)?
             }
-            // A gateway does not answer pings. WireGuard stages the first request until the handshake is done.
+            // A gateway answers no ping to wait for. No wait is needed: WireGuard stages the first request until the handshake is done.
             Variant::GatewayByHand | Variant::Gateway => {
                 load::latency_of(&load::bind(self.pod, POD, load::ECHO_PORT)?, wire, &target, half)?
             }

@@ -29,7 +29,7 @@ const SINK_PORT: u16 = 9;
 /// The result of a run of TCP streams.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub(crate) struct Throughput {
-    /// Received by the far end's iperf3, all streams together.
+    /// Received by the iperf3 server, all streams together.
     pub(crate) gigabits_per_second: f64,
     pub(crate) retransmits: u64,
     /// CPU seconds of both daemons for a gigabit.
@@ -76,7 +76,7 @@ pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     Running::start(&mut command)
 }
 
-/// Runs `streams` TCP streams from the near end to the far end.
+/// Runs `streams` TCP streams from the near end to the iperf3 server that `target` reaches, at the far end or in the pod behind it.
 pub(crate) fn throughput(
     wire: &Wire,
     target: &str,

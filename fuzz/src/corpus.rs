@@ -11,9 +11,9 @@ use serde_json::Value;
 
 use crate::{objects, packets};
 
-/// Number of mutations for each target.
+/// Number of mutations for a target that needs no handshake.
 const ROUNDS: u64 = 4_000;
-/// Number of mutations for targets that begin with a slow handshake.
+/// Number of mutations for a target that begins with a handshake, which is slow.
 const SESSION_ROUNDS: u64 = 1_000;
 /// Tokens that often break parsers.
 const TOKENS: [&[u8]; 16] = [
@@ -47,7 +47,7 @@ impl Random {
         (self.0 % bound.max(1) as u64) as usize
     }
 
-    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = the inputs are not JSON.
+    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = a chosen input is not JSON.
     fn mutate_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
         let parse_any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
         let mut value = parse_any(self)?;
@@ -55,11 +55,11 @@ impl Random {
             let mut other = parse_any(self)?;
             let (at, from) = (self.below(count_leaves(&value)), self.below(count_leaves(&other)));
             let token = String::from_utf8_lossy(TOKENS[self.below(TOKENS.len())]);
-            let target = leaf(&mut value, &mut { at })?;
-            *target = match self.below(4) {
+            let chosen = leaf(&mut value, &mut { at })?;
+            *chosen = match self.below(4) {
                 0 => token.into(),
                 1 => self.below(70_000).into(),
-                2 => target
+                2 => chosen
                     .as_str()
                     .map_or(Value::Null, |text| format!("{text}{token}").into()),
                 _ => leaf(&mut other, &mut { from })?.take(),
@@ -106,7 +106,7 @@ fn count_leaves(value: &Value) -> usize {
     }
 }
 
-/// The n-th leaf value.
+/// The n-th leaf value, counted from 0. The leaves that were passed are subtracted from `n`.
 fn leaf<'v>(value: &'v mut Value, n: &mut usize) -> Option<&'v mut Value> {
     match value {
         Value::Array(values) => values.iter_mut().find_map(|value| leaf(value, n)),

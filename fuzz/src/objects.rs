@@ -204,6 +204,7 @@ fn assert_invalid_policy_allows_nothing(policy: &ParsedPolicy) {
     assert!(policy.problem.is_none() || policy.spec.allow.is_empty(), "{policy:?}");
 }
 
+/// Also checks that a device without peers needs a change exactly if there are peers.
 fn assert_allowed_ips_have_one_owner(out: &Compiled) {
     let mut owned = BTreeSet::new();
     for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {

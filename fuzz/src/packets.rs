@@ -88,7 +88,8 @@ pub fn inner(bytes: &[u8]) -> bool {
     joined
 }
 
-/// A packet that can be compared: if "don't fragment" is set, the IPv4 identification has no meaning, so it and the checksum are zero.
+/// Prepares a packet for comparison. If "don't fragment" is set, the IPv4 identification has no meaning: it and the header checksum,
+/// which covers it, are set to zero.
 fn comparable(packet: &[u8]) -> Vec<u8> {
     let mut packet = packet.to_vec();
     if packet.len() >= 20 && packet[0] >> 4 == 4 && packet[6] & 0x40 != 0 {
@@ -162,7 +163,7 @@ pub fn datagram(bytes: &[u8]) -> bool {
     has_delivered
 }
 
-/// The packet without padding, according to the length field of its header; `None` = not an IP packet.
+/// The packet without padding, according to the length field of its header; `None` = no complete IP packet.
 fn without_padding(packet: &[u8]) -> Option<&[u8]> {
     let number = |at: usize| {
         Some(usize::from(u16::from_be_bytes([

@@ -245,7 +245,7 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     let get = format!("kubectl --context tenant-a exec {client} -- /bin/probe get http://hub-web.default.svc");
     operator.wait_for(&get, "hello from ").await;
 
-    // Before and after changes.
+    // Planning, admission, key change, endpoints, adoption.
     operator.run("clustermeshctl.md", "plan -f mesh.yaml", &[]).await;
     operator.run("clustermeshctl.md", "plan --context mgmt", &[]).await;
     operator.run("install.md", "editor deploy/admission.yaml", &[]).await;
@@ -278,10 +278,14 @@ async fn commands_of_the_documents_work_on_two_clusters() {
         .run("troubleshooting.md", "describe clustermesh demo", &[])
         .await;
     assert!(status.contains("mgmt-1 {\"version\""), "{status}");
-    let on_node = operator.script("troubleshooting.md", "wg-agent status", &[]);
+    let node_script = operator.script("troubleshooting.md", "wg-agent status", &[]);
     let agent = workspace_program("wg-agent").unwrap();
-    let on_node = format!("PATH=$PATH:{}\n{on_node}", agent.parent().unwrap().display());
-    let printed = hub.nodes()[0].exec(["bash", "-euc", &on_node]).await.unwrap().stdout;
+    let node_script = format!("PATH=$PATH:{}\n{node_script}", agent.parent().unwrap().display());
+    let printed = hub.nodes()[0]
+        .exec(["bash", "-euc", &node_script])
+        .await
+        .unwrap()
+        .stdout;
     assert!(
         printed.contains("table inet clustermesh") && printed.ends_with("ok\n"),
         "{printed}"

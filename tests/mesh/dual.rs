@@ -1,4 +1,4 @@
-//! Tests the flows of the module `flows` over IPv6, between two dual-stack clusters. The tunnel's outer packets are
+//! Tests most flows of the module `flows` over IPv6, between two dual-stack clusters. The tunnel's outer packets are
 //! IPv4, and IPv6 in the last step.
 
 use std::{

@@ -154,8 +154,8 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
             .collect();
         mesh.assert_answers(&host(node), &url(mirrored, 80), &want).await;
     }
-    // A server in a node's host network is reachable at the node's own address if allowedNetworks contains it, but
-    // never at its WireGuard address. A client in a pod keeps its source address.
+    // The other member reaches a server in a node's host network at the node's own address if allowedNetworks contains it, but
+    // never at the node's WireGuard address. A client in a pod keeps its source address.
     for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in servers.iter().map(|web| &web.node) {
             let node = mesh.lab.node(server);
@@ -171,7 +171,7 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
             );
             for from in clients {
                 for (client, source) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
-                    // Only the hub's allowedNetworks contain the addresses of its nodes.
+                    // Only the hub's nodes have their own addresses in allowedNetworks.
                     if server.starts_with(HUB) {
                         let to = IpAddr::from(node.address());
                         let answer = mesh.wait_for_answer(&client, &url(to, 9090)).await;
@@ -387,8 +387,8 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
 // threat: unencrypted-packet
 async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
-    let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
-    let node = mesh.lab.node(&dead.node);
+    let (near, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
+    let node = mesh.lab.node(&near.node);
     // A stopped kubelet cannot restart the agent.
     node.signal("kubelet", Signal::SIGSTOP).unwrap();
     node.signal("wg-agent", Signal::SIGKILL).unwrap();
@@ -404,10 +404,10 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     .unwrap();
     let all_are_closed = async |when: &str| {
         for (from, to) in [
-            (pod(dead), url(far.ip, 8080)),
-            (host(&dead.node), url(far.ip, 8080)),
-            (pod(far), url(dead.ip, 8080)),
-            (host(&far.node), url(dead.ip, 8080)),
+            (pod(near), url(far.ip, 8080)),
+            (host(&near.node), url(far.ip, 8080)),
+            (pod(far), url(near.ip, 8080)),
+            (host(&far.node), url(near.ip, 8080)),
         ] {
             let why = mesh.assert_closed(&from, &to).await;
             println!("{when}: {from} -> {to}: {why}");
@@ -427,14 +427,14 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     all_are_closed("agent dead, rules deleted").await;
     node.signal("kubelet", Signal::SIGCONT).unwrap();
     let continued = Instant::now();
-    let answer = mesh.wait_for_answer(&pod(far), &url(dead.ip, 8080)).await;
+    let answer = mesh.wait_for_answer(&pod(far), &url(near.ip, 8080)).await;
     println!(
         "the agent forwards again {:.1} s after the kubelet continued",
         continued.elapsed().as_secs_f64()
     );
-    assert_eq!(answer, mesh.expected_answer(dead, far.ip));
-    let answer = mesh.wait_for_answer(&pod(dead), &url(far.ip, 8080)).await;
-    assert_eq!(answer, mesh.expected_answer(far, dead.ip));
+    assert_eq!(answer, mesh.expected_answer(near, far.ip));
+    let answer = mesh.wait_for_answer(&pod(near), &url(far.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(far, near.ip));
     let captured = capture.stop().await.unwrap();
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
 }

@@ -221,9 +221,9 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
 }
 
 async fn wait_until_all_answer(flows: &[EchoWatch]) {
-    let from = now();
+    let since = now();
     for flow in flows {
-        flow.wait_for_echo_after(from).await.unwrap();
+        flow.wait_for_echo_after(since).await.unwrap();
     }
 }
 

@@ -281,7 +281,7 @@ impl<'a> TestEnv<'a> {
 
     /// Captured packets that the worker sent through eth0 into the hub's networks or to the hub's nodes. Ignored are WireGuard packets,
     /// packets to the API server and the next hop, replies of the host's servers and of NodePorts, and ICMP errors
-    /// for WireGuard's closed port.
+    /// about closed ports, such as WireGuard's.
     async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();
@@ -384,11 +384,11 @@ impl<'a> TestEnv<'a> {
         join_all(urls.iter().map(|(from, url)| self.assert_closed(from, url))).await;
         let pings = self.hub_webs.iter().map(|to| to.ip);
         let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
-        let answered = pings.map(async |(from, to)| {
+        let checks = pings.map(async |(from, to)| {
             let answered = self.lab.ping(&from, to).await.unwrap();
             assert!(!answered, "ping {from} -> {to}");
         });
-        join_all(answered).await;
+        join_all(checks).await;
     }
 
     /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without the

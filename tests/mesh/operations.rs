@@ -102,7 +102,7 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     mesh.product.wait_until_ready().await.unwrap();
 
     mesh.lab.node(&name).power_cut().await.unwrap();
-    // A pod of the hub continues to send to the dead node.
+    // From now on a pod of the hub sends to the dead node.
     let address = wireguard_address(&mesh.member, &name).await;
     let to_dead = ["ping", "-n", "-i", "1", &address];
     let sender = &mesh.hub_webs[0];
@@ -175,7 +175,7 @@ async fn written_versions(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
     all
 }
 
-/// Scales the hub's web servers and waits until the member's mirrored Service has exactly the remaining pods.
+/// Scales the hub's web servers and waits until the member's mirrored Service contains exactly the running pods.
 async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     let scale = format!("--replicas={replicas}");
     mesh.hub.kubectl(["scale", "deployment/web", &scale]).await.unwrap();

@@ -64,7 +64,7 @@ impl<'a> TestEnv<'a> {
             .await
             .unwrap();
         product.install_gateways(&["default"]).await.unwrap();
-        // Set both lists of networks in deploy/admission.yaml, so that agents and controller have to work within its policies.
+        // Set both lists of networks in deploy/admission.yaml, so that the controller has to work within them.
         let admission =
             std::fs::read_to_string(format!("{}/../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
         let networks = |cluster: &Cluster<'_>| {
@@ -208,8 +208,8 @@ async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
     }
 }
 
-/// Words that only this cluster contains: names of pods, UIDs of objects, its CA certificate, and data of Secrets
-/// except for the sandbox's own kubeconfig. The names of gateway pods are left out, because the sandbox's Peers contain them.
+/// Words that only this cluster contains: names of pods, UIDs of objects, and long words of its CA certificate and of Secrets
+/// other than the sandbox's own kubeconfig. The names of gateway pods are left out, because the sandbox's Peers contain them.
 async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
     let objects = json(cluster, &["get", kinds, "-A"]).await;

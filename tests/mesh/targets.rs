@@ -121,11 +121,11 @@ impl<'a> TestEnv<'a> {
             .pods(GATEWAYS, "app.kubernetes.io/name=clustermesh-gateway")
             .await;
         let pods = pods.map_err(|error| error.to_string())?;
-        let runs = pods
+        let running = pods
             .iter()
             .find(|pod| pod.name == gateway.name && pod.ip == gateway.pod);
-        let runs = runs.ok_or_else(|| format!("no pod of {gateway:?} in {pods:?}"))?;
-        Ok(self.lab.node(&runs.node))
+        let running = running.ok_or_else(|| format!("no pod of {gateway:?} in {pods:?}"))?;
+        Ok(self.lab.node(&running.node))
     }
 
     /// Requests the mirrored Service from pod and node, until every server has answered through every gateway.
@@ -163,8 +163,8 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// Installs Kilo's Peer CRD in the hub, and writes kg's annotations to its nodes. They are renewed until the result
-    /// is dropped.
+    /// Installs Kilo's Peer CRD in the hub, and writes kg's annotations to its nodes. The time of the last check-in is renewed until
+    /// the result is dropped.
     async fn simulate_kg_on_nodes(&self) -> JoinSet<()> {
         let crd = format!("{}/../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
         self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
@@ -324,7 +324,8 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// Scans while the sandbox's administrator routes every address of the hub into the tunnel.
+    /// Scans from the pod through one gateway and from the node through the other, while the sandbox's administrator routes every
+    /// address of the hub into the tunnel.
     async fn scan_through_each_gateway_finds_only_grants(&self) {
         let granted = self.granted().await;
         let mut all = self
@@ -347,7 +348,7 @@ impl<'a> TestEnv<'a> {
         }
     }
 
-    /// Waits until the conditions of the ClusterMesh are good. `with` describes the hub's nodes in the error.
+    /// Waits until Ready and EgressResolved of the ClusterMesh are True. `with` describes the hub's nodes in the error.
     async fn mesh_conditions_are_good(&self, with: &str) {
         let expected = [("Ready", "True"), ("EgressResolved", "True")];
         let what = format!("good conditions with {with}");

@@ -56,7 +56,7 @@ const IPV6: [Ipv6; 2] = [
         underlay: "fd00:30::2:11",
     },
 ];
-/// The pod, the next hop of its default route (the node), and an address of the pod network that no node owns.
+/// The pod, the next hop of its default route (the node), and an address of the cluster's pod network that no node has.
 const IPV4: [[&str; 3]; 2] = [
     ["10.10.1.9", "10.10.1.1", "10.10.99.9"],
     ["10.20.1.9", "10.20.1.1", "10.20.99.9"],
@@ -67,7 +67,7 @@ const SLOW_SENDERS: [&str; 3] = ["10.20.1.21", "10.20.1.22", "10.20.1.23"];
 /// tcpdump filter: every inner address.
 const INNER: &str = "net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or net fd00:20::/32";
 
-/// Two dual-stack clusters with one node and one pod each.
+/// Two dual-stack clusters with one node and one pod each. The node and the pod under test are those of [`TENANT`].
 struct Testbed {
     clusters: TwoClusters,
     pods: [NetNs; 2],

@@ -74,7 +74,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         first[KILO_WIREGUARD_IP]
     );
     let rival: Node = serde_json::from_value(serde_json::json!({
-        // For Nodes that were created in the same second, the name decides, and this one loses.
+        // For Nodes that were created in the same second, the name decides, and this Node loses.
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
     }))
     .expect("a Node");

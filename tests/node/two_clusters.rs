@@ -145,7 +145,7 @@ impl TwoClusters {
                 .await
                 .expect("add a host");
             host.exec([agent_program(), "prepare"]).await.expect("prepare the node");
-            // The node itself has the pod's address, because the tests need the address but no pod.
+            // The node itself has the pod's address, because most tests need the address but no pod.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
                 .expect("an address");

@@ -32,7 +32,7 @@ const LIMIT: usize = 256 * MIB;
 const RESPONSE_LENGTH: usize = 2048 * MIB;
 const ADDRESS: &str = "172.30.1.201";
 
-/// The requests to which a server sends an endless response. Other lists are empty, and other watches have no events.
+/// What a server sends without end. Its other responses are valid: empty lists, watches without events, and `/version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flood {
     /// Lists of Nodes.
@@ -43,7 +43,7 @@ enum Flood {
     Line,
     /// An endless number of Nodes, in pages of normal size; no Node exceeds a limit.
     Objects,
-    /// All requests; the responses are errors.
+    /// All responses, with an error status.
     Error,
     /// `/version`.
     Version,

@@ -1,5 +1,5 @@
 //! Tests a sandbox with a hostile administrator, on real API servers: whatever this administrator writes into the sandbox
-//! changes nothing in other clusters except the SandboxAccess of the sandbox.
+//! changes nothing in other clusters except the sandbox's SandboxAccess and the mesh's status.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -17,7 +17,8 @@ use crate::gateways;
 
 /// A write that is retried would be repeated within this time.
 const QUIET: Duration = Duration::from_secs(5);
-/// The only object outside the sandbox that depends on its nodes, in the cluster that grants it a Service.
+/// The sandbox's SandboxAccess, in the cluster of the granted Service. Outside the sandbox, only this object and the mesh's status
+/// depend on the sandbox's nodes.
 const ACCESS: &str = "tenant-a SandboxAccess/prod--notebooks";
 
 /// The parts of the mirrored Service that its clients depend on: ports, selector, and the sockets of each EndpointSlice.

@@ -241,7 +241,7 @@ async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     let status = env.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(status.clusters[1].anchored, []);
 
-    // Step 2: kg restarts on three nodes, among them a leader. Neither the stop nor the start causes a write.
+    // Step 2: kg restarts on three nodes, among them both leaders of tenant-a. Neither the stop nor the start causes a write.
     let restarting = ["mgmt-1", "tenant-a-1", "tenant-a-3"];
     until_passes(&env, 2).await;
     let status = async || env.get_mesh().await.unwrap().status;

@@ -242,8 +242,14 @@ async fn three_clusters() -> TestEnv {
 
 /// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
 /// wide, or missing.
-async fn until_peers_and_policy(env: &TestEnv, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
-    let what = format!("{cluster} to have Peers {peers:?} of {source}, policy {wide:?}");
+async fn until_peers_and_policy(
+    env: &TestEnv,
+    cluster: &str,
+    source: &str,
+    peers: (usize, bool),
+    policy: Option<bool>,
+) {
+    let what = format!("{cluster} to have Peers {peers:?} of {source}, policy {policy:?}");
     wait_until(what, SOON, async || {
         let all = env.peers(cluster).await;
         let own = all.iter().filter(|(name, _)| name.starts_with(&format!("{source}--")));
@@ -254,7 +260,7 @@ async fn until_peers_and_policy(env: &TestEnv, cluster: &str, source: &str, peer
         let is_wide = policies
             .get(source)
             .map(|object| policy_openness(object) == Openness::Policy { wide: true });
-        if own == vec![peers.1; peers.0] && is_wide == wide {
+        if own == vec![peers.1; peers.0] && is_wide == policy {
             Ok(())
         } else {
             Err(format!("{own:?}, policy {is_wide:?}"))

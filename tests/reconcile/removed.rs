@@ -142,9 +142,9 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Adds a second mesh of mgmt and tenant-a with other networks. Waits until the controller has read both clusters, and does not
-/// have the first mesh any more.
-async fn add_second_mesh(env: &TestEnv) {
+/// Applies a second mesh of mgmt and tenant-a with other networks (no change if it exists). Waits until the controller has read both
+/// clusters, which it does only for a mesh, and does not have the first mesh any more.
+async fn apply_second_mesh_until_read(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");
     let clusters = second["spec"]["clusters"].as_array_mut().unwrap();
@@ -179,13 +179,13 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     assert_eq!(uids(&env).await, before);
     strip_finalizers(&env).await;
     until_gone(&env).await;
-    add_second_mesh(&env).await;
+    apply_second_mesh_until_read(&env).await;
     assert_eq!(uids(&env).await, before);
     // A controller that starts after the deletion of the mesh deletes nothing, either.
     let old = env.hub_id().await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     controller = env.start_controller().await;
-    add_second_mesh(&env).await;
+    apply_second_mesh_until_read(&env).await;
     assert_eq!(uids(&env).await, before);
     delete(&env, ["cmesh", "second"]).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
@@ -220,6 +220,6 @@ async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
     strip_finalizers(&env).await;
     delete(&env, ["cmesh", "prod"]).await;
     let _controller = env.start_controller().await;
-    add_second_mesh(&env).await;
+    apply_second_mesh_until_read(&env).await;
     assert_eq!(uids(&env).await, before);
 }

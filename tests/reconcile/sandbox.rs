@@ -1,5 +1,6 @@
 //! Tests a sandbox that is granted a Service of another cluster, on real API servers: which data of that cluster the objects in
-//! the sandbox contain, before and after the grant is revoked, and that the owner of a Service must agree to a grant.
+//! the sandbox contain, before and after the grant is revoked, and that a grant in a confined mesh needs the consent of the
+//! Service's owner.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::gateways;
 
-/// Creates a Service with a selector, and an EndpointSlice with one endpoint, as Kubernetes would.
+/// Creates a Service with a selector, and an EndpointSlice with one endpoint (address and Node), as Kubernetes would.
 pub(crate) async fn create_service(
     env: &TestEnv,
     cluster: &str,

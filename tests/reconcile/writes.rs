@@ -204,11 +204,11 @@ async fn irrelevant_changes_and_restart_write_nothing() {
     env.until_condition("Ready", "True/Meshed", SOON).await;
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
 
-    // kg writes this annotation every 30 s on every node.
     let (before, passes) = (
         env.versions().await,
         env.metric("clustermesh_controller_reconciles_total").await,
     );
+    // kg writes this annotation every 30 s on every node.
     for second in 0..20 {
         env.annotate(
             "tenant-a",

@@ -326,7 +326,7 @@ async fn grants_outside_service_list_are_refused(controller: &ApiClient) {
     );
 }
 
-/// Adds a version without a schema, which a later release of Kilo might serve. The same rules must apply to it, because
+/// Adds a version whose schema accepts every field, which a later release of Kilo might serve. The same rules must apply to it, because
 /// both versions write the same stored object.
 async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &ApiClient) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";

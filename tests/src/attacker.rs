@@ -1,5 +1,5 @@
-//! Attacks from a compromised node. [`Tunnel`] is a WireGuard device that allows all addresses, [`Flood`] sends arbitrary
-//! packets at a high rate, and [`Prober`] sends legitimate requests.
+//! Attacks from a compromised node. [`Tunnel`] is a WireGuard device whose peer has all addresses as allowed IPs, [`Flood`]
+//! sends arbitrary packets at a high rate, and [`Prober`] sends legitimate requests.
 
 pub mod packets;
 pub mod witness;

@@ -17,7 +17,7 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// Time limit for connecting, and for each read of the server in [`transfer`].
+/// Time limit for connecting, and for each read of the receiver in [`transfer`].
 const IO_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A network namespace whose loopback interface is up.

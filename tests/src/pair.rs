@@ -255,7 +255,7 @@ impl Site {
         );
     }
 
-    /// Waits until packets to the other node's pod are routed into the tunnel. Before, they follow the default route over
+    /// Waits until IPv4 packets to the other node's pod are routed into the tunnel. Before, they follow the default route over
     /// the underlay.
     pub fn wait_for_route_to(&self, other: &Self) {
         wait_until("a route into the tunnel", TIMEOUT, || {
@@ -400,7 +400,8 @@ impl Flow {
         });
     }
 
-    /// Stops the pings. Returns the largest number of packets lost in a row, and the number of answered packets.
+    /// Stops the pings. Returns the largest number of packets lost in a row, and the number of answered packets. Packets before the first
+    /// reply count as lost, packets after the last reply do not.
     pub fn end(mut self) -> (u32, usize) {
         // The file contains the whole output only after the process has exited.
         let _ = self.running.child().kill();
@@ -408,7 +409,6 @@ impl Flow {
         let numbers = self.answered();
         let first = numbers.first().copied().unwrap_or(0);
         let gaps = numbers.windows(2).map(|pair| pair[1].saturating_sub(pair[0] + 1));
-        // Packets before the first reply count as lost.
         let most = gaps.max().unwrap_or(0).max(first.saturating_sub(1));
         (most, numbers.len())
     }

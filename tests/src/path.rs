@@ -127,7 +127,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         (&hub_networks[..], &member_networks[..])
     };
     // In the member, the hub's second node has no Peer: its address and pods are allowed IPs of the first node's Peer.
-    let allowed = match is_hub {
+    let allowed_ips = match is_hub {
         true => vec![f.member_pods, f.member_wireguards],
         false => vec![
             f.hub_pods,
@@ -192,7 +192,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             )),
             candidates: vec![],
             keepalive: None,
-            allowed_ips: prefixes(&allowed),
+            allowed_ips: prefixes(&allowed_ips),
         }],
         policies: [("other".to_owned(), policy)].into(),
         peer_mtus: BTreeMap::new(),
@@ -241,8 +241,8 @@ impl Mesh {
         apply(&hub, &hub_inputs);
         apply(&member, &member_inputs);
         for (device, inputs) in devices.iter_mut().zip([&hub_inputs, &member_inputs]) {
-            let peers = diff(&device.observe().unwrap().peers, &compile(inputs).peers);
-            device.apply(&peers.unwrap_or_default()).unwrap();
+            let changes = diff(&device.observe().unwrap().peers, &compile(inputs).peers);
+            device.apply(&changes.unwrap_or_default()).unwrap();
         }
         if f.outer.is_some() {
             // The pings start the first handshake.

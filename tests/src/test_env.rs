@@ -128,8 +128,8 @@ impl TestEnv {
     }
 
     /// Creates the controller's ServiceAccount from `deploy/`.
-    async fn create_account(&self, name: &str, hub: bool) {
-        let manifest = if hub {
+    async fn create_account(&self, name: &str, is_hub: bool) {
+        let manifest = if is_hub {
             "deploy/controller.yaml"
         } else {
             "deploy/member-account.yaml"
@@ -360,9 +360,9 @@ impl TestEnv {
     }
 
     /// Waits until the condition has this `status/reason`. Returns its message.
-    pub async fn until_condition(&self, kind: &str, want: &str, deadline: Duration) -> String {
+    pub async fn until_condition(&self, kind: &str, want: &str, at_most: Duration) -> String {
         let what = format!("condition {kind} to be {want}");
-        wait_until(what, deadline, async || match self.condition(kind).await {
+        wait_until(what, at_most, async || match self.condition(kind).await {
             Some((state, message)) if state == want => Ok(message),
             other => Err(format!("{other:?}")),
         })
@@ -378,9 +378,9 @@ impl TestEnv {
     }
 
     /// Waits until a cluster has the Peers with exactly these names.
-    pub async fn until_peers(&self, cluster: &str, want: &[&str], deadline: Duration) -> BTreeMap<String, Peer> {
+    pub async fn until_peers(&self, cluster: &str, want: &[&str], at_most: Duration) -> BTreeMap<String, Peer> {
         let what = format!("the Peers of {cluster} to be {want:?}");
-        wait_until(what, deadline, async || {
+        wait_until(what, at_most, async || {
             let peers = self.peers(cluster).await;
             let names: Vec<&String> = peers.keys().collect();
             if names == want {

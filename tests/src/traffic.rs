@@ -90,7 +90,7 @@ impl TcpConnection {
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// Sends a byte and returns the error; `None` = the connection is open.
+    /// Sends a byte and returns the error; `None` = there is none so far. A reset in reply to this byte shows only at the next call.
     pub fn error(&mut self) -> Option<ErrorKind> {
         self.0.write_all(b"?").err().map(|error| error.kind())
     }

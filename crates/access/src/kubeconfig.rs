@@ -103,7 +103,7 @@ impl HubHosts {
     }
 
     fn has_host(&self, host: &str, port: u16) -> bool {
-        // With the DNS search list of a pod, the first label is enough to resolve the name.
+        // A pod's DNS search list completes these names: `kubernetes` in namespace default, `kubernetes.default` in every namespace.
         self.hosts.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
     }
 }

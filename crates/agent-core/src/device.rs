@@ -104,7 +104,8 @@ impl PeerChange {
     }
 }
 
-/// Computes the changes from `observed` to `desired`; `None` = they are equal.
+/// Computes the changes from `observed` to `desired`; `None` = none are needed. A peer whose desired endpoint is `None` keeps the observed
+/// one.
 ///
 /// An allowed IP that moves between peers always has an owner: it is only added to the new peer, which takes it from the old one, and
 /// peers are removed last.

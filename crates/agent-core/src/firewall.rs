@@ -76,7 +76,7 @@ pub struct Sets {
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs, reached by `throw` routes.
     pub throw: BTreeSet<IpNet>,
-    /// Prefixes of this node that are in the allowed IPs of the other members' Peers for it. Only these may be sources in the tunnel.
+    /// Prefixes of this node that are in the allowed IPs of its Peers in other members. Only these may be sources in the tunnel.
     pub published: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
@@ -92,7 +92,7 @@ pub struct Sets {
     pub deny: BTreeSet<(IpNet, IpNet)>,
     /// (source, destination, TCP port) denied.
     pub deny_ports: BTreeSet<(IpNet, IpNet, u16)>,
-    /// The API server's endpoints, closed to every member.
+    /// The API server's ClusterIP and endpoints, closed to every member.
     pub api: BTreeSet<(IpAddr, u16)>,
     /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Every node closes them for all nodes, because the CNI may
     /// masquerade a forwarded packet, and the other node then sees this node as its source.
@@ -118,7 +118,7 @@ pub struct Plan<'a> {
     pub policies: &'a [PolicySpec],
     /// InternalIPs of this node.
     pub internal_ips: &'a BTreeSet<IpAddr>,
-    /// The API server's endpoints.
+    /// The API server's ClusterIP and endpoints.
     pub api_servers: &'a BTreeSet<SocketAddr>,
     /// Addresses of this cluster's nodes.
     pub nodes: &'a BTreeSet<IpAddr>,

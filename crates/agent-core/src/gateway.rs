@@ -133,7 +133,7 @@ pub struct ObservedService {
     pub is_sticky: bool,
     /// Protocol and name of each port.
     pub ports: BTreeSet<(Protocol, String)>,
-    /// Endpoints by protocol and name of their port.
+    /// The ports of its endpoints.
     pub endpoints: BTreeSet<Endpoint>,
 }
 
@@ -163,7 +163,7 @@ pub struct Compiled {
     pub routes: BTreeSet<IpNet>,
     /// The firewall table.
     pub table: Table,
-    /// Names of the SandboxAccesses of which at least one network is routed and not refused.
+    /// Names of the SandboxAccesses with at least one network that is not refused.
     pub served: BTreeSet<String>,
     /// The parts that are left out.
     pub refused: BTreeSet<Refused>,
@@ -202,7 +202,8 @@ impl fmt::Display for Refused {
 pub enum Reason {
     /// A network does not parse, is too wide or is reserved.
     NetworkInvalid,
-    /// A network overlaps another one, of this or an older SandboxAccess.
+    /// A network overlaps another one, of this SandboxAccess or one that takes precedence. The same network in another SandboxAccess of
+    /// the same sandbox is no overlap.
     NetworkOverlap,
     /// A key does not parse.
     PublicKeyInvalid,

@@ -13,6 +13,8 @@
 //! its endpoint is known, so this node initiates              |-- unknown ---|----------- down ------------>
 //! its endpoint is unknown, so the peer has to initiate       |----------------- unknown ------------------>
 //! ```
+//! Without a known endpoint, a peer is up while its session is alive, else unknown, and never down.
+//!
 //! A session expires after 180 s (WireGuard paper §6.1, Reject-After-Time). Its initiator starts a new handshake when it sends a packet
 //! after 120 s (Rekey-After-Time), and either side does when it sends a packet after the session has expired. A keepalive is such a
 //! packet. So with keepalives every 25 s the next handshake begins after 205 s at the latest, and three attempts, 5 s apart
@@ -40,9 +42,9 @@ pub const KEEPALIVE_BYTES: u64 = 32;
 pub enum PeerHealth {
     /// Its session is alive, or the next handshake is not overdue yet.
     Up,
-    /// The peer does not reply to packets that need a reply.
+    /// The peer does not reply to packets that need a reply, although its endpoint is known. Takes precedence over `Up`.
     Down,
-    /// The session is missing or expired, and no packet has waited for a reply long enough to call the peer down.
+    /// The session is missing or expired, and the endpoint is unknown or no packet has waited long enough to call the peer down.
     Unknown,
 }
 

@@ -1,8 +1,9 @@
 //! Computes the MTU of the device and of routes to peers, from the path MTUs to the peers' endpoints.
 //!
 //! The device's MTU fits the largest of the path MTUs; routes to the other peers get their own, smaller MTU. So a peer whose path MTU is
-//! small, or that forges ICMP errors to make it look small, does not affect other peers. Packets on a route whose MTU is too large still
-//! arrive, because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
+//! small, or that forges ICMP errors to make it look small, does not affect the routes to other peers. Only the default route of
+//! [`crate::numbers::TABLE_TUNNEL`] gets the smallest MTU of all. Packets on a route whose MTU is too large still arrive, because the
+//! outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
 //! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
 //! multiple of 16, so that a packet that just fits still fits after padding.

@@ -107,9 +107,9 @@ pub fn desired(plan: &Plan) -> Routes {
         });
     }
     for net in &plan.mesh {
-        // A UDP server that is not bound to an address has to reply from the underlay address that lies in a mesh network. The kernel
-        // looks up the route of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail. An
-        // unmarked packet on this fallback is dropped, because the device has no peer for its destination.
+        // A UDP server that is not bound to an address has to answer a mesh source from the underlay address in the mesh network. The
+        // kernel looks up the route of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail.
+        // An unmarked packet on this fallback is dropped, because the device has no peer for its destination.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),

@@ -155,7 +155,7 @@ impl AgentStatus {
         }
     }
 
-    /// Sets the members to which a tunnel is down. If there are too many for an annotation, those with the fewest tunnels down are left
+    /// Sets the links with a tunnel that is down. If there are too many for an annotation, those with the fewest tunnels down are left
     /// out.
     pub fn set_links(&mut self, links: impl IntoIterator<Item = (String, Link)>) {
         let mut broken: Vec<_> = links.into_iter().filter(|(_, link)| link.down > 0).collect();
@@ -196,7 +196,7 @@ impl std::fmt::Display for AgentStatus {
 /// # Errors
 /// The text does not have this form. The error is a message for users.
 pub fn host_and_prefix(text: &str) -> Result<IpNet, String> {
-    // `parse_network` refuses IPv4 addresses that an attacker could hide in IPv6 addresses.
+    // `parse_network` refuses IPv4-mapped IPv6 addresses, in which an attacker could hide an IPv4 address.
     parse_network(text)
         .and_then(|_| text.parse().map_err(|_| String::new()))
         .map_err(|_| {

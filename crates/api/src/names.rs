@@ -22,7 +22,7 @@ pub const LABEL_MESH_NAMESPACE: &str = "kilo-clustermesh.io/mesh-namespace";
 pub const LABEL_HUB: &str = "kilo-clustermesh.io/hub";
 /// Label that marks mirrored Services and their EndpointSlices.
 pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
-/// Label that names the manager of an EndpointSlice. Kubernetes' own controllers ignore slices with other values.
+/// Label that names the manager of an EndpointSlice. Each of Kubernetes' own controllers ignores slices with a value other than its own.
 pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
 /// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on objects that the controller writes.
 pub const MANAGED_BY: &str = "kilo-clustermesh.io";
@@ -165,9 +165,9 @@ fn hash(parts: &[&str]) -> String {
 /// Converts `text` to a valid beginning of an object name, at most `max` bytes long. Names are used in the paths of requests, and a
 /// hostile API server chooses the names of its nodes, so invalid characters are replaced.
 fn subdomain(text: &str, max: usize) -> String {
-    let cut = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
+    let trim = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
     if is_subdomain(text) {
-        return cut(&text[..text.len().min(max)]);
+        return trim(&text[..text.len().min(max)]);
     }
     let plain: String = text
         .chars()
@@ -181,7 +181,7 @@ fn subdomain(text: &str, max: usize) -> String {
         .skip_while(|c| *c == '-')
         .take(max)
         .collect();
-    let plain = cut(&plain);
+    let plain = trim(&plain);
     if plain.is_empty() { "x".to_owned() } else { plain }
 }
 

@@ -31,12 +31,12 @@ fn cidr() -> Schema {
     })
 }
 
-/// A list of networks of one mesh entry, at least one.
+/// A list of networks of one member, at least one.
 pub(crate) fn networks_required(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "minItems": 1, "maxItems": MAX_NETWORKS, "items": cidr()})
 }
 
-/// A list of networks of one mesh entry.
+/// A list of networks of one member.
 pub(crate) fn networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": cidr()})
 }

@@ -139,15 +139,16 @@ fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
 /// Corrects the answers for ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so a ClusterIP is allowed
 /// only if one of its endpoints is allowed.
 ///
-/// Removes ClusterIPs that are not granted to a sandbox: it reaches Services through gateways and not through ClusterIPs.
+/// Removes the ClusterIP of a Service that is not granted to the sandbox. Its row would suggest that a grant opens the ClusterIP, but a
+/// grant opens only gateway ports. The rows of the endpoints stay and show the same rule.
 fn resolve_cluster_ips(rows: &mut Vec<Row>) {
-    let is_ungranted = |row: &Row| {
+    let lacks_grant = |row: &Row| {
         matches!(
             row.explanation.rule,
             Rule::DestinationNotGranted | Rule::NoGrantForMember
         )
     };
-    rows.retain(|row| !(row.destination.is_cluster_ip && is_ungranted(row)));
+    rows.retain(|row| !(row.destination.is_cluster_ip && lacks_grant(row)));
     let endpoints = || rows.iter().filter(|row| !row.destination.is_cluster_ip);
     let has_allowed_endpoint = endpoints().any(|row| row.explanation.verdict() == Verdict::Allowed);
     let Some(first) = endpoints().next().map(|row| row.explanation.clone()) else {

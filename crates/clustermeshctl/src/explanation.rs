@@ -225,15 +225,15 @@ impl<'a> Explainer<'a> {
             Some((&*entry.name, members.get(&entry.name)?))
         };
         let (source, source_member) = find_entry(&from.cluster)?;
-        let (target, target_member) = find_entry(&to.cluster)?;
+        let (destination, destination_member) = find_entry(&to.cluster)?;
         let query = connectivity::Query {
             observations: self.observations,
             plan: self.plan,
             mesh,
             source,
-            target,
+            destination,
             source_member,
-            target_member,
+            destination_member,
             from,
             to,
         };

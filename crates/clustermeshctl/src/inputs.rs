@@ -308,7 +308,7 @@ fn member(objects: &Objects) -> Member {
             .iter()
             .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
             .collect(),
-        // No namespace is missing: a list of a running cluster covers all namespaces or fails, and files contain all namespaces.
+        // No namespace is missing: a list of a running cluster covers all namespaces or fails, and files are assumed to cover all.
         unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,

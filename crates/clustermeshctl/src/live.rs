@@ -97,7 +97,7 @@ impl LiveClusters {
     }
 }
 
-/// Chooses one name for each cluster: the name of its entry. If an earlier cluster has the same name, the name of the mesh is
+/// Chooses one name for each cluster: the name of its first entry. If an earlier cluster has the same name, the name of the mesh is
 /// prepended: `NAMESPACE/MESH/ENTRY`.
 fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     let mut named: Vec<(&ClusterIdentity, String)> = Vec::new();
@@ -145,7 +145,7 @@ fn check_names<'n>(
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// The memory budget, in bytes, for the responses of one member whose kubeconfig is in a Secret, so another party may control it.
+/// The memory budget, in bytes, for the responses of one member with a kubeconfig from a Secret. Another party may control such a member.
 const MEMORY_BUDGET: usize = 64 * 1024 * 1024;
 
 struct Hub<'a> {

@@ -36,9 +36,10 @@ use sockets::{ExcludedAddresses, Socket, Sockets};
 
 /// Exit code if a socket answers that must not.
 const VIOLATION: u8 = 1;
-/// Exit code if a socket could not be probed, or if there was nothing to probe. Errors of the command have the same code.
+/// Exit code if there is no violation, but a socket could not be probed, or there was nothing to probe. Errors of the command have
+/// the same code.
 pub(crate) const CANNOT_TELL: u8 = 2;
-/// Exit code if there is no violation, but an allowed socket does not answer.
+/// Exit code if all sockets could be probed without a violation, but an allowed socket does not answer.
 const UNANSWERED: u8 = 3;
 
 /// A network namespace from which connections are opened.
@@ -63,7 +64,7 @@ impl std::fmt::Display for ProbeSource {
 #[derive(Debug, Default)]
 struct Report {
     rows: Vec<Row>,
-    /// Messages about sockets that could not be probed. They change the exit code.
+    /// Messages about sockets that could not be probed. Unless there is a violation, the exit code is then [`CANNOT_TELL`].
     not_probed: Vec<String>,
     /// Messages about sockets that were left out on purpose.
     notes: Vec<String>,
@@ -204,7 +205,7 @@ impl<'a> Verify<'a> {
                 self.allowed_networks(from.identity),
                 &self.args.underlay_allows,
             );
-            let targets: Vec<(&str, Sockets)> = sockets
+            let selected: Vec<(&str, Sockets)> = sockets
                 .iter()
                 .filter(|(to, _)| **to != from.name)
                 .map(|(to, all)| {
@@ -214,7 +215,7 @@ impl<'a> Verify<'a> {
                     )
                 })
                 .collect();
-            match jobs::build(from, self.outcome, self.args, &targets, &mut report) {
+            match jobs::build(from, self.outcome, self.args, &selected, &mut report) {
                 Ok(built) => jobs.extend(built),
                 Err(why) => report.not_probed.push(why),
             }
@@ -278,12 +279,12 @@ impl<'a> Verify<'a> {
         for mesh in &self.outcome.meshes {
             let find_entry =
                 |cluster: &ClusterIdentity| mesh.clusters.iter().find(|entry| entry.identity.same_cluster(cluster));
-            let (Some(source), Some(target)) = (find_entry(from.identity), find_entry(to.identity)) else {
+            let (Some(from_entry), Some(to_entry)) = (find_entry(from.identity), find_entry(to.identity)) else {
                 continue;
             };
-            let uses_gateways = source.profile == Profile::Sandbox && !to.read.member.gateways.is_empty();
-            let sandbox_accesses = uses_gateways.then_some((&*source.name, &*accesses));
-            for grant in source.egress.iter().filter(|grant| grant.cluster == target.name) {
+            let uses_gateways = from_entry.profile == Profile::Sandbox && !to.read.member.gateways.is_empty();
+            let sandbox_accesses = uses_gateways.then_some((&*from_entry.name, &*accesses));
+            for grant in from_entry.egress.iter().filter(|grant| grant.cluster == to_entry.name) {
                 mirrors.extend(sockets::collect_mirrored(
                     from.read,
                     to.read,
@@ -306,9 +307,9 @@ impl<'a> Verify<'a> {
         interfaces: &BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>,
     ) -> Vec<Row> {
         let from = &clusters[&*job.source.cluster];
-        let mut by_target: BTreeMap<&str, BTreeMap<SocketAddr, &Socket>> = BTreeMap::new();
+        let mut by_cluster: BTreeMap<&str, BTreeMap<SocketAddr, &Socket>> = BTreeMap::new();
         for (address, (to, socket)) in &job.sockets {
-            by_target.entry(to).or_default().insert(*address, socket);
+            by_cluster.entry(to).or_default().insert(*address, socket);
         }
         let classifier = classify::Classifier {
             explainer,
@@ -319,7 +320,7 @@ impl<'a> Verify<'a> {
             answers,
             interfaces: interfaces.get(&(job.source.cluster.clone(), job.source.node.clone())),
         };
-        let rows = by_target
+        let rows = by_cluster
             .into_iter()
             .map(|(to, sockets)| classifier.classify(to, clusters[to].identity, &sockets));
         rows.collect()

@@ -53,9 +53,9 @@ pub(crate) struct Connection {
 /// The result of one step.
 #[derive(Debug)]
 enum Outcome {
-    /// The object already had the desired content.
+    /// The object already had the desired content, or was already deleted.
     Unchanged,
-    /// The object was written. `overwritten_manager` is the other field manager that had changed it last.
+    /// The object was created, updated or deleted. `overwritten_manager` is the other field manager that had changed it before an update.
     Written { overwritten_manager: Option<String> },
     /// The object changed in the meantime; `by` is the field manager that changed it.
     Conflict { by: Option<String> },
@@ -111,16 +111,16 @@ impl MemberWriter {
 
     /// Replaces the steps to send, and starts a task that sends them unless one is running.
     ///
-    /// `observed` is the time at which the pass that planned the steps began to observe.
+    /// `observed_since` is the time at which the pass that planned the steps began to observe.
     pub(crate) fn set_steps(
         &self,
         groups: BTreeMap<Source, Lanes>,
-        observed: Instant,
+        observed_since: Instant,
         connection: Connection,
         tasks: &TaskTracker,
     ) {
         let mut inner = self.lock();
-        inner.queue.replace(groups, observed, Instant::now());
+        inner.queue.replace(groups, observed_since, Instant::now());
         inner.connection = Some(connection);
         if !inner.is_running && !inner.queue.is_empty() {
             inner.is_running = true;

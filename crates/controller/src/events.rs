@@ -25,7 +25,7 @@ const MAX_EVENTS: usize = 20;
 /// Timeout of the request for one Event.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One fact about a mesh that is published as an Event.
+/// One state of a mesh whose changes are published as Events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Notice {
     /// The subject, for example `Ready` or `node tenant-a/worker-1`. Each topic has at most one notice at a time.

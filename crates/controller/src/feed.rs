@@ -62,15 +62,17 @@ impl<V> Row<V> {
     }
 }
 
-/// An API server that has just started responds with 403 until it has loaded its RBAC roles. A 403 counts only after this time.
-const DENIED_AFTER: Duration = Duration::from_secs(10);
+/// An API server that has just started responds with 403 until it has loaded its RBAC roles. Only after this time a kind that was never
+/// read counts as forbidden.
+const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 
 /// How long after our own write lists and events may still contain the object as it was before.
 const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
 
-/// The most malformed objects that a table remembers.
+/// The most malformed objects that a feed remembers.
 const MAX_MALFORMED: usize = 1_000;
 
+/// The content of a feed.
 #[derive(Debug)]
 struct Table<V> {
     rows: BTreeMap<ObjectName, Row<V>>,
@@ -212,7 +214,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         })
     }
 
-    /// Whether the table is current.
+    /// Whether the feed is current, or why not.
     pub(crate) fn trust(&self) -> Trust {
         self.lock().trust.clone()
     }
@@ -227,12 +229,15 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the kind was never read, and was refused for [`DENIED_AFTER`]. Such a kind is treated like a kind that does not exist.
+    /// Whether the kind was never read, and was refused for [`FORBIDDEN_AFTER`]. Such a kind is treated like a kind that does not exist.
     ///
     /// A kind that was read before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
         let table = self.lock();
-        !table.was_read && table.denied_since.is_some_and(|since| since.elapsed() >= DENIED_AFTER)
+        !table.was_read
+            && table
+                .denied_since
+                .is_some_and(|since| since.elapsed() >= FORBIDDEN_AFTER)
     }
 
     /// Calls `with` on the map of all rows, under the lock.
@@ -252,7 +257,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         if table.trust == trust {
             if table.denied_since.is_some() {
                 drop(table);
-                // By now the refusal may have lasted for `DENIED_AFTER`, which changes `is_forbidden`.
+                // By now the refusal may have lasted for `FORBIDDEN_AFTER`, which changes `is_forbidden`.
                 self.changed.notify_one();
             }
             return false;
@@ -280,7 +285,7 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Stores an object from a watch event, unless it is older than our own write ([`Row::may_be_ahead`]).
     ///
     /// # Errors
-    /// The member now exceeds its memory budget. The table contains the object, but the caller must add no more objects.
+    /// The member now exceeds its memory budget. The feed contains the object, but the caller must add no more objects.
     pub(crate) fn put(&self, object: DynamicObject) -> Result<(), OverBudget> {
         self.store(object, None)
     }

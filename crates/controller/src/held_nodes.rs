@@ -1,8 +1,8 @@
 //! Remembers since when the planner has held each Node.
 //!
-//! A held Node keeps its last Peer for at most [`HOLD`] although it publishes no key or no usable WireGuard address: at each restart kg
-//! removes its annotations, and publishes a new address late. The planner is pure and has no clock, so the reconcile loop measures the
-//! time and passes it to the planner.
+//! A held Node keeps its last Peer for at most [`HOLD`] although it publishes no key or WireGuard address, because kg removes its
+//! annotations at each restart, or (on a node of kg) an address that collides, because kg publishes its new address late. The planner is
+//! pure and has no clock, so the reconcile loop measures the time and passes it to the planner.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,9 +33,10 @@ impl HeldNodes {
         }
     }
 
-    /// Adds the Nodes that `plan` holds, and forgets the others. Returns the time until the next hold expires.
+    /// Adds the Nodes that `plan` holds. Returns the time until the next hold expires.
     ///
-    /// A Node whose hold has expired is remembered as long as the plan skips it. Otherwise the next plan would hold the Node again.
+    /// Forgets the others, except remembered Nodes that the plan now skips: their hold may have expired, and if they were forgotten, the
+    /// next plan would hold them again. The plan contains no Nodes of members without an observation, so these Nodes stay, too.
     pub(crate) fn update(&mut self, plan: &Plan, seen: &Observations, now: Instant) -> Option<Duration> {
         let mut keep: BTreeSet<(ClusterIdentity, String)> = BTreeSet::new();
         for mesh in plan.meshes.values() {
@@ -44,17 +45,16 @@ impl HeldNodes {
                     continue;
                 };
                 let skipped = report.skipped.iter().map(|skipped| &skipped.node);
-                let expired = skipped.filter(|node| self.0.contains_key(&(identity.clone(), (*node).clone())));
+                let remembered = skipped.filter(|node| self.0.contains_key(&(identity.clone(), (*node).clone())));
                 keep.extend(
                     report
                         .held
                         .keys()
-                        .chain(expired)
+                        .chain(remembered)
                         .map(|node| (identity.clone(), node.clone())),
                 );
             }
         }
-        // Of a member without an observation the plan contains no Nodes, so the times of its Nodes stay.
         self.0
             .retain(|key, _| keep.contains(key) || seen.members.get(&key.0).is_none_or(|o| o.last().is_none()));
         for key in keep {

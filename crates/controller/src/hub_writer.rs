@@ -74,14 +74,15 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    meshes: BTreeMap<MeshId, Entry>,
+    meshes: BTreeMap<MeshId, QueuedMesh>,
     /// Delays all writes while the hub does not answer or throttles requests.
     outage: Option<Backoff>,
     /// Delays writes that the hub refuses, by kind of write and status code.
     refused: BTreeMap<(WriteKind, u16), Backoff>,
 }
 
-struct Entry {
+/// The desired values of one mesh, and what was written of them.
+struct QueuedMesh {
     object: Arc<ClusterMesh>,
     finalizer: Option<FinalizerChange>,
     report: Option<Report>,
@@ -92,7 +93,7 @@ struct Entry {
     bucket: TokenBucket,
     /// The status was written, but its Events were not written yet.
     events_due: bool,
-    /// The entry may have something to write.
+    /// The mesh may have something to write.
     is_dirty: bool,
     is_writing: bool,
 }
@@ -158,7 +159,7 @@ impl HubWriter {
         let mut queue = self.shared.queue();
         queue.meshes.retain(|id, _| desired.contains_key(id));
         for (id, desired) in desired {
-            let entry = queue.meshes.entry(id).or_insert_with(|| Entry {
+            let queued = queue.meshes.entry(id).or_insert_with(|| QueuedMesh {
                 object: Arc::clone(&desired.object),
                 finalizer: None,
                 report: None,
@@ -169,14 +170,14 @@ impl HubWriter {
                 is_dirty: true,
                 is_writing: false,
             });
-            entry.set(desired);
+            queued.set(desired);
         }
         drop(queue);
         self.shared.published.notify_one();
     }
 }
 
-impl Entry {
+impl QueuedMesh {
     fn set(&mut self, desired: Desired) {
         let Desired {
             object,
@@ -271,28 +272,28 @@ impl Queue {
             let backoff = refused.get(&(kind, *blocked.get(&kind)?))?;
             backoff.is_waiting(now).then(|| backoff.until())
         };
-        for (id, entry) in self
+        for (id, queued) in self
             .meshes
             .iter_mut()
-            .filter(|(_, entry)| entry.is_dirty && !entry.is_writing)
+            .filter(|(_, queued)| queued.is_dirty && !queued.is_writing)
         {
             let name = ObjectName {
                 namespace: id.namespace.clone(),
                 name: id.name.clone(),
             };
             let current = meshes.read(|rows| rows.get(&name).map(|row| Arc::clone(&row.value)));
-            let is_same_object = |current: &Arc<ClusterMesh>| current.metadata.uid == entry.object.metadata.uid;
+            let is_same_object = |current: &Arc<ClusterMesh>| current.metadata.uid == queued.object.metadata.uid;
             let Some(current) = current.filter(is_same_object) else {
-                entry.is_dirty = false;
+                queued.is_dirty = false;
                 continue;
             };
-            match entry.next_job(&current, now, blocked_until) {
+            match queued.next_job(&current, now, blocked_until) {
                 Ok(job) => {
-                    (entry.is_writing, entry.is_dirty) = (true, false);
+                    (queued.is_writing, queued.is_dirty) = (true, false);
                     return Ok((id.clone(), job));
                 }
                 Err(Some(until)) => earliest(until),
-                Err(None) => entry.is_dirty = false,
+                Err(None) => queued.is_dirty = false,
             }
         }
         Err(wait)
@@ -304,18 +305,18 @@ impl Queue {
             Outcome::Done(notices) | Outcome::Unavailable(notices) => &notices[..],
             Outcome::Outdated | Outcome::Refused(_) => &[],
         };
-        let entry = self.meshes.get_mut(id);
-        let previous_code = entry.map(|entry| {
-            entry.is_writing = false;
-            entry.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
+        let queued = self.meshes.get_mut(id);
+        let previous_code = queued.map(|queued| {
+            queued.is_writing = false;
+            queued.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
             for notice in reported {
-                entry.reported.get_or_insert_default().add(notice);
+                queued.reported.get_or_insert_default().add(notice);
             }
             // After `Outdated` the next pass publishes new values. It may have done so already, hence `|=`.
-            entry.is_dirty |= !matches!(outcome, Outcome::Outdated);
+            queued.is_dirty |= !matches!(outcome, Outcome::Outdated);
             match outcome {
-                Outcome::Refused(code) => entry.blocked.insert(kind, code),
-                _ => entry.blocked.remove(&kind),
+                Outcome::Refused(code) => queued.blocked.insert(kind, code),
+                _ => queued.blocked.remove(&kind),
             }
         });
         match outcome {

@@ -106,7 +106,7 @@ struct Pass {
     /// For each member and source, the number of objects that differ from the plan, including objects of paused meshes.
     outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
     /// When the pass began to observe.
-    observed: tokio::time::Instant,
+    observed_since: tokio::time::Instant,
 }
 
 impl Reconciler {
@@ -140,12 +140,12 @@ impl Reconciler {
         // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
         let hub_is_fresh = trust == Trust::Live;
-        let had_answer = self.meshes.feed.has_answer() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
-        if !hub_is_fresh && !had_answer {
+        let can_use_last_list = self.meshes.feed.has_answer() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
+        if !hub_is_fresh && !can_use_last_list {
             self.stop_writing();
             return PENDING_RESYNC;
         }
-        let (started, observed) = (Instant::now(), tokio::time::Instant::now());
+        let (started, observed_since) = (Instant::now(), tokio::time::Instant::now());
         let loaded = load_meshes(&self.meshes.feed, &self.hub, &mut self.meshes.last_valid);
         self.meshes.removed.update(&loaded);
         self.sync_sessions(&loaded);
@@ -184,7 +184,7 @@ impl Reconciler {
             plan,
             steps,
             outstanding,
-            observed,
+            observed_since,
         };
         finalize::drop_steps_without_finalizer(&mut pass);
         self.write(&pass);
@@ -281,7 +281,9 @@ impl Reconciler {
                 claims: Arc::clone(&claims),
             };
             let groups = lanes::split_by_source(steps.clone(), seen);
-            member.writer.set_steps(groups, pass.observed, connection, &self.tasks);
+            member
+                .writer
+                .set_steps(groups, pass.observed_since, connection, &self.tasks);
         }
     }
 

@@ -153,7 +153,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
     let notices = notices(input, &conditions);
     let observed_generation = input.object.metadata.generation;
     let status = if input.refused.is_some() {
-        // Keep the previous status, and with it the accepted networks.
+        // Keep the other fields of the previous status, above all the accepted networks.
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
@@ -274,7 +274,7 @@ fn broken_link(link: &BrokenTunnels) -> BrokenLink {
 }
 
 fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
-    let source = |cluster: &str, local| {
+    let granted_service = |cluster: &str, local| {
         let entry = input.mesh.clusters.iter().find(|entry| entry.name == cluster)?;
         let grant = entry.egress.iter().find(|grant| grant.local == local)?;
         Some(ServiceRef {
@@ -291,7 +291,7 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
         .filter_map(|grant| {
             Some(EgressStatus {
                 cluster: grant.cluster.clone(),
-                service: source(&grant.cluster, grant.service.clone())?,
+                service: granted_service(&grant.cluster, grant.service.clone())?,
                 ready: grant.ready,
                 endpoints: to_i64(grant.endpoints),
                 message: Some(truncate(&grant.message, MAX_MESSAGE)).filter(|message| !message.is_empty()),

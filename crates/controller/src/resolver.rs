@@ -66,8 +66,8 @@ impl Resolver {
     }
 }
 
-/// Collects the host names that Nodes of cluster-meshed members publish. A sandbox must not choose which names are looked up, also if
-/// another mesh has its cluster as cluster-meshed.
+/// Collects the host names that Nodes publish, for members that are cluster-meshed in all their meshes. A sandbox must not choose which
+/// names are looked up, even if another mesh has its cluster as cluster-meshed.
 pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMember {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let is_meshed_everywhere = |cluster: &&Cluster| {

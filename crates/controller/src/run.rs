@@ -78,7 +78,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (readiness, liveness, debug_view) = (Readiness::new(), Liveness::new(), SharedDebugView::default());
     let first_plan = readiness.pending("first plan");
     let first_list = readiness.pending("first list of ClusterMeshes");
-    let identity = readiness.pending("id of the hub");
+    let hub_id_pending = readiness.pending("id of the hub");
     let dump = Arc::clone(&debug_view);
     let state = State {
         registry: Arc::new(metrics_registry),
@@ -98,7 +98,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         id = hub_identity(&client, hub_id) => id,
         () = stop.cancelled() => return Ok(()),
     };
-    drop(identity);
+    drop(hub_id_pending);
     tracing::info!(hub = %id, "hub identified; its objects in members have this id as a label");
 
     let (changed, meshes_changed) = (Changed::default(), Changed::default());

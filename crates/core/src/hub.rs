@@ -19,10 +19,11 @@ pub use flags::{FlagError, HubNamespace, HubNetwork, MemberNamespace};
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rights {
     /// An entry may have `local: true`.
-    local: bool,
+    allows_local: bool,
     /// The least restrictive profile that a non-local entry may have.
     profile_limit: Profile,
-    /// The networks that a non-local entry may list. `None` = any entry, also the local one, may list any network.
+    /// The networks that a non-local entry may list, except those that overlap [`HubNamespaces::hub_networks`]. `None` = any entry, also
+    /// the local one, may list any network.
     networks: Option<Vec<IpNet>>,
 }
 
@@ -51,7 +52,7 @@ impl HubNamespaces {
                 namespaces.insert(namespace.to_owned(), rights);
                 return;
             };
-            known.local |= rights.local;
+            known.allows_local |= rights.allows_local;
             known.profile_limit = known.profile_limit.max(rights.profile_limit);
             match (&mut known.networks, rights.networks) {
                 (Some(known), Some(more)) => known.extend(more),
@@ -63,7 +64,7 @@ impl HubNamespaces {
             add(
                 own,
                 Rights {
-                    local: true,
+                    allows_local: true,
                     profile_limit: Profile::ClusterMeshed,
                     networks: None,
                 },
@@ -75,7 +76,7 @@ impl HubNamespaces {
             add(
                 &flag.namespace,
                 Rights {
-                    local: true,
+                    allows_local: true,
                     profile_limit: flag.profile_limit,
                     networks: has_list.then(|| flag.networks.clone()),
                 },
@@ -85,7 +86,7 @@ impl HubNamespaces {
             add(
                 &flag.namespace,
                 Rights {
-                    local: false,
+                    allows_local: false,
                     profile_limit: Profile::ClusterMeshed,
                     networks: Some(flag.networks.clone()),
                 },
@@ -127,7 +128,7 @@ impl HubNamespaces {
                 ),
             });
         };
-        if let Some(local) = local.filter(|_| !rights.local) {
+        if let Some(local) = local.filter(|_| !rights.allows_local) {
             let message = format!(
                 "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: remove the entry, or start \
                  the controller with --hub-namespace={namespace}",
@@ -158,7 +159,7 @@ impl HubNamespaces {
             let (list, flag) = if is_local(entry) {
                 (&self.hub_networks[..], "--hub-network=CIDR,...".to_owned())
             } else {
-                let flag = if rights.local {
+                let flag = if rights.allows_local {
                     format!("--hub-namespace={namespace}={},CIDR,...", rights.profile_limit.as_str())
                 } else {
                     format!("--member-namespace={namespace},CIDR,...")

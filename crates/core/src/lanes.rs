@@ -22,8 +22,8 @@ pub type Source = (MeshId, String);
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
     /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
-    /// them), all steps of SandboxAccesses, updates of Peers that only lose prefixes, and deletes of Peers, Services and
-    /// EndpointSlices. The step of a Peer whose prefix moves to another Peer is not among them, unless the Peer is renamed.
+    /// them), all steps of SandboxAccesses, updates of Peers that lose prefixes, gain none and keep their key, and deletes of Peers,
+    /// Services and EndpointSlices. The step of a Peer whose prefix moves to another Peer is not among them, unless the Peer is renamed.
     pub revoking: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,
@@ -235,6 +235,7 @@ mod tests {
                 Action::Create,
                 Item::Peer("new".into(), Some(spec(6, &["10.6.0.0/24"]))),
             ),
+            // The delete of a policy is the only delete that is not revoking here.
             step("b", Action::Delete, Item::Policy("last".into(), None)),
         ];
         let want = [
@@ -273,6 +274,7 @@ mod tests {
             ),
             step("c", Action::Delete, Item::Peer("other".into(), None)),
         ];
+        // `old` is renamed to `new`, so its delete is revoking although its network moves.
         let want = [group("a", &["old"], &["new"]), group("c", &["other"], &[])];
         assert_eq!(split(steps, &member), want);
     }

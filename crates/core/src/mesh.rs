@@ -51,7 +51,7 @@ pub struct Mesh {
     pub created: i64,
     /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
     pub paused: bool,
-    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns is deleted.
+    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns is deleted, unless it is paused.
     pub deleting: bool,
     /// `kilo-clustermesh.io/adopt-hub`: Peers with this hub label are taken over.
     pub adopt_hub: Option<String>,
@@ -154,7 +154,7 @@ impl Profile {
 /// Which addresses of a member appear as sources in the mesh (`addressing`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Addressing {
-    /// The addresses of its pods.
+    /// Its pods keep their own addresses.
     Routed,
     /// Only the WireGuard addresses of its nodes.
     Masqueraded,
@@ -181,9 +181,10 @@ pub struct Cluster {
     pub profile: Profile,
     /// Which addresses of the member appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
-    /// `allowedNetworks`, without host bits: no Peer of this member ever contains an address outside them.
+    /// `allowedNetworks`, without host bits. Peers of this member contain only addresses in the accepted networks: these, or the
+    /// networks accepted before if a change of this list is refused.
     pub allowed: Vec<IpNet>,
-    /// `anchoredNetworks`; `None` = the networks of `allowed` in which no node's own prefix lies.
+    /// `anchoredNetworks`; `None` = the networks of `allowed` in which no Node's prefix lies, and those in `previous_anchors`.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
     /// Without `anchored`, a network of `allowed` that is listed here stays anchored, even if a Node claims a part of it.
@@ -196,7 +197,7 @@ pub struct Cluster {
     pub exports: Vec<Export>,
     /// UDP port of Nodes that publish no endpoint.
     pub wireguard_port: u16,
-    /// Keepalive interval in seconds; 0 = only where a NAT requires keepalives.
+    /// Keepalive interval in seconds; the highest of all entries applies. 0 in all of them = only where a NAT requires keepalives.
     pub persistent_keepalive: u16,
     /// Networks of other members inside which this member's endpoints may lie, because its nodes are virtual machines (KubeVirt) there.
     pub endpoint_networks: Vec<IpNet>,
@@ -253,7 +254,7 @@ pub enum Requirement {
 }
 
 impl Export {
-    /// Whether a pod with these labels is selected.
+    /// Whether a pod in this namespace with these labels is selected.
     #[must_use]
     pub fn selects(&self, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
         namespace == self.namespace

@@ -97,13 +97,13 @@ pub struct Member {
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
     /// Gateways, by the name of their SandboxGateway. A gateway that has published no public key is left out.
     pub gateways: BTreeMap<ObjectName, Gateway>,
-    /// Services that a grant names, and all with the controller's managed-by label.
+    /// Granted Services, Services with the name of a planned mirror, and all with the controller's managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
     /// EndpointSlices of Services that a grant names, and all with the managed-by label, by the name of the slice.
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
-    /// Namespaces of granted Services and exported Pods that were not listed yet, or may not be read now.
+    /// Namespaces of granted Services, mirrored Services and exported Pods that were not listed yet, or may not be read now.
     pub unlisted: Unlisted,
     /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
@@ -211,7 +211,8 @@ pub struct Node {
     pub external_ips: Vec<IpAddr>,
     /// `status.addresses` of type InternalIP.
     pub internal_ips: Vec<IpAddr>,
-    /// Host part of `kilo.squat.ai/internal-ip`. `None` = other nodes of the location reach this node only through the tunnel.
+    /// Host part of `kilo.squat.ai/internal-ip`. `None` = other nodes of the location reach this node only through
+    /// the tunnel, or kg is restarting.
     pub kilo_internal_ip: Option<IpAddr>,
     /// `kilo.squat.ai/persistent-keepalive`, seconds; 0 = none. Nodes behind NAT have it.
     pub persistent_keepalive: u16,
@@ -276,7 +277,7 @@ pub struct PeerSpec {
     pub public_key: PublicKey,
     /// Allowed IPs, without host bits.
     pub allowed_ips: BTreeSet<IpNet>,
-    /// The endpoint of the node or gateway; `None` = only that side can initiate handshakes.
+    /// The endpoint of the node or gateway; `None` = no usable one is known, so only the node itself can initiate handshakes.
     pub endpoint: Option<Endpoint>,
     /// All endpoint candidates, best first (`kilo-clustermesh.io/endpoints`); empty if there is only one.
     pub candidates: Vec<SocketAddr>,
@@ -302,8 +303,9 @@ pub struct PolicySpec {
     /// The source's networks. The agent installs `unreachable` routes for them, so that packets to a part without a Peer never
     /// follow the default route.
     pub networks: BTreeSet<IpNet>,
-    /// Destinations that may be reached on every port, matched after the target node's own DNAT. For a cluster-meshed
-    /// member these are the target's own allowedNetworks.
+    /// Destinations that may be reached, on every port except those that `deny` and `infrastructure_ports` block. Matched after the
+    /// target node's own DNAT. For a cluster-meshed source these are the target's own networks: its accepted networks
+    /// without those of gateways, or the WireGuard networks of its nodes if it is masqueraded.
     pub allow: BTreeSet<IpNet>,
     /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,

@@ -95,8 +95,8 @@ pub fn find_pending(
         let not_fresh = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            // Other revocations are found by comparing the plan with existing objects, which are not known here. A source whose nodes
-            // need no Peer in any member, such as a sandbox without grants, has no access that a quarantine could revoke.
+            // Other revocations are found by comparing the plan with existing objects, which are not known for this target. A source
+            // whose nodes need no registration in any member, such as a sandbox without grants, has no access to revoke.
             let needs_registration = |source: &&&str| {
                 let report = planned.clusters.get(**source);
                 **source != *name && report.is_some_and(|report| report.needs_registration)
@@ -167,7 +167,7 @@ fn find_open_sources(
         }
     }
     if member.policies.is_none() {
-        // No policy is enforced in the target, so a quarantine is in effect only when the Peers are deleted.
+        // The target has no known PeerPolicies that could close the source, so a quarantine is in effect only when the Peers are deleted.
         for existing in member.peers.iter().flat_map(BTreeMap::values) {
             let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
                 continue;

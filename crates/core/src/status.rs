@@ -107,10 +107,10 @@ fn ready_condition(
                 .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
         );
     }
-    let pending = outstanding
+    let outstanding = outstanding
         .iter()
         .filter(|((target, _), _)| !unwritten.contains_key(target));
-    problems.extend(converging(plan, pending).filter(|_| !plan.deleting));
+    problems.extend(converging(plan, outstanding).filter(|_| !plan.deleting));
     for (name, report) in plan
         .clusters
         .iter()
@@ -154,7 +154,7 @@ fn converging<'a>(
     outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
 ) -> Option<(&'static str, String)> {
     let total: usize = outstanding.clone().map(|(_, count)| count).sum();
-    // The entry with the largest count; of several, the first (`max_by_key` returns the last).
+    // The pair with the largest count; of several, the first (`max_by_key` returns the last).
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;

@@ -122,7 +122,7 @@ impl<'a> Attacker<'a> {
         self.sandbox.apply(READ_ONLY_RIGHTS).await.map(drop)
     }
 
-    /// The name of the Node that a Peer describes, from the name of the Peer.
+    /// The last part of a Peer's name: the Node or gateway that the Peer describes.
     #[must_use]
     pub fn node_of(peer: &str) -> &str {
         peer.rsplit_once("--").map_or(peer, |(_, node)| node)
@@ -136,9 +136,8 @@ impl<'a> Attacker<'a> {
         self.patch(peer, &json!({"spec": {"publicKey": key}})).await
     }
 
-    /// Routes `addresses` through one Peer and waits until the routing table has these routes. Returns the addresses
-    /// that the sandbox's node keeps on the underlay (a `throw` route) although a Peer contains them, such as the
-    /// node's next hop.
+    /// Gives one Peer `addresses` as allowed IPs, and waits until the node's routing table has a route into the tunnel or a
+    /// `throw` route for each. Returns those with a `throw` route, which the node keeps on the underlay, such as its next hop.
     ///
     /// # Errors
     /// When the routes do not change within 90 s.

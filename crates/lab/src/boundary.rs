@@ -131,10 +131,10 @@ impl Boundary<'_> {
     ) -> Result<()> {
         self.hub.apply(&self.policy()?).await?;
         let admitted = self.admitted().await?;
-        let wrong = open
+        let extra = open
             .iter()
             .filter(|socket| !admitted.contains(socket) && !granted.contains(socket));
-        self.lab.wait_for_closed_sockets(from, &wrong.copied().collect()).await
+        self.lab.wait_for_closed_sockets(from, &extra.copied().collect()).await
     }
 
     /// Scans all sockets and returns the open ones. Wanted sockets are scanned until they are open, because on a loaded

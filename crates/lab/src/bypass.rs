@@ -96,7 +96,7 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 /// Redirects IPv4 packets for a pod in `range` to the link with index `to`; the kernel looks up the route and the
 /// neighbour. All other packets pass, also packets for the first address of the range, which is the node's own.
 ///
-/// Each instruction has: opcode, source and destination register, number of instructions to skip, value (RFC 9669).
+/// Each instruction has: opcode, source and destination register, offset (of a jump: instructions to skip), value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
     // Offsets are in bytes: of the destination in the IPv4 header, and of the protocol in `struct __sk_buff`.
     let node_address = u32::from(range.network()) + 1;
@@ -126,9 +126,9 @@ fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
         (0xb7, 0x00, 0, u32::MAX),
         (0x95, 0x00, 0, 0),
     ];
-    let encode = |(opcode, registers, skip, value): (u8, u8, i16, u32)| {
-        let (skip, value) = (skip.to_le_bytes(), value.to_le_bytes());
-        [[opcode, registers].as_slice(), &skip, &value].concat()
+    let encode = |(opcode, registers, offset, value): (u8, u8, i16, u32)| {
+        let (offset, value) = (offset.to_le_bytes(), value.to_le_bytes());
+        [[opcode, registers].as_slice(), &offset, &value].concat()
     };
     instructions.into_iter().flat_map(encode).collect()
 }

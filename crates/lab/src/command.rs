@@ -24,7 +24,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// The output, or an error that quotes its last 20 lines.
+    /// The output. If the program failed, an error that quotes the last 20 lines.
     pub(crate) fn check(self, argv: &[String]) -> Result<Self> {
         if self.status.success() {
             return Ok(self);
@@ -40,7 +40,7 @@ impl Output {
     }
 }
 
-/// Converts words to an argument list. The first word is a program in PATH.
+/// Converts words to an argument list. The first word is the program: a path, or a name in PATH.
 pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<String> {
     words
         .into_iter()

@@ -4,7 +4,7 @@
 //! ```text
 //!  owner --stdout, stderr, exit code-- QEMU (software emulation, killed with its owner)
 //!                                        Debian's kernel -> init -> stage2 (pid 1) -> the command
-//!           / of this machine --9p, read-only--> lower layer of the guest's root; the upper layer is in its memory
+//!           / of the host --9p, read-only--> lower layer of the guest's root; the upper layer is in the guest's memory
 //! ```
 //! So paths are the same in the guest, programs that were built on the host run there, and files that the command writes
 //! are lost.
@@ -81,8 +81,8 @@ impl Machine {
         kernel::ensure(progress).map(drop)
     }
 
-    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off. Boot and
-    /// power-off take about 8 s. Standard output and standard error of the command are copied to the caller's.
+    /// Boots, runs the command in the caller's directory with the caller's environment (and the `sbin` directories in PATH),
+    /// and powers off. Boot and power-off take about 8 s. Standard output and standard error of the command are copied to the caller's.
     ///
     /// # Errors
     /// When the virtual machine cannot be started, or stops before the command exits. The message quotes the last lines
@@ -99,9 +99,10 @@ impl Machine {
         let kernel = kernel::ensure(&|line| eprintln!("vm: {line}"))?;
         let run = Run::new(&kernel, command)?;
         let mut child = self
-            .qemu(&kernel, run.path())
+            .qemu_under_setpriv(&kernel, run.path())
             .spawn()
             .map_err(|source| match source.kind() {
+                // The spawned program is setpriv, which starts QEMU.
                 std::io::ErrorKind::NotFound => Error::Missing {
                     what: "the program setpriv".into(),
                     remedy: "`cargo xtask prereq` installs it".into(),
@@ -122,7 +123,7 @@ impl Machine {
         Ok((CommandEnd::Code(run.code()?), output))
     }
 
-    fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
+    fn qemu_under_setpriv(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
         let Self {
             memory,
             cpus,
@@ -131,7 +132,7 @@ impl Machine {
         } = self;
         // `no_timer_check`: the emulated timer is too irregular for this check. `panic=-1` reboots at once on a panic,
         // and with `-no-reboot` QEMU then exits.
-        let line = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
+        let kernel_arguments = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
         let share = |path: &Path, tag: &str, more: &str| {
             format!(
                 "local,path={},mount_tag={tag},security_model=none,multidevs=remap{more}",
@@ -161,7 +162,7 @@ impl Machine {
             .arg(&kernel.vmlinux)
             .arg("-initrd")
             .arg(&kernel.initramfs);
-        command.args(["-append", line, "-device", "virtio-rng-pci"]);
+        command.args(["-append", kernel_arguments, "-device", "virtio-rng-pci"]);
         command
             .arg("-serial")
             .arg(format!("file:{}", run.join("console").display()));
@@ -278,7 +279,7 @@ fn sweep(runs: &Path) {
         .flatten()
         .map(|entry| entry.path());
     for directory in directories {
-        // A directory without a lock file is being created.
+        // A directory without a lock file is being created, or its creator was killed before the lock existed.
         let Ok(file) = File::open(directory.join(LOCK)) else {
             continue;
         };

@@ -57,7 +57,8 @@ pub struct PlanV6 {
     pub pod_cidr: Ipv6Net,
     /// Service range.
     pub service_cidr: Ipv6Net,
-    /// Addresses of nodes: a /64 of the underlay. `::1` = default gateway, `::a` + n = node n.
+    /// Addresses of nodes: a /64 of the underlay. `::1` = default gateway, `::a` + n = node n,
+    /// `::f0` = load balancer.
     pub underlay: Ipv6Net,
 }
 
@@ -238,7 +239,7 @@ impl LabPlan {
 
     /// Connects the nodes of `cluster` to the pod network of node number `node` of the cluster `of` (see
     /// [`Workers::Pods`]). The API server of `cluster` also gets a ClusterIP in `of`: address number 100 + `i` of the
-    /// Service range, where `i` is the index of `cluster` in the plan.
+    /// Service range of `of`, where `i` is the index of `cluster` in the plan.
     ///
     /// # Panics
     /// When one of the clusters is not in the plan.
@@ -293,7 +294,8 @@ impl LabPlan {
         let can_host = |host: &&ClusterPlan| {
             host.name == *of && host.controllers && host.workers == Workers::Underlay && (1..=host.nodes).contains(node)
         };
-        let shares_host_node = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
+        let uses_host_node =
+            |one: &&ClusterPlan| matches!(&one.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Other(format!(
                 "{}: its nodes cannot be pods of {of}-{node}: that is no node on the underlay, or one of the \
@@ -301,7 +303,7 @@ impl LabPlan {
                 cluster.name
             )));
         }
-        if cluster.nodes > 5 || self.clusters.iter().filter(shares_host_node).count() > 1 {
+        if cluster.nodes > 5 || self.clusters.iter().filter(uses_host_node).count() > 1 {
             return Err(Error::Other(format!(
                 "{of}-{node} has room for at most five workers, all of one cluster"
             )));

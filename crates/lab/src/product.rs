@@ -380,7 +380,7 @@ fn allowed_networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     }
     if let Some(v6) = &plan.v6 {
         networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
-        // The WireGuard range has one family, so in the other family packets from nodes have the nodes' own addresses.
+        // With an IPv4 WireGuard range, IPv6 packets from nodes have the nodes' own addresses.
         let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
         networks.extend(nodes.map(|address| format!("{address}/128")));
     }

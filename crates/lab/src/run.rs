@@ -215,7 +215,10 @@ pub(crate) fn down(directory: &Path) -> Result<()> {
     // This request has no response: the supervisor exits.
     let _ = run.request(&Request::Down);
     let start = Instant::now();
-    while [supervisor.trim(), &parent].iter().any(|pid| is_supervisor(pid)) {
+    while [supervisor.trim(), &parent]
+        .iter()
+        .any(|pid| is_supervisor_or_unshare(pid))
+    {
         if start.elapsed() > Duration::from_secs(30) {
             return Err(run.supervisor_error("did not go down within 30 s".into()));
         }
@@ -239,7 +242,7 @@ fn parent(pid: &str) -> Option<String> {
 }
 
 /// Whether this process is a supervisor or its parent `unshare`, and not a zombie, which has no command line.
-fn is_supervisor(pid: &str) -> bool {
+fn is_supervisor_or_unshare(pid: &str) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }

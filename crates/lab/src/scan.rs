@@ -20,7 +20,7 @@ pub const ALWAYS_SCANNED_PORTS: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 
 static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
-    /// All addresses of the cluster, each with every port that any object of the cluster names, and [`ALWAYS_SCANNED_PORTS`].
+    /// All addresses of the cluster, each with every port of any Pod, Service or EndpointSlice, and [`ALWAYS_SCANNED_PORTS`].
     /// The value describes the owner of the address: a node (its own addresses, the default gateway of its pods, its WireGuard
     /// address), a pod, a Service, an EndpointSlice or the API server.
     ///
@@ -271,7 +271,7 @@ impl Lab {
         }
     }
 
-    /// The paths of `lab-probe` and of a file with these sockets, which are valid on every node.
+    /// Writes these sockets to a file. Returns the paths of `lab-probe` and of the file, both valid on every node.
     fn prepare_scan(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
         let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
@@ -379,7 +379,7 @@ impl EchoWatch {
     }
 }
 
-/// TCP connections that are opened one after another.
+/// A background probe that opens a new TCP connection every 20 ms, also while earlier attempts wait.
 #[derive(Debug)]
 pub struct ConnectionWatch(Running);
 

@@ -215,8 +215,7 @@ impl Supervisor {
         cgroup.remove()
     }
 
-    /// Kills all processes, removes the lab's files and exits. An error of one step is logged and does not prevent the
-    /// others.
+    /// Kills all processes, removes the lab's files and exits. An error of one step does not prevent the next.
     fn down(&self) -> ! {
         // The lock is held until the exit, so that no request starts a process meanwhile.
         let _locked = self.lock();

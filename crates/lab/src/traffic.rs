@@ -12,7 +12,7 @@ use serde_json::json;
 
 use crate::{Cluster, Error, Lab, Result, wait_until};
 
-/// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
+/// Web servers on two nodes, one on each, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
 
 /// Services of every type except ExternalName. Their servers are pods with three ports (`store`: TCP 8080 and 8081, a UDP
@@ -88,7 +88,7 @@ impl Cluster<'_> {
     }
 
     /// Applies [`STORE`] and waits until the servers are ready. The Service `store-balanced` gets a load balancer's
-    /// address: number 240 of the underlay's range, in a dual-stack cluster one of each family. No load balancer exists,
+    /// address: number 240 of the cluster's underlay range, in a dual-stack cluster one of each family. No load balancer exists,
     /// but kube-proxy on every node handles packets to these addresses.
     ///
     /// # Errors

@@ -40,7 +40,7 @@ fn reason(message: Option<&str>) -> String {
 }
 
 impl Error {
-    /// The kernel's error code; `None` = the kernel did not refuse the request.
+    /// The kernel's error code; `None` = another kind of error.
     #[must_use]
     pub const fn errno(&self) -> Option<Errno> {
         match self {
@@ -56,7 +56,7 @@ impl From<DecodeError> for Error {
     }
 }
 
-/// [`Error::Open`] and [`Error::Socket`] become their source; the other variants keep their message. Of these, only a kernel error
+/// [`Error::Open`] and [`Error::Socket`] become their source; the other variants keep their message. Of the others, only a kernel error
 /// without a reason has a `raw_os_error`.
 impl From<Error> for io::Error {
     fn from(error: Error) -> Self {

@@ -69,7 +69,7 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Applies all steps, and stores the accepted and anchored networks in each mesh that is not being deleted. The controller stores them
+/// Applies all steps, and stores the accepted networks and the anchors in each mesh that is not being deleted. The controller stores them
 /// in the mesh's status, and reads them from there.
 pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);

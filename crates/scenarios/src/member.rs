@@ -252,7 +252,7 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
 /// The observed state of cluster `n`.
 pub fn member(n: usize) -> BoxedStrategy<Member> {
     let maybe = |k| option::weighted(0.7, node(n, k));
-    // A member with a node of kg does not enforce policies, so most members have only nodes of wg-agent.
+    // A member with a node that runs only kg does not enforce policies, so most members have only nodes of wg-agent.
     let only_agents = prop::bool::weighted(0.6);
     let nodes = (only_agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(only_agents, (a, b, c, d))| {
         let nodes = NODE_NAMES.into_iter().zip([a, b, c, d]);

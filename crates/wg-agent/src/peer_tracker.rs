@@ -21,7 +21,7 @@ const REKEY_LIMIT: Duration = Duration::from_secs(135);
 struct TrackedPeer {
     added_at: Instant,
     keepalive: Option<Duration>,
-    /// Candidate endpoints in order of preference; empty = only the peer can initiate handshakes.
+    /// Candidate endpoints in order of preference. If empty, and no live endpoint is known, only the peer can initiate handshakes.
     candidates: Vec<SocketAddr>,
     /// The configured endpoint.
     current: Option<SocketAddr>,
@@ -119,7 +119,7 @@ impl PeerTracker {
 
     /// Records an observation of the device. True = the configured endpoint of some peer changes.
     pub(crate) fn update(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
-        let mut moved = false;
+        let mut endpoint_changed = false;
         for (key, tracked) in &mut self.peers {
             let Some(peer) = observed.get(key) else { continue };
             tracked.record(&peer.stats, now);
@@ -130,10 +130,10 @@ impl PeerTracker {
                 && should_try_next_endpoint(&tracked.activity(now), now - tracked.current_since)
             {
                 tracked.try_next_candidate(now);
-                moved = true;
+                endpoint_changed = true;
             }
         }
-        moved
+        endpoint_changed
     }
 
     /// The state of a peer; [`PeerHealth::Unknown`] if it is not tracked.
@@ -165,7 +165,8 @@ impl PeerTracker {
         (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// Called after the device was taken over from an earlier process: peers with a live session keep their endpoint.
+    /// Called after the device was opened. It may be the device of an earlier process, with peers: those with a live session keep
+    /// their endpoint.
     pub(crate) fn keep_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
@@ -174,8 +175,8 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// Forgets the state of all peers, but not their live endpoints. Called when the device was opened or got a new private key: the
-    /// recorded handshakes and counters may not be those of this device.
+    /// Forgets the state of all peers, but not their live endpoints, which are tried first. Called when the device was opened or its
+    /// private key changed: the recorded handshakes do not prove a session of the opened device, or with the new key.
     pub(crate) fn reset(&mut self) {
         self.peers.clear();
     }
@@ -195,9 +196,9 @@ impl TrackedPeer {
         let first = self.candidates.first().copied();
         // A peer that roamed keeps its live endpoint while its session is alive: packets arrived from there, while a
         // candidate may be unreachable.
-        let roamed = self.is_alive() && self.stats.endpoint.is_some() && self.stats.endpoint != self.current;
+        let has_roamed = self.is_alive() && self.stats.endpoint.is_some() && self.stats.endpoint != self.current;
         let is_live_candidate = self.is_alive() && self.current.is_some_and(|at| self.candidates.contains(&at));
-        if first.is_some() && !roamed && !is_live_candidate && self.current != first {
+        if first.is_some() && !has_roamed && !is_live_candidate && self.current != first {
             self.current = first;
             self.current_since = now;
         }

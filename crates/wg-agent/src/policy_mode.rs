@@ -243,7 +243,7 @@ impl<F: Backend> PolicyMode<F> {
 }
 
 /// Allowed IPs of Peers that no controller wrote. The mesh networks of earlier passes that overlap them
-/// are forgotten, so their packets are not filtered.
+/// are forgotten, so packets of these Peers are not filtered.
 fn other_allowed_ips(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
     let others = snapshot.peers.objects().filter(|(_, seen)| !is_mesh_peer(seen));
     others

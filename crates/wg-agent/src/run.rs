@@ -36,7 +36,7 @@ const RETRY: [Duration; 4] = [
 ];
 /// A loop that has sent no heartbeat for this time counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
-/// If the first lists take longer than this, the agent starts from its cache. If a list fails earlier, it does so at once,
+/// If the first lists take longer than this, the agent starts from its cache. If a list fails earlier, the agent does so at once,
 /// unless the API server answered with 401, 403 or 404.
 const FIRST_LISTS_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -202,7 +202,7 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
                     break SETTLE;
                 }
                 event = events.changed() => {
-                    // The agent's own writes and writes to other programs' tables cause this event, too.
+                    // The agent's own writes and writes to other programs' tables cause `Event::Nftables`, too.
                     if event == Event::Nftables && reconciler.firewall_matches_kernel().await {
                         continue;
                     }

@@ -77,7 +77,7 @@ impl RuntimeBuilder {
         let state_dump = runtime.dump.clone();
         let state = State {
             registry: Arc::new(registry),
-            // The port is an infrastructure port: the firewall table closes it to every member.
+            // The firewall table closes the admin port to other members.
             metrics_for: Audience::Everyone,
             readiness: runtime.readiness.clone(),
             liveness: runtime.liveness.clone(),

@@ -3,7 +3,7 @@
 use crate::key::PrivateKey;
 
 /// More workers by default would not help, because the locks of the peers and the queues of the kernel become the limit.
-const MAX_WORKERS: usize = 8;
+const MAX_DEFAULT_WORKERS: usize = 8;
 
 /// The name of an interface, and the alias by which a program recognizes the interfaces that it created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl Default for Options {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         Self {
             offload: true,
-            workers: (cores / 2).clamp(1, MAX_WORKERS),
+            workers: (cores / 2).clamp(1, MAX_DEFAULT_WORKERS),
         }
     }
 }

@@ -32,7 +32,7 @@ const MAX_REQUEST_BYTES: u64 = 4096;
 /// The socket's file, which is removed when this value is dropped.
 pub(crate) struct ControlSocket {
     path: PathBuf,
-    /// Whether [`Self::close`] was called, so that dropping removes nothing.
+    /// Whether [`Self::close`] was called. It removes the file itself, so dropping does not.
     closed: bool,
 }
 

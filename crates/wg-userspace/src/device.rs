@@ -186,7 +186,7 @@ impl Device {
         peer::apply(&mut configured, changes);
         // Only new or removed peers and changed allowed IPs need a new table.
         if changes.iter().any(PeerChange::changes_table) {
-            // A peer that is removed and added in one call starts without a session.
+            // An added peer starts without a session, also if it replaces a peer.
             let added: BTreeSet<_> = changes
                 .iter()
                 .filter(|change| matches!(change, PeerChange::Add(..)))

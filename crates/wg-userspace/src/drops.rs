@@ -77,7 +77,7 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, including zeros, without those of the kernel.
+    /// All counters by name, including zeros. Of the kernel's drops they contain only those of closed sockets.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

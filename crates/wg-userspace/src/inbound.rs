@@ -1,5 +1,5 @@
-//! Forwards packets from network to interface: receives runs of datagrams (`UDP_GRO`), decrypts them, joins segments of a flow
-//! (as GRO does) if the TUN device accepts joined packets, and writes the packets.
+//! Forwards packets from network to interface: receives runs (`sockets`: datagrams from one address, `UDP_GRO`), decrypts
+//! them, joins segments of a flow (as GRO does) if the TUN device accepts joined packets, and writes the packets.
 //!
 //! Initiations are passed to the queue of `handshakes`. A batch ends when the sockets are empty, or after [`BATCH`] runs from each; it
 //! never waits for more datagrams.

@@ -7,15 +7,15 @@
 //!
 //! Plain threads do the work. A worker is a pair of threads, one from interface to network (`outbound`) and one from network to interface
 //! (`inbound`); [`Options::workers`] is the number of workers. Further threads run timers (`timer_queue`), answer initiations
-//! (`handshakes`) and serve `wg show` (`control`). All share one immutable table of peers, which is replaced as a whole. A thread locks a
-//! peer for one burst of packets and never locks two peers at once. There is no async runtime, so a busy program delays no packet and a
-//! busy tunnel does not delay the program.
+//! (`handshakes`) and serve `wg show` (`control`). All share one immutable table of peers, which is replaced as a whole. A thread locks the
+//! state of a peer for one burst of packets and never locks two peers at once. There is no async runtime, so a busy program delays no
+//! packet and a busy tunnel does not delay the program.
 //!
-//! If the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run of datagrams
-//! (UDP segmentation and receive offload). Otherwise each packet takes its own system call.
+//! If the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run: several
+//! datagrams of one size to or from one address (UDP segmentation and receive offload). Otherwise each packet takes its own system call.
 //!
-//! The interface outlives the process (`tun`). While no process has it open, the kernel drops the packets routed into it. The next process
-//! takes it over and initiates a handshake with every peer whose endpoint it knows.
+//! The interface outlives the process (`tun`), unless [`Device::close`] removes it. While no process has it open, the kernel drops the
+//! packets routed into it. The next process takes it over and initiates a handshake with every peer whose endpoint it knows.
 #![deny(unsafe_code)]
 
 mod configuration;

@@ -38,9 +38,9 @@ pub struct Header {
     pub gso_type: u8,
     /// Bytes before the payload. Only a hint.
     pub header_length: u16,
-    /// Payload bytes of each packet that this packet is cut into.
+    /// Payload bytes of each packet that this packet is cut into; the last one may have fewer.
     pub gso_size: u16,
-    /// Offset at which the checksum begins: the transport header.
+    /// Offset at which the checksummed bytes begin: the transport header.
     pub checksum_start: u16,
     /// Offset of the checksum field from `checksum_start`.
     pub checksum_offset: u16,

@@ -63,7 +63,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
                     shared.gone.store(true, Ordering::Release);
                     return;
                 }
-                // The interface has no more packets.
+                // The interface has no more packets, or the read failed.
                 Err(_) => break,
             }
         }

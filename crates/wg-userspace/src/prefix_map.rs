@@ -54,7 +54,7 @@ fn flatten<T: Clone>(mut prefixes: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
     intervals
 }
 
-/// Removes the open prefixes that end before `until`. After each of them, the interval of the enclosing prefix continues.
+/// Removes the open prefixes that end before `until` (`None` = all). After each of them, the interval of the enclosing prefix continues.
 fn close<T: Clone>(open: &mut Vec<(u128, T)>, intervals: &mut Vec<(u128, Option<T>)>, until: Option<u128>) {
     while let Some((end, _)) = open.pop_if(|(end, _)| until.is_none_or(|until| *end < until)) {
         if let Some(next) = end.checked_add(1) {

@@ -174,7 +174,7 @@ impl Sockets {
         self.send_with(worker, datagram, None, to)
     }
 
-    /// Sends datagrams of `segment` bytes, of which the last may be shorter; returns how many the kernel refused.
+    /// Sends datagrams of `segment` bytes each (the last one may be shorter); returns how many the kernel refused.
     pub(crate) fn send_run(&self, worker: usize, run: &[u8], segment: usize, to: Endpoint) -> usize {
         if run.len() > segment && self.segmentation.load(Ordering::Relaxed) {
             match self.send_with(worker, run, Some(segment as u16), to) {

@@ -1,6 +1,6 @@
 //! Limits the handshake messages of each source address while the device receives many of them, with one token bucket for each source.
 //!
-//! Cookies (`handshake_gate`) prove that the source address is not spoofed.
+//! Under load, a cookie (`handshake_gate`) proves that the source address of an initiation is not spoofed. Responses need no cookie.
 
 use std::{
     collections::HashMap,

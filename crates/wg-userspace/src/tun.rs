@@ -1,7 +1,8 @@
 //! Creates or takes over the TUN device, and reads and writes its packets, each with a virtio-net header in front.
 //!
-//! The device is persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its addresses and routes, but loses its
-//! carrier. The kernel drops packets routed into it until the next process takes it over. A program recognizes its interface by the alias.
+//! [`crate::Device::open`] makes the device persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its
+//! addresses and routes, but loses its carrier. The kernel drops packets routed into it until the next process takes it over. A
+//! program recognizes its interface by the alias.
 
 use std::{
     fs::{File, OpenOptions},

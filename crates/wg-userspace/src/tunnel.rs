@@ -1,7 +1,7 @@
 //! Implements one peer's WireGuard tunnel: decides when to send which message (whitepaper §6 and the kernel's `timers.c`). boringtun
 //! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
-//! As in the kernel, no initiation is sent within 5 s after the last initiation *or response* of this device. So a responder stages packets
+//! As in the kernel, no initiation is sent within 5 s after our last initiation *or response* to the peer. So a responder stages packets
 //! until the initiator has confirmed the new session. A change of the preshared key ends this wait, and so does a change of the endpoint
 //! while there is no session.
 //!
@@ -127,9 +127,9 @@ pub(crate) struct Tunnel {
     wanted_since: Option<Instant>,
     /// Whether a handshake was requested because the session is old.
     is_rekeying: bool,
-    /// When the first packet was received after the last message that we sent.
+    /// When the first packet was received after our last data message.
     unanswered_by_us: Option<Instant>,
-    /// When the first packet was sent after the last message that we received.
+    /// When the first packet was sent after the last data message or response that we received.
     unanswered_by_peer: Option<Instant>,
     /// The persistent keepalive is due one interval after this time. Data messages (sent or received), received responses and attempts
     /// to send a keepalive renew it; other handshake messages do not.
@@ -208,7 +208,7 @@ impl Tunnel {
     }
 
     /// Requests a handshake although there is no packet to send, because the peer may use a session that we have lost. The next tick, which
-    /// is due now, sends the initiation, unless a response is held.
+    /// is due now, sends the initiation, unless [`Self::may_initiate`] is false.
     pub(crate) fn initiate_handshake(&mut self, now: Instant) {
         self.wanted_since = Some(now);
         self.next_tick = Some(now);
@@ -256,12 +256,11 @@ impl Tunnel {
         }
     }
 
-    /// Handles a datagram. Its inner packet is decrypted to the beginning of `plain`, which must be as long as the datagram and at least
-    /// [`INITIATION`] bytes.
+    /// Handles a datagram. Its inner packet is decrypted to the beginning of `plain`, which must be at least as long as the datagram,
+    /// and at least [`INITIATION`] bytes.
     ///
     /// # Errors
-    /// The message is not from the peer, or not for an existing session, or an initiation that follows another one too soon. The tunnel is
-    /// unchanged.
+    /// [`Refused`]: why the message was refused. The tunnel is unchanged.
     pub(crate) fn receive(
         &mut self,
         datagram: &[u8],

@@ -189,17 +189,17 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn check_pods(&mut self, from: &[RunningPod], to: &[RunningPod]) -> anyhow::Result<()> {
-        for client in from {
-            for target in to {
+    async fn check_pods(&mut self, clients: &[RunningPod], servers: &[RunningPod]) -> anyhow::Result<()> {
+        for client in clients {
+            for server in servers {
                 let from = TrafficClient::Pod(client.clone());
                 let answer = self
                     .lab
-                    .http_get_until_answered(&from, &format!("http://{}:8080", target.ip))
+                    .http_get_until_answered(&from, &format!("http://{}:8080", server.ip))
                     .await;
                 let outcome = match answer {
-                    Ok(answer) if answer.pod == target.name && answer.client_ip == client.ip => {
-                        let ping = if self.lab.ping(&from, target.ip).await? {
+                    Ok(answer) if answer.pod == server.name && answer.client_ip == client.ip => {
+                        let ping = if self.lab.ping(&from, server.ip).await? {
                             "ping ok"
                         } else {
                             "NO PING"
@@ -217,7 +217,7 @@ impl<'a> Demo<'a> {
                     Err(error) => Err(error.to_string()),
                 };
                 self.check(
-                    &format!("{} on {} -> {} on {}", client.ip, client.node, target.ip, target.node),
+                    &format!("{} on {} -> {} on {}", client.ip, client.node, server.ip, server.node),
                     outcome,
                 );
             }
@@ -292,7 +292,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn join(&mut self, member: &Cluster<'a>, target: &RunningPod) -> anyhow::Result<String> {
+    async fn join(&mut self, member: &Cluster<'a>, server: &RunningPod) -> anyhow::Result<String> {
         let node = member.join_node().await?;
         let name = node.name().to_owned();
         let published = wait_until(
@@ -320,7 +320,7 @@ impl<'a> Demo<'a> {
         )
         .await?;
         let from = TrafficClient::Host(name.clone());
-        let url = format!("http://{}:8080", target.ip);
+        let url = format!("http://{}:8080", server.ip);
         let answer = self.lab.http_get_until_answered(&from, &url).await;
         let after = published.elapsed();
         let outcome =

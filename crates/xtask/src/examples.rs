@@ -1,5 +1,6 @@
-//! Checks the examples in the documents. The programs' argument parsers must accept every command line, and every manifest must
-//! deserialize into its API type. So a test fails if a flag or field is renamed and an example still has the old name.
+//! Checks the examples in the documents (README.md, CONTRIBUTING.md, docs/operations). The programs' argument parsers must accept
+//! every command line, and every manifest must deserialize into its API type. So a test fails if a flag or field is
+//! renamed and an example still has the old name.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 

@@ -67,8 +67,8 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// The fault of a link in the page `from`; `None` = the link is valid, or leads to the web. Paths are relative to
-/// the root of the repository.
+/// The fault of a link in the page `from`; `None` = the link is valid, or leads to the web. `from` and the keys of
+/// `pages` are relative to the root of the repository, `link` to the folder of `from`.
 fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl Fn(&Path) -> bool) -> Option<String> {
     if link.starts_with("https:") || link.starts_with("http:") || link.starts_with("mailto:") {
         return None;

@@ -60,7 +60,8 @@ pub fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
-/// Like [`build`], with optimised workspace crates. Third-party crates keep the options of the profile `dev`, so they are not rebuilt.
+/// Like [`build`], with optimised `CLUSTER_CRATES`. The other crates keep the options of the profile `dev`, so third-party
+/// crates are not rebuilt.
 pub fn build_optimised() -> anyhow::Result<PathBuf> {
     build_with(&CLUSTER_CRATES.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
 }

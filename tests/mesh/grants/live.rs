@@ -412,8 +412,8 @@ impl Flows<'_> {
         tokio::join!(pod, host);
     }
 
-    /// Waits until PolicyEnforced is True for the current generation of the mesh, and every gateway has applied the
-    /// current SandboxAccess. Returns the time at which it sees this.
+    /// Waits until PolicyEnforced is True for the current generation of the mesh, the SandboxAccess is in the state `access`, and
+    /// every gateway reports it as applied. Returns the time at which it sees this.
     async fn wait_until_reported(&self, access: Access) -> u128 {
         let hub = &self.env.hub;
         let name = format!("{MESH}--{}", self.sandbox.name());
@@ -435,7 +435,7 @@ impl Flows<'_> {
                     Access::WithGrants
                 }
             });
-            let state = object_in_hub.map(|object| {
+            let version = object_in_hub.map(|object| {
                 (
                     text(&object["metadata"]["uid"]),
                     object["metadata"]["generation"].as_i64(),
@@ -448,10 +448,10 @@ impl Flows<'_> {
                 entry.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
             });
             let applied: Vec<_> = applied.collect();
-            if is_enforced && actual == access && applied.iter().all(|one| *one == state) {
+            if is_enforced && actual == access && applied.iter().all(|one| *one == version) {
                 Ok(now())
             } else {
-                Err(format!("{enforced}; {actual:?} {state:?}, applied {applied:?}"))
+                Err(format!("{enforced}; {actual:?} {version:?}, applied {applied:?}"))
             }
         })
         .await

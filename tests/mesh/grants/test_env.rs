@@ -1,4 +1,4 @@
-//! Sets up the hub with gateways and the two sandboxes, and finds the sockets that they grant.
+//! Sets up the hub with gateways and the two sandboxes, and finds the sockets that are granted to the sandboxes.
 
 use std::{
     collections::BTreeSet,
@@ -62,7 +62,7 @@ pub(super) struct GrantedPort {
 }
 
 impl GrantedPort {
-    /// Whether a server answers at this port. The port `stream` has servers only in [`super::live`], and gateways do not
+    /// Whether a server answers at this port outside [`super::live`], which alone has servers at the port `stream`. Gateways do not
     /// forward to servers in the host network, such as `hosted`.
     pub(super) fn answers(&self) -> bool {
         self.service != "hosted" && self.port != "stream"
@@ -149,7 +149,7 @@ impl<'a> TestEnv<'a> {
         [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
     }
 
-    /// The grants in a sandbox's SandboxAccess, in order.
+    /// The granted ports in a sandbox's SandboxAccess, in its order.
     pub(super) async fn granted_ports(&self, sandbox: &Sandbox<'_>) -> Vec<GrantedPort> {
         let name = format!("{MESH}--{}", sandbox.name());
         let access = json(&self.hub, &["get", "sandboxaccess", &name]).await;

@@ -4,13 +4,9 @@
 use super::*;
 
 pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
-    let (restarted, peer) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
-    let agent = mesh
-        .product
-        .agent_pod(crate::setup::MEMBER, &restarted.node)
-        .await
-        .unwrap();
-    let node = mesh.lab.node(&restarted.node);
+    let (near, far) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
+    let agent = mesh.product.agent_pod(crate::setup::MEMBER, &near.node).await.unwrap();
+    let node = mesh.lab.node(&near.node);
     let pid = node.pids_of("wg-agent").unwrap();
     let delete = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--wait=true"];
     mesh.member.kubectl(delete).await.unwrap();
@@ -20,18 +16,18 @@ pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
         if now.is_empty() || now == pid {
             return Err(format!("agent {now:?}"));
         }
-        let response = mesh.lab.http_get(&pod(restarted), &url(peer.ip, 8080)).await;
+        let response = mesh.lab.http_get(&pod(near), &url(far.ip, 8080)).await;
         response.map_err(|error| error.to_string())?
     })
     .await
     .unwrap();
-    assert_eq!(answer, mesh.expected_answer(peer, restarted.ip));
+    assert_eq!(answer, mesh.expected_answer(far, near.ip));
     println!(
         "packets again {:.2} s after the agent's pod was deleted",
         gone.elapsed().as_secs_f64()
     );
-    let answer = mesh.wait_for_answer(&pod(peer), &url(restarted.ip, 8080)).await;
-    assert_eq!(answer, mesh.expected_answer(restarted, peer.ip));
+    let answer = mesh.wait_for_answer(&pod(far), &url(near.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(near, far.ip));
 }
 
 /// The longest time without a reply in the output of `ping -D`, and the time of the last reply.
@@ -91,7 +87,7 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
         );
     };
 
-    // A new pod on every node, one after another, as with a new image. While a node has no agent, no packet for the
+    // A new agent pod on every node of the member, one after another, as with a new image. While a node has no agent, no packet for the
     // mesh leaves outside the tunnel.
     let capture = mesh.lab.capture("upgrade", "ip").await.unwrap();
     let mut pings = flow("ping-upgrade").unwrap();

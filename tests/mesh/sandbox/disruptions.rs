@@ -189,8 +189,8 @@ async fn widened_access_opens_nothing_without_controller(scanned: &ScannedGatewa
             .unwrap();
     }
     scanned.scan_once_more().await;
-    // The attacker has revoked the controller's access to the sandbox. Without read access, the controller does not
-    // know the sandbox's nodes, and so cannot write the SandboxAccess again.
+    // The attacker has revoked the controller's access to the sandbox. Without read access, a restarted controller does
+    // not know the sandbox's nodes, and so cannot write the SandboxAccess again.
     attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
     hub.wait_for_rollout(NAMESPACE, "deployment/clustermesh-controller")

@@ -59,7 +59,7 @@ impl TestEnv<'_> {
         json(&self.hub, &["get", "sandboxaccess", &access_name()]).await
     }
 
-    /// The port of the granted Service at each gateway.
+    /// The socket of the granted Service at each gateway.
     pub(super) async fn granted(&self) -> BTreeSet<SocketAddr> {
         let access = self.access().await;
         let grants = access["spec"]["grants"].as_array().unwrap();

@@ -31,7 +31,7 @@ pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String,
 }
 
 /// The names of the links and nftables tables of a node, and its rules and routes. The veth links of pods with their routes, and
-/// the routes of link-local addresses of bridges, are left out, because they change at any time.
+/// the routes of the node's own link-local addresses, are left out, because they change at any time.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NodeState {
     links: BTreeSet<String>,
@@ -80,8 +80,8 @@ impl NodeState {
     }
 }
 
-/// Whether a route is for a bridge's own link-local address. That address follows the bridge's MAC address, which is
-/// the lowest MAC address of its ports and can change whenever a pod starts.
+/// Whether a route is for a link-local address of the node itself. A bridge's follows its MAC address, which is the lowest MAC
+/// address of its ports and can change whenever a pod starts.
 fn is_own_link_local(destination: &str) -> bool {
     destination.starts_with("fe80:") && !destination.contains('/')
 }

@@ -81,8 +81,8 @@ pub(super) async fn restarted_container_is_the_same_gateway(
 // threat: gateway-api-away
 pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    // Expired grants must also stop the packets of connections that are in the conntrack table, in both directions. This entry has the
-    // source port 7100, and 50100 after masquerading.
+    // Expired grants must also stop the packets of connections that are in the conntrack table, in both directions. The forged entry
+    // has the source port 7100, and 50100 after masquerading.
     let forged = hostile::ForgedEntry::of_udp_grant(testbed, 0, 7100, 50100);
     testbed.cluster().kill_api().expect("kill the API server");
     assert!(

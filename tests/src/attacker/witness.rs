@@ -25,7 +25,8 @@ pub enum CountingPoint {
 /// `SOURCE PROTOCOL -> DESTINATION` (others). The functions `key` and `icmp_key` describe the exceptions.
 pub type Counts = BTreeMap<String, u64>;
 
-/// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept.
+/// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept, and the rules
+/// are added once more, so that packets other than ICMP count twice.
 pub fn rules(at: CountingPoint, interface: &str) -> String {
     let mut out = String::from("table inet witness {\n");
     for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {

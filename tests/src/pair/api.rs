@@ -111,7 +111,7 @@ impl Api {
     pub fn delete(&self, collection: &str, name: &str) {
         let mut state = self.shared.state();
         let gone = state.objects.get_mut(collection).and_then(|all| all.remove(name));
-        state.event(collection, "DELETED", gone.expect("an object of this name"));
+        state.apply_event(collection, "DELETED", gone.expect("an object of this name"));
         self.shared.changed.notify_all();
     }
 
@@ -135,7 +135,7 @@ impl Store {
     fn put(&mut self, collection: &str, object: Value) {
         let name = object["metadata"]["name"].as_str().expect("a name");
         let known = self.objects[collection].contains_key(name);
-        self.event(collection, if known { "MODIFIED" } else { "ADDED" }, object);
+        self.apply_event(collection, if known { "MODIFIED" } else { "ADDED" }, object);
     }
 
     /// A merge patch (RFC 7386), limited to annotations and to a whole status.
@@ -164,7 +164,8 @@ impl Store {
         self.read(path)
     }
 
-    fn event(&mut self, collection: &str, what: &str, mut object: Value) {
+    /// Stores the object with a new resourceVersion, unless it is deleted, and records the watch event.
+    fn apply_event(&mut self, collection: &str, what: &str, mut object: Value) {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
         if what != "DELETED" {

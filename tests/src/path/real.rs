@@ -127,7 +127,7 @@ impl Star {
         self.sites.iter_mut().for_each(Site::reconcile);
     }
 
-    /// Starts an echo server in every pod and on every device. Waits until all pods reach each other in both families.
+    /// Starts an echo server in every pod and at every WireGuard address. Waits until all pods reach each other in both families.
     pub fn wait_until_connected(&self) {
         for site in &self.sites {
             for family in Family::BOTH {
@@ -334,7 +334,7 @@ fn start_echo_server(ns: &NetNs, at: IpAddr) {
     });
 }
 
-/// Sends an unfragmentable packet of each size (bytes including the IP header) to an echo server. Returns the range of sizes
+/// Sends an unfragmentable packet of each size (ascending, in bytes including the IP header) to an echo server. Returns the range of sizes
 /// that were echoed. Panics if a size in the range was not echoed, or if the sender gets neither a reply nor "too large".
 pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
     let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();

@@ -154,7 +154,7 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
 /// A network that contains an InternalIP or underlay address of this node, or the API server's address, is accepted only if `networks`
-/// (those of all PeerPolicies) cover it. A node that is a virtual machine inside the other cluster needs this; `throw`
+/// (those of all PeerPolicies) cover it. A node that is a virtual machine in a pod of the source cluster needs this; `throw`
 /// routes then keep destinations of the underlay outside the tunnel. A network that consists of just one of these addresses (/32 or
 /// /128), or that contains a WireGuard address of this node, is never accepted.
 fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {

@@ -250,7 +250,7 @@ fn refusal_names_the_field_and_what_to_do() {
 
 #[test]
 fn worker_in_the_hub_accepts_peers_that_cover_its_address() {
-    // A Peer's network may contain the node's own address if the `networks` of a PeerPolicy cover that network, as in `worker`.
+    // A Peer's network may contain the node's underlay address if the `networks` of a PeerPolicy cover that network, as in `worker`.
     let got = compile(&worker());
     assert_eq!(got.refused, []);
     let routes: Vec<String> = got.routes.routes.iter().map(Route::to_string).collect();

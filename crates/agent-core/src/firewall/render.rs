@@ -197,7 +197,7 @@ fn nat_chain_of_policy_mode(parameters: &RuleParameters) -> String {
     out + "  }\n"
 }
 
-/// Renders the policy chains. They run after kube-proxy's DNAT (-100) and before all other filter chains (0).
+/// Renders the policy chains. They run after kube-proxy's DNAT (-100) and before filter chains of the usual priority (0).
 fn policy_chains(parameters: &RuleParameters) -> String {
     let device = &parameters.device;
     let mut out = String::from(

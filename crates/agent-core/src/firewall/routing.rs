@@ -109,14 +109,15 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
         "reply to an underlay connection: use the underlay",
     );
     // Only replies to destinations with a throw route get the tunnel mark. Conntrack also counts this node's own ICMP errors about
-    // packets that its pods send into the tunnel (too big, unreachable) as replies, and those errors have to reach the pods.
+    // packets that its pods send into the tunnel (too big, unreachable) as replies. With the mark, they would enter the tunnel and not
+    // reach the pods.
     add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
     out.push_str("  }\n");
     out
 }
 
-/// Renders the chains that drop packets that would leave unencrypted, or enter the tunnel with an unpublished source (except replies
-/// of an anchor). They run after every nat chain.
+/// Renders the chains that drop packets that would leave unencrypted or must not enter the tunnel: to a closed member, untracked, ICMP
+/// errors that no policy accepted, or with an unpublished source (except replies of an anchor). They run after every nat chain.
 pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     let RuleParameters {
         device, listen_port, ..

@@ -85,7 +85,7 @@ struct Changes {
 
 impl Changes {
     /// Adds the commands that turn the elements `old` into those of `new`. Removals come first, because a wider prefix may replace two
-    /// narrower ones in one transaction.
+    /// narrower ones, and the kernel refuses overlapping elements.
     fn add(&mut self, old: &BTreeSet<String>, new: &Set) {
         let minus: BTreeSet<String> = old.difference(&new.elements).cloned().collect();
         let plus: BTreeSet<String> = new.elements.difference(old).cloned().collect();

@@ -1,8 +1,9 @@
 //! Compiles SandboxAccesses and Services into the peers and the table of a gateway.
 //!
-//! Only an invalid part is left out, not the whole SandboxAccess. Of two parts that conflict, the one in the older SandboxAccess wins;
-//! if both are equally old, the one in the SandboxAccess whose name sorts first. Two SandboxAccesses of one sandbox, written for two
-//! meshes, conflict only in parts that differ.
+//! Only an invalid part is left out; a SandboxAccess is left out as a whole only if it has no valid network. Of two parts that
+//! conflict, the one in the older SandboxAccess wins; if both are equally old, the one in the SandboxAccess whose name sorts first; in
+//! one SandboxAccess, the one that is listed first. Two SandboxAccesses of one sandbox, written for two meshes, conflict only in parts
+//! that differ.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -135,7 +136,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// Selects the valid networks of a sandbox. [`Self::add_node`] refuses node addresses outside these networks.
+    /// Selects the valid networks of a SandboxAccess. [`Self::add_node`] refuses node addresses outside these networks.
     fn accept_networks(&mut self, access: &Access) -> BTreeSet<IpNet> {
         let settings = &self.inputs.settings;
         let mut networks: BTreeSet<IpNet> = BTreeSet::new();
@@ -162,8 +163,8 @@ impl<'a> Compiler<'a> {
                 );
                 self.refuse(access, field, Reason::NetworkInvalid, message);
             } else if let Some((other, owner)) = self.networks.iter().find(|(other, owner)| {
-                let is_own = **other == network && owner.identity == access.identity;
-                overlap(other, &network) && !is_own
+                let is_same = **other == network && owner.identity == access.identity;
+                overlap(other, &network) && !is_same
             }) {
                 let message = format!(
                     "{network} overlaps {other} of SandboxAccess {}, which is older and keeps it",

@@ -23,7 +23,8 @@ pub(super) struct ConnectionLimits {
     pub(super) endpoint: Option<NonZeroU32>,
 }
 
-/// Spreads a limit: returns the number of lists, and the limit of each. Lists fill unevenly, so their limit is 50 % above their share.
+/// Spreads a limit: returns the number of lists, and the limit of each. A single list has the exact limit. Several lists fill unevenly,
+/// so each limit is 50 % above its share.
 fn spread(limit: NonZeroU32) -> (u32, u32) {
     match (limit.get() / LIST_LENGTH).min(MAX_LISTS) {
         0 | 1 => (1, limit.get()),

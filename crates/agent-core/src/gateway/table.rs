@@ -17,8 +17,8 @@ use super::{
 };
 use crate::{interface::InterfaceName, numbers::NFT_TABLE, prefixes::Family};
 
-/// The most elements that one transaction changes, by [`Grant::weight`]. A gateway's container has 256 MiB, and `nft` 1.0.6 takes
-/// 83 MB for 60,000 elements (10,000 grants with one endpoint each).
+/// The highest total [`Grant::weight`] of the grants that one step changes, unless a single grant weighs more. A gateway's container
+/// has 256 MiB, and `nft` 1.0.6 takes 83 MB for 60,000 elements (10,000 grants with one endpoint each).
 pub(super) const MAX_STEP_WEIGHT: usize = 10_000;
 
 /// The sandbox, protocol and gateway port of a grant.
@@ -122,9 +122,9 @@ impl Table {
         };
         let mut budget = Budget { limit, left: limit };
         let mut is_settled = true;
-        let stays = |key: &GrantKey, grant: &Grant| desired.grants.get(key).filter(|other| other.id == grant.id);
+        let desired_of = |key: &GrantKey, grant: &Grant| desired.grants.get(key).filter(|other| other.id == grant.id);
         for (key, grant) in old.iter().flat_map(|old| &old.grants) {
-            if stays(key, grant).is_some() {
+            if desired_of(key, grant).is_some() {
                 continue;
             }
             if budget.take(grant.weight()) {
@@ -134,7 +134,7 @@ impl Table {
             }
         }
         for (key, grant) in old.iter().flat_map(|old| &old.grants) {
-            let Some(wanted) = stays(key, grant).filter(|wanted| *wanted != grant) else {
+            let Some(wanted) = desired_of(key, grant).filter(|wanted| *wanted != grant) else {
                 continue;
             };
             if budget.take(grant.weight() + wanted.weight()) {
@@ -144,7 +144,7 @@ impl Table {
             }
         }
         if !is_settled {
-            // A network that this step added, or moved to another sandbox, would get that sandbox's obsolete grants.
+            // A network that this step added, or moved to another sandbox, would get the obsolete grants of its new sandbox.
             let is_unmoved = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };

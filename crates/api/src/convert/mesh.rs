@@ -58,14 +58,14 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
         .collect();
     reader.check_entries(&object.spec.clusters);
     let accepted = reader.read_accepted(object);
-    let mut anchors = reader.read_previous_anchors(object);
+    let mut previous_anchors = reader.read_previous_anchors(object);
     let quarantined = reader.read_quarantine(object);
     if !reader.problems.is_empty() {
         return Err(reader.problems);
     }
     for cluster in &mut clusters {
         cluster.quarantine |= quarantined.contains(&cluster.name);
-        cluster.previous_anchors = anchors.remove(&cluster.name).unwrap_or_default();
+        cluster.previous_anchors = previous_anchors.remove(&cluster.name).unwrap_or_default();
     }
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
     let mesh = core::Mesh {

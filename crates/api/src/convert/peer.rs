@@ -20,7 +20,7 @@ use crate::{
 ///
 /// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, so
 /// that the controller rewrites it. For example, if a network has host bits, kg resets all sessions every 30 s. A Peer without a mesh
-/// label must only have a valid key. Values of its spec that cannot be parsed are left out, and so are its candidates.
+/// label needs only a valid key. Other values of its spec that cannot be parsed are left out, and so are its candidates.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());

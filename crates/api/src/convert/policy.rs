@@ -22,7 +22,8 @@ use crate::{
 /// The schema's limit of networks in one rule.
 const RULE_NETWORKS: usize = 1024;
 
-/// Converts an observed policy. If it contains a value that the controller never writes, the spec is an error and the policy is rewritten.
+/// Converts an observed policy. If one of its networks or denied ports is not as the controller writes it, the spec is an error and the
+/// policy is rewritten.
 #[must_use]
 pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
     ObservedPolicy {
@@ -33,16 +34,16 @@ pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
 
 fn spec_to_core(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
     let mut allow = BTreeSet::new();
-    for (index, entry) in written.allow.iter().enumerate() {
-        allow.extend(parse_networks(&format!("spec.allow[{index}].to"), &entry.to)?);
+    for (index, rule) in written.allow.iter().enumerate() {
+        allow.extend(parse_networks(&format!("spec.allow[{index}].to"), &rule.to)?);
     }
     let mut deny = BTreeSet::new();
-    for (index, entry) in written.deny.iter().enumerate() {
-        let to = parse_networks(&format!("spec.deny[{index}].to"), &entry.to)?;
-        if entry.ports.is_empty() {
+    for (index, rule) in written.deny.iter().enumerate() {
+        let to = parse_networks(&format!("spec.deny[{index}].to"), &rule.to)?;
+        if rule.ports.is_empty() {
             return Err(format!("spec.deny[{index}].ports: is empty: name the TCP ports"));
         }
-        for port in &entry.ports {
+        for port in &rule.ports {
             let number = match (port_ref(&port.port), port.protocol) {
                 (Ok(PortRef::Number(number)), Protocol::Tcp) => number,
                 _ => {

@@ -17,7 +17,7 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end, or has its address in several clusters.
+    /// The input does not contain the end or its address, or has its address in several clusters.
     NotFound(String),
 }
 
@@ -210,7 +210,7 @@ impl Finder<'_> {
                 "cluster {entry:?} has no Service {name}"
             )));
         };
-        let port = match port {
+        let service_port = match port {
             None => None,
             Some((protocol, port)) => {
                 let mut ports = service.ports.iter();
@@ -237,13 +237,14 @@ impl Finder<'_> {
         let gateways = from
             .first()
             .map(|from| self.find_gateways(&from.cluster, cluster, read, name));
-        let has_port = |(port_name, _): &(String, DestinationAddress)| port.is_none_or(|port| port.name == *port_name);
+        let has_port =
+            |(port_name, _): &(String, DestinationAddress)| service_port.is_none_or(|port| port.name == *port_name);
         let gateways = gateways.into_iter().flatten().filter(has_port);
         located.addresses.extend(gateways.map(|(_, address)| address));
         if !located.addresses.is_empty() {
             return Ok(located);
         }
-        let port = port.map(|port| (port.protocol, port.port));
+        let port = service_port.map(|port| (port.protocol, port.port));
         for backend in backends(&read.member, name, port) {
             let Backend {
                 address,

@@ -21,9 +21,9 @@ pub(super) struct Query<'q> {
     /// Name of the source's entry.
     pub(super) source: &'q str,
     /// Name of the destination's entry.
-    pub(super) target: &'q str,
+    pub(super) destination: &'q str,
     pub(super) source_member: MemberView<'q>,
-    pub(super) target_member: MemberView<'q>,
+    pub(super) destination_member: MemberView<'q>,
     pub(super) from: &'q Source,
     pub(super) to: &'q Destination,
 }
@@ -31,7 +31,7 @@ pub(super) struct Query<'q> {
 impl<'q> Query<'q> {
     pub(super) fn answer(&self) -> Explanation {
         let early_answer = self.denied_between_members().or_else(|| self.missing_member_or_crd());
-        early_answer.unwrap_or_else(|| match self.target_member.link_from(&self.source_member) {
+        early_answer.unwrap_or_else(|| match self.destination_member.link_from(&self.source_member) {
             Ok(Link::Sandbox) => self.answer_for_sandbox(),
             _ => PacketTrace { query: self }.follow(),
         })
@@ -39,7 +39,10 @@ impl<'q> Query<'q> {
 
     /// Both entries, each with its name.
     fn both_members(&self) -> [(&'q str, MemberView<'q>); 2] {
-        [(self.source, self.source_member), (self.target, self.target_member)]
+        [
+            (self.source, self.source_member),
+            (self.destination, self.destination_member),
+        ]
     }
 
     /// The facts that the plan reports about this mesh.
@@ -48,7 +51,7 @@ impl<'q> Query<'q> {
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// Why the source cannot open any connection to the target, whatever their nodes and addresses are. `None` = it can open some.
+    /// Why the source's member cannot open any connection to the destination's. `None` = this depends on the nodes and addresses.
     fn denied_between_members(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
@@ -60,7 +63,7 @@ impl<'q> Query<'q> {
                 ),
             );
         }
-        match self.target_member.link_from(&self.source_member) {
+        match self.destination_member.link_from(&self.source_member) {
             Err(not_connected) => return Some(self.explain_not_connected(&not_connected)),
             Ok(Link::Grantor) => {
                 return deny(
@@ -68,7 +71,7 @@ impl<'q> Query<'q> {
                     format!(
                         "cluster {:?} is a sandbox: it can open connections to the Services that are granted to it, and no \
                          member can open a connection to it",
-                        self.target
+                        self.destination
                     ),
                 );
             }
@@ -92,19 +95,19 @@ impl<'q> Query<'q> {
 
     /// Answers for a sandbox as the source: it reaches only the gateway ports in its SandboxAccess.
     fn answer_for_sandbox(&self) -> Explanation {
-        let missing = self.facts().find_map(|fact| match fact {
-            Fact::NoGateway { cluster, message } if cluster == self.target => Some(message.clone()),
+        let no_gateway = self.facts().find_map(|fact| match fact {
+            Fact::NoGateway { cluster, message } if cluster == self.destination => Some(message.clone()),
             _ => None,
         });
-        if let Some(message) = missing {
+        if let Some(message) = no_gateway {
             return Explanation::new(Rule::NoGateway, message);
         }
         let plan = self.plan.meshes.get(&self.mesh.id);
-        let accesses = plan.and_then(|plan| plan.targets.get(self.target)).into_iter();
+        let accesses = plan.and_then(|plan| plan.targets.get(self.destination)).into_iter();
         let mut accesses = accesses.flat_map(|target| &target.accesses);
         let access = accesses.find(|(_, access)| access.source == *self.source);
         let gateways = self
-            .target_member
+            .destination_member
             .last_observed()
             .into_iter()
             .flat_map(|member| &member.gateways);
@@ -118,7 +121,7 @@ impl<'q> Query<'q> {
         {
             let message = format!(
                 "SandboxAccess {name} in cluster {:?} maps port {} of gateway {gateway} to port {:?} of Service {}",
-                self.target, port.1, granted.port, granted.service
+                self.destination, port.1, granted.port, granted.service
             );
             return self
                 .missing_gateway_peer(gateway)
@@ -132,7 +135,7 @@ impl<'q> Query<'q> {
         let addresses: Vec<String> = addresses.map(ToString::to_string).collect();
         let message = format!(
             "a sandbox enters cluster {:?} only through its gateways ({}), at the granted ports ({}). {}",
-            self.target,
+            self.destination,
             join_or_none(&addresses),
             join_or_none(&ports),
             self.grants_text()
@@ -140,20 +143,20 @@ impl<'q> Query<'q> {
         Explanation::new(Rule::DestinationNotGranted, message)
     }
 
-    /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists. `None` = the Peer is planned, or the
-    /// SandboxAccess does not exist yet: the planner plans the Peer only after it was written.
+    /// Why the sandbox has no Peer for a gateway, although the SandboxAccess exists. `None` = the Peer is planned, or the SandboxAccess,
+    /// which has to exist before the planner plans the Peer, does not exist yet.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
-        let member = self.target_member.last_observed()?;
+        let member = self.destination_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
         let access_exists = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
         let plan = self.plan.meshes.get(&self.mesh.id)?;
         let mut peers = plan.targets.get(self.source)?.peers.values();
-        let has_peer =
-            peers.any(|peer| peer.source == self.target && peer.spec.allowed_ips.contains(&self.to.address.into()));
+        let has_peer = peers
+            .any(|peer| peer.source == self.destination && peer.spec.allowed_ips.contains(&self.to.address.into()));
         if !access_exists || has_peer {
             return None;
         }
-        let skipped = self.skipped(self.target, &format!("gateway {gateway}"), self.source);
+        let skipped = self.skipped(self.destination, &format!("gateway {gateway}"), self.source);
         Some(skipped.unwrap_or_else(|| {
             let message = format!("no Peer in cluster {:?} contains {}", self.source, self.to.address);
             Explanation::new(Rule::NoPeer, message)
@@ -188,10 +191,10 @@ impl<'q> Query<'q> {
                 Rule::TwoSandboxes,
                 format!(
                     "clusters {:?} and {:?} are both sandboxes: two sandboxes are never connected",
-                    self.source, self.target
+                    self.source, self.destination
                 ),
             ),
-            NotConnected::NoGrant(sandbox) if sandbox == self.target => Explanation::new(
+            NotConnected::NoGrant(sandbox) if sandbox == self.destination => Explanation::new(
                 Rule::TowardSandbox,
                 format!("cluster {sandbox:?} is a sandbox: no member can open a connection to it"),
             ),
@@ -199,7 +202,7 @@ impl<'q> Query<'q> {
                 Rule::NoGrantForMember,
                 format!(
                     "cluster {sandbox:?} is a sandbox and has no grant for {:?}: add the Service to its egress. {}",
-                    self.target,
+                    self.destination,
                     self.grants_text()
                 ),
             ),
@@ -269,25 +272,25 @@ impl<'q> Query<'q> {
 
     /// Explains why no Peer in the source's cluster contains the destination.
     pub(super) fn explain_missing_peer(&self) -> Explanation {
-        let target = self.target_member.cluster();
+        let destination = self.destination_member.cluster();
         let address = self.to.address;
         if let Some(node) = &self.to.node
-            && let Some(skipped) = self.skipped(self.target, node, self.source)
+            && let Some(skipped) = self.skipped(self.destination, node, self.source)
         {
             return skipped;
         }
-        if !target.allows(address.into()) {
+        if !destination.allows(address.into()) {
             return Explanation::new(
                 Rule::OutsideAllowedNetworks,
                 format!(
                     "{address} lies outside allowedNetworks of cluster {:?} ({})",
-                    self.target,
-                    allowed_networks_text(target)
+                    self.destination,
+                    allowed_networks_text(destination)
                 ),
             );
         }
         let no_anchor = self.facts().find_map(|fact| match fact {
-            Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
+            Fact::NoAnchor { cluster, message } if cluster == self.destination => Some(message.clone()),
             _ => None,
         });
         let has_nodes =
@@ -297,7 +300,7 @@ impl<'q> Query<'q> {
                 Rule::NoAnchor,
                 format!(
                     "{address} of cluster {:?} is in an anchored network: {message}",
-                    self.target
+                    self.destination
                 ),
             ),
             None => Explanation::new(
@@ -305,7 +308,7 @@ impl<'q> Query<'q> {
                 format!(
                     "no Peer in cluster {:?} contains {address}: no Node of cluster {:?} owns it{}, and it is in no anchored network",
                     self.source,
-                    self.target,
+                    self.destination,
                     if has_nodes { "" } else { " (none is known)" },
                 ),
             ),

@@ -79,7 +79,7 @@ impl PacketTrace<'_> {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
-        let node_prefixes = query.target_member.prefixes(&peer.node);
+        let node_prefixes = query.destination_member.prefixes(&peer.node);
         let is_source_meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
         let anchored =
             is_source_meshed && node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
@@ -142,9 +142,9 @@ impl PacketTrace<'_> {
         let (plan, from, to) = (query.plan, query.from, query.to);
         let is_same_family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
         let return_peers = || peers(plan, &to.cluster, &from.cluster);
-        let is_own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
+        let may_be_own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
         let by_own_peer = from.address.and_then(|address| {
-            let candidates = return_peers().filter(|(_, peer)| is_own(peer));
+            let candidates = return_peers().filter(|(_, peer)| may_be_own(peer));
             let candidates = candidates.filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)));
             let (net, name, peer) = candidates.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
@@ -159,7 +159,7 @@ impl PacketTrace<'_> {
                 .max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
         };
-        let masqueraded = || {
+        let by_wireguard_address = || {
             let node = from.node.as_deref()?;
             let source = last_observed(query.observations, &from.cluster)?;
             let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
@@ -168,9 +168,9 @@ impl PacketTrace<'_> {
                 candidates.find_map(|(name, peer)| Some((matching_prefix(peer, wireguard)?, name, peer)))?;
             is_same_family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
         };
-        by_own_peer.or_else(by_leader).or_else(masqueraded).ok_or_else(|| {
+        by_own_peer.or_else(by_leader).or_else(by_wireguard_address).ok_or_else(|| {
             let node = from.node.as_deref();
-            let skipped = node.and_then(|node| query.skipped(query.source, node, query.target));
+            let skipped = node.and_then(|node| query.skipped(query.source, node, query.destination));
             Box::new(skipped.unwrap_or_else(|| {
                 let sender = match (&from.address, &from.node) {
                     (Some(address), Some(node)) => format!("{address} on Node {node}"),
@@ -183,7 +183,7 @@ impl PacketTrace<'_> {
                     format!(
                         "no Peer in cluster {:?} contains {sender} of cluster {:?}: no Node of cluster {:?} publishes the address, \
                          and the source's Node has no WireGuard address of the same IP family",
-                        query.target, query.source, query.source
+                        query.destination, query.source, query.source
                     ),
                 )
             }))
@@ -207,19 +207,19 @@ impl PacketTrace<'_> {
                 ),
             );
         }
-        let Some(target) = last_observed(query.observations, &to.cluster) else {
+        let Some(member) = last_observed(query.observations, &to.cluster) else {
             return Explanation::new(
                 Rule::MemberUnseen,
-                format!("cluster {:?} was not observed", query.target),
+                format!("cluster {:?} was not observed", query.destination),
             );
         };
-        let Some(existing) = &target.policies else {
+        let Some(existing) = &member.policies else {
             return Explanation::new(
                 Rule::NoPolicyHere,
                 format!(
                     "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes accept all packets from its Peers: run wg-agent \
                      there (with --mode=policy on the nodes of kg)",
-                    query.target
+                    query.destination
                 ),
             );
         };
@@ -231,7 +231,7 @@ impl PacketTrace<'_> {
                 Rule::PolicyMissing,
                 format!(
                     "no PeerPolicy in cluster {:?} has {} among its sources, and packets from unknown sources are dropped",
-                    query.target, route.seen_as
+                    query.destination, route.seen_as
                 ),
             );
         };
@@ -240,7 +240,7 @@ impl PacketTrace<'_> {
             .is_some_and(|existing| existing.spec.as_ref() == Ok(&first.spec));
         route.policy = Some(((*name).clone(), written));
         let specs: Vec<&PolicySpec> = matching.iter().map(|(_, policy)| &policy.spec).collect();
-        if let Some(explanation) = to.port.and_then(|port| self.closed_port(&specs, target, port)) {
+        if let Some(explanation) = to.port.and_then(|port| self.closed_port(&specs, member, port)) {
             return explanation;
         }
         if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
@@ -249,20 +249,20 @@ impl PacketTrace<'_> {
                 format!(
                     "{} lies outside the networks that cluster {:?} opens to other members ({})",
                     to.address,
-                    query.target,
-                    allowed_networks_text(query.target_member.cluster())
+                    query.destination,
+                    allowed_networks_text(query.destination_member.cluster())
                 ),
             );
         }
         let is_wireguard_only =
-            wireguard_addresses(target).contains(&to.address) && !is_internal_ip(target, to.address);
+            wireguard_addresses(member).contains(&to.address) && !is_internal_ip(member, to.address);
         if is_wireguard_only && to.port.is_some() {
             return Explanation::new(
                 Rule::WireguardAddress,
                 format!(
                     "{} is the WireGuard address of a node, which answers only ping: use the node's InternalIP, if allowedNetworks of \
                      {:?} contain it",
-                    to.address, query.target
+                    to.address, query.destination
                 ),
             );
         }
@@ -270,7 +270,7 @@ impl PacketTrace<'_> {
             Rule::Meshed,
             format!(
                 "clusters {:?} and {:?} are cluster-meshed, and {} lies in allowedNetworks of {:?}",
-                query.source, query.target, to.address, query.target
+                query.source, query.destination, to.address, query.destination
             ),
         );
         if to.port.is_none() && is_wireguard_only {
@@ -278,14 +278,14 @@ impl PacketTrace<'_> {
                 .notes
                 .push("the address is a node's WireGuard address, which answers only ping".to_owned());
         } else if to.port.is_none() {
-            answer.notes.extend(self.closed_port_notes(&specs, target));
+            answer.notes.extend(self.closed_port_notes(&specs, member));
         }
         answer
     }
 
     /// Explains that the port is closed to all members: an endpoint of the API server, or an infrastructure port at a node's address.
     /// `None` = it is neither.
-    fn closed_port(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
+    fn closed_port(&self, specs: &[&PolicySpec], member: &Member, port: (Protocol, u16)) -> Option<Explanation> {
         let query = self.query;
         let to = query.to;
         if port.0 == Protocol::Tcp
@@ -299,29 +299,29 @@ impl PacketTrace<'_> {
                     "{} port {} is an endpoint of the API server of cluster {:?}, which is closed to every member",
                     to.address,
                     port_text(port),
-                    query.target
+                    query.destination
                 ),
             ));
         }
         let infrastructure = specs.iter().any(|spec| spec.infrastructure_ports.contains(&port));
-        (infrastructure && node_addresses(target).contains(&to.address)).then(|| {
+        (infrastructure && node_addresses(member).contains(&to.address)).then(|| {
             Explanation::new(
                 Rule::InfrastructurePort,
                 format!(
                     "port {} is an infrastructure port (such as API server, kubelet, etcd), closed to every member at the addresses \
                      of the nodes of cluster {:?}",
                     port_text(port),
-                    query.target
+                    query.destination
                 ),
             )
         })
     }
 
     /// Lists the ports of the destination that are closed, for a query without a port.
-    fn closed_port_notes(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
+    fn closed_port_notes(&self, specs: &[&PolicySpec], member: &Member) -> Vec<String> {
         let to = self.query.to;
         let mut notes = Vec::new();
-        if node_addresses(target).contains(&to.address) {
+        if node_addresses(member).contains(&to.address) {
             let ports: BTreeSet<_> = specs
                 .iter()
                 .flat_map(|spec| &spec.infrastructure_ports)

@@ -1,4 +1,5 @@
-//! Lists the objects of one cluster, page by page. An object that does not parse is left out with a note.
+//! Lists the objects of one cluster, page by page. An object that does not parse, or has too long a name, is left out
+//! with a note.
 
 use std::{collections::BTreeMap, fmt::Debug, time::Duration};
 

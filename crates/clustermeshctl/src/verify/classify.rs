@@ -98,13 +98,18 @@ pub(super) struct Classifier<'a> {
     /// The mesh's WireGuard device.
     pub(super) device: &'a str,
     pub(super) answers: &'a Answers,
-    /// The interfaces of the source's node.
+    /// The interface through which the source's node reaches each address ([`InterfacesByNode`]).
     pub(super) interfaces: Option<&'a BTreeMap<IpAddr, Option<String>>>,
 }
 
 impl Classifier<'_> {
-    /// Classifies the answers of `sockets`, which are in the cluster `target`.
-    pub(super) fn classify(&self, to: &str, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Row {
+    /// Classifies the answers of `sockets`, which are in the cluster `to`.
+    pub(super) fn classify(
+        &self,
+        to: &str,
+        identity: &ClusterIdentity,
+        sockets: &BTreeMap<SocketAddr, &Socket>,
+    ) -> Row {
         let mut row = Row {
             from: self.source.clone(),
             to: to.to_owned(),
@@ -116,7 +121,7 @@ impl Classifier<'_> {
             refused: Vec::new(),
             unknown: Vec::new(),
         };
-        let planned = self.explanations(target, sockets);
+        let planned = self.explanations(identity, sockets);
         for ((address, socket), planned) in sockets.iter().zip(planned) {
             let Some(answer) = self.answers.by_socket.get(address) else {
                 continue;
@@ -151,16 +156,16 @@ impl Classifier<'_> {
     }
 
     /// Returns the explanation of each socket, in the same order.
-    fn explanations(&self, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
+    fn explanations(&self, identity: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
         let explain = |address: IpAddr, node: Option<String>, port| {
-            let mut own = self.answers.addresses.iter();
+            let mut addresses = self.answers.addresses.iter();
             let source = Source {
                 cluster: self.from.clone(),
                 node: Some(self.source.node.clone()),
-                address: own.find(|own| own.is_ipv4() == address.is_ipv4()).copied(),
+                address: addresses.find(|own| own.is_ipv4() == address.is_ipv4()).copied(),
             };
             let destination = Destination {
-                cluster: target.clone(),
+                cluster: identity.clone(),
                 node,
                 address,
                 port: Some(port),
@@ -169,7 +174,7 @@ impl Classifier<'_> {
         };
         let explain_socket = |(address, socket): (&SocketAddr, &&Socket)| {
             // The ClusterIP of a mirrored Service is in the probing cluster, so only its backends are explained.
-            let own = (!socket.is_mirror)
+            let own = (!socket.is_local_mirror)
                 .then(|| explain(address.ip(), socket.node.clone(), (Protocol::Tcp, address.port())));
             let backends = socket.backends.iter();
             let backends = backends.map(|b| explain(b.address, b.node.clone(), b.port));
@@ -180,7 +185,7 @@ impl Classifier<'_> {
 
     fn path(&self, address: SocketAddr, socket: &Socket) -> (Path, Option<String>) {
         let interface = |address: &IpAddr| self.interfaces.and_then(|known| known.get(address)).cloned();
-        let found = if socket.is_mirror {
+        let found = if socket.is_local_mirror {
             socket.backends.iter().find_map(|backend| interface(&backend.address))
         } else {
             interface(&address.ip())
@@ -242,8 +247,8 @@ impl Classifier<'_> {
     }
 }
 
-/// Combines the explanations of a socket and of its backends. The address of a Service is allowed if the address itself and at
-/// least one backend are allowed. For a mirrored Service `parts` has only backends, and one allowed backend is enough.
+/// Combines the explanations of a socket and of its backends. A socket is allowed if its address and, if there are backends, at least
+/// one of them are allowed. For a mirror ([`Socket::is_local_mirror`]) `parts` has only backends, and one allowed backend is enough.
 fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
     // `Allowed` is the smallest verdict.
     let take_best = |parts: &mut Vec<Explanation>| {
@@ -251,7 +256,7 @@ fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
         let index = best.map_or(0, |(index, _)| index);
         parts.swap_remove(index)
     };
-    if socket.is_mirror && parts.is_empty() {
+    if socket.is_local_mirror && parts.is_empty() {
         return Explanation {
             rule: Rule::DestinationNotGranted,
             message: "the Service has no endpoint".to_owned(),
@@ -260,7 +265,7 @@ fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
             notes: Vec::new(),
         };
     }
-    if socket.is_mirror {
+    if socket.is_local_mirror {
         return take_best(&mut parts);
     }
     let own = parts.remove(0);

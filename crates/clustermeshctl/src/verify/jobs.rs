@@ -83,12 +83,12 @@ enum Line {
     },
 }
 
-/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if the cluster has more Ready Nodes than `--nodes`.
+/// Builds the Jobs that probe the sockets from one cluster. Adds a note if the cluster has more Ready Nodes than `--nodes`.
 pub(super) fn build<'o>(
     from: &Cluster<'o>,
     outcome: &PlanResult,
     args: &VerifyArgs,
-    targets: &[(&'o str, Sockets)],
+    sockets_by_cluster: &[(&'o str, Sockets)],
     report: &mut Report,
 ) -> Result<Vec<Job<'o>>, String> {
     let name = from.name;
@@ -98,7 +98,7 @@ pub(super) fn build<'o>(
              --member-context"
         )
     })?;
-    let sockets: BTreeMap<SocketAddr, (&str, Socket)> = targets
+    let sockets: BTreeMap<SocketAddr, (&str, Socket)> = sockets_by_cluster
         .iter()
         .flat_map(|(to, sockets)| {
             sockets
@@ -191,7 +191,7 @@ fn probe_arguments<'s>(sockets: impl Iterator<Item = &'s SocketAddr>) -> Vec<Str
     ports.into_iter().map(argument).collect()
 }
 
-/// The installation of wg-agent in a cluster, as its pods show it.
+/// The installation of wg-agent in a cluster: what its first pod shows, or the defaults. `--image` replaces the image.
 struct AgentInstallation {
     namespace: String,
     image: Option<String>,
@@ -212,7 +212,7 @@ impl AgentInstallation {
             Some((name, spec, container))
         });
         let agent = agents.next();
-        let flag = agent.as_ref().and_then(|(_, _, container)| {
+        let device = agent.as_ref().and_then(|(_, _, container)| {
             let mut args = container.args.iter().flatten();
             args.find_map(|arg| arg.strip_prefix("--interface=").map(str::to_owned))
         });
@@ -230,7 +230,7 @@ impl AgentInstallation {
                 .flatten()
                 .map(|secret| json!({"name": secret.name}))
                 .collect(),
-            device: flag.unwrap_or_else(|| "kilo0".to_owned()),
+            device: device.unwrap_or_else(|| "kilo0".to_owned()),
         }
     }
 }

@@ -26,15 +26,14 @@ const SSH_PORT: u16 = 22;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Socket {
     pub(super) description: String,
-    /// The Node that has the address.
+    /// The Node that has the address, or on which the pod with the address runs.
     pub(super) node: Option<String>,
     /// Whether the socket should answer, according to the objects.
     pub(super) should_answer: bool,
-    /// The endpoints to which kube-proxy translates the address of a Service. At least one of them must be allowed, and for a Service that
-    /// is no mirror also its own address.
+    /// The endpoints to which kube-proxy translates the address of a Service. `classify::combine` combines their verdicts.
     pub(super) backends: BTreeSet<Backend>,
-    /// Whether it is a mirrored Service, which is probed at its ClusterIP in the probing cluster.
-    pub(super) is_mirror: bool,
+    /// Whether it is the ClusterIP of a mirrored Service in the probing cluster ([`collect_mirrored`]).
+    pub(super) is_local_mirror: bool,
 }
 
 /// By address and TCP port.
@@ -235,7 +234,7 @@ fn add_service(
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = backends(&read.member, name, Some((Protocol::Tcp, number)));
-        // The endpoints of a mirrored Service are in another cluster. `collect_mirrored` adds them.
+        // The endpoints of a mirrored Service are in another cluster. Only the sockets of `collect_mirrored` have them.
         let is_mirrored = read
             .member
             .services
@@ -255,7 +254,7 @@ fn add_service(
                 node,
                 should_answer: backends.iter().any(|backend| backend.ready) && !has_local_policy,
                 backends,
-                is_mirror: false,
+                is_local_mirror: false,
             }
         };
         for address in &cluster_ips {
@@ -300,14 +299,14 @@ fn gateway_backends(
     let member = &to.member;
     let key = (Protocol::Tcp, port);
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
-    let names = ports.iter().filter(|own| (own.protocol, own.port) == key);
-    let names: BTreeSet<&str> = names.map(|own| &*own.name).collect();
+    let named = ports.iter().filter(|own| (own.protocol, own.port) == key);
+    let port_names: BTreeSet<&str> = named.map(|own| &*own.name).collect();
     let backends = backends(member, service, Some(key));
     let is_service_ready = backends.iter().any(|backend| backend.ready);
     let accesses = planned.iter().filter(|access| access.sandbox == sandbox);
     let grants = accesses.flat_map(|access| &access.grants);
     let grants = grants.filter(|((protocol, _), granted)| {
-        *protocol == Protocol::Tcp && granted.service == *service && names.contains(&*granted.port)
+        *protocol == Protocol::Tcp && granted.service == *service && port_names.contains(&*granted.port)
     });
     let serves_sandbox = |gateway: &&Gateway| gateway.serves(sandbox);
     let backends_at_gateway_port = |(port, _): (&(Protocol, u16), _)| {
@@ -362,7 +361,7 @@ pub(super) fn collect_mirrored(
                 node: None,
                 should_answer: backends.iter().any(|backend| backend.ready),
                 backends,
-                is_mirror: true,
+                is_local_mirror: true,
             };
             sockets.add(address, number, socket);
         }

@@ -1,8 +1,8 @@
 //! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
 //! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
-//! lanes. Steps of `revoking`, which may revoke something, are sent first and are not rate limited. Among the steps of `rest` the groups
-//! take turns, and each group has a token bucket, so that one source cannot use up the share of the others. Deletes take no token. The
+//! lanes, in which the groups take turns. Steps of `revoking`, which may revoke something, are sent first and are not rate limited. For
+//! `rest` each group has a token bucket, so that one source cannot use up the share of the others; deletes take no token. The
 //! `revoking` lanes of all groups share one limit of concurrent requests, and their `rest` lanes another. Failed steps wait here until
 //! their backoff ends; no pass is needed to send them again.
 
@@ -25,9 +25,9 @@ use crate::backoff::{Backoff, TokenBucket};
 /// The most concurrent requests of the `revoking` lanes of all groups together, and of their `rest` lanes.
 const REVOKING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
-/// The token bucket of one source in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the
-/// tested size (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes at most 50 writes
-/// per second.
+/// The token bucket of one group in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the
+/// tested size (5,000 nodes) is written in a minute and a half, and a source whose nodes change all the time causes at most 50 such
+/// writes per second after the burst.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause, before jitter, while the member does not answer or throttles a lane. After the pause single requests probe the
@@ -76,7 +76,7 @@ pub(super) struct Queue {
     /// The objects that have a step in this generation.
     wanted: BTreeSet<Key>,
     /// When the pass that planned these steps began to observe.
-    observed: Option<Instant>,
+    observed_since: Option<Instant>,
     lanes: BTreeMap<(LaneKind, Source), VecDeque<Batch>>,
     next_batch: u64,
     /// Steps in backoff, keyed by the time at which it ends.
@@ -102,12 +102,12 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// Replaces the steps. `observed` is the time at which the pass that planned them began to observe.
-    pub(super) fn replace(&mut self, groups: BTreeMap<Source, Lanes>, observed: Instant, now: Instant) {
+    /// Replaces the steps. `observed_since` is the time at which the pass that planned them began to observe.
+    pub(super) fn replace(&mut self, groups: BTreeMap<Source, Lanes>, observed_since: Instant, now: Instant) {
         (self.lanes, self.waiting, self.blocked) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        self.observed = Some(observed);
+        self.observed_since = Some(observed_since);
         self.generation += 1;
-        self.written.retain(|_, (at, _)| *at >= observed);
+        self.written.retain(|_, (at, _)| *at >= observed_since);
         self.buckets.retain(|_, bucket| !bucket.is_full(now));
         let mut wanted: BTreeSet<Key> = BTreeSet::new();
         for (group, lanes) in groups {
@@ -156,7 +156,8 @@ impl Queue {
         self.in_flight.values().any(|other| other == mesh)
     }
 
-    /// The end of the backoff of a step whose object was refused or is contested. `None` = the step may be sent.
+    /// The end of the backoff of a step whose object was refused, or was changed repeatedly by another client. `None` = the step may be
+    /// sent.
     fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
         let refused = self.refused.backoff_until(&step.mesh, &key);
@@ -288,7 +289,7 @@ impl Queue {
                 continue;
             }
             let written = self.written.get(&key);
-            let written = written.filter(|(at, _)| self.observed.is_some_and(|observed| *at >= observed));
+            let written = written.filter(|(at, _)| self.observed_since.is_some_and(|since| *at >= since));
             if written.is_some_and(|(_, item)| *item == step.item) {
                 continue;
             }

@@ -340,7 +340,7 @@ async fn unavailable_member_is_probed_with_backoff() {
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests();
     assert!((10..=40).contains(&requests.len()), "{}", requests.len());
-    // A probe sends the first step of a list in `Lanes` again.
+    // A probe sends the first step of a lane again: `policy-b` of `revoking`, or `a-0` of `rest`.
     assert_eq!(
         requests
             .last()

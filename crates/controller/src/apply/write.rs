@@ -156,7 +156,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: name.clone(),
                 api: api::<Service>(client, &name.namespace),
-                feed: &feeds.services,
+                feed: &feeds.mirrored_services,
                 update,
             };
             writer.write(Service::default, claims).await
@@ -169,7 +169,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
                 step,
                 name: name.clone(),
                 api: api::<EndpointSlice>(client, &name.namespace),
-                feed: &feeds.slices,
+                feed: &feeds.mirrored_slices,
                 update,
             };
             writer.write(EndpointSlice::default, claims).await

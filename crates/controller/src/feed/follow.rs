@@ -15,8 +15,8 @@ use tokio::{sync::watch, time::Instant};
 use super::{Feed, List, Trust, identity};
 use crate::api_error;
 
-/// Objects in the first page of a list; a page of Nodes has about 1 MB. A page over the budget is requested again with half as many
-/// objects, down to one object. So the limit for one response does not limit the number of objects.
+/// Objects in one page of a list; a page of Nodes has about 1 MB. If a page is over the budget, it is requested again, and it and the
+/// later pages have half as many objects, down to one object. So the limit for one response does not limit the number of objects.
 const PAGE_SIZE: u32 = 50;
 /// At most this many objects of one kind are read. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
@@ -50,8 +50,8 @@ pub(crate) struct WatchedResource {
     pub(crate) fields: String,
 }
 
-/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list; a
-/// list in progress starts again.
+/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list. A
+/// feed that is listing, or waits to list, starts the list at once.
 pub(crate) type Resume = watch::Receiver<u64>;
 
 /// Keeps `feed` up to date. Never returns.

@@ -186,7 +186,7 @@ fn kind_is_forbidden_after_ten_seconds_unless_read_before() {
     let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
         feed.set_trust(denied());
         let at_once = feed.is_forbidden();
-        feed.lock().denied_since = tokio::time::Instant::now().checked_sub(DENIED_AFTER);
+        feed.lock().denied_since = tokio::time::Instant::now().checked_sub(FORBIDDEN_AFTER);
         (at_once, feed.is_forbidden())
     };
     let never_read = feed();

@@ -13,8 +13,8 @@ use clustermesh_core::{
 use super::{Pass, Reconciler, meshes::LoadedMesh, removed::may_be_left_behind};
 use crate::hub_writer::FinalizerChange;
 
-/// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed. Steps
-/// for orphans are kept only if they delete, because an orphan has no ClusterMesh.
+/// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed. The
+/// deletes of orphans are kept: an orphan has no ClusterMesh, so there is nothing that could have a finalizer.
 pub(super) fn drop_steps_without_finalizer(pass: &mut Pass) {
     for steps in pass.steps.values_mut() {
         steps.retain(|step| {

@@ -29,7 +29,8 @@ pub(super) struct LoadedMesh {
     pub(super) warnings: Vec<Finding>,
     /// Reason and message of the condition if the mesh is refused.
     pub(super) refused: Option<(&'static str, String)>,
-    /// Names with accepted networks for which `mesh` has no entry, so that their cluster is unknown. Empty if the mesh is not refused.
+    /// Names of entries with accepted networks in the status that `mesh` does not contain, so that their cluster is unknown. Empty if the
+    /// mesh is not refused.
     pub(super) unlocatable: BTreeSet<String>,
 }
 
@@ -90,7 +91,7 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         },
     };
     let mut mesh = last_valid_mesh(&object, last_valid);
-    // A mesh in deletion is not reduced, because this would remove accepted networks, from which `unlocatable` is computed.
+    // A refused mesh in deletion is not reduced, because this would remove accepted networks, from which `unlocatable` is computed.
     if !deleting {
         hub.namespaces.reduce_to_allowed(&mut mesh);
     }

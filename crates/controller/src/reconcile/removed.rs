@@ -78,7 +78,7 @@ impl RemovedClusters {
                     .insert(cluster.identity.clone(), CurrentCluster { name, was_read });
             }
             let uids = uids(object);
-            for (identity, CurrentCluster { name, .. }) in before.into_iter().filter(|(_, former)| former.was_read) {
+            for (identity, CurrentCluster { name, .. }) in before.into_iter().filter(|(_, cluster)| cluster.was_read) {
                 let uid = uids.get(&name).cloned();
                 let since = now();
                 clusters
@@ -116,8 +116,8 @@ impl MeshClusters {
         let mut removed = BTreeMap::new();
         let status = object.status.as_ref();
         for row in status.into_iter().flat_map(|status| &status.clusters) {
-            // `update` compares clusters by their Secret. A row without a Secret is of the local cluster, or an earlier version wrote it.
-            // So its name is compared: if the spec has an entry with this name, the cluster was not removed.
+            // `update` compares clusters by their Secret. A row without one is of the local cluster, or an earlier version of the
+            // controller wrote it. So the row's name decides: if the spec has an entry with this name, the cluster was not removed.
             let may_be_removed = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
             // A row without `agents` is of a cluster whose Nodes were never read, so no object is left in it.
             if row.agents.is_some() && may_be_removed {

@@ -163,8 +163,8 @@ impl Reconciler {
             .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait, because objects of the mesh do not match the plan yet, or because a member has had no
-    /// fresh observation for a short time ([`Session::is_settling`](crate::session::Session::is_settling)). It waits
+    /// Whether the report of a mesh has to wait, because objects of the mesh do not match the plan yet (unless it is paused), or because a
+    /// member has had no fresh observation for a short time ([`Session::is_settling`](crate::session::Session::is_settling)). It waits
     /// [`MAX_REPORT_DELAY`] at most.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
@@ -235,16 +235,16 @@ impl Reconciler {
             let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
             let current = is_fresh.then_some(enforcement::APPLIED);
             let gateways = (self.reports.outdated_gateways).update(identity, current, enforced, Instant::now());
-            // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then it is no problem if a node
-            // does not enforce policies.
+            // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then a node with a bypass or without
+            // wg-agent is no problem.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
             let is_of_mesh = |peer: &ObservedPeer| {
                 ownership::of(&peer.owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(id)
             };
             let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())
                 || observed_peers.is_some_and(|peers| peers.values().any(is_of_mesh));
-            let report = plan.clusters.get(entry).zip(seen);
-            let restarting = report.map_or_else(BTreeSet::new, |(report, seen)| restarting_kg_nodes(report, seen));
+            let planned = plan.clusters.get(entry).zip(seen);
+            let restarting = planned.map_or_else(BTreeSet::new, |(planned, seen)| restarting_kg_nodes(planned, seen));
             let mut unenforced = Unenforced::default();
             if has_peers {
                 unenforced = feeds.unenforced();
@@ -351,10 +351,11 @@ pub(super) fn truncate_to_seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
 
 /// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each restart.
 /// Because these nodes are counted, a restart of kg causes no status write.
-fn restarting_kg_nodes(report: &ClusterReport, member: &Member) -> BTreeSet<String> {
-    let skipped: BTreeSet<&String> = report.skipped.iter().map(|skipped| &skipped.node).collect();
+fn restarting_kg_nodes(planned: &ClusterReport, member: &Member) -> BTreeSet<String> {
+    let skipped: BTreeSet<&String> = planned.skipped.iter().map(|skipped| &skipped.node).collect();
     // If a node is neither held nor skipped, the leader of its Kilo location has the tunnel for it.
-    let is_meshed = |name: &String| report.held.contains_key(name) || report.registered > 0 && !skipped.contains(name);
+    let is_meshed =
+        |name: &String| planned.held.contains_key(name) || planned.registered > 0 && !skipped.contains(name);
     let has_no_key = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
     let nodes = member
         .nodes

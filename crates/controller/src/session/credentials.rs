@@ -91,7 +91,7 @@ pub(super) fn follow(
             // `None` = the last credentials stay in use.
             let read = match (text, feed.trust()) {
                 (_, Trust::Pending) => None,
-                // The hub's API server does not answer.
+                // The hub's API server does not answer, or fails.
                 (_, Trust::Broken(_)) => None,
                 (_, Trust::Denied(_)) if feed.denied_for().is_none_or(|lasts| lasts < DENIED_AFTER) => None,
                 (_, Trust::Denied(why)) => Some(Err(format!(

@@ -48,8 +48,8 @@ pub(crate) struct MemberFeeds {
     /// The pods of gateways: UID, and whether the pod is Ready.
     gateway_pods: Feed<(String, bool)>,
     /// Mirrored Services and their EndpointSlices: those with our managed-by label, in all namespaces.
-    pub(crate) services: Feed<Service>,
-    pub(crate) slices: Feed<Slice>,
+    pub(crate) mirrored_services: Feed<Service>,
+    pub(crate) mirrored_slices: Feed<Slice>,
     /// EndpointSlices of the Service `default/kubernetes`: the addresses of the API server.
     api_slices: Feed<Slice>,
     /// Feeds of single namespaces that exist only while a mesh needs them, for Services in grants and exported pods ([`Interest`]).
@@ -148,8 +148,8 @@ impl MemberFeeds {
             gateway_pods: factory
                 .feed(|o| parse::<core_v1::Pod>(o).map(|pod| Some(convert::sandbox::gateway_pod(&pod))))
                 .without_fields(UNUSED_POD_FIELDS),
-            services: factory.services(),
-            slices: factory.slices(),
+            mirrored_services: factory.services(),
+            mirrored_slices: factory.slices(),
             api_slices: factory.slices(),
             factory,
             on_demand: Arc::default(),
@@ -178,8 +178,8 @@ impl MemberFeeds {
         mark(&self.accesses);
         mark(&self.gateways);
         mark(&self.gateway_pods);
-        mark(&self.services);
-        mark(&self.slices);
+        mark(&self.mirrored_services);
+        mark(&self.mirrored_slices);
         mark(&self.api_slices);
         let on_demand = self.on_demand();
         for (services, slices) in on_demand.services.values() {
@@ -240,11 +240,11 @@ impl MemberFeeds {
             ),
             FeedTask::new(
                 self.in_all_namespaces::<core_v1::Service>(client, "services", &ours),
-                &self.services,
+                &self.mirrored_services,
             ),
             FeedTask::new(
                 self.in_all_namespaces::<EndpointSlice>(client, "endpointslices", &ours),
-                &self.slices,
+                &self.mirrored_slices,
             ),
             FeedTask::new(
                 self.in_namespace::<EndpointSlice>(client, "endpointslices", "default", &api_service),
@@ -288,8 +288,8 @@ impl MemberFeeds {
             optional_trust(&self.accesses),
             optional_trust(&self.gateways),
             optional_trust(&self.gateway_pods),
-            optional_trust(&self.services),
-            optional_trust(&self.slices),
+            optional_trust(&self.mirrored_services),
+            optional_trust(&self.mirrored_slices),
             optional_trust(&self.api_slices),
         ]);
         let on_demand = self.on_demand();
@@ -313,15 +313,15 @@ impl MemberFeeds {
             && (self.accesses.has_answer() || self.accesses.is_forbidden())
             && (self.gateways.has_answer() || self.gateways.is_forbidden())
             && (self.gateway_pods.has_answer() || self.gateway_pods.is_forbidden())
-            && (self.services.has_answer() || self.services.is_forbidden())
-            && (self.slices.has_answer() || self.slices.is_forbidden())
+            && (self.mirrored_services.has_answer() || self.mirrored_services.is_forbidden())
+            && (self.mirrored_slices.has_answer() || self.mirrored_slices.is_forbidden())
             && (self.api_slices.has_answer() || self.api_slices.is_forbidden())
     }
 
     /// Converts the feeds to the planner's input.
     pub(super) fn member(&self, uid: Option<String>, interest: &Interest) -> Member {
-        let mut services = values(&self.services);
-        let mut slices = values(&self.slices);
+        let mut services = values(&self.mirrored_services);
+        let mut slices = values(&self.mirrored_slices);
         let mut pods = BTreeMap::new();
         let mut unlisted = Unlisted::default();
         let on_demand = self.on_demand();
@@ -421,8 +421,8 @@ impl MemberFeeds {
             "nodes": stats(&self.nodes),
             "peers": stats(&self.peers),
             "peerpolicies": stats(&self.policies),
-            "mirroredServices": stats(&self.services),
-            "mirroredSlices": stats(&self.slices),
+            "mirroredServices": stats(&self.mirrored_services),
+            "mirroredSlices": stats(&self.mirrored_slices),
             "sandboxAccesses": stats(&self.accesses),
             "sandboxGateways": stats(&self.gateways),
             "gatewayPods": stats(&self.gateway_pods),

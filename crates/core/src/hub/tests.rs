@@ -14,7 +14,7 @@ fn secret(namespace: &str) -> ClusterIdentity {
     }
 }
 
-/// A mesh of the hub with 10.1.0.0/16 and a member with 100.80.1.0/24.
+/// A mesh with two entries: the hub, with 10.1.0.0/16, and a member, with 100.80.1.0/24.
 fn mesh(namespace: &str, profile: Profile) -> Mesh {
     Mesh {
         id: MeshId {
@@ -236,7 +236,7 @@ fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
         ("member".to_owned(), nets(&["100.80.1.0/24", "128.0.0.0/1"])),
         ("gone".to_owned(), nets(&["100.80.2.0/24"])),
     ]);
-    let confined = |flags: &[&str]| {
+    let reduced = |flags: &[&str]| {
         let mut mesh = mesh.clone();
         hub(flags).reduce_to_allowed(&mut mesh);
         let confined_to = mesh.clusters[0].confined_to.clone();
@@ -247,12 +247,12 @@ fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
         ("member".to_owned(), nets(&["100.80.1.0/24"])),
     ]);
     assert_eq!(
-        confined(&["t=sandbox,100.80.0.0/16"]),
+        reduced(&["t=sandbox,100.80.0.0/16"]),
         (Some("t".into()), inside.clone())
     );
-    assert_eq!(confined(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
-    assert_eq!(confined(&["t"]), (None, mesh.accepted.clone()));
-    assert_eq!(confined(&["other"]), (None, BTreeMap::new()));
+    assert_eq!(reduced(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
+    assert_eq!(reduced(&["t"]), (None, mesh.accepted.clone()));
+    assert_eq!(reduced(&["other"]), (None, BTreeMap::new()));
 }
 
 // threat: grant-across-namespaces

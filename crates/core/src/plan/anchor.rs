@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// The networks that an earlier plan anchored by default and that stay anchored. A later claim of a Node must not take such a
-/// network, or a part of it, away from its anchor.
+/// network, or a part of it, away from its anchor. Exception: [`unanchor_node_addresses`] removes networks from the list.
 fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
     let networks = cluster.previous_anchors.keys().copied();
@@ -61,7 +61,7 @@ pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistr
 /// The largest number of parts into which a network is split.
 const MAX_ANCHORS: u16 = 64;
 
-/// Splits each anchored network into one part per requested anchor, rounded up to a power of two.
+/// Splits each anchored network into one part per requested anchor, rounded up to a power of two; a small one into its addresses.
 pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
     let networks = anchored_networks(cluster, Some(registry)).into_iter();
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
@@ -105,14 +105,15 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
             report.anchored = cluster.previous_anchors.clone();
             continue;
         };
-        // Targets that were never observed keep their Peers, so the previous anchors of these Peers stay in the status.
+        // The existing Peers in a target that was never observed are not known, and stay unchanged. So as long as there is such a target,
+        // all previous anchors that are still Nodes stay in the status.
         let mut others = mesh.clusters.iter().filter(|other| other.name != cluster.name);
         let has_unobserved_target = others.any(|other| member(&other.identity).is_none());
         for (net, nodes) in &mut report.anchored {
             nodes.extend(carriers.remove(&(&*cluster.name, *net)).unwrap_or_default());
-            let before = cluster.previous_anchors.get(net).into_iter().flatten();
-            let existing = before.filter(|node| has_unobserved_target && source.nodes.contains_key(*node));
-            nodes.extend(existing.cloned());
+            let previous = cluster.previous_anchors.get(net).into_iter().flatten();
+            let kept = previous.filter(|node| has_unobserved_target && source.nodes.contains_key(*node));
+            nodes.extend(kept.cloned());
         }
         let is_reported =
             |net: &IpNet, nodes: &mut BTreeSet<String>| !nodes.is_empty() || cluster.previous_anchors.contains_key(net);

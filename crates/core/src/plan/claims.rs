@@ -128,8 +128,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     // 2. New claims: each entry is accepted or refused as a whole. A mesh that has no accepted networks yet and loses to another
     //    mesh, older or newer, gets none at all, so nothing is written for it. Networks that an entry gives up stay its own in this plan
     //    and become free in the next one, so that a network never has two owners in one plan.
-    let with_networks: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
-    let mut without_networks: BTreeSet<MeshId> = BTreeSet::new();
+    let meshes_accepted_before: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
+    let mut refused_meshes: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let before = previous.remove(&entry.key()).unwrap_or_default();
@@ -140,8 +140,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
             let is_other_mesh = conflict.owner.mesh.id != entry.mesh.id;
             let outcome = if !before.is_empty() {
                 "this cluster keeps the networks that it had"
-            } else if is_other_mesh && !with_networks.contains(&entry.mesh.id) {
-                without_networks.insert(entry.mesh.id.clone());
+            } else if is_other_mesh && !meshes_accepted_before.contains(&entry.mesh.id) {
+                refused_meshes.insert(entry.mesh.id.clone());
                 "this ClusterMesh has no accepted networks yet, so it writes nothing"
             } else {
                 "this cluster is left out"
@@ -154,7 +154,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         }
     }
     for ((mesh, _), accepted) in &mut networks {
-        if without_networks.contains(mesh) {
+        if refused_meshes.contains(mesh) {
             accepted.clear();
         }
     }

@@ -63,10 +63,12 @@ fn active_targets<'p>(
 struct ExistingPeers<'p> {
     plan: &'p Plan,
     mesh: &'p MeshId,
+    /// All Peers in the target, of any owner.
     peers: Option<&'p BTreeMap<String, ObservedPeer>>,
 }
 
 impl<'p> ExistingPeers<'p> {
+    /// The spec of `peer`, if the peer belongs to the mesh.
     fn spec(&self, peer: &'p ObservedPeer) -> Option<&'p PeerSpec> {
         let ours = ownership::of(&peer.owner, &self.plan.hub, &self.plan.claimants) == Ownership::Mesh(self.mesh);
         peer.spec.as_ref().ok().filter(|_| ours)
@@ -112,12 +114,12 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
         let Some((_, _, winner, winning_target, winning_peer)) = claims.next() else {
             continue;
         };
-        let owner = source_of(plan, &winner, &winning_target, &winning_peer);
+        let winning_source = source_of(plan, &winner, &winning_target, &winning_peer);
         for (_, _, mesh, target, name) in claims {
             let source = source_of(plan, &mesh, &target, &name);
             let same_cluster = source
-                .zip(owner.as_ref())
-                .is_some_and(|(source, owner)| source.same_cluster(owner));
+                .zip(winning_source.as_ref())
+                .is_some_and(|(source, winning)| source.same_cluster(winning));
             let Some(planned) = plan.meshes.get_mut(&mesh) else {
                 continue;
             };
@@ -181,7 +183,7 @@ pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways = registered.clone();
     for (target, target_plan) in &planned.targets {
-        // The Peers in a sandbox are gateways, not Nodes.
+        // The Peers in a sandbox describe gateways, not Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
         let peers = if sandbox { &mut gateways } else { &mut registered };
         for peer in target_plan.peers.values() {

@@ -84,7 +84,7 @@ impl NodeFamilies {
     }
 }
 
-/// The IP families of a node's own addresses; `None` = it has none.
+/// The IP families of a node's addresses and endpoints, without host names; `None` = it has none of these.
 fn node_families(node: &Node) -> Option<Families> {
     let endpoints = explicit_annotations(node).map(|(_, claim)| claim);
     let endpoints = endpoints.into_iter().chain([&node.kilo_endpoint]);
@@ -184,8 +184,8 @@ pub(super) struct Candidates {
 /// The source and target for which endpoints are chosen.
 pub(super) struct EndpointContext<'a> {
     pub(super) source: &'a Cluster,
-    /// The target's networks. An endpoint inside them is refused, unless it lies in endpointNetworks of the source: with such an
-    /// endpoint, a source could direct the target's WireGuard packets at any address of the target's own networks.
+    /// The target's networks. An endpoint inside them is refused, because with it a source could direct the target's WireGuard
+    /// packets at any address there. Exception: it lies in endpointNetworks of the source.
     pub(super) target_networks: &'a [IpNet],
     pub(super) target_families: NodeFamilies,
     /// The endpoints at which the target's nodes see each key.
@@ -220,8 +220,8 @@ impl EndpointContext<'_> {
 }
 
 /// Chooses the endpoints of a gateway of `member` for a sandbox's nodes, best first. An address inside the networks of the
-/// gateway's cluster is usable only if it is a node address, or if the sandbox's nodes are in that network themselves
-/// (`endpointNetworks`).
+/// gateway's cluster is usable only if a node of `member` has it, or if `endpointNetworks` of the sandbox contains it: the sandbox's
+/// nodes are in that network themselves.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
@@ -255,7 +255,7 @@ pub(super) fn choose_for_gateway(
 /// Chooses the endpoint candidates of a node, best first. If an explicit annotation has an address to which this target must not
 /// send, the node is refused in this target.
 ///
-/// Explicit endpoints come first, whatever their family is, because the target's Nodes may not list all of their addresses. The
+/// Explicit endpoints come first, whatever their family is, because the target's nodes may have more families than their Nodes list. The
 /// other endpoints are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
@@ -279,7 +279,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         }
         addresses.push(address);
     }
-    let explicit = addresses.len();
+    let explicit_count = addresses.len();
     let published = node
         .kilo_endpoint
         .value()
@@ -294,7 +294,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
     let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    addresses[explicit..].sort_by_key(|address| context.target_families.rank(address.ip().to_canonical()));
+    addresses[explicit_count..].sort_by_key(|address| context.target_families.rank(address.ip().to_canonical()));
 
     let mut kept: Vec<SocketAddr> = Vec::new();
     for address in addresses {

@@ -33,8 +33,8 @@ pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
         return;
     }
     let is_small = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= MAX_HOST_BITS;
-    let gateways = || member.gateways.values().flat_map(|gateway| &gateway.addresses);
-    let nodes = || {
+    let gateway_addresses = || member.gateways.values().flat_map(|gateway| &gateway.addresses);
+    let claimed_by_nodes = || {
         member.nodes.values().flat_map(|node| {
             let wireguard = node.wireguard_ip.value().map(IpNet::addr);
             let pods = node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::addr);
@@ -46,8 +46,8 @@ pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     };
     let is_gateway_network = |net: &IpNet| {
         is_small(net)
-            && gateways().any(|address| net.contains(address))
-            && !nodes().any(|address| net.contains(&address))
+            && gateway_addresses().any(|address| net.contains(address))
+            && !claimed_by_nodes().any(|address| net.contains(&address))
     };
     cluster.allowed.retain(|net| !is_gateway_network(net));
 }
@@ -75,7 +75,7 @@ pub(super) const PORT_COUNT: u16 = 10_000;
 pub(super) struct GatewayAccess<'a> {
     /// The existing SandboxAccess in the member, which gateways enforce.
     pub(super) existing: Option<&'a AccessSpec>,
-    /// The accepted WireGuard addresses of the Ready gateways that have an endpoint which the sandbox can reach.
+    /// The accepted WireGuard addresses of the Ready gateways that serve the sandbox and have an endpoint that it can reach.
     pub(super) usable_addresses: BTreeSet<IpAddr>,
     /// Protocols whose gateway ports are all used by grants of the sandbox.
     pub(super) exhausted: BTreeSet<Protocol>,
@@ -219,7 +219,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Plans the SandboxAccess of the sandbox `source` in the member `name`. `None` = the member was not observed, or the
-    /// SandboxAccess CRD is not installed there.
+    /// SandboxAccess CRD is not installed there, or may not be read.
     pub(super) fn plan_access(
         &self,
         name: &str,
@@ -280,7 +280,7 @@ impl<'a> MeshInputs<'a> {
             .flat_map(|registry| registry.held.keys())
             .map(|name| short_name(name))
             .collect();
-        let held = |node: &AccessNode| held.contains(&node.name);
+        let is_held = |node: &AccessNode| held.contains(&node.name);
         for (key, node) in existing.into_iter().flat_map(|access| &access.nodes) {
             let free = |nodes: &BTreeMap<_, AccessNode>| {
                 nodes
@@ -288,7 +288,7 @@ impl<'a> MeshInputs<'a> {
                     .all(|other| other.name != node.name && other.addresses.is_disjoint(&node.addresses))
             };
             let inside = node.addresses.iter().all(|ip| sandbox.cluster.allows(IpNet::from(*ip)));
-            if (!fresh || held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
+            if (!fresh || is_held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
                 nodes.insert(*key, node.clone());
             }
         }
@@ -362,7 +362,7 @@ impl<'a> MeshInputs<'a> {
     }
 }
 
-/// The first free gateway port, starting at a hash of the granted Service port, so that a SandboxAccess that is created again gets
+/// The first free gateway port, starting at a hash of the granted Service port, so that a SandboxAccess that is created again usually gets
 /// the same ports. `None` = every port is taken.
 fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> Option<(Protocol, u16)> {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();

@@ -38,7 +38,7 @@ pub enum NotConnected {
 ///
 /// # Errors
 /// Why the two members are not connected.
-pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
+pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     if target.cluster.identity.same_cluster(&source.cluster.identity) {
         return Err(NotConnected::SameCluster);
     }
@@ -71,26 +71,26 @@ pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> 
     }
 }
 
-/// How `source` is connected to `target`; `None` = they are not connected.
+/// The result of [`decide`] without the reason; `None` = they are not connected.
 pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
-    connectivity(target, source).ok()
+    decide(target, source).ok()
 }
 
 /// Names of a member's registered and held nodes.
-fn nodes_with_peers<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
+fn registered_and_held<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
     let registered = registry.into_iter().flat_map(|registry| &registry.registered);
     let held_names = registry.into_iter().flat_map(|registry| registry.held.keys());
     registered.map(|node| node.node).chain(held_names.copied()).collect()
 }
 
-/// Whether all nodes of a member enforce PeerPolicies in both directions. Every node of a cluster configures all of its Peers, so a
-/// single node that does not enforce policies is enough to admit their traffic. A node in policy mode does not count as enforcing,
-/// because it filters only packets from the tunnel. A Node that has just joined and published no key has no
-/// tunnel and does not count. False if no node counts, or if the PeerPolicies of the member are not known.
+/// Whether all nodes of a member that have a tunnel enforce PeerPolicies in both directions. Every node of a cluster configures all
+/// Peers in it, so a single node that does not enforce policies is enough to admit their traffic. A node in policy mode does not
+/// count as enforcing, because it filters only packets from the tunnel. A Node that has just joined and published no key has no
+/// tunnel. False if no node has a tunnel, or if the PeerPolicies of the member are not known.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
-    let with_peers = nodes_with_peers(registry);
+    let registered_or_held = registered_and_held(registry);
     let has_tunnel =
-        |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || with_peers.contains(&***name);
+        |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || registered_or_held.contains(&***name);
     let mut with_tunnel = member.nodes.iter().filter(has_tunnel).peekable();
     let enforced = |(_, node): (&String, &Node)| node.server == Server::Agent && node.bypassed.is_none();
     member.policies.is_some() && with_tunnel.peek().is_some() && with_tunnel.all(enforced)

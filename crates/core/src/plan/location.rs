@@ -44,8 +44,8 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
     }
     for nodes in locations.into_values() {
         // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
-        // has just lost the lead. The leader is a node that checks in, chosen by kg's own order. If there is none, the leader is
-        // a held node, on which kg is restarting; if there is none either, it is a silent node.
+        // has just lost the lead. The leader is a node that publishes an address and checks in, chosen by kg's own order. If there
+        // is none, it is a held node, on which kg is restarting; if there is none either, it is a silent node.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
         let kg_order =

@@ -103,7 +103,7 @@ impl<'m> MemberView<'m> {
     /// # Errors
     /// Why the two members are not connected.
     pub fn link_from(&self, source: &MemberView<'_>) -> Result<Link, NotConnected> {
-        link::connectivity(self.member, source.member)
+        link::decide(self.member, source.member)
     }
 
     /// The prefixes of a Node's Peers, without anchored networks. `None` = the Node is not registered.

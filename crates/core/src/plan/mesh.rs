@@ -88,7 +88,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 registered: 0,
                 gateways: 0,
                 sandbox: mesh_member.cluster.profile == Profile::Sandbox,
-                // A node that needs no Peer is not reported as skipped.
+                // Nodes that need no registration in another member are not reported as skipped.
                 skipped: registry
                     .filter(|_| needs_registration)
                     .map(|registry| registry.skipped.clone())
@@ -317,8 +317,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     /// chooses them itself. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node that
     /// already has the key in an existing Peer or SandboxAccess, then the order of the entries.
     ///
-    /// An existing object of a sandbox wins only over other sandboxes. If it also won over cluster-meshed members, a sandbox could
-    /// copy a key, get a Peer for it while the real Node briefly publishes none, and keep it.
+    /// An existing object that describes a sandbox wins only over other sandboxes. If it also won over cluster-meshed members, a sandbox
+    /// could copy a key, get an entry in a SandboxAccess for it while the real Node briefly publishes none, and keep it.
     fn resolve_duplicate_keys(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,

@@ -1,5 +1,5 @@
-//! Finds networks that are listed for one member although Nodes of another member have addresses in them. They are reported
-//! ([`Fact::NetworkInUse`]) and do not change the plan.
+//! Finds networks that are listed for one member although Nodes of another member have addresses in them, or its kg routes them
+//! into its own interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -115,7 +115,7 @@ fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     addresses.map(|address| IpNet::from(*address)).chain(wireguard)
 }
 
-/// The WireGuard network of a node that kg serves: kg routes the whole network into its own interface.
+/// The WireGuard network of a node whose tunnel kg owns: kg routes the whole network into its own interface.
 fn kg_network(node: &Node) -> Option<IpNet> {
     let claim = node.wireguard_ip.value().filter(|_| node.server != Server::Agent)?;
     (claim.prefix_len() < claim.max_prefix_len()).then(|| claim.trunc())

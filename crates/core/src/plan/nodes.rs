@@ -245,7 +245,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         observed: &'a Node,
         registry: &mut NodeRegistry<'a>,
     ) -> Result<NodeClaims<'a>, Refusal> {
-        // A gateway has no configured endpoint of a sandbox's node, because the node sends first. So the node's endpoint does not matter.
+        // Gateways learn the endpoint of a sandbox's node from its first packet, so the endpoint annotations of the node do not matter.
         if self.cluster.profile != Profile::Sandbox {
             endpoint::check_explicit(observed)?;
         }
@@ -442,7 +442,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             return Vec::new();
         }
         let registered: BTreeSet<&str> = registry.registered.iter().map(|node| node.node).collect();
-        let is_in_mesh = |name: &str| {
+        let is_in_a_peer = |name: &str| {
             registered.contains(name)
                 || registry.held.contains_key(name)
                 || registry.segments.all_followers.contains(name)
@@ -454,7 +454,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                 .map(|address| host_route(address.to_canonical()));
             hosts.any(|net| self.allows_family_of(net) && !self.is_claimable(net))
         };
-        let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_mesh(name));
+        let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_a_peer(name));
         let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && has_uncovered_ip(node));
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }

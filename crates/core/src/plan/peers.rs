@@ -72,7 +72,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
             // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (such as
-            // that of a laptop), or a managed Peer whose source was not observed, or whose mesh is paused or does not exist.
+            // that of a laptop), one without a mesh label, or one whose source was not observed, or whose mesh is paused or does not exist.
             // If its key were free, a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
@@ -92,8 +92,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 taken_prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
-        // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
-        // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         let is_held = |node: &str| {
             inputs
                 .registries
@@ -101,6 +99,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 .is_some_and(|registry| registry.held.contains_key(node))
         };
         let runs_kg = member.is_some_and(|member| runs_kg(member, is_held));
+        // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
+        // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = observed.public_key.value() {
                 taken_keys.insert(*key, format!("Node {node}"));
@@ -427,6 +427,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .map(|mesh_member| mesh_member.cluster.persistent_keepalive)
             .max()
             .unwrap_or(0);
+        // The other direction: the endpoints of the target's nodes in the source.
         let context = endpoint::EndpointContext {
             source: &self.target.cluster,
             target_networks: &source.accepted,

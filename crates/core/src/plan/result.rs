@@ -13,7 +13,7 @@ use crate::{
     ownership::Claimant,
 };
 
-/// The reason why a Node has no Peer (rule 3 of docs/design/planner.md). The name of the variant is shown in Events, conditions,
+/// The reason why a Node or gateway has no Peer (rule 3 of docs/design/planner.md). The name of the variant is shown in Events, conditions,
 /// metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
@@ -39,10 +39,10 @@ impl fmt::Display for Reason {
     }
 }
 
-/// A Node that has no Peer, with the reason.
+/// A Node or gateway that has no Peer, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Skipped {
-    /// `metadata.name`, or the name of a gateway.
+    /// `metadata.name` of the Node, or the name of a gateway.
     pub node: String,
     /// The reason, for programs.
     pub reason: Reason,
@@ -141,7 +141,7 @@ pub enum Fact {
         /// All such nodes.
         nodes: BTreeSet<String>,
     },
-    /// A node's Peer leaves out a prefix, because an older node or an existing Peer has it.
+    /// A node's Peer leaves out a prefix, because an older node or another Peer has it.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
@@ -155,7 +155,7 @@ pub enum Fact {
         /// Names the other member, the network, and the first such Node with its address.
         message: String,
     },
-    /// No node can be the anchor of an anchored network.
+    /// An anchored network has no anchor, at least in one target.
     NoAnchor {
         /// Entry of this mesh.
         cluster: String,
@@ -297,7 +297,7 @@ pub struct ClusterReport {
     pub registered: usize,
     /// How many of its gateways have a Peer in a sandbox.
     pub gateways: usize,
-    /// The nodes that have no Peer in one target or in any, sorted by name.
+    /// The nodes and gateways that have no Peer in one target or in any, sorted by name.
     pub skipped: Vec<Skipped>,
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
     /// network. Sorted by the age of the nodes.

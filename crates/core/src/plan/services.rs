@@ -153,7 +153,7 @@ pub(super) struct Resolved {
     pub(super) ports: Vec<ServicePort>,
     /// The endpoints of the mirrored Service.
     pub(super) groups: EndpointGroups,
-    /// Why endpoints are left out, or why gateways do not serve the grant; empty = neither.
+    /// What to report: why endpoints are left out, or why gateways do not serve the grant; empty = nothing.
     pub(super) message: String,
 }
 

@@ -168,8 +168,8 @@ impl<'a> MeshInputs<'a> {
         };
         outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // A connected source that is not observed now keeps its objects. This does not protect the objects of a source that is not
-            // connected, nor those of a sandbox: its grants come from the ClusterMesh, not from its observed state.
+            // A connected source whose observation is not Fresh keeps its objects. This does not protect the objects of a source that
+            // is not connected, nor those of a sandbox: its grants come from the ClusterMesh, not from its observed state.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()

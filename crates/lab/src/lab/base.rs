@@ -7,7 +7,7 @@ use kube::api::{Api, ListParams};
 use super::{Cluster, Lab, TIMEOUT};
 use crate::{Error, ImageSpec, Result, run, wait_until};
 
-/// Applets of busybox for which the test image has links.
+/// Applets of busybox for which `lab.local/box:1` has links.
 const APPLETS: &str = "sh ls cat ps ip ping nc wget httpd sleep echo env id hostname mkdir tail head grep sed awk date \
     nslookup ifconfig stat mount df true false od kill";
 
@@ -29,15 +29,15 @@ impl Lab {
             what: "the program busybox".into(),
             remedy: "install it (Debian, Ubuntu: busybox-static)".into(),
         })?;
-        let test = ImageSpec::new("lab.local/box:1")
+        let box_image = ImageSpec::new("lab.local/box:1")
             .program(&probe, "/bin/probe")?
             .program(&busybox, "/bin/busybox")?;
-        let test = APPLETS
+        let box_image = APPLETS
             .split_whitespace()
-            .fold(test.directory("/etc", 0o755), |image, applet| {
+            .fold(box_image.directory("/etc", 0o755), |image, applet| {
                 image.link(&format!("/bin/{applet}"), "/bin/busybox")
             });
-        test.entrypoint(&["/bin/sh"]).write(&directory.join("box.tar"))?;
+        box_image.entrypoint(&["/bin/sh"]).write(&directory.join("box.tar"))?;
         let dns = ImageSpec::new("lab.local/coredns:1").program(&self.tools.path("coredns")?, "/coredns")?;
         dns.entrypoint(&["/coredns"]).write(&directory.join("coredns.tar"))
     }

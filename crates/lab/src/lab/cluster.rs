@@ -127,11 +127,11 @@ impl<'a> Cluster<'a> {
     pub async fn dump_objects(&self) -> Result<String> {
         let kinds = ["api-resources", "--verbs=list", "-o", "name"];
         let kinds = self.kubectl(kinds).await?.stdout;
-        let is_excluded =
+        let is_address_or_event =
             |kind: &&str| kind.starts_with("ipaddresses.") || *kind == "events" || kind.starts_with("events.");
         let kinds = kinds
             .lines()
-            .filter(|kind| !is_excluded(kind))
+            .filter(|kind| !is_address_or_event(kind))
             .collect::<Vec<_>>()
             .join(",");
         let without_repairs = "--field-selector=reportingComponent!=ipallocator-repair-controller";

@@ -24,7 +24,7 @@ const ARCHIVES: [&str; 2] = [
     "https://snapshot.debian.org/archive/debian-security/20261121T000000Z/pool/updates/main/l/linux-signed-6.12-amd64",
 ];
 
-/// Modules that the guest loads on demand; their dependencies are added. All modules of the package need 400 MB.
+/// Modules that the guest loads on demand; their dependencies are added. All modules of the package would need 400 MB.
 const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vrf macvlan ip_gre ip6_gre ipip sit \
     nlmon nf_tables nft_chain_nat nft_nat nft_masq nft_redir nft_ct nft_fib_inet nft_fib_ipv4 nft_fib_ipv6 \
     nft_reject_inet ipt_REJECT ip6t_REJECT nft_reject_ipv4 nft_reject_ipv6 nft_limit nft_log nft_numgen nft_hash \
@@ -140,7 +140,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     run("depmod", ["-b".as_ref(), unpacked.as_os_str(), RELEASE.as_ref()])?;
     let tree = |root: &Path| root.join("lib/modules").join(RELEASE);
     for module in MODULES.split_whitespace() {
-        for file in insmods(&unpacked, module)? {
+        for file in module_files(&unpacked, module)? {
             let inside = file.strip_prefix(tree(&unpacked)).unwrap_or(&file).with_extension("");
             let target = tree(&result).join(inside);
             std::fs::create_dir_all(target.parent().unwrap_or(&result)).map_err(io("write into"))?;
@@ -159,7 +159,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
 
     let mut boot: Vec<PathBuf> = Vec::new();
     for module in BOOT {
-        for file in insmods(&result, module)? {
+        for file in module_files(&result, module)? {
             if !boot.contains(&file) {
                 boot.push(file);
             }
@@ -266,7 +266,7 @@ fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
 }
 
 /// The files of a module and its dependencies, in load order. Empty for a module that is built in.
-fn insmods(root: &Path, module: &str) -> Result<Vec<PathBuf>> {
+fn module_files(root: &Path, module: &str) -> Result<Vec<PathBuf>> {
     let words = [
         "-S".as_ref(),
         RELEASE.as_ref(),

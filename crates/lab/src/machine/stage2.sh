@@ -13,7 +13,7 @@ mount -t bpf bpf /sys/fs/bpf
 release=$(</proc/sys/kernel/osrelease)
 mkdir -p "/lib/modules/$release"
 mount --bind "$(<$m/run/modules)/lib/modules/$release" "/lib/modules/$release"
-# nft would load these modules on demand one by one, which costs seconds.
+# The kernel would load these modules on demand one by one, which costs seconds.
 modprobe -a nf_tables nft_ct nft_chain_nat nft_masq nft_nat nft_fib_inet nft_reject_inet nft_limit nft_log nf_conntrack_netlink wireguard veth tun
 echo vm >/proc/sys/kernel/hostname
 ip link set lo up

@@ -20,7 +20,7 @@ use super::Settings;
 type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // On a node, only the user of kube-proxy may read every Node.
+    // kube-proxy's user may read every Node, the kubelet's may not.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("proxy.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let nodes: Api<Node> = Api::all(kube::Client::try_from(config)?);

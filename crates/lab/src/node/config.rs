@@ -1,4 +1,4 @@
-//! Renders the configuration files of containerd, kubelet and kube-proxy.
+//! Renders the configuration files of containerd, kubelet and kube-proxy, and the CNI template.
 
 use std::path::Path;
 

@@ -206,7 +206,7 @@ impl Manager<'_> {
         }
     }
 
-    /// Imports all images of the lab and of this cluster at the same time.
+    /// Imports the images of the lab and those of this cluster, all in parallel.
     fn import_images(&self) -> Result<()> {
         let ctr = self.program("ctr")?;
         let directories = [

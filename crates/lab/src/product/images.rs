@@ -1,5 +1,5 @@
 //! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base image consists of
-//! Debian packages, because the lab uses no registry. An image is rebuilt only when an input has changed.
+//! Debian packages, because the lab uses no registry. Both images are rebuilt only when an input has changed.
 
 use std::{
     fs,

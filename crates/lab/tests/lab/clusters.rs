@@ -289,7 +289,7 @@ async fn check_node_changes(lab: &Lab) {
 
 #[tokio::test]
 async fn killed_owner_leaves_nothing_behind() {
-    // This process is the owner that `start_owner` started.
+    // If this variable is set, this process is the owner that `start_owner` started.
     if let Some(file) = std::env::var_os(OWNER_FILE) {
         let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
         std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();

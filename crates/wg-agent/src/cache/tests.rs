@@ -265,6 +265,7 @@ fn cache_that_other_users_can_access_is_not_used() {
     assert!(problem.contains("it is a symbolic link"), "{problem}");
 }
 
+/// `file::write` itself; the writer task deletes the old file (next test).
 #[test]
 fn failed_cache_write_leaves_the_old_file() {
     let directory = tempfile::tempdir().unwrap();

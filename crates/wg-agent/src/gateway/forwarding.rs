@@ -11,8 +11,8 @@ use ipnet::IpNet;
 
 use crate::{route::sysctl, status::Trouble};
 
-/// Enables IPv4 forwarding on each interface, and reports settings that are wrong and cannot be written. `networks` are those of the
-/// sandboxes: IPv6 forwarding is needed only if one of them is IPv6.
+/// Enables IPv4 forwarding on each interface except loopback, and reports settings that are wrong and cannot be written. `networks`
+/// are those of the sandboxes: IPv6 forwarding is needed only if one of them is IPv6.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());

@@ -57,7 +57,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         "this pod is not ready for wg-agent --mode=gateway:\n{}",
         bullet_list(&missing)
     );
-    let is_new = !config.key_file.exists();
+    let is_key_new = !config.key_file.exists();
     let key = identity::key::load_or_create(&config.key_file)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -86,7 +86,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
             has_desired_peers: false,
             saved_endpoints: SavedEndpoints::load(&config.key_file),
         },
-        gate: ReadinessGate::new(runtime.readiness.clone(), is_new),
+        gate: ReadinessGate::new(runtime.readiness.clone(), is_key_new),
         report: runtime.pass_reporter(),
         config: config.clone(),
         key,
@@ -107,16 +107,16 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         &runtime.stop,
     );
     let (contact, last_contact) = watch::channel(None);
-    let every = config.grant_timeout / RENEWALS;
+    let probe_interval = config.grant_timeout / RENEWALS;
     runtime.tasks.spawn(snapshot::probe_api_server(
         client.clone(),
         store.clone(),
         contact,
-        every,
+        probe_interval,
         runtime.stop.clone(),
     ));
-    let published = publish::run(client, config.gateway, wanted, metrics, runtime.stop.clone());
-    runtime.tasks.spawn(published);
+    let publisher = publish::run(client, config.gateway, wanted, metrics, runtime.stop.clone());
+    runtime.tasks.spawn(publisher);
     run_loop(
         &mut gateway,
         &store,
@@ -183,7 +183,7 @@ async fn run_loop(
                     if let Some(answered) = answered && !gateway.renew(answered).await {
                         break RETRY;
                     }
-                    // The table is not written yet: the pass may have waited for this answer.
+                    // If the table is not written yet, the pass may have waited for this answer.
                     if !gateway.table_manager.has_written() {
                         break Duration::ZERO;
                     }
@@ -195,7 +195,7 @@ async fn run_loop(
                     if !gateway.table_manager.is_current() {
                         tracing::warn!("another program changed nftables of this pod: the table is written again");
                         gateway.report.metrics.count_repairs("firewall", 1);
-                        // If the generation cannot be read, the agent's own transactions look like external changes. The
+                        // If the generation cannot be read, the gateway's own transactions look like external changes. The
                         // pause keeps them from causing an endless loop.
                         break if generation::current().is_ok() { Duration::ZERO } else { RETRY };
                     }

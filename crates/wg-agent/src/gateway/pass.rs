@@ -53,8 +53,8 @@ pub(super) struct Gateway {
 pub(super) struct Tunnel {
     pub(super) routing: Netlink,
     pub(super) device: Option<Box<dyn Device>>,
-    /// Whether the device has the desired peers. False until they are applied after the device was opened, or after a
-    /// failed write of the table, which removes all peers.
+    /// Whether the device has the desired peers: false after the device was opened, and after the table could not be
+    /// written (then all peers are removed), until a pass applies them.
     pub(super) has_desired_peers: bool,
     pub(super) saved_endpoints: SavedEndpoints,
 }
@@ -180,19 +180,19 @@ impl Gateway {
     }
 
     async fn pod_network(&self) -> Result<PodNetwork, Trouble> {
-        let own: BTreeSet<IpAddr> = self.config.pod_ips.iter().copied().collect();
-        let underlay = underlay::read(&own, &self.config.interface).await;
+        let pod_ips: BTreeSet<IpAddr> = self.config.pod_ips.iter().copied().collect();
+        let underlay = underlay::read(&pod_ips, &self.config.interface).await;
         let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
         Ok(PodNetwork {
             // Leaves room for the outer headers over IPv6, which are the larger ones.
             tunnel_mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
-            addresses: underlay.addresses.into_keys().chain(own).collect(),
+            addresses: underlay.addresses.into_keys().chain(pod_ips).collect(),
         })
     }
 
     fn inputs(&self, snapshot: &GatewaySnapshot, pod_network: &PodNetwork) -> Inputs {
         let config = &self.config;
-        let own = pod_network.addresses.iter().copied().map(IpNet::from);
+        let pod_addresses = pod_network.addresses.iter().copied().map(IpNet::from);
         let server = self.api_server.map(IpNet::from);
         Inputs {
             settings: Settings {
@@ -201,7 +201,10 @@ impl Gateway {
                 admin_port: config.listen.port(),
                 addresses: config.addresses.clone(),
                 endpoint_networks: config.endpoint_networks.clone(),
-                reserved: own.chain(server).chain(config.gateway_cidrs.iter().copied()).collect(),
+                reserved: pod_addresses
+                    .chain(server)
+                    .chain(config.gateway_cidrs.iter().copied())
+                    .collect(),
                 serves: config.serves.clone(),
                 new_connections: config.sandbox_new_flows,
                 sandbox_connections: config.sandbox_connections,

@@ -54,7 +54,7 @@ impl Identity<'_> {
         troubles: &[Trouble],
     ) -> SandboxGatewayStatus {
         let applied = accesses.filter(|access| compiled.served.contains(&access.name));
-        let listed = round_robin(&compiled.refused).into_iter().take(MAX_REFUSED);
+        let shown = round_robin(&compiled.refused).into_iter().take(MAX_REFUSED);
         let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.clone()).collect();
         if let Some(first) = compiled.refused.first() {
             let count = compiled.refused.len();
@@ -71,7 +71,7 @@ impl Identity<'_> {
             sandboxes: u32::try_from(compiled.served.len()).unwrap_or(u32::MAX),
             grants: u32::try_from(compiled.table.count_open_grants()).unwrap_or(u32::MAX),
             applied: applied.take(MAX_APPLIED).collect(),
-            refused: listed.map(refused_access).collect(),
+            refused: shown.map(refused_access).collect(),
             message: messages.join("; ").chars().take(4 * MAX_MESSAGE).collect(),
         }
     }

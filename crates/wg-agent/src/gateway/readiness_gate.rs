@@ -17,10 +17,11 @@ use crate::status::Trouble;
 /// down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The public keys of the nodes of each sandbox, by the name of its SandboxAccess.
+/// The public keys of the nodes of each sandbox that are desired peers, by the name of the sandbox's SandboxAccess.
 pub(super) type NodeKeys = BTreeMap<String, BTreeSet<PublicKey>>;
 
-/// Keeps the gateway unready until one node of each sandbox has completed a handshake, but at most for [`CONNECT_TIMEOUT`].
+/// Keeps the gateway unready until one node of each sandbox with peers on the device has completed a handshake, but at most
+/// for [`CONNECT_TIMEOUT`].
 #[derive(Debug)]
 pub(super) struct ReadinessGate {
     readiness: Readiness,

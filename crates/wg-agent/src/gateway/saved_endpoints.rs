@@ -50,7 +50,7 @@ impl SavedEndpoints {
         }
     }
 
-    /// Saves the endpoints if they changed. Call it only while the device has all peers, because a peer that is not in
+    /// Saves the endpoints if they changed. Call it only while the device has all desired peers, because a peer that is not in
     /// `observed`, or has no endpoint, is removed from the file.
     pub(super) fn save(&mut self, observed: &ObservedPeers) {
         let endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));

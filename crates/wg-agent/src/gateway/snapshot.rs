@@ -39,8 +39,8 @@ struct Namespace {
     /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
     /// The failure, once it has lasted so long that no Service of the namespace is served. If access is denied, this takes
-    /// [`watches::REFUSAL_GRACE`] if the namespace is listed, else no time. With any other error it takes [`Store::timeout`], in which the
-    /// API server answers other requests.
+    /// [`watches::DENIAL_GRACE`] if the namespace is listed, else no time. With any other error it takes [`Store::timeout`], and the
+    /// API server must have answered other requests all that time.
     lasting_failure: Option<Failure>,
 }
 
@@ -48,9 +48,9 @@ struct Namespace {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Failure {
     /// The API server denies access (403).
-    Refused,
+    AccessDenied,
     /// Another error.
-    Failed,
+    Other,
 }
 
 impl Namespace {
@@ -135,14 +135,14 @@ impl GatewaySnapshot {
             let Some(namespace) = namespace else {
                 return Service::Unknown(format!("namespace {} has not been read yet", name.namespace));
             };
-            if namespace.lasting_failure == Some(Failure::Failed) {
+            if namespace.lasting_failure == Some(Failure::Other) {
                 return Service::Unknown(format!(
                     "Services and EndpointSlices of namespace {} could not be watched for longer than --grant-timeout, so its Services \
                      are not served; this gateway's /readyz has the error",
                     name.namespace
                 ));
             }
-            if namespace.lasting_failure == Some(Failure::Refused) {
+            if namespace.lasting_failure == Some(Failure::AccessDenied) {
                 return Service::Unknown(format!(
                     "gateways may not read Services and EndpointSlices of namespace {0}, so its Services are not served; its owner can \
                      allow it with: kubectl create rolebinding clustermesh-gateway --namespace {0} --clusterrole=clustermesh-gateway-reads \

@@ -1,7 +1,7 @@
 //! Applies the gateway's firewall table. Writes only what differs from the last written table, or the whole table at
 //! the start, after an external change or a failed write, or if its parameters change. Then deletes conntrack entries
-//! that do not belong to a grant. [`Table::step`] limits the size of a transaction, because `nft` runs within
-//! the memory limit of this container.
+//! whose grant or endpoint was removed, if there can be any. [`Table::step`] limits the size of a transaction, because
+//! `nft` runs within the memory limit of this container.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -79,11 +79,11 @@ impl TableManager {
             last.generation.is_some() && last.generation == before && last.table.parameters == desired.parameters
         };
         let old = self.written.take().filter(can_update);
-        let mut whole = old.as_ref().is_none_or(|old| old.is_partial);
+        let mut replaces_table = old.as_ref().is_none_or(|old| old.is_partial);
         let old = old.map(|old| old.table);
         let mut next = Table::step(old.as_ref(), desired);
         let mut script = update(old.as_ref(), &next).unwrap_or_default();
-        if whole && next == *desired {
+        if replaces_table && next == *desired {
             script.push_str(&self.opening_script(desired));
         }
         self.has_stale_connections |= old
@@ -94,17 +94,17 @@ impl TableManager {
             self.written = Some(Written {
                 table: next,
                 generation: before,
-                is_partial: whole && !finished,
+                is_partial: replaces_table && !finished,
             });
         } else {
             if let Err(error) = self.nft.run(&script).await {
                 // Another program may have changed the table. Replacing the whole table works even then. If the failed
                 // step was part of a replacement, the error makes the caller pause before the next attempt.
-                if whole {
+                if replaces_table {
                     return Err(error);
                 }
                 tracing::warn!(%error, "the whole table is written instead");
-                (whole, self.has_stale_connections) = (true, true);
+                (replaces_table, self.has_stale_connections) = (true, true);
                 next = Table::step(None, desired);
                 script = update(None, &next).unwrap_or_default();
                 if next == *desired {
@@ -113,7 +113,7 @@ impl TableManager {
                 before = generation::current().ok();
                 self.nft.run(&script).await?;
             }
-            let is_partial = whole && next != *desired;
+            let is_partial = replaces_table && next != *desired;
             self.record_write(next, before, is_partial);
         }
         let finished = self.written.as_ref().is_some_and(|last| last.table == *desired);

@@ -78,7 +78,7 @@ impl Range {
         IpNet::new_assert(address, self.0.prefix_len())
     }
 
-    /// Whether the address is in the range and neither its first nor its last address. Those are the network and broadcast
+    /// Whether the address is in the range, but not the range's first or last address. These two are the network and broadcast
     /// addresses, or for IPv6 the subnet-router anycast address (RFC 4291 §2.6.1) and a reserved anycast address (RFC 2526).
     #[must_use]
     pub fn is_usable(self, address: IpAddr) -> bool {

@@ -1,7 +1,7 @@
 //! Detects handshake initiations for a public key that the device does not have yet. During a key rotation they show that
 //! a peer knows the new key; then `rotation` switches to it.
 //!
-//! The device cannot report such an initiation, because the kernel drops it silently. So an nftables rule copies every
+//! The device drops such an initiation and reports nothing. So an nftables rule copies every
 //! initiation to the agent (`log group`, nfnetlink_log). This needs NET_ADMIN and changes no packet. The nftables table
 //! exists only during a rotation.
 

@@ -1,4 +1,5 @@
-//! This node's identity in the mesh: its key and its WireGuard address. `crate::publish` writes it into the Node's annotations.
+//! This node's identity in the mesh: its key pair and its WireGuard address. `crate::publish` writes the public key and
+//! the address into the Node's annotations.
 
 pub mod address;
 pub(crate) mod initiation_listener;

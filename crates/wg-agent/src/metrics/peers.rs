@@ -1,5 +1,5 @@
 //! Metrics of each peer (`--metrics-per-peer`), rendered from the last poll at each scrape, so that a removed peer
-//! disappears at once. A peer's counters restart at 0 with the device, which Prometheus treats as a counter reset.
+//! disappears with the next poll. A peer's counters restart at 0 with the device, which Prometheus treats as a counter reset.
 
 use std::{
     fmt,

@@ -47,7 +47,7 @@ struct WriteHistory {
 }
 
 impl WriteHistory {
-    /// The annotations to write now, and when to check again.
+    /// The annotations to write now, and after which time to check again.
     fn due(&self, wanted: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
         let mut due = Annotations::new();
         let mut next_check: Option<Duration> = None;

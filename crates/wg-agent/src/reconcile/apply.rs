@@ -24,7 +24,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Applies the route changes. If the device is not open, changes that would add an object to it are left out. Returns one
+    /// Applies the route changes. If the device is not open, changes that would add a route or address to it are left out. Returns one
     /// trouble for each failed change. An error means that nothing was changed.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;

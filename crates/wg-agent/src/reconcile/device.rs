@@ -18,7 +18,7 @@ use clustermesh_core::key::PublicKey;
 #[derive(Default)]
 pub(super) struct TunnelDevice {
     pub(super) open: Option<OpenDevice>,
-    /// Another program owns the interface of this name or uses the listen port.
+    /// At the last attempt to open the device, another program owned the interface of this name or used the listen port.
     pub(super) is_occupied: bool,
     /// An event about the agent's routing or the device arrived, or events may have been lost, so the device may have been deleted.
     pub(super) needs_check: bool,
@@ -67,7 +67,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             open.mtu = mtu;
             if open.key != public {
                 open.key = public;
-                // The device has no session with the new key; the next handshake uses each peer's last live endpoint.
+                // The device has no session with the new key. `reset` keeps the live endpoints, at which each peer is tried first.
                 self.tracker.reset();
             }
         }

@@ -1,4 +1,4 @@
-//! Renders the last pass and the last poll for `/debug/state`: inputs, compiled state, device. All keys are public keys.
+//! Renders the last pass and the last poll for `/debug/state`: inputs, compiled state, device. Contains no private or preshared key.
 
 use std::{collections::BTreeMap, sync::Arc};
 

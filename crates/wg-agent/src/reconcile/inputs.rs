@@ -48,7 +48,7 @@ pub(super) struct GatheredInputs {
     /// The compiler's inputs.
     pub(super) inputs: Inputs,
     /// Host names to look up.
-    pub(super) names: BTreeSet<String>,
+    pub(super) host_names: BTreeSet<String>,
     /// The member of each Peer, by the Peer's public key.
     pub(super) members: BTreeMap<PublicKey, Member>,
     /// Objects that cannot be parsed, and why.
@@ -57,7 +57,7 @@ pub(super) struct GatheredInputs {
 
 /// Builds all inputs except MTUs. `own` is this node's Node.
 pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local: &LocalFacts<'_>) -> GatheredInputs {
-    let mut names = BTreeSet::new();
+    let mut host_names = BTreeSet::new();
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
@@ -72,9 +72,9 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         let endpoint = match &spec.endpoint {
             None => None,
             Some(Endpoint::Ip(address)) => Some(*address),
-            Some(Endpoint::Dns(name, port)) => {
-                names.insert(name.clone());
-                snapshot.addresses.get(name).map(|ip| SocketAddr::new(*ip, *port))
+            Some(Endpoint::Dns(host_name, port)) => {
+                host_names.insert(host_name.clone());
+                snapshot.addresses.get(host_name).map(|ip| SocketAddr::new(*ip, *port))
             }
         };
         let member = Member {
@@ -149,7 +149,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             policies,
             peer_mtus: BTreeMap::new(),
         },
-        names,
+        host_names,
         members,
         unreadable,
     }

@@ -1,5 +1,5 @@
 //! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
-//! a pass may begin, `poll_peers` polls the peers between passes, and `run` decides when to run passes and polls.
+//! a pass may begin, `poll_peers` polls the peers after and between passes, and `run` decides when to run passes and polls.
 //!
 //! The order of a pass keeps packets for the mesh from leaving unencrypted. In a pass that opens the device, or fails to:
 //! the device, the firewall (drops packets to mesh prefixes that leave by another device), the routes (with `unreachable` routes
@@ -124,7 +124,7 @@ pub(crate) struct Reconciler<R, F> {
     kg: KgWatch,
 }
 
-/// The state that the last pass applied. Polls use it until the next pass.
+/// The state that the last pass applied, or tried to apply: some changes may have failed. Polls use it until the next pass.
 struct AppliedState {
     inputs: Inputs,
     compiled: Compiled,
@@ -383,11 +383,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 
     fn request_lookups(&self, gathered: &GatheredInputs) {
-        let mut names = gathered.names.clone();
-        names.extend(self.deps.cluster.server.host.as_ref().err().cloned());
+        let mut host_names = gathered.host_names.clone();
+        host_names.extend(self.deps.cluster.server.host.as_ref().err().cloned());
         self.deps.cluster.host_names.send_if_modified(|wanted| {
-            let changed = *wanted != names;
-            *wanted = names;
+            let changed = *wanted != host_names;
+            *wanted = host_names;
             changed
         });
     }

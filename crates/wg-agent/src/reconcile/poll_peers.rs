@@ -1,4 +1,4 @@
-//! Polls the peers between passes: updates their state, tries other endpoints, and updates metrics, the Node's
+//! Polls the peers after each pass and between passes: updates their state, tries other endpoints, and updates metrics, the Node's
 //! annotations and `/debug/state`. Writes to the device only when it tries another endpoint; then it also
 //! repairs external changes of the device.
 

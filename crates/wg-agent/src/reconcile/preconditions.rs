@@ -1,4 +1,4 @@
-//! Decides whether a pass may begin: every kind was listed or is in the cache, the Node exists, and kg does not own the tunnel.
+//! Decides whether a pass may begin: every kind is listed, cached or without CRD, the Node exists, and kg does not own the tunnel.
 
 use std::{
     path::Path,
@@ -17,7 +17,8 @@ const KG_ALIVE_SECONDS: i64 = 60;
 /// same time the controller keeps the Peers of a node without annotations.
 const KG_GONE: Duration = Duration::from_secs(300);
 
-/// Returns an error while a kind is neither listed nor in the cache. Then a pass must not change anything.
+/// Returns an error while a kind is pending: neither listed nor cached, and its CRD does not count as missing. Then a pass must not
+/// change anything.
 pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Trouble> {
     let pending: Vec<String> = snapshot
         .pending_kinds()
@@ -61,11 +62,11 @@ pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
     Some(now.saturating_sub(seen)).filter(|ago| *ago < KG_ALIVE_SECONDS)
 }
 
-/// When kg was last alive on this node. kg removes `last-seen` whenever it exits, even if it restarts at once, so a
-/// missing annotation does not prove that kg is gone.
+/// When kg was last alive on this node. kg removes `last-seen` whenever it exits, even if it restarts at once, so for
+/// some time a missing annotation does not prove that kg is gone.
 #[derive(Debug, Default)]
 pub(super) struct KgWatch {
-    /// `None` = kg was never alive since this agent started. Then a missing annotation means that kg is gone.
+    /// `None` = kg was never alive since this agent started. Then a missing annotation counts as proof that kg is gone.
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,

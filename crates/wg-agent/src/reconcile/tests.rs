@@ -215,7 +215,7 @@ fn unreadable_peer_is_left_out_and_host_name_is_resolved() {
     };
     snapshot.peers = listed([("good", named), ("wrong", wrong)]);
     let before = gathered(&snapshot);
-    assert_eq!(before.names, ["n.example.org".to_owned()].into());
+    assert_eq!(before.host_names, ["n.example.org".to_owned()].into());
     assert_eq!(
         before.unreadable,
         [("Peer wrong".to_owned(), "spec.publicKey: no".to_owned())].into()

@@ -9,7 +9,7 @@ use std::{
 
 use crate::{kernel_events::Event, route::RoutingEvent, source::underlay::Underlay};
 
-/// The underlay is read again at least this often.
+/// A pass uses no reading that is older.
 const MAX_AGE: Duration = Duration::from_secs(30);
 
 /// The last reading; `None` = the underlay has not been read since the last event that may have changed it.

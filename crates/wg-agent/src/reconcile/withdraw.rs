@@ -1,4 +1,5 @@
-//! Hands the node over to kg: removes what this agent wrote there.
+//! Hands the node over to kg: removes what this agent wrote there, except what kg uses itself: a kernel device, the addresses
+//! on the interface, and the annotations of the node's identity.
 
 use clustermesh_agent_core::routes::Routes;
 use clustermesh_api::names::NODE_AGENT;

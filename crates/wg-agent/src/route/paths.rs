@@ -40,7 +40,7 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, E
         Some(mtu.unwrap_or(u32::MAX))
     })?;
     let mtu = |(to, (interface, route_mtu)): (IpAddr, RouteInfo)| {
-        let link_mtu = *link_mtus.get(&interface)?; // the interface was deleted in the meantime
+        let link_mtu = *link_mtus.get(&interface)?; // `None` = the interface was deleted meanwhile
         Some((to, u16::try_from(route_mtu.unwrap_or(link_mtu)).unwrap_or(u16::MAX)))
     };
     Ok(routes.into_iter().filter_map(mtu).collect())

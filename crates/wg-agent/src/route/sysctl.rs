@@ -1,6 +1,6 @@
 //! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] computes.
 //!
-//! In an unprivileged container `/proc/sys` is read-only. Settings of one interface can still be written over rtnetlink
+//! In an unprivileged container `/proc/sys` is read-only. IPv4 settings of one interface can still be written over rtnetlink
 //! with NET_ADMIN (IFLA_INET_CONF, Linux 2.6.37). The init container or the host sets the others.
 
 use std::{collections::BTreeSet, fs, io};

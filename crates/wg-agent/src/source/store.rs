@@ -36,7 +36,7 @@ pub struct ClusterSnapshot {
 }
 
 impl ClusterSnapshot {
-    /// Kinds that are neither listed nor filled from the cache yet.
+    /// Kinds that are neither listed nor filled from the cache yet, except those whose CRD counts as missing.
     #[must_use]
     pub fn pending_kinds(&self) -> Vec<&'static str> {
         let Self {
@@ -82,7 +82,7 @@ impl ClusterSnapshot {
         .collect()
     }
 
-    /// Uses the cached objects of each kind that is not listed yet. Returns whether there was such a kind.
+    /// Uses the cached objects of each pending kind. Returns whether there was one.
     fn fill_from_cache(&mut self, saved: SavedObjects) -> bool {
         fn fill<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
             let pending = matches!(seen, WatchedKind::Pending);
@@ -158,7 +158,7 @@ impl Store {
         }
     }
 
-    /// Uses the cached objects of each kind that is not listed yet. The first list of a kind replaces them.
+    /// Uses the cached objects of each pending kind. The first list of a kind replaces them.
     pub fn use_cache(&self) {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
         if saved.is_some_and(|saved| self.lock().fill_from_cache(saved)) {

@@ -61,9 +61,9 @@ struct Hop {
     gateway: Option<IpAddr>,
 }
 
-/// Reads the node's network. Outer packets leave by the interface that has one of the Node's InternalIPs (`internal`), else
-/// by the interface of the best default route (IPv4 before IPv6, then the lowest metric). `device` is the agent's tunnel
-/// device; it and `lo` are never chosen.
+/// Reads the node's network. As the interface of outer packets it chooses the one that has one of the Node's InternalIPs
+/// (`internal`), else that of the best default route (IPv4 before IPv6, then the lowest metric). `device` is the agent's
+/// tunnel device; it and `lo` are never chosen.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
     // Opened here, so that it belongs to the network namespace of the caller's thread.
     let socket = Socket::open(Protocol::Route)?;
@@ -90,12 +90,12 @@ fn dump(socket: &Socket) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), Error> {
     }
     let mut hops = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // Since Linux 4.20 the kernel returns only the main table. Older kernels return all tables, so `parse_main_table` filters, too.
+        // Since Linux 4.20 the kernel returns only the main table. Older kernels return all tables, so `main_table_hops` filters, too.
         let mut filter = RouteMessage::default();
         filter.header.address_family = family;
         filter.header.table = RouteHeader::RT_TABLE_MAIN;
         let found = socket.dump_readable(&RouteNetlinkMessage::GetRoute(filter), |answer| match answer {
-            RouteNetlinkMessage::NewRoute(message) => Some(parse_main_table(&message)),
+            RouteNetlinkMessage::NewRoute(message) => Some(main_table_hops(&message)),
             _ => None,
         });
         match found {
@@ -133,7 +133,7 @@ fn parse_address(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     Some((find(true).or_else(|| find(false))?, message.header.prefix_len))
 }
 
-fn parse_main_table(message: &RouteMessage) -> Vec<Hop> {
+fn main_table_hops(message: &RouteMessage) -> Vec<Hop> {
     let table = message.attributes.iter().find_map(|a| {
         if let RouteAttribute::Table(t) = a {
             Some(*t)

@@ -61,8 +61,8 @@ const UNKNOWN_KIND_RETRY: Duration = Duration::from_secs(3);
 /// How long a kind must be unknown until its CRD counts as missing. A starting API server may not know its CRDs yet, and
 /// the next pass removes the state of all objects of a missing kind.
 const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
-/// Replaces [`CRD_MISSING_AFTER`] for a kind that was neither listed nor cached. It is shorter, because no pass runs
-/// while a kind is pending: until then nothing but the kernel state of an earlier process works.
+/// Replaces [`CRD_MISSING_AFTER`] for a pending kind. It is shorter, because no pass changes anything while a kind is pending:
+/// until it is listed or counts as missing, only the kernel state of an earlier process works.
 const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
 /// When the API server first answered that it does not know a kind; `None` = its last answer was different.

@@ -57,7 +57,7 @@ pub(crate) struct DeviceView {
     pub(crate) backend: String,
     /// Why this backend was chosen.
     pub(crate) why: String,
-    /// Bytes of inner packet.
+    /// The size of the largest inner packet, in bytes.
     pub(crate) mtu: u32,
     pub(crate) listen_port: u16,
     /// Dropped packets, by reason.

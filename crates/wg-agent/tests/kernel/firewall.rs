@@ -369,14 +369,14 @@ fn denied_packets_never_pass_during_table_updates() {
     }
     member.ip("route add 10.101.0.0/16 via 10.243.0.2");
     node.nft(
-        "table inet witness { chain input { type filter hook input priority filter + 10;
+        "table inet counted { chain input { type filter hook input priority filter + 10;
             ip daddr 10.101.0.1 udp dport 9 counter
             ip daddr 10.101.0.9 udp dport 9 counter
         }
         }",
     );
     let counted = || -> Vec<u64> {
-        let text = node.run("nft", &["-j", "list", "chain", "inet", "witness", "input"]);
+        let text = node.run("nft", &["-j", "list", "chain", "inet", "counted", "input"]);
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         let rules = json["nftables"].as_array().unwrap().iter();
         let statements = rules.filter_map(|object| object["rule"]["expr"].as_array()).flatten();

@@ -179,7 +179,7 @@ fn relay(sides: &[UdpSocket; 2], stop: &AtomicBool) -> bool {
             }),
         );
         for from in 0..2 {
-            // An error (ICMP) means that the receiver of an earlier packet is not listening yet.
+            // Ends when no packet is left, or at an ICMP error: the receiver of an earlier packet is not listening yet.
             while let Ok(length) = sides[from].recv(&mut buffer) {
                 if !released && buffer[0] == 1 && kept[from].is_none() {
                     kept[from] = Some(buffer[..length].to_vec());

@@ -1,5 +1,5 @@
-//! Tests a gateway with the kernel's WireGuard: its tunnel continues without the gateway's process, unlike a gateway with
-//! the userspace device, and it serves grants behind kube-proxy in IPVS mode. `tests/node/gateway.rs` has the other tests
+//! Tests a gateway with the kernel's WireGuard: its tunnel continues without the gateway's process, which the
+//! userspace device's does not, and it serves grants behind kube-proxy in IPVS mode. `tests/node/gateway.rs` has the other tests
 //! of gateways.
 
 mod kube_proxy;

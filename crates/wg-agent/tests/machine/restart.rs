@@ -1,4 +1,4 @@
-//! Restarts and upgrades real agents with the kernel's WireGuard, and rotates their keys. A capture on the link checks that
+//! Restarts and upgrades real agents with the kernel's WireGuard, and rotates a key. A capture on the link checks that
 //! no packet leaves unencrypted.
 
 use std::{fs, path::Path};
@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use crate::virtual_machine::run_in_machine;
 
 /// The longest run of lost packets in each direction while `action` runs. The pods send 20 packets a second.
-fn packets_lost_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
+fn longest_gaps_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
     let [a, b] = sites;
     let [to_a, to_b] = [a, b].map(|site| site.pod_ips()[0].clone());
     let flows = [Flow::start(&a.pod, &to_b), Flow::start(&b.pod, &to_a)];
@@ -55,7 +55,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
 
     let newer = a.file("wg-agent");
     fs::copy(agent_program(), &newer).expect("copy the program");
-    let (gaps, agent) = packets_lost_during(&sites, || {
+    let (gaps, agent) = longest_gaps_during(&sites, || {
         let restarted = [Signal::SIGKILL, Signal::SIGTERM]
             .into_iter()
             .fold(agent, |agent, signal| {
@@ -83,7 +83,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     let new = wait_for("another key on the Node", TIMEOUT, || {
         Some(a.annotations()[KILO_KEY].clone()).filter(|key| *key != old)
     });
-    let (gaps, _) = packets_lost_during(&sites, || {
+    let (gaps, _) = longest_gaps_during(&sites, || {
         b.api.put(PEERS, a.as_peer());
         wait_for("a handshake with the new key", TIMEOUT, || {
             b.wg_show("latest-handshakes")

@@ -1,7 +1,8 @@
 //! Joins consecutive packets of a flow into large ones, as generic receive offload does.
 //!
 //! It joins only packets that the kernel would join and could cut again into the same packets. Their checksums are correct, and their
-//! headers are equal except for fields that count up. Only the last one may be smaller or have PSH. The order within a flow is kept.
+//! headers are equal, except lengths, checksums and fields that count up. Only the last one may be smaller or have PSH. The order
+//! within a flow is kept.
 
 use std::{io::IoSlice, ops::Range};
 
@@ -81,7 +82,7 @@ impl Coalescer {
             _ => self.udp && parsed.protocol == UDP,
         });
         if let Some(parsed) = &parsed {
-            // Only the latest packet of the flow is a candidate. Joining with an earlier one would change the order.
+            // The packet may join only the latest item of its flow. Joining an earlier one would change the order.
             let latest = self.items.iter_mut().rev().take(SEARCH_DEPTH).find(|item| {
                 item.parsed
                     .is_some_and(|own| own.is_same_flow(&buffer[item.head.clone()], parsed, packet))

@@ -38,11 +38,11 @@ impl Tunnel {
             self.unconfirmed.remove(0);
         }
         self.unconfirmed.push((index, now));
-        let crossed = self
+        let hold_until = self
             .initiation
             .map(|(_, sent)| sent + RESPONSE_HOLD)
             .filter(|due| *due > now);
-        match crossed {
+        match hold_until {
             Some(due) => self.held_response = Some((due, response)),
             None => {
                 // A held response answers an initiation that the peer has replaced.

@@ -4,7 +4,7 @@
 //! tunnel does not use boringtun's own decisions about when to send, because boringtun
 //! - initiates a handshake for a packet without a session, even if it has just answered the peer's initiation and the peer has not
 //!   confirmed that session yet;
-//! - loses a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
+//! - does not send a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
 //! - gives up 90 s after the last message of a peer and then sends nothing more, even with persistent keepalives.
 
 use std::{net::IpAddr, sync::Arc};

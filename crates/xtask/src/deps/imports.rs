@@ -94,7 +94,7 @@ pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
             ));
             continue;
         };
-        // Dev-dependencies are allowed except in a standalone crate: tests may use the lab.
+        // Dev-dependencies are not checked, except those of a standalone crate: tests may use the lab.
         let is_standalone = STANDALONE.contains(&&*package.name);
         let counts = |dependency: &&Dependency| is_standalone || dependency.kind.as_deref() != Some("dev");
         for dependency in package.dependencies.iter().filter(counts) {

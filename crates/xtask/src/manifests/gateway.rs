@@ -15,16 +15,20 @@ const PORT: u16 = 51820;
 const HOST_PORT: u16 = 51821;
 const REPLICAS: usize = 2;
 
-/// The documents before the admission policy (ServiceAccount, roles, SandboxGateways), and those after it (StatefulSet and others).
+/// The documents before the admission policy (Namespace, ServiceAccount, roles, SandboxGateways), and those after it (StatefulSet and
+/// others).
 pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
-    (account(), vec![service(), budget(), network_policy(), stateful_set()])
+    (
+        before_policy(),
+        vec![service(), budget(), network_policy(), stateful_set()],
+    )
 }
 
 fn gateway_names() -> Vec<String> {
     (0..REPLICAS).map(|ordinal| format!("{NAME}-{ordinal}")).collect()
 }
 
-fn account() -> Vec<Value> {
+fn before_policy() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
         // The names of the gateways in this file. A user who adds a replica adds its name here, and creates its SandboxGateway.
@@ -93,9 +97,9 @@ fn budget() -> Value {
     })
 }
 
-/// Limits a compromised gateway to pods and the API server. Because addresses differ between clusters, it allows all namespaces, and the
-/// ports of the API server at any address. If the CNI enforces NetworkPolicies, restrict it to the addresses of the API server and to
-/// the namespaces that sandboxes may reach.
+/// Limits a compromised gateway to the pods of all namespaces, and to the ports of API servers (443, 6443) at any address, because
+/// addresses and namespaces differ between clusters. If the CNI enforces NetworkPolicies, restrict it to the addresses of the API server
+/// and to the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",

@@ -237,8 +237,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches a reply by grant and endpoint, not by sandbox. So it lets replies of an endpoint of the other
-            // sandbox's grant pass.
+            // The table matches a reply by grant and endpoint, not by sandbox, so the reply of entry 2 passes. The reply of entry 3
+            // is not checked.
             if *mark == own {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");

@@ -96,7 +96,7 @@ pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
         let list = list.as_array().into_iter().flatten();
         list.filter(|part| part["name"] == "m--copy").count()
     };
-    // Both networks of the copy are refused.
+    // Both networks of the copy are refused, because the older m--a has them.
     let status = testbed.wait_for_status("the copy to be refused", |status| count_copy(&status["refused"]) == 2);
     let status = status.await;
     assert_eq!(count_copy(&status["applied"]), 0, "{status}");

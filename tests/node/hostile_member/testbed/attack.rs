@@ -61,7 +61,8 @@ pub(crate) fn flood_packets(wireguard: IpAddr) -> Vec<FloodPacket> {
     packets
 }
 
-/// Addresses that are not pods of the target: surrounding machines, members, multicast and unrelated addresses.
+/// Addresses that are not pods of the target: surrounding machines, members, the API server, loopback, link-local, multicast and
+/// unrelated addresses.
 fn forbidden_addresses(family: usize) -> Vec<IpAddr> {
     let mut all: Vec<IpAddr> = [NEIGHBOUR, METADATA, CONTAINER, THIRD, UNUSED]
         .map(|pair| ip(pair[family]))

@@ -1,5 +1,5 @@
 //! Resolves duplicate claims among the Nodes of one member: the older Node keeps the key or prefix (design rules 3, 4).
-//! Exception: a silent Node loses its WireGuard address to a newer one.
+//! Exception: a silent Node loses its WireGuard address to a newer one that is not silent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

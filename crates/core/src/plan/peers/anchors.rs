@@ -15,8 +15,9 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Adds each of `parts`, the parts of the member's anchored networks, to the Peer of one eligible node. Parts that a held Peer
-    /// keeps are not in `parts`. `peer_names` = the names of the member's planned Peers, by node.
+    /// Adds each of `parts`, the parts of the member's anchored networks, to the Peer of one eligible node. A part that cannot be added
+    /// is reported, unless no node is registered. Parts that a held Peer keeps are not in `parts`. `peer_names` = the names of the
+    /// member's planned Peers, by node.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
@@ -42,7 +43,7 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // A silent node is not eligible, unless all nodes are silent: a WireGuard tunnel keeps working without kg, so the network
+        // A silent node is not eligible, unless all suitable nodes are silent: a WireGuard tunnel keeps working without kg, so the network
         // then stays with its current anchor.
         let any_active = suitable.iter().any(|node| !node.observed.is_silent());
         let eligible = suitable.iter().filter(|node| !any_active || !node.observed.is_silent());

@@ -11,11 +11,11 @@ fn sockets(list: &[&str]) -> Vec<std::net::SocketAddr> {
 }
 
 /// The endpoint candidates of the Peer for `x` in `mgmt`. `x` is a cloud VM with addresses of both families; the two nodes of
-/// `mgmt` have the addresses `targets`.
-fn candidates_for(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::SocketAddr> {
+/// `mgmt` have the addresses `mgmt_addresses`.
+fn candidates_for(mgmt_addresses: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::SocketAddr> {
     let mut seen = seen();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
-        for (name, addresses) in ["a", "b"].into_iter().zip(targets) {
+        for (name, addresses) in ["a", "b"].into_iter().zip(mgmt_addresses) {
             let node = m.nodes.get_mut(name).unwrap();
             node.internal_ips = ips(addresses);
             node.kilo_endpoint = Claim::Absent;

@@ -102,6 +102,7 @@ fn restart_of_the_only_kg_causes_no_writes() {
     assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
+/// The granularity is `full`. In `location`, the Peer of a leader contains the InternalIPs of its followers.
 #[test]
 fn internal_ip_is_never_in_the_peer_of_another_node() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);

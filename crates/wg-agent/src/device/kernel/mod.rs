@@ -154,14 +154,14 @@ impl Kernel {
         // Must precede `change`, because `set_key` starts handshakes with these peers.
         *self.configured() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
         // The configuration in the kernel. Its private key stays that of `wanted`: whether the key must be set is decided
-        // by `same_key`.
+        // by `is_key_new`.
         let mut existing = wanted.clone();
         existing.listen_port = listen_port;
         existing.fwmark = fwmark;
         existing.mtu = u16::try_from(link.mtu).unwrap_or_default();
-        let same_key = public_key == Some(PublicKey::from(&wanted.private_key).to_bytes());
+        let is_key_new = public_key != Some(PublicKey::from(&wanted.private_key).to_bytes());
         self.configuration = existing;
-        self.change(&wanted, !same_key)?;
+        self.change(&wanted, is_key_new)?;
         if !link.is_up {
             self.set_up(wanted.listen_port)?;
         }

@@ -2,7 +2,7 @@ use kube::runtime::watcher;
 use serde_json::json;
 
 use super::{
-    watches::{REFUSAL_GRACE, SnapshotSink},
+    watches::{DENIAL_GRACE, SnapshotSink},
     *,
 };
 use crate::source::watch::WatchSink;
@@ -74,7 +74,7 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
 #[test]
 fn watch_failure_stops_serving_only_if_it_lasts() {
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
-    let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * REFUSAL_GRACE);
+    let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * DENIAL_GRACE);
     let sink = SnapshotSink::<ParsedService> {
         store: store.clone(),
         kind: "Services of namespace team".to_owned(),
@@ -101,13 +101,13 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
     };
     assert_eq!(
         lasting_failure_after(Namespace::default(), 403),
-        Some(Failure::Refused),
+        Some(Failure::AccessDenied),
         "never read"
     );
     assert_eq!(lasting_failure_after(listed_namespace(), 403), None, "refused just now");
     assert_eq!(
-        lasting_failure_after(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
-        Some(Failure::Refused)
+        lasting_failure_after(failing_for(DENIAL_GRACE, Failure::AccessDenied), 403),
+        Some(Failure::AccessDenied)
     );
     sink.change(|_| false);
     assert_eq!(
@@ -116,11 +116,11 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         "answered again"
     );
     assert_eq!(
-        lasting_failure_after(failing_for(REFUSAL_GRACE, Failure::Failed), 503),
+        lasting_failure_after(failing_for(DENIAL_GRACE, Failure::Other), 503),
         None,
         "failing for less than the timeout"
     );
-    let failing_for_long = || failing_for(2 * REFUSAL_GRACE, Failure::Failed);
+    let failing_for_long = || failing_for(2 * DENIAL_GRACE, Failure::Other);
     assert_eq!(
         lasting_failure_after(failing_for_long(), 503),
         None,
@@ -132,8 +132,8 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         None,
         "the API server has answered only recently"
     );
-    store.lock().answers_since = Instant::now().checked_sub(2 * REFUSAL_GRACE);
-    assert_eq!(lasting_failure_after(failing_for_long(), 503), Some(Failure::Failed));
+    store.lock().answers_since = Instant::now().checked_sub(2 * DENIAL_GRACE);
+    assert_eq!(lasting_failure_after(failing_for_long(), 503), Some(Failure::Other));
     store.set_answering(false);
     assert_eq!(
         lasting_failure_after(failing_for_long(), 503),
@@ -145,7 +145,7 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
 #[test]
 fn services_of_a_namespace_that_fails_for_long_are_unknown() {
     let mut snapshot = granted();
-    let lasting_failure = Some(Failure::Failed);
+    let lasting_failure = Some(Failure::Other);
     snapshot.namespaces.insert(
         "team".to_owned(),
         Namespace {

@@ -35,7 +35,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long the Services of a namespace that was listed stay served while the API server denies access to it. A starting API server
 /// denies all requests until it has read the RBAC roles.
-pub(super) const REFUSAL_GRACE: Duration = Duration::from_secs(30);
+pub(super) const DENIAL_GRACE: Duration = Duration::from_secs(30);
 
 pub(super) type KindSelector<V> =
     Box<dyn for<'a> Fn(&'a mut GatewaySnapshot) -> Option<&'a mut WatchedKind<V>> + Send + Sync>;
@@ -63,10 +63,10 @@ impl<V> SnapshotSink<V> {
         let since = namespace.failing.map_or_else(Instant::now, |(since, _)| since);
         namespace.failing = failure.map(|failure| (since, failure));
         let is_lasting = |failure: &Failure| match failure {
-            Failure::Refused => !namespace.is_listed() || since.elapsed() >= REFUSAL_GRACE,
+            Failure::AccessDenied => !namespace.is_listed() || since.elapsed() >= DENIAL_GRACE,
             // Counts only while the API server answers other requests. If it answers none, the element of `alive` in the gateway's
             // nftables table expires instead (`--grant-timeout`), which closes all grants. Connections continue when it is renewed.
-            Failure::Failed => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
+            Failure::Other => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
         let lasting = failure.filter(is_lasting);
         std::mem::replace(&mut namespace.lasting_failure, lasting) != lasting
@@ -88,13 +88,13 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
             watcher::Error::InitialListFailed(kube::Error::Api(status))
             | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => {
                 let failure = if status.code == 403 {
-                    Failure::Refused
+                    Failure::AccessDenied
                 } else {
-                    Failure::Failed
+                    Failure::Other
                 };
                 (failure, status.message.clone())
             }
-            error => (Failure::Failed, error.to_string()),
+            error => (Failure::Other, error.to_string()),
         };
         let message = format!("{} cannot be watched: {why}", self.kind);
         self.store.change(|snapshot| {

@@ -15,12 +15,12 @@ use crate::{
     firewall, identity,
     metrics::Metrics,
     publish::DesiredAnnotations,
-    route::Memory as Routing,
+    route::Memory as MemoryRouting,
     source::objects::OwnNode,
     status::Dump,
 };
 
-type Agent = Reconciler<Routing, firewall::Memory>;
+type Agent = Reconciler<MemoryRouting, firewall::Memory>;
 
 /// Returns an agent, its published annotations, and its directory.
 fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile::TempDir) {
@@ -39,7 +39,7 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile:
             datapath_problem: watch::channel(None).1,
         },
         kernel: Kernel {
-            routing: Routing::default(),
+            routing: MemoryRouting::default(),
             firewall: FirewallManager::new(firewall::Memory::default()),
             open,
         },
@@ -89,7 +89,7 @@ fn cluster(last_seen_ago: Option<u64>) -> Store {
     store
 }
 
-/// The agent's routes in the kernel, with kg's address on the interface.
+/// The agent's routes in the kernel, and the address on the interface, which kg also uses.
 fn agent_routes() -> Routes {
     routes::desired(&routes::Plan {
         addresses: ["100.66.0.9".parse().unwrap()].into(),

@@ -11,7 +11,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.echo(9091);
     // The worker's firewall (chains `leave` and `into_tunnel`) drops a reply that does not take the path of its request. So each
-    // response, here and through the tunnel, proves the path of its reply.
+    // response proves that its reply took the path of the request: eth0 or the tunnel.
     let assert_replies_by_eth0 = |why: &str| {
         assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
         assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");

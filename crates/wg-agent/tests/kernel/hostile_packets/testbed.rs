@@ -175,7 +175,7 @@ impl Testbed {
 }
 
 impl Outer {
-    /// Creates one of the victim's links: `eth<number>` there, `eth0` at the other end.
+    /// Creates one of the victim's links: `eth<number>` in the victim, `eth0` at the other end.
     pub(crate) fn add_link(&self, number: usize, victim: &NetNs, other: &NetNs) {
         let [ours, theirs] = self.links[number].map(|address| format!("{address}/{}", self.prefix));
         veth(victim, &format!("eth{number}"), &[&ours], other, "eth0", &[&theirs]);

@@ -1,4 +1,4 @@
-//! Tests that traffic arrives completely and in order, and that changes of other peers do not affect it.
+//! Tests that traffic arrives completely and in order, also while peers change.
 
 use std::{
     net::SocketAddr,

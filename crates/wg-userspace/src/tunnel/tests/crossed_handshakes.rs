@@ -13,7 +13,7 @@ struct Simulation {
     /// How many of each peer's next datagrams are lost.
     to_lose: [u32; 2],
     /// The longest delay of a datagram, in microseconds.
-    delay: u32,
+    max_delay: u32,
     duplicate: bool,
     began: Instant,
     next_send: [Instant; 2],
@@ -37,7 +37,7 @@ impl Simulation {
             wire: BTreeMap::new(),
             counter: 0,
             to_lose,
-            delay: [100, 5_000, 40_000, 120_000][rng.next_u32() as usize % 4],
+            max_delay: [100, 5_000, 40_000, 120_000][rng.next_u32() as usize % 4],
             duplicate: number % 2 == 1,
             began: now,
             next_send: [now, now + Duration::from_micros(u64::from(rng.next_u32() % 60_000))],
@@ -60,7 +60,7 @@ impl Simulation {
             }
             for _ in 0..=u8::from(self.duplicate && rng.next_u32().is_multiple_of(3)) {
                 self.counter += 1;
-                let delay = Duration::from_micros(u64::from(rng.next_u32() % (self.delay + 1)));
+                let delay = Duration::from_micros(u64::from(rng.next_u32() % (self.max_delay + 1)));
                 self.wire
                     .insert((now + delay, self.counter), (1 - from, datagram.clone()));
             }
@@ -132,14 +132,14 @@ fn crossed_handshakes_complete_within_the_retry_time() {
         let [Some(a), Some(b)] = simulation.first_packet else {
             panic!(
                 "simulation {number} (delay {} us) received no packet: {:?}",
-                simulation.delay, simulation.first_packet
+                simulation.max_delay, simulation.first_packet
             );
         };
         assert!(
             a.max(b) <= bound,
             "simulation {number} took {a:?} and {b:?}, at most {bound:?} expected"
         );
-        let entry = worst.entry([number % 5, simulation.delay]).or_default();
+        let entry = worst.entry([number % 5, simulation.max_delay]).or_default();
         *entry = (*entry).max(a.max(b));
     }
     println!("worst by [case, delay]: {worst:?}");

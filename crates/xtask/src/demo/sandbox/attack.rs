@@ -13,7 +13,7 @@ use futures::future::try_join_all;
 
 use super::{Demo, HUB, OpenSockets, SANDBOX, Scene};
 
-/// A UDP flow counts as closed if no answer arrives for this time.
+/// A UDP flow counts as ended if no answer arrives for this time.
 const SILENCE: Duration = Duration::from_secs(1);
 /// The beginning of an address's description, and the printed name of such addresses.
 const KINDS: [(&str, &str); 8] = [

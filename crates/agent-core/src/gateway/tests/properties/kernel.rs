@@ -15,7 +15,7 @@ enum ValueKind {
     Socket,
 }
 
-fn is_number(text: &str) -> bool {
+fn is_8_hex_digits(text: &str) -> bool {
     text.len() == 8 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
@@ -28,13 +28,13 @@ fn is_chain(text: &str) -> bool {
 }
 
 fn is_limit(text: &str) -> bool {
-    text.strip_prefix("sandbox-").is_some_and(is_number)
+    text.strip_prefix("sandbox-").is_some_and(is_8_hex_digits)
 }
 
 impl ValueKind {
     fn is(self, text: &str) -> bool {
         match self {
-            Self::Mark => text.strip_prefix("0x").is_some_and(is_number),
+            Self::Mark => text.strip_prefix("0x").is_some_and(is_8_hex_digits),
             Self::Protocol => matches!(text, "tcp" | "udp"),
             Self::Port => text.parse::<u16>().is_ok(),
             Self::Address => text.parse::<IpAddr>().is_ok(),
