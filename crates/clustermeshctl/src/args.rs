@@ -70,8 +70,8 @@ pub(crate) enum Command {
     /// The report compares the open sockets with the plan, and shows whether each route leads into
     /// the tunnel or to the underlay.
     ///
-    /// A sandbox may reach only granted sockets, also on the underlay. The same applies to standard
-    /// and quarantined members. With --underlay-allows, name the addresses that their nodes need on
+    /// A sandbox may reach only granted sockets, also on the underlay; standard and quarantined
+    /// members none. With --underlay-allows, name the addresses that their nodes need on
     /// the underlay, except their own API server. Sockets that a cluster-meshed member reaches on
     /// the underlay are listed but are no violation. The results come from nodes and API servers of
     /// the probing cluster: a hostile cluster can hide the sockets that it reaches.

@@ -166,17 +166,15 @@ fn find_open_sources(
             open.insert(source.clone());
         }
     }
-    if member.policies.is_none() {
-        // The target has no known PeerPolicies that could close the source, so a quarantine is in effect only when the Peers are deleted.
-        for existing in member.peers.iter().flat_map(BTreeMap::values) {
-            let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
-                continue;
-            };
-            let kept =
-                target_plan.is_some_and(|target_plan| target_plan.peers.values().any(|peer| peer.source == *source));
-            if quarantined.contains(&**source) && !kept {
-                open.insert(source.clone());
-            }
+    // A target that enforces no PeerPolicies has no planned Peers of a quarantined source. There the quarantine is in effect only when
+    // the existing ones are deleted.
+    for existing in member.peers.iter().flat_map(BTreeMap::values) {
+        let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
+            continue;
+        };
+        let kept = target_plan.is_some_and(|target_plan| target_plan.peers.values().any(|peer| peer.source == *source));
+        if quarantined.contains(&**source) && !kept {
+            open.insert(source.clone());
         }
     }
     open

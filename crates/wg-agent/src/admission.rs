@@ -27,7 +27,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The message says what is missing, what that means and what to do.
 const UNRESTRICTED_MESSAGE: &str = "no admission policy restricts this agent's account to the annotations of its own Node, so an attacker on one \
                     node can change labels and taints of every Node: apply deploy/agent.yaml, whose ValidatingAdmissionPolicy \
-                    needs Kubernetes 1.30, and run agents outside its DaemonSet with the account of docs/operations/install.md";
+                    needs Kubernetes 1.30, and give agents that run outside its DaemonSet the account of docs/operations/install.md";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {

@@ -99,7 +99,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
             facts.insert(Fact::NetworkInUse {
                 cluster: owner.to_owned(),
                 message: format!(
-                    "{nodes} Node(s) of cluster {name:?} have addresses in {network}, first {first}: {address}; packets to these \
+                    "{nodes} Node(s) of cluster {name:?} use addresses of {network}, first {first}: {address}; packets to these \
                      addresses are lost or enter the mesh. Give cluster {owner:?} another network"
                 ),
             });

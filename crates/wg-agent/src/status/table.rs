@@ -44,6 +44,16 @@ fn write_list(page: &mut String, title: &str, lines: impl Iterator<Item = String
 /// The lines above the table of peers: name and value.
 fn summary(view: &View) -> Vec<(&'static str, String)> {
     let mut summary = Vec::new();
+    if let Some(gateway) = &view.gateway {
+        let served = format!("{} sandboxes, {} grants", gateway.sandboxes, gateway.grants);
+        return vec![
+            ("Key", gateway.public_key.clone()),
+            ("Gateway", format!("{}, {}", gateway.version, gateway.backend)),
+            ("Addresses", gateway.wireguard_ips.join(" ")),
+            ("Endpoints", gateway.endpoints.join(" ")),
+            ("Serves", served),
+        ];
+    }
     let Some(NodeView {
         name,
         public_key,
@@ -51,10 +61,7 @@ fn summary(view: &View) -> Vec<(&'static str, String)> {
         underlay,
     }) = &view.node
     else {
-        return vec![(
-            "Node",
-            "the agent has not finished its first pass over the node".to_owned(),
-        )];
+        return vec![("Node", "the agent has not finished its first pass".to_owned())];
     };
     // In policy mode the tunnel belongs to kg, so WireGuard address, key, device, underlay and peers are empty.
     let address = wireguard_ip.map(|ip| format!(", WireGuard address {ip}"));
@@ -219,6 +226,7 @@ mod tests {
                     next_hops: vec![],
                 },
             }),
+            gateway: None,
             device: Some(DeviceView {
                 interface: "kilo0".into(),
                 backend: "userspace".into(),
@@ -275,7 +283,7 @@ Left out
         assert_eq!(page(&view()), want);
         assert_eq!(
             page(&View::default()),
-            "Node  the agent has not finished its first pass over the node\n"
+            "Node  the agent has not finished its first pass\n"
         );
     }
 
@@ -302,5 +310,22 @@ Left out
         view.troubles[0].harmless = false;
         assert!(!view.is_healthy());
         assert!(!View::default().is_healthy(), "nothing is known yet");
+    }
+
+    #[test]
+    fn gateway_shows_what_it_publishes() {
+        let gateway = serde_json::json!({
+            "publicKey": "F5rh=", "wireguardIPs": ["100.80.1.0"], "endpoints": ["10.10.1.7:51820", "192.0.2.7:30820"],
+            "version": "1.2.3", "backend": "kernel", "sandboxes": 2, "grants": 3,
+        });
+        let view: View = serde_json::from_value(serde_json::json!({"gateway": gateway})).unwrap();
+        let want = "\
+Key        F5rh=
+Gateway    1.2.3, kernel
+Addresses  100.80.1.0
+Endpoints  10.10.1.7:51820 192.0.2.7:30820
+Serves     2 sandboxes, 3 grants
+";
+        assert_eq!((&*page(&view), view.is_healthy()), (want, true));
     }
 }

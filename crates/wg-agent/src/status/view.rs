@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_api::annotations::AgentStatus;
+use clustermesh_api::{annotations::AgentStatus, sandbox::SandboxGatewayStatus};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +17,8 @@ pub(crate) struct View {
     /// The agent's annotation of the Node.
     pub(crate) agent: Option<AgentStatus>,
     pub(crate) node: Option<NodeView>,
+    /// In gateway mode, the status of the SandboxGateway. Then `agent` and `node` are `None`.
+    pub(crate) gateway: Option<SandboxGatewayStatus>,
     pub(crate) device: Option<DeviceView>,
     /// The peers, by the name of their Peer.
     pub(crate) peers: BTreeMap<String, PeerView>,
@@ -105,7 +107,7 @@ pub(crate) struct TroubleView {
 impl View {
     /// Whether there is no problem to fix.
     pub(crate) fn is_healthy(&self) -> bool {
-        self.node.is_some()
+        (self.node.is_some() || self.gateway.is_some())
             && self.refused.is_empty()
             && self.troubles.iter().all(|trouble| trouble.harmless)
             && (self.agent.as_ref()).is_none_or(|agent| agent.datapath_bypassed.is_empty())

@@ -24,7 +24,7 @@ fn node_addresses_in_other_members_network_are_reported_once() {
             addresses.push(address.parse().unwrap());
         }
     });
-    let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
+    let message = "2 Node(s) of cluster \"mgmt\" use addresses of 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
                    are lost or enter the mesh. Give cluster \"tenant\" another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
@@ -58,7 +58,7 @@ fn kg_network_that_contains_other_members_network_is_reported() {
     };
     // kg routes the node's whole WireGuard network into its interface, so the message names this network instead of an address.
     // wg-agent does not.
-    let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
+    let message = "1 Node(s) of cluster \"mgmt\" use addresses of 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
                    addresses are lost or enter the mesh. Give cluster \"tenant\" another network";
     assert_eq!(reported_with(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
     assert_eq!(reported_with(Server::Agent), []);

@@ -5,7 +5,7 @@ use super::{
     watches::{DENIAL_GRACE, SnapshotSink},
     *,
 };
-use crate::source::watch::WatchSink;
+use crate::{gateway::objects::ParsedSlice, source::watch::WatchSink};
 
 fn access(name: &str, spec: &serde_json::Value) -> (String, ParsedAccess) {
     let object = json!({
@@ -140,6 +140,42 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         None,
         "the API server has stopped answering"
     );
+}
+
+// threat: gateway-api-away
+#[test]
+fn recovered_watch_does_not_clear_failure_of_other_watch() {
+    let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
+    let (store, _wanted) = Store::new(Metrics::register(registry, false), DENIAL_GRACE);
+    store.change(|snapshot| {
+        snapshot
+            .namespaces
+            .insert("team".to_owned(), Namespace::default())
+            .is_none()
+    });
+    fn sink<V: 'static>(store: &Store, kind: &str, part: fn(&mut Namespace) -> &mut WatchedKind<V>) -> SnapshotSink<V> {
+        SnapshotSink {
+            store: store.clone(),
+            kind: format!("{kind} of namespace team"),
+            namespace: Some("team".to_owned()),
+            select: Box::new(move |snapshot| snapshot.namespaces.get_mut("team").map(part)),
+        }
+    }
+    let services = sink::<ParsedService>(&store, "Services", |namespace| &mut namespace.services);
+    let slices = sink::<ParsedSlice>(&store, "EndpointSlices", |namespace| &mut namespace.slices);
+    let status = serde_json::from_value(json!({"code": 403, "message": "no"})).unwrap();
+    let error = watcher::Error::WatchStartFailed(kube::Error::Api(status));
+    services.failed(&error);
+    slices.failed(&error);
+    let lasting_failure = || store.snapshot().namespaces["team"].lasting_failure;
+    services.change(|_| true);
+    assert_eq!(
+        lasting_failure(),
+        Some(Failure::AccessDenied),
+        "the slices are still denied"
+    );
+    slices.change(|_| true);
+    assert_eq!(lasting_failure(), None);
 }
 
 #[test]

@@ -51,6 +51,13 @@ pub(super) struct SnapshotSink<V> {
 }
 
 impl<V> SnapshotSink<V> {
+    fn other_watch_of_namespace_fails(&self, snapshot: &GatewaySnapshot) -> bool {
+        let Some(namespace) = &self.namespace else { return false };
+        let suffix = namespace_suffix(namespace);
+        let mut failing = snapshot.errors.keys();
+        failing.any(|kind| *kind != self.kind && kind.ends_with(&suffix))
+    }
+
     /// Records the failure to watch the namespace; `None` = it is watched. Returns whether [`Namespace::lasting_failure`] changed: then the
     /// gateway stops or resumes serving the Services of the namespace.
     fn set_failure(&self, snapshot: &mut GatewaySnapshot, failure: Option<Failure>) -> bool {
@@ -77,7 +84,8 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
     fn change(&self, change: impl FnOnce(&mut WatchedKind<V>) -> bool + Send) {
         self.store.change(|snapshot| {
             let recovered = snapshot.errors.remove(&self.kind).is_some();
-            let is_served_again = recovered && self.set_failure(snapshot, None);
+            let is_served_again =
+                recovered && !self.other_watch_of_namespace_fails(snapshot) && self.set_failure(snapshot, None);
             (self.select)(snapshot).is_some_and(change) || recovered || is_served_again
         });
     }
@@ -103,6 +111,11 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
             has_changed || is_new
         });
     }
+}
+
+/// The end of [`SnapshotSink::kind`] for a kind in a namespace.
+fn namespace_suffix(namespace: &str) -> String {
+    format!(" of namespace {namespace}")
 }
 
 /// Starts all watches until the token is cancelled.
@@ -168,7 +181,7 @@ async fn watch_namespaces(client: Client, store: Store, mut wanted: GrantedNames
             store.change(|snapshot| {
                 snapshot
                     .errors
-                    .retain(|kind, _| !kind.ends_with(&format!(" of namespace {name}")));
+                    .retain(|kind, _| !kind.ends_with(&namespace_suffix(&name)));
                 snapshot.namespaces.remove(&name).is_some()
             });
         }
@@ -201,7 +214,9 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
             .is_none()
     });
     let mut tasks = JoinSet::new();
-    let (namespace_name, kind_of) = (name.to_owned(), |kind: &str| format!("{kind} of namespace {name}"));
+    let (namespace_name, kind_of) = (name.to_owned(), |kind: &str| {
+        format!("{kind}{}", namespace_suffix(name))
+    });
     tasks.spawn(watch_kind(
         Api::<v1::Service>::namespaced(client.clone(), name),
         watcher::Config::default(),

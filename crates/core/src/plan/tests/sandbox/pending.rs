@@ -119,3 +119,27 @@ fn revoked_grant_and_stricter_profile_are_pending() {
         [still_open(false, "tenant", "mgmt", "no answer")]
     );
 }
+
+// threat: closing-not-written
+#[test]
+fn quarantine_without_enforcement_is_pending_until_peers_are_gone() {
+    let (mut mesh, mut seen) = written_mesh();
+    // kg serves the hub's nodes: it accepts whatever its Peers allow, although the PeerPolicy CRD exists.
+    edit(&mut seen, &ClusterIdentity::Local, |member| {
+        member.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
+    });
+    write_plan(&mesh, &mut seen);
+    mesh.clusters[1].quarantine = true;
+    let before = seen.clone();
+    write_plan(&mesh, &mut seen);
+    assert_eq!(pending_revocations(&mesh, &seen, &[]), []);
+    // The closed policy is written, and the Peers are not deleted yet.
+    let peers_of = |seen: &Observations| seen.members[&ClusterIdentity::Local].last().unwrap().peers.clone();
+    edit(&mut seen, &ClusterIdentity::Local, |member| {
+        member.peers = peers_of(&before)
+    });
+    assert_eq!(
+        pending_revocations(&mesh, &seen, &[]),
+        [still_open(true, "tenant", "mgmt", "it is being written")]
+    );
+}
