@@ -11,7 +11,7 @@ server=$1
 shift
 [ $# -gt 0 ] || set -- kubectl
 secret() { "$@" -n clustermesh get secret clustermesh-controller -o "jsonpath={.data.$field}"; }
-# Kubernetes writes the token into the Secret some moments after it is created.
+# Kubernetes writes the token into the Secret some moments after the Secret is created.
 for second in 1 2 3 4 5 6 7 8 9 10; do
   field=token
   token=$(secret "$@" | base64 -d)

@@ -1,4 +1,5 @@
-//! Builds the programs to compare: our device from this checkout, and wireguard-go at a pinned version into a cache.
+//! Builds two of the programs to compare: our device from this checkout, and wireguard-go at a pinned version into a cache. Also names
+//! the revision of this checkout.
 
 use std::path::PathBuf;
 

@@ -12,12 +12,12 @@ const TICKS_PER_SECOND: f64 = 100.0;
 pub(crate) struct Cpu {
     /// CPU seconds of the whole machine.
     pub(crate) machine: f64,
-    /// CPU seconds of the given processes, in user and kernel mode.
+    /// CPU seconds of the given daemons, in user and kernel mode.
     pub(crate) daemons: f64,
 }
 
 impl Cpu {
-    /// Reads the CPU time of the machine and of these processes.
+    /// Reads the CPU time of the machine and of the daemons with these pids.
     pub(crate) fn now(daemons: &[u32]) -> anyhow::Result<Self> {
         let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
         let machine = busy_ticks(&stat).context("/proc/stat has another format")?;

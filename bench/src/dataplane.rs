@@ -19,7 +19,7 @@ pub(crate) const STREAMS: [u32; 3] = [1, 4, 16];
 /// Arguments of `cargo xtask bench dataplane`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// One round of two seconds, only with the underlay's offload: shows that everything works, not how fast.
+    /// One round with runs of two seconds, only with UDP offload: shows that everything works, not how fast.
     #[arg(long)]
     quick: bool,
     /// Only compare the kernel backend with a device that is configured by hand with `wg`, in the virtual machine.
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Seconds of each throughput run; latency and packet rate take half of it.
     #[arg(long, default_value_t = 6)]
     seconds: u32,
-    /// How often each variant is measured.
+    /// How often each variant is measured, with and without UDP offload each time.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
     /// Format of the results; progress goes to standard error.
@@ -45,7 +45,7 @@ pub(crate) struct Args {
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub(crate) struct Sample {
     pub(crate) variant: Variant,
-    /// Whether the veth accepted UDP super-packets (USO).
+    /// Whether UDP segmentation offload (USO) of the underlay's veth was on.
     pub(crate) udp_offload: bool,
     /// By number of streams.
     pub(crate) throughput: BTreeMap<u32, Throughput>,

@@ -91,7 +91,7 @@ struct Sample {
 /// Builds the examples, and runs `bench kernel` in the virtual machine.
 pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
     let mut build = cargo();
-    // The kernel does all the work, so the profile does not matter.
+    // The kernel does all the work, so cargo's profile does not matter.
     build.args([
         "build",
         "--package",
@@ -313,7 +313,7 @@ impl Example {
     }
 }
 
-/// A column of the table: its name, the decimals, and its value.
+/// A column of the table: its name, the number of decimals, and the function that returns the value of a sample.
 type Column = (&'static str, usize, fn(&Sample) -> f64);
 
 fn markdown(samples: &[Sample], seconds: u32) -> String {

@@ -76,7 +76,7 @@ pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     Running::start(&mut command)
 }
 
-/// Runs `streams` TCP streams from the near end to the iperf3 server that `target` reaches, at the far end or in the pod behind it.
+/// Runs `streams` TCP streams from the near end to the iperf3 server at the address `target`: at the far end or in the pod behind it.
 pub(crate) fn throughput(
     wire: &Wire,
     target: &str,
@@ -124,16 +124,16 @@ pub(crate) fn latency(wire: &Wire, target: &str, during: Duration) -> anyhow::Re
     latency_of(&bind(&wire.ends[1], target, ECHO_PORT)?, wire, target, during)
 }
 
-/// Like [`latency`], with this socket as the server: packets to [`ECHO_PORT`] of the target reach it.
+/// Like [`latency`], with `server` as the echo server. It must receive the packets to [`ECHO_PORT`] of `target`.
 pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
     server.set_read_timeout(Some(LOSS_TIMEOUT))?;
     let client = connect(&wire.ends[0], target, ECHO_PORT)?;
     client.set_read_timeout(Some(LOSS_TIMEOUT))?;
-    let done = AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| echo(server, &done));
+        scope.spawn(|| echo(server, &stop));
         let latency = measure_round_trips(&client, during);
-        done.store(true, Ordering::Release);
+        stop.store(true, Ordering::Release);
         // Wake the server, so that it checks the flag at once.
         let _ = client.send(&[0; SMALL_PAYLOAD]);
         latency
@@ -189,18 +189,18 @@ fn measure_round_trips(client: &UdpSocket, during: Duration) -> anyhow::Result<L
     })
 }
 
-/// Datagrams received in a second when more are sent than the tunnel can forward. The sender has the lowest priority, so that it takes no
-/// CPU time from the tunnel.
+/// Measures how many datagrams arrive per second when more are sent than the tunnel can forward. The sender has the lowest priority, so
+/// that it takes no CPU time from the tunnel.
 pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyhow::Result<f64> {
     let sink = bind(&wire.ends[1], target, SINK_PORT)?;
     sink.set_read_timeout(Some(LOSS_TIMEOUT))?;
     let source = connect(&wire.ends[0], target, SINK_PORT)?;
-    let done = AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     let received = AtomicU64::new(0);
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut buffer = [0; SMALL_PAYLOAD];
-            while !done.load(Ordering::Acquire) {
+            while !stop.load(Ordering::Acquire) {
                 if sink.recv(&mut buffer).is_ok() {
                     received.fetch_add(1, Ordering::Relaxed);
                 }
@@ -209,7 +209,7 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
         scope.spawn(|| {
             // If this fails, the sender competes with the tunnel; the figures are lower, but still valid.
             let _ = rustix::process::setpriority_process(None, 19);
-            while !done.load(Ordering::Acquire) {
+            while !stop.load(Ordering::Acquire) {
                 let _ = source.send(&[0; SMALL_PAYLOAD]);
             }
         });
@@ -219,7 +219,7 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
         thread::sleep(during);
         let packets = received.load(Ordering::Relaxed) - before;
         let rate = packets as f64 / began.elapsed().as_secs_f64();
-        done.store(true, Ordering::Release);
+        stop.store(true, Ordering::Release);
         Ok(rate)
     })
 }

@@ -53,8 +53,8 @@ enum Part {
     Throughput,
 }
 
-/// A duration that every round measures, in milliseconds. It starts before the call to the API server, unless its description says
-/// otherwise.
+/// A duration that every round measures, in milliseconds. It starts just before the change is made; only `ReplacedSilent` and
+/// `ConnectionWaited` are the lengths of a silence and of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Time {
@@ -153,7 +153,7 @@ impl Measured {
     }
 }
 
-/// The smallest value that is at least as large as `share` of all values.
+/// The smallest value for which at least the fraction `share` of the values is not larger.
 fn quantile(sorted: &[u128], share: f64) -> u128 {
     #[allow(
         clippy::cast_possible_truncation,

@@ -18,7 +18,7 @@ pub(crate) enum Format {
     Json,
 }
 
-/// The machine and the revision of a measurement.
+/// The machine of a measurement, and the commit of this repository.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Machine {
     cpu: String,
@@ -28,7 +28,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// This machine. A value that cannot be read is "unknown"; the figures are still useful.
+    /// This machine. A text that cannot be read is "unknown", an unknown number of CPUs is 0; the figures are still useful.
     pub(crate) fn here() -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_else(|_| "unknown".into());
         let info = read("/proc/cpuinfo");
@@ -99,7 +99,7 @@ fn markdown(measured: &Measured) -> String {
         machine,
         seconds,
         samples,
-        crowds,
+        crowds: idle_peers,
         failed,
     } = measured;
     let mut text = format!(
@@ -112,8 +112,8 @@ fn markdown(measured: &Measured) -> String {
             table(&mut text, udp_offload, &rows);
         }
     }
-    if !crowds.is_empty() {
-        idle_peers_table(&mut text, crowds);
+    if !idle_peers.is_empty() {
+        idle_peers_table(&mut text, idle_peers);
     }
     for failure in failed {
         // Writing to a string cannot fail.
@@ -136,16 +136,16 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
             let rows = samples.iter().filter(|sample| sample.variant == variant);
             spread(rows.map(|sample| value(sample)).collect(), digits)
         };
-        let run = |streams: u32, value: fn(&Throughput) -> f64, digits| {
+        let throughput_cell = |streams: u32, value: fn(&Throughput) -> f64, digits| {
             cell(
                 &|sample| sample.throughput.get(&streams).map_or(f64::NAN, value),
                 digits,
             )
         };
         let mut cells = vec![variant.name().to_owned()];
-        cells.extend(STREAMS.map(|streams| run(streams, |run| run.gigabits_per_second, 2)));
-        cells.push(run(4, |run| run.daemons_per_gigabit, 2));
-        cells.push(run(4, |run| run.machine_per_gigabit, 2));
+        cells.extend(STREAMS.map(|streams| throughput_cell(streams, |run| run.gigabits_per_second, 2)));
+        cells.push(throughput_cell(4, |run| run.daemons_per_gigabit, 2));
+        cells.push(throughput_cell(4, |run| run.machine_per_gigabit, 2));
         cells.push(cell(&|sample| sample.latency.p50 * 1e6, 0));
         cells.push(cell(&|sample| sample.latency.p99 * 1e6, 0));
         cells.push(cell(&|sample| sample.small_packets / 1e3, 0));
@@ -153,24 +153,24 @@ fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
     }
 }
 
-fn idle_peers_table(text: &mut String, crowds: &[(Variant, IdlePeers)]) {
+fn idle_peers_table(text: &mut String, samples: &[(Variant, IdlePeers)]) {
     let _ = write!(
         text,
         "\n{IDLE_PEERS} idle peers with three allowed IPs each:\n\n\
          | | programmed, ms | one changed, ms | memory for 1,000, MB |\n|---|---|---|---|\n"
     );
-    for variant in variants(crowds.iter().map(|(variant, _)| *variant)) {
+    for variant in variants(samples.iter().map(|(variant, _)| *variant)) {
         let cell = |value: fn(&IdlePeers) -> f64, digits| {
-            let rows = crowds.iter().filter(|(other, _)| *other == variant);
-            spread(rows.map(|(_, crowd)| value(crowd)).collect(), digits)
+            let rows = samples.iter().filter(|(other, _)| *other == variant);
+            spread(rows.map(|(_, sample)| value(sample)).collect(), digits)
         };
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} |",
             variant.name(),
-            cell(|crowd| crowd.programmed * 1e3, 0),
-            cell(|crowd| crowd.changed * 1e3, 2),
-            cell(|crowd| crowd.memory_per_thousand / 1e6, 1),
+            cell(|sample| sample.programmed * 1e3, 0),
+            cell(|sample| sample.changed * 1e3, 2),
+            cell(|sample| sample.memory_per_thousand / 1e6, 1),
         );
     }
 }

@@ -59,9 +59,9 @@ struct Stall {
     length: Duration,
 }
 
-/// The replies that one end received.
+/// How many replies one end received, and the stalls between them.
 struct Replies {
-    answers: u64,
+    count: u64,
     stalls: Vec<Stall>,
 }
 
@@ -140,9 +140,9 @@ fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Dis
 /// What happened during the run.
 struct Events {
     disturbances: Vec<(Duration, Disturbance)>,
-    /// Handshakes of the first end: the number of different times that it reported for its latest handshake.
+    /// Handshakes of end 1: the number of different times that it reported for its latest handshake.
     handshakes: usize,
-    /// Bytes that the far end's veth received, nearly all of them from the TCP connection.
+    /// Bytes that the veth of end 2 received, nearly all of them from the TCP connection.
     received_bytes: f64,
 }
 
@@ -201,7 +201,7 @@ fn disturb(
     })
 }
 
-/// Bytes that the far end's veth has received so far.
+/// Bytes that the veth of end 2 has received so far.
 fn received(wire: &Wire) -> anyhow::Result<f64> {
     let text = wire.ends[1].run("cat", &["/proc/net/dev"])?;
     let line = text.lines().find_map(|line| line.trim().strip_prefix("eth0:"));
@@ -224,7 +224,7 @@ fn sockets(wire: &Wire, from: usize, to: usize) -> anyhow::Result<(UdpSocket, Ud
 /// Sends requests until `stop` is set. Any reply counts, also a late one.
 fn send_requests(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Replies {
     let mut replies = Replies {
-        answers: 0,
+        count: 0,
         stalls: Vec::new(),
     };
     let mut last = Instant::now();
@@ -243,7 +243,7 @@ fn send_requests(socket: &UdpSocket, begin: Instant, stop: &AtomicBool) -> Repli
             let now = Instant::now();
             record_stall(last, now);
             last = now;
-            replies.answers += 1;
+            replies.count += 1;
         }
         thread::sleep(INTERVAL.saturating_sub(sent_at.elapsed()));
     }
@@ -266,7 +266,7 @@ fn markdown(until: Duration, events: &Events, replies: &[Replies]) -> String {
         let longest = longest.entry(cause(disturbances, *stall)).or_default();
         *longest = stall.length.max(*longest);
     }
-    let answers: u64 = replies.iter().map(|replies| replies.answers).sum();
+    let answers: u64 = replies.iter().map(|replies| replies.count).sum();
     let mut text = format!(
         "{} minutes, {:.1} GB over TCP, {answers} echoes from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
          | | times | longest wait for an answer, s |\n|---|---|---|\n",

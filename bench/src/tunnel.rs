@@ -32,7 +32,7 @@ pub(crate) enum Variant {
     WgAgent,
     /// Like `WgAgent`, with `--no-offload`.
     WgAgentNoOffload,
-    /// Current wireguard-go, pinned in tools/wireguard.
+    /// wireguard-go at the version that tools/wireguard pins.
     WireguardGo,
     /// boringtun-cli of crates.io.
     Boringtun,
@@ -110,7 +110,7 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     /// Starts the program and waits until it can be configured. Only our device starts with `peer`; the other programs get
-    /// their peer in [`open`].
+    /// their peer in [`open_end`].
     fn start(variant: Variant, program: &Path, end: &End, keys: &Keys, peer: Option<&str>) -> anyhow::Result<Self> {
         let interface = interface(end);
         let program = program.to_str().context("a program whose path is not UTF-8")?;
@@ -228,14 +228,14 @@ impl Tunnel {
         for end in 0..2 {
             delete_interface(&wire.ends[end])?;
             let other = wire.ends[1 - end].outer();
-            daemons.push(open(variant, program, wire, keys, end, &other)?);
+            daemons.push(open_end(variant, program, wire, keys, end, &other)?);
         }
         let target = wire.ends[1].inner();
         wire.ends[0].until_answered(&target)?;
         Ok(Self { daemons, target })
     }
 
-    /// Kills our process at `end` and starts a new one at once, with the peer's endpoint at `other`.
+    /// Kills the process of our device at `end` and starts a new one at once, with the peer's endpoint at `other`.
     pub(crate) fn restart(
         &mut self,
         end: usize,
@@ -246,7 +246,7 @@ impl Tunnel {
     ) -> anyhow::Result<()> {
         // The old process must release the port first.
         drop(self.daemons.remove(end));
-        let daemon = open(Variant::WgAgent, program, wire, keys, end, other)?;
+        let daemon = open_end(Variant::WgAgent, program, wire, keys, end, other)?;
         self.daemons.insert(end, daemon);
         Ok(())
     }
@@ -280,7 +280,14 @@ fn delete_interface(end: &End) -> anyhow::Result<()> {
 }
 
 /// Opens one end of a tunnel; `other` is the outer address of the other end.
-fn open(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, other: &str) -> anyhow::Result<Daemon> {
+fn open_end(
+    variant: Variant,
+    program: &Path,
+    wire: &Wire,
+    keys: &Keys,
+    end: usize,
+    other: &str,
+) -> anyhow::Result<Daemon> {
     let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
     let endpoint = format!("{other}:{PORT}");
     let allowed_ip = format!("{}/32", far.inner());

@@ -1,7 +1,7 @@
-//! Creates two network namespaces with a veth between them, and runs programs in them.
+//! Creates two network namespaces with a veth between them, and optionally a third as a pod; runs programs in them.
 //!
 //! A namespace has no name and no mount, only a file descriptor of this process. The kernel removes it when this process exits for any
-//! reason. [`End::command`] makes the kernel kill the programs in it, too.
+//! reason, because the programs of [`End::command`] are killed then, too.
 
 use std::{
     fs::File,
@@ -25,7 +25,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(15);
 /// One end: a namespace with its half of the veth.
 pub(crate) struct End {
     namespace: File,
-    /// 1 or 2, the last number of its addresses on the veth and in the tunnel. 3 for the pod.
+    /// 1 or 2: the last number of its addresses on the veth and in the tunnel. 3 for the pod, which has none of these addresses.
     pub(crate) number: u8,
 }
 
@@ -76,8 +76,8 @@ impl Wire {
         Ok(pod)
     }
 
-    /// Sets whether the veth accepts UDP super-packets, as a NIC with USO and a receiver with GRO do. Otherwise the kernel segments them
-    /// first.
+    /// Sets whether the veth accepts UDP super-packets, as a NIC with USO and a receiver with GRO do. If it does not, the kernel
+    /// segments them before they enter the veth.
     pub(crate) fn set_udp_offload(&self, on: bool) -> anyhow::Result<()> {
         let state = if on { "on" } else { "off" };
         for end in &self.ends {
@@ -100,7 +100,7 @@ impl End {
             .context("open the new namespace")?;
         let end = Self { namespace, number };
         end.ip("link set lo up")?;
-        // Otherwise the kernel deletes secondary addresses together with the primary one.
+        // Without this, the kernel deletes secondary addresses together with the primary one.
         end.run(
             "sh",
             &["-ec", "echo 1 > /proc/sys/net/ipv4/conf/all/promote_secondaries"],
@@ -139,7 +139,7 @@ impl End {
         })
     }
 
-    /// A command that runs in the namespace, and is killed when this thread ends.
+    /// A command that runs in the namespace, and is killed when the thread that starts it ends.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command

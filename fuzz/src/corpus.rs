@@ -47,7 +47,8 @@ impl Random {
         (self.0 % bound.max(1) as u64) as usize
     }
 
-    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = a chosen input is not JSON.
+    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = a chosen input is not JSON, or
+    /// has no value to mutate.
     fn mutate_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
         let parse_any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
         let mut value = parse_any(self)?;
@@ -68,7 +69,7 @@ impl Random {
         serde_json::to_vec(&value).ok()
     }
 
-    /// Mutates one input with a few small changes and parts of other inputs.
+    /// Mutates one input: mostly the values of its JSON, else its bytes. Some changes insert parts of other inputs.
     fn mutate(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
         if self.below(4) > 0
             && let Some(changed) = self.mutate_json(corpus)
@@ -199,6 +200,6 @@ fn icmp_errors_are_valid_small_and_cause_no_further_error() {
 
 // threat: replayed-message
 #[test]
-fn session_delivers_only_sent_packets_and_each_once() {
+fn session_delivers_only_sent_packets_each_at_most_once() {
     run_target("datagram", SESSION_ROUNDS, 35, packets::datagram);
 }

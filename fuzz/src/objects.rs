@@ -128,7 +128,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
     assert_allowed_ips_have_one_owner(&out);
     assert_routes_stay_in_the_mesh(&inputs, &out);
     let text = render(&out.firewall);
-    // The table has no such command, so only injected text could contain it.
+    // No table contains the command `flush`, so only injected text could.
     assert!(!text.contains("flush"), "{text}");
     let from_mesh = text
         .split("chain from_mesh {")
@@ -204,7 +204,7 @@ fn assert_invalid_policy_allows_nothing(policy: &ParsedPolicy) {
     assert!(policy.problem.is_none() || policy.spec.allow.is_empty(), "{policy:?}");
 }
 
-/// Also checks that a device without peers needs a change exactly if there are peers.
+/// Also checks that a device without peers needs no change if no peers are desired, and else a change.
 fn assert_allowed_ips_have_one_owner(out: &Compiled) {
     let mut owned = BTreeSet::new();
     for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {

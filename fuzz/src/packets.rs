@@ -1,6 +1,6 @@
 //! Fuzz targets for packets: offload headers of the kernel, packets of a malicious peer, and datagrams from a malicious network.
 //!
-//! Each target returns whether the input was useful: the target has split, joined, answered or delivered a packet of it.
+//! Each target returns whether the input was useful: the target has split, joined, answered or delivered a packet.
 
 use std::collections::BTreeMap;
 

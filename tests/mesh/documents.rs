@@ -9,14 +9,14 @@ use std::{
 
 use clustermesh_lab::{Lab, LabPlan, Output, ProductImages, wait_until, workspace_program};
 
-use crate::setup::{HUB, MEMBER, PATIENCE, operator_kubeconfig};
+use crate::setup::{HUB, MEMBER, PATIENCE, merged_kubeconfig};
 
 /// Command blocks that do not run here: the page, words of the block, and the reason.
 const NOT_RUN: [(&str, &str, &str); 7] = [
     (
         "README.md",
         "cargo xtask demo",
-        "the demo starts clusters of its own, and `cargo xtask test` runs this test",
+        "the block starts other clusters, and this test itself (with `cargo xtask test`)",
     ),
     ("README.md", "podman push", "the lab has no registry"),
     (
@@ -106,7 +106,7 @@ impl<'a> Operator<'a> {
         }
         fs::write(programs.join("editor"), EDITOR).unwrap();
         let clusters = [lab.cluster(HUB), lab.cluster(MEMBER)];
-        let kubeconfig = operator_kubeconfig(&clusters, |cluster| cluster.inside_kubeconfig().unwrap());
+        let kubeconfig = merged_kubeconfig(&clusters, |cluster| cluster.inside_kubeconfig().unwrap());
         fs::write(directory.path().join("kubeconfig"), kubeconfig).unwrap();
         let operator = Self {
             lab,
@@ -187,7 +187,7 @@ impl<'a> Operator<'a> {
         let entries = fs::read_dir(repository().join("docs/operations")).unwrap();
         let pages = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut left_out = Vec::new();
-        // docs/operations/README.md, the overview, has no commands: its name stands for the README of the repository.
+        // The overview docs/operations/README.md has no commands. `path` turns its name into the README of the repository.
         for page in pages {
             for script in scripts(&page) {
                 let is_excluded = NOT_RUN

@@ -20,18 +20,18 @@ async fn ipv6_flows_between_members_work_and_are_encrypted() {
 
     let capture = lab.capture("flows6", "ip or ip6").await.unwrap();
     pods_reach_pods_with_own_address_in_both_families(&mesh).await;
-    mirrored_service_has_both_families_and_keeps_source(&mesh).await;
+    mirrored_service_has_ipv6_address_and_keeps_source(&mesh).await;
     remote_cluster_ip_is_reached_through_anchor(&mesh).await;
     hosts_send_from_a_published_address(&mesh).await;
     packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
-    infrastructure_ports_are_closed_to_other_cluster(&mesh).await;
+    kubelet_port_is_closed_to_other_cluster(&mesh).await;
     let captured = capture.stop().await.unwrap();
     assert!(
         mesh.count_wireguard_packets(&captured).await > 0,
         "the capture contains WireGuard packets"
     );
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
-    assert_eq!(mesh.unencrypted_v6(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.v6_between_clusters(&captured).await, Vec::<String>::new());
 
     annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;
 }
@@ -75,10 +75,7 @@ async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
         Vec::<String>::new()
     );
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
-    assert_eq!(
-        mesh.unencrypted_v6_except_wireguard(&captured).await,
-        Vec::<String>::new()
-    );
+    assert_eq!(mesh.unencrypted_v6(&captured).await, Vec::<String>::new());
 }
 
 fn url(address: IpAddr, port: u16) -> String {
@@ -109,7 +106,7 @@ async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
     }
 }
 
-async fn mirrored_service_has_both_families_and_keeps_source(mesh: &Mesh<'_>) {
+async fn mirrored_service_has_ipv6_address_and_keeps_source(mesh: &Mesh<'_>) {
     let service = mesh.member.second_cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
         let want: Vec<Answer> = mesh
@@ -157,9 +154,10 @@ fn bridge_address(web: &RunningPod) -> IpAddr {
     }
 }
 
-/// WireGuard addresses are IPv4 here; allowedNetworks also contains the nodes' own IPv6 addresses and their pod ranges.
-/// For a host's packets, the kernel chooses the source address that has the longest common prefix with the destination
-/// (RFC 6724, rule 8): to a pod the address on the pods' bridge, to a node the node's own address.
+/// WireGuard addresses are IPv4 here, so a host sends IPv6 packets from another address in allowedNetworks, which contains
+/// the IPv6 addresses of nodes and pods. The kernel chooses the host's address that has the longest common prefix with the
+/// destination (RFC 6724, rule 8): to a remote pod the address on the host's pod bridge, to a remote node the address on
+/// the host's underlay.
 async fn hosts_send_from_a_published_address(mesh: &Mesh<'_>) {
     for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in servers {
@@ -232,7 +230,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
     }
 }
 
-async fn infrastructure_ports_are_closed_to_other_cluster(mesh: &Mesh<'_>) {
+async fn kubelet_port_is_closed_to_other_cluster(mesh: &Mesh<'_>) {
     let node = mesh.hub_webs[0].node.clone();
     let address = node_v6(mesh, &node);
     // The lab's kubelet listens on the node's IPv4 address only, so another server has to listen on this port.

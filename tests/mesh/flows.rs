@@ -23,7 +23,7 @@ async fn flows_between_routed_members_work_and_are_encrypted() {
 
     let capture = lab.capture("flows", "ip").await.unwrap();
     pods_reach_remote_pods_with_own_address(&mesh).await;
-    mirrored_service_is_balanced_locally_and_keeps_source(&mesh).await;
+    mirrored_service_has_local_cluster_ip_and_keeps_source(&mesh).await;
     node_port_of_mirrored_service_reaches_remote_pods(&mesh).await;
     remote_cluster_ip_is_reached_through_anchor(&mesh).await;
     hosts_send_from_their_wireguard_address(&mesh).await;
@@ -55,7 +55,7 @@ async fn pods_reach_remote_pods_with_own_address(mesh: &Mesh<'_>) {
     }
 }
 
-async fn mirrored_service_is_balanced_locally_and_keeps_source(mesh: &Mesh<'_>) {
+async fn mirrored_service_has_local_cluster_ip_and_keeps_source(mesh: &Mesh<'_>) {
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     assert!(mesh.member.plan().service_cidr.contains(&as_v4(service)));
     for from in &mesh.member_webs {
@@ -248,8 +248,8 @@ async fn member_pods_cannot_read_controller_metrics(mesh: &Mesh<'_>) {
     }
 }
 
-/// Checks which sockets the controller reaches before and after its NetworkPolicy is applied. The scans run in the
-/// network namespace of its pod.
+/// Checks which sockets the controller reaches, and whether another pod reaches the controller, before and after the
+/// controller's NetworkPolicy is applied. Each scan runs in the network namespace of a pod.
 async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
     let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
     let controller = mesh.product.controller_pod().await.unwrap();
@@ -302,8 +302,8 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
         .await
         .unwrap();
 
-    // Replace the controller's pod: the policy applies to the new pod from its first packet. The pod becomes Ready, and restores an
-    // object in the member.
+    // Replace the controller's pod: the policy applies to the new pod from its first packet. Check that the pod still becomes Ready
+    // and restores a deleted Peer in the member.
     let args = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
     mesh.hub.kubectl(args).await.unwrap();
     mesh.hub
@@ -324,9 +324,9 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
     })
     .await
     .unwrap();
-    for (from, to) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
-        for from in from {
-            for to in to {
+    for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in clients {
+            for to in servers {
                 mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
             }
         }

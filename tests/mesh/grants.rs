@@ -22,11 +22,11 @@ const SANDBOX_V4: &str = "notebooks";
 /// The sandbox with IPv6 WireGuard addresses.
 const SANDBOX_V6: &str = "workflows";
 
-/// Services whose endpoints are pods.
+/// Services whose endpoints are pods in the pod network.
 const POD_SERVICES: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
 
-/// Grants of these Services and of `hosted`, whose pod is in the host network. A grant names its ports by number or by
-/// name; a grant without `ports` opens all ports.
+/// The YAML list of grants of these Services and of `hosted`, whose pod is in the host network. A grant names its ports by
+/// number or by name; a grant without `ports` opens all ports.
 fn grants(services: &[&str]) -> String {
     let one = |name: &&str| {
         let ports = match *name {
@@ -58,7 +58,7 @@ async fn grant_of_each_service_type_opens_only_its_endpoints() {
     for sandbox in &env.sandboxes {
         mirrored_services_answer_through_every_gateway(&env, sandbox).await;
     }
-    host_network_service_is_refused_and_others_work(&env).await;
+    host_network_service_is_refused(&env).await;
     replaced_pod_is_reached_without_any_write(&env).await;
     let [v4, v6] = &env.sandboxes;
     live::quarantine_and_tighter_profile_stop_running_flows(&env, v4).await;
@@ -75,7 +75,7 @@ fn text(value: &Value) -> String {
 
 /// Every pod of the store answers and sees each gateway's pod address as the source.
 async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandbox: &Sandbox<'_>) {
-    let names: BTreeSet<String> = env.store_pods().await.into_iter().map(|web| web.name).collect();
+    let names: BTreeSet<String> = env.store_pods().await.into_iter().map(|pod| pod.name).collect();
     let gateways: BTreeSet<IpAddr> = env
         .gateways
         .iter()
@@ -117,8 +117,8 @@ async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandb
     }
 }
 
-/// The earlier steps have shown that the other Services work.
-async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
+/// Gateways refuse the grant of `hosted`, and no client reaches that Service.
+async fn host_network_service_is_refused(env: &TestEnv<'_>) {
     let hosted = env.hub.pods_of_app("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
     // The two ports of `hosted`, by their index in the SandboxAccess.
@@ -169,7 +169,7 @@ async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
     }
 }
 
-/// Flows that began before the change must continue, too.
+/// The new pod is reached by new flows, and flows that began before the replacement continue.
 async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     let before = object_versions(env).await;
     let deleted = env.store_pods().await.remove(0);
@@ -202,7 +202,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
                 let list = list.map_err(|error| error.to_string())?.stdout;
                 words.extend(list.split_whitespace().map(str::to_owned));
             }
-            let has_pod = |web: &RunningPod| addresses(web).all(|ip| words.contains(&ip.to_string()));
+            let has_pod = |pod: &RunningPod| addresses(pod).all(|ip| words.contains(&ip.to_string()));
             let has_deleted = addresses(&deleted).any(|ip| words.contains(&ip.to_string()));
             if pods.iter().all(has_pod) && !has_deleted {
                 Ok(())

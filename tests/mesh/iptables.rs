@@ -9,7 +9,7 @@ use clustermesh_lab::{Answer, Lab, LabPlan, Node, ProxyMode, wait_until};
 use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, pod, url};
 
 #[tokio::test]
-async fn kube_proxy_in_iptables_mode_keeps_sources_and_services() {
+async fn flows_work_with_kube_proxy_in_iptables_mode() {
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)]).with_proxy(ProxyMode::Iptables);
     let lab = Lab::start(plan).await.unwrap();
     for cluster in [HUB, MEMBER] {
@@ -46,7 +46,7 @@ async fn flows_reach_pods_and_services(mesh: &Mesh<'_>) {
             mesh.expected_answer(to, *wireguard)
         );
     }
-    // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
+    // A mirrored Service: the member's kube-proxy chooses among the hub's pods, and masquerades requests of the node
     // itself.
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     let expected_answers = |source| {

@@ -45,7 +45,7 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
         .await
         .unwrap();
     let mut env = TestEnv::new(&lab).await;
-    // The agent becomes ready before there is a mesh, because it needs nothing from the tunnel.
+    // The agent becomes ready before there is a mesh, because it reaches the API server without the tunnel.
     env.member
         .wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
@@ -158,7 +158,8 @@ impl<'a> TestEnv<'a> {
         address.as_str().unwrap().split_once('/').unwrap().0.parse().unwrap()
     }
 
-    /// Requests the API server at the address that kubelet and kube-proxy use, and at the one that pods use.
+    /// Requests the API server from the host and from a pod: at the hub's ClusterIP, which kubelet and kube-proxy use, and at the
+    /// ClusterIP of the member's Service `kubernetes`, which pods use.
     async fn api_server_answers(&self, when: &str) {
         let service_ip = self.member.plan().api_service_ip();
         for client in [host(), pod(&self.webs[0])] {
@@ -364,7 +365,7 @@ impl<'a> TestEnv<'a> {
         let captured = capture.stop().await.unwrap();
         assert_eq!(self.unencrypted(&captured).await, Vec::<String>::new());
         let (tcp, _) = self.count_replies_on_eth0(&captured).await;
-        assert_ne!(tcp, 0, "connections were answered on eth0");
+        assert_ne!(tcp, 0, "no connection was answered on eth0");
     }
 
     /// Checks that no request crosses the mesh in either direction, and that no ping reaches the hub's pods.

@@ -1,6 +1,6 @@
-//! Tests a mesh without an entry for the hub. A user's Helm chart may render such a mesh for the tenant clusters of one
-//! namespace. Its members are two whole clusters of one node each. The hub is only an API server and the controller; it
-//! has no node and no agent.
+//! Tests a mesh without an entry for the hub, as a user's Helm chart may render it for the tenant clusters of one namespace.
+//! The test's members are two whole clusters of one node each. The hub is only an API server and the controller; it has no
+//! node and no agent.
 
 use clustermesh_lab::{LabPlan, NAMESPACE, Product, Tunnel, wait_until};
 use clustermesh_tests::test_env::{LATER, TestEnv};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::setup::{PATIENCE, assert_answers, expected_answer, json, pod, url};
 
 #[tokio::test]
-async fn mesh_without_hub_entry_writes_nothing_in_the_hub() {
+async fn mesh_without_hub_entry_connects_only_its_members() {
     let mut plan = LabPlan::clusters(&[("mgmt", 0), ("tenant-a", 1), ("tenant-b", 1)]);
     plan.clusters[0].controllers = false;
     let env = TestEnv::start_plan(plan).await;

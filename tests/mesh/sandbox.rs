@@ -101,7 +101,7 @@ impl<'a> TestEnv<'a> {
             cluster.apply(&admission).await.unwrap();
         }
         let hub_webs = hub.run_web().await.unwrap();
-        // These clusters have one node each, so a second web server would stay pending.
+        // Web servers must run on different nodes. These clusters have one node each, so a second one would stay pending.
         let mut webs = Vec::new();
         for cluster in [&member, &sandbox] {
             cluster
@@ -157,7 +157,7 @@ async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
     let webs: BTreeSet<&str> = env.hub_webs.iter().map(|web| &*web.name).collect();
     for from in env.clients() {
         let (mut answered, mut sources) = (BTreeSet::new(), BTreeSet::new());
-        let every = async || {
+        let request_once = async || {
             let answer = env.lab.http_get_until_answered(&from, &url(service, 80)).await;
             let answer = answer.map_err(|error| error.to_string())?;
             assert!(
@@ -173,7 +173,7 @@ async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
             }
         };
         let what = format!("every web server to answer {from} through every gateway");
-        wait_until(what, PATIENCE, every).await.unwrap();
+        wait_until(what, PATIENCE, request_once).await.unwrap();
     }
 }
 
@@ -306,7 +306,7 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestE
     let granted = env.granted().await;
     let all = env.all_sockets().await;
     println!("{} sockets to scan", all.len());
-    // Before this attack, the sandbox also reaches the hub over the underlay, which only NetworkPolicies could close.
+    // With its original routes, the sandbox also reaches sockets over the underlay. Only NetworkPolicies could close these.
     for from in env.clients() {
         let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
         println!("from {from}, with its original routes: {open:?}");

@@ -27,7 +27,7 @@ const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
 /// A kubeconfig with one context for each cluster, named after the cluster. `kubeconfig_of` returns the kubeconfig of one cluster.
-pub(crate) fn operator_kubeconfig<'a, 'b: 'a>(
+pub(crate) fn merged_kubeconfig<'a, 'b: 'a>(
     clusters: impl IntoIterator<Item = &'a Cluster<'b>>,
     kubeconfig_of: impl Fn(&Cluster<'b>) -> String,
 ) -> String {
@@ -79,12 +79,15 @@ impl<'a> Mesh<'a> {
         let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
         println!("installed: {:.1} s", start.elapsed().as_secs_f64());
         let start = Instant::now();
-        let own = hub.plan().service_cidr.to_string();
-        let more = format!(
-            "{own}{}",
+        let service_cidr = hub.plan().service_cidr.to_string();
+        let with_extra = format!(
+            "{service_cidr}{}",
             extra_networks.iter().map(|net| format!(", {net}")).collect::<String>()
         );
-        let mesh = product.mesh(&[(MEMBER, EGRESS)]).replacen(&own, &more, 1);
+        // The hub's Service CIDR occurs only in its allowedNetworks.
+        let mesh = product
+            .mesh(&[(MEMBER, EGRESS)])
+            .replacen(&service_cidr, &with_extra, 1);
         product.mesh_up(&mesh).await.unwrap();
         println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
         let mut wireguard = BTreeMap::new();
@@ -159,7 +162,7 @@ impl<'a> Mesh<'a> {
         name.rsplit_once("--").unwrap().1.to_owned()
     }
 
-    /// Path of the lab's server program, at which every node finds it.
+    /// Path of the program `lab-probe`, copied to where every node finds it.
     pub(crate) fn probe(&self) -> String {
         let path: PathBuf = self.lab.directory().join("mesh-probe");
         if !path.exists() {
@@ -184,14 +187,13 @@ impl<'a> Mesh<'a> {
         first(captured.packets(&filter).await.unwrap())
     }
 
-    /// Captured IPv6 packets between two dual-stack clusters. The tunnel's outer packets are IPv4, so all of these
-    /// packets are unencrypted.
-    pub(crate) async fn unencrypted_v6(&self, captured: &Captured) -> Vec<String> {
+    /// Captured IPv6 packets between two dual-stack clusters. All of them are unencrypted if the tunnel's outer packets are IPv4.
+    pub(crate) async fn v6_between_clusters(&self, captured: &Captured) -> Vec<String> {
         first(captured.packets(&self.between_v6()).await.unwrap())
     }
 
     /// Captured IPv6 packets that are not WireGuard packets, for a tunnel whose outer packets are IPv6.
-    pub(crate) async fn unencrypted_v6_except_wireguard(&self, captured: &Captured) -> Vec<String> {
+    pub(crate) async fn unencrypted_v6(&self, captured: &Captured) -> Vec<String> {
         let filter = format!("not udp port 51820 and {}", self.between_v6());
         first(captured.packets(&filter).await.unwrap())
     }

@@ -7,7 +7,7 @@ use std::{
     net::IpAddr,
 };
 
-use clustermesh_lab::{Lab, Product, TrafficClient, Tunnel, wait_until};
+use clustermesh_lab::{Lab, Product, Tunnel, wait_until};
 
 use crate::setup::{HUB, MEMBER, PATIENCE, json, pod, two_clusters, url};
 
@@ -83,7 +83,7 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
     for from in &hub_webs {
         for to in &member_webs {
             let answer = lab
-                .http_get_until_answered(&TrafficClient::Pod(from.clone()), &url(to.ip, 8080))
+                .http_get_until_answered(&pod(from), &url(to.ip, 8080))
                 .await
                 .unwrap();
             assert_eq!((answer.pod, answer.client_ip), (to.name.clone(), wireguard[&from.node]));

@@ -312,7 +312,7 @@ impl<'a> TestEnv<'a> {
             for args in kernel {
                 text += &node.exec(args).await.unwrap().stdout;
             }
-            // A node knows the sandbox only by the underlay address of the sandbox's node.
+            // Proves that the commands print the state: it has the underlay address of the sandbox's node, the only one that may appear.
             let underlay_address = self.lab.node(&self.sandbox_web.node).address().to_string();
             assert!(
                 text.contains(&gateway.pod.to_string()) && text.contains(&underlay_address),

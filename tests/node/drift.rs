@@ -13,7 +13,7 @@ use kube::{Api, api::PostParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
-/// The agent resyncs 30 s after its last pass, so usually later than this.
+/// Shorter than the 30 s from an agent's pass to its next resync.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// All rules of the node, and the agent's routes and addresses, as `ip` shows them.
@@ -84,7 +84,7 @@ async fn drift_is_repaired_and_underlay_changes_are_followed() {
     for (damage, repaired) in [
         (format!("ip route del {} table 5182", tenant.pods), 1),
         ("ip rule del pref 1001".to_owned(), 1),
-        // The kernel removes a device's IPv4 routes with its last IPv4 address.
+        // With the last IPv4 address of a device, the kernel removes its IPv4 routes: two in table 5182, one in table 5183.
         (format!("ip addr del {address}/32 dev {device}"), 1 + 3),
         ("ip route flush table 5182".to_owned(), 4),
         (

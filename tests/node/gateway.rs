@@ -38,8 +38,8 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     terminating_endpoint_keeps_its_connections(&testbed).await;
     grant_without_ready_endpoint_refuses_connections(&testbed).await;
     sandboxes_have_separate_grants(&testbed).await;
-    moved_gateway_port_ends_old_connections(&testbed).await;
-    unanswered_flow_ends_with_its_grant(&testbed).await;
+    gateway_port_moved_to_other_service_ends_connections(&testbed).await;
+    unanswered_flow_follows_its_grant_to_a_new_port(&testbed).await;
     revoked_grant_ends_its_connections_at_once(&testbed).await;
     hostile::underlay_packets_leave_no_conntrack_entry(&testbed);
     hostile::fragments_options_and_extension_headers_are_dropped(&testbed).await;
@@ -51,11 +51,11 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     limits::endpoint_icmp_error_reaches_the_sandbox(&testbed).await;
     refusals::only_invalid_parts_are_refused(&testbed).await;
     refusals::refused_sandbox_access_is_not_applied(&testbed).await;
-    refusals::stolen_gateway_token_gives_no_access(&testbed).await;
+    refusals::stolen_gateway_token_gives_no_other_rights(&testbed).await;
     limits::thousands_of_grants_are_written_and_removed(&testbed).await;
     limits::largest_sandbox_access_fits_into_the_memory_limit(&testbed, &gateway).await;
     lifecycle::deleted_table_is_restored(&testbed).await;
-    lifecycle::restarted_container_is_the_same_gateway(&testbed, &mut gateway, &arguments).await;
+    lifecycle::restarted_gateway_keeps_identity_and_connections(&testbed, &mut gateway, &arguments).await;
     lifecycle::grants_expire_without_an_api_server(&testbed).await;
     lifecycle::terminating_gateway_is_unready_but_still_serves(&testbed, &mut gateway).await;
     drop(gateway);
@@ -139,11 +139,8 @@ async fn masqueraded_source_port_differs_from_tunnel_port(testbed: &Testbed) {
                 .map_err(|error| error.to_string())?;
         }
         let counters = db.run("nft", &["list", "chain", "inet", "ports", "in"]);
-        if counters.matches("counter packets 0 ").count() < 2 {
-            Ok(())
-        } else {
-            Err(counters)
-        }
+        let are_both_zero = counters.matches("counter packets 0 ").count() == 2;
+        if are_both_zero { Err(counters) } else { Ok(()) }
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
@@ -178,7 +175,8 @@ fn ungranted_destinations_are_unreachable(testbed: &Testbed) {
     assert_eq!(a.udp_reply(socket_addr(GATEWAY[0], SQL_PORT)), None);
     let before = testbed.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
-    // The pings must be dropped by the chain `first`, before the conntrack lookup. A later chain would drop them, too.
+    // The chain `first` must drop the pings, before the conntrack lookup. Only its counter shows that, because a later chain would drop
+    // them, too.
     assert!(testbed.dropped("first", "neither TCP nor UDP") > before);
     // A pod, the gateway's own pod, the node and the other sandbox cannot connect to a sandbox.
     let listener =
@@ -314,7 +312,7 @@ async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
 }
 
 // threat: gateway-revoked-connection
-async fn unanswered_flow_ends_with_its_grant(testbed: &Testbed) {
+async fn unanswered_flow_follows_its_grant_to_a_new_port(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let unanswered_datagrams = || testbed.unanswered_datagrams.load(std::sync::atomic::Ordering::Acquire);
     let granted = |port| [grant("db", "sql", "TCP", SQL_PORT), grant("db", port, "UDP", LOG_PORT)];
@@ -362,7 +360,7 @@ async fn sandboxes_have_separate_grants(testbed: &Testbed) {
 }
 
 // threat: gateway-revoked-connection
-async fn moved_gateway_port_ends_old_connections(testbed: &Testbed) {
+async fn gateway_port_moved_to_other_service_ends_connections(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some_and(|answer| answer.starts_with("db")));
@@ -386,8 +384,8 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(flow.request().is_some());
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // After the grant is restored, the gateway masquerades a connection again. If it gets a new source port, the database itself
-    // resets it. Only a connection that gets its old port shows the gateway's own reset; of eight, at least one most likely does.
+    // These connections are used again after the grant is restored. The gateway then masquerades them anew. If a connection gets a new
+    // source port, the database resets it; if it gets its old port, only the gateway can. Most likely at least one of eight gets it.
     let mut others =
         [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;

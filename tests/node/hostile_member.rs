@@ -1,6 +1,7 @@
-//! Tests that a real agent drops the forbidden packets of a cluster-meshed member. Root on the member's node floods
-//! allowed and forbidden packets over IPv4 and IPv6, while the agent and its API server stop and start.
-//! Witnesses (packet counters) in the pods, on the node, on the machines around it and at the member count packets. Needs root.
+//! Tests that a real agent on a target node drops the forbidden packets of a cluster-meshed member. The attacker is root on
+//! a node of the member, and floods allowed and forbidden packets over IPv4 and IPv6 while the agent and its API server stop
+//! and start. Witnesses (packet counters) are in the target's pods, on the target node, on the machines around the target
+//! node, and on the member's node. Needs root.
 
 mod testbed;
 
@@ -81,7 +82,7 @@ async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
     testbed.assert_only_allowed_traffic("an API server outage").await;
 }
 
-/// Packets that pass while the node has no nftables table are ignored: only the table protects the node from a member.
+/// Packets that pass while the target node has no nftables table are ignored: only the table protects the node from a member.
 async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         match how {
@@ -104,8 +105,8 @@ async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     }
 }
 
-/// Checks the witness itself. If it reported a packet twice, a forbidden packet that [`deleted_tables_are_restored`] ignores could
-/// appear again in the next check, and fail it.
+/// Checks the witness itself: it reports each packet once, although a listing of a growing nft set may lack or repeat elements.
+/// Otherwise a forbidden packet that [`deleted_tables_are_restored`] ignores could appear again and make the next check fail.
 #[test]
 fn witness_counts_each_packet_once_while_its_set_grows() {
     let ns = NetNs::new("loopback");

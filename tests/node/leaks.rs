@@ -64,7 +64,7 @@ const IPV4: [[&str; 3]; 2] = [
 /// Further addresses of the pod under test, one for each sender of [`Senders::slow`], because Linux rate-limits ICMP errors
 /// per source.
 const SLOW_SENDERS: [&str; 3] = ["10.20.1.21", "10.20.1.22", "10.20.1.23"];
-/// tcpdump filter: every inner address.
+/// tcpdump filter: packets from or to an inner address.
 const INNER: &str = "net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or net fd00:20::/32";
 
 /// Two dual-stack clusters with one node and one pod each. The node and the pod under test are those of [`TENANT`].
@@ -92,7 +92,7 @@ impl Testbed {
     }
 
     /// Writes the Peer and the PeerPolicy of `source` into `target` for both families, as a controller does.
-    async fn write_peer(&self, target: usize, source: usize) {
+    async fn write_peer_and_policy(&self, target: usize, source: usize) {
         let (target_site, source_site) = (self.clusters.site(target), self.clusters.site(source));
         self.clusters
             .peers(target_site)
@@ -297,8 +297,8 @@ async fn mesh_packets_never_leave_unencrypted() {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let mut mgmt_agent = testbed.agent(MGMT, "mgmt");
     let mut tenant_agent = testbed.agent(TENANT, "tenant");
-    testbed.write_peer(MGMT, TENANT).await;
-    testbed.write_peer(TENANT, MGMT).await;
+    testbed.write_peer_and_policy(MGMT, TENANT).await;
+    testbed.write_peer_and_policy(TENANT, MGMT).await;
     clusters.wait_until_ready(mgmt).await;
     sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
 
@@ -329,6 +329,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     step("the peer's agent is killed");
     mgmt_agent.signal(Signal::SIGKILL).expect("kill");
     mgmt_agent.wait_for_exit(TIMEOUT).await.expect("dead");
+    // The kernel rate-limits the ICMP errors that fast senders in a pod get. Senders on the host get each error.
     let mgmt_host_senders = senders
         .back
         .iter()
@@ -402,6 +403,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     let cluster = clusters.lab.cluster(tenant.cluster);
     cluster.kill_api().expect("kill the API server");
     tenant_agent = testbed.agent(TENANT, "tenant-4");
+    // The agent has Peers and PeerPolicies from its cache, so only these senders must get errors.
     senders.wait_for_errors_about_unassigned("the API server is down").await;
     tenant_agent.signal(Signal::SIGKILL).expect("kill");
     tenant_agent.wait_for_exit(TIMEOUT).await.expect("dead");

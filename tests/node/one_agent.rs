@@ -61,7 +61,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         ("192.0.2.1:1", "node.example.org:4711")
     );
 
-    // The node keeps its WireGuard address after a restart, and when a younger Node claims the same address.
+    // The node keeps its WireGuard address after a restart of the agent, and when a younger Node claims the same address.
     assert!(
         agent.terminate(TIMEOUT).await.expect("it ends").success(),
         "{}",
@@ -83,8 +83,8 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
-    // Watch events keep the order of writes. An agent that has restored the key has seen the rival Node before, and
-    // publishes its address with the key.
+    // Watch events keep the order of writes: an agent that has restored the key saw the rival Node before. It would write
+    // a changed WireGuard address in the same request.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     assert_eq!(
@@ -149,7 +149,7 @@ async fn younger_node_with_a_duplicate_address_takes_another() {
 }
 
 #[tokio::test]
-async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
+async fn agent_waits_if_kg_was_seen_and_withdraws_when_kg_returns() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(TENANT);
     let now = std::time::SystemTime::now()
@@ -224,7 +224,7 @@ async fn agent_waits_until_kg_is_gone_and_withdraws_on_its_return() {
     .await
     .expect("removed");
 
-    // `cleanup` removes no annotation of kg.
+    // `cleanup` removes no annotation of kg. The agent may have overwritten kg's key before it withdrew.
     clusters.annotate(site, KILO_KEY, kg_key).await;
     let before = clusters.annotations(site).await;
     agent.terminate(TIMEOUT).await.expect("it ends");

@@ -243,7 +243,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .expect("a CNI's rule");
     clusters.write_all_peers().await;
     kg.add_peer(&clusters, mgmt, tenant).await;
-    // The laptop's address is an allowed IP of the same peer, so kg accepts its packets without any mesh.
+    // The laptop's address is an allowed IP of the same WireGuard peer, but belongs to no mesh.
     let laptop = format!("ip addr add {LAPTOP_ADDRESS}/32 dev lo");
     clusters
         .host(tenant)
@@ -326,7 +326,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("the agent publishes its mode");
 
-    // Only new connections are checked, because the first packet of a connection fixes its NAT.
+    // Each check opens a new connection, because the first packet of a connection fixes its NAT.
     assert_eq!(
         seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         Ok(tenant.pod.to_owned())
@@ -353,7 +353,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     );
     assert_eq!(foreign_state(&clusters, mgmt).await, before);
 
-    // Addresses outside all meshes are ignored.
+    // The agent takes the mesh networks from Peers and PeerPolicies, not from the allowed IPs of kg's other peers.
     let rules = clusters
         .host(mgmt)
         .exec(["nft", "list", "set", "inet", "clustermesh", "mesh4"])
@@ -400,7 +400,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("closed");
 
-    // The member also reaches nothing without its Peer object. The simulated kg never removes the WireGuard peer.
+    // It is still blocked when its Peer object is deleted too. The simulated kg never removes the WireGuard peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     // The first attempt takes 2 s, so the agent has handled the deletion before the second.
     for _ in 0..2 {

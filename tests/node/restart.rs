@@ -1,4 +1,5 @@
-//! Tests real agents across restarts and a key rotation: they restore the cached state, and never print the private key.
+//! Tests real agents across restarts and key rotations: they restore the cached state, never print the private key, and lose few
+//! packets during a rotation.
 
 use std::{
     collections::BTreeMap,
@@ -62,7 +63,7 @@ async fn wait_for_cache(file: &Path, want: &str) {
 }
 
 #[tokio::test]
-async fn agent_without_api_server_restores_the_cached_state() {
+async fn cached_state_is_restored_unless_old_or_damaged() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let _first = clusters.agent(mgmt, "agent-mgmt");
@@ -181,7 +182,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
         .kill_api()
         .expect("kill the API server");
     let saved = fs::read(&cache).expect("the cache");
-    let mut second = clusters.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
+    let mut second = clusters.agent_with_env_and_args(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
     wait_for_page(
         &clusters,
         tenant,
@@ -190,6 +191,7 @@ async fn agent_without_api_server_restores_the_cached_state() {
     )
     .await;
     wait_for_page(&clusters, tenant, "/readyz", "waiting for the first list of").await;
+    // The agent has renamed the old cache. The next step needs a file that it can damage.
     fs::write(&cache, saved).expect("restore the cache");
     fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("set the mode");
     clusters
@@ -285,10 +287,10 @@ async fn agent_output_never_contains_the_private_key() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     // The first start creates the key, the second reads it.
-    let mut first = clusters.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
+    let mut first = clusters.agent_with_env(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
     clusters.wait_for_published(mgmt).await;
     assert!(first.terminate(TIMEOUT).await.expect("the agent exits").success());
-    let mut agent = clusters.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
+    let mut agent = clusters.agent_with_env(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
     let _second = clusters.agent(tenant, "agent-tenant");
     clusters.write_all_peers().await;
     clusters.wait_until_reaches(mgmt, tenant).await;

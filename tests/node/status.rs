@@ -188,7 +188,7 @@ spec: {policyName: agents, validationActions: [Deny]}
 "#;
 
 #[tokio::test]
-async fn agent_without_admission_policy_is_ready_and_reports_it() {
+async fn missing_admission_policy_is_reported_and_harmless() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
     let mut agent = clusters.agent(tenant, "agent-without-policy");

@@ -250,7 +250,7 @@ async fn unavailable_api_server_changes_no_working_tunnel() {
 
 // threat: peer-claims-node
 #[tokio::test]
-async fn invalid_peers_are_left_out_and_cleanup_removes_all() {
+async fn invalid_peers_are_left_out_and_cleanup_removes_kernel_state() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let before = our_kernel_state(&clusters, MGMT).await;
@@ -422,9 +422,9 @@ async fn deleted_kernel_state_is_restored() {
             if now.len() != before.len() {
                 return Err(format!("{now:#?}\n{}", agent.log()));
             }
-            let table = clusters.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
-            if !table.status.success() {
-                return Err(table.stderr);
+            let listing = clusters.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
+            if !listing.status.success() {
+                return Err(listing.stderr);
             }
             clusters.pings(mgmt, tenant).await?;
             clusters.pings(tenant, mgmt).await

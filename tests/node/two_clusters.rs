@@ -32,7 +32,8 @@ pub(crate) struct Site {
     pub(crate) address: &'static str,
     /// The node's pod network.
     pub(crate) pods: &'static str,
-    /// An address in `pods`, from which the tests ping. The node itself has it, unless the test makes a pod.
+    /// An address in `pods`, from which the tests ping. [`TwoClusters::start`] gives it to the node itself; a test
+    /// that makes a pod moves it to the pod.
     pub(crate) pod: &'static str,
     /// The network from which the node gets its WireGuard address.
     pub(crate) wireguard: &'static str,
@@ -145,7 +146,7 @@ impl TwoClusters {
                 .await
                 .expect("add a host");
             host.exec([agent_program(), "prepare"]).await.expect("prepare the node");
-            // The node itself has the pod's address, because most tests need the address but no pod.
+            // Most tests need the pod's address but no pod.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
                 .expect("an address");
@@ -219,7 +220,7 @@ impl TwoClusters {
 
     /// Starts an agent with only the privileges of the DaemonSet: NET_ADMIN, and a read-only `/proc/sys`.
     pub(crate) fn agent(&self, site: &Site, log: &str) -> Running {
-        self.agent_with(site, log, &[])
+        self.agent_with_env(site, log, &[])
     }
 
     /// Like [`Self::agent`], with `file` mounted as `/etc/resolv.conf`, as the kubelet does.
@@ -233,12 +234,12 @@ impl TwoClusters {
     }
 
     /// Like [`Self::agent`], with these environment variables.
-    pub(crate) fn agent_with(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
-        self.agent_as(site, log, variables, &[])
+    pub(crate) fn agent_with_env(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
+        self.agent_with_env_and_args(site, log, variables, &[])
     }
 
     /// Like [`Self::agent`], with these environment variables and arguments.
-    pub(crate) fn agent_as(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
+    pub(crate) fn agent_with_env_and_args(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", AGENT_PRIVILEGES, "sh", "env"]
             .map(String::from)
             .into();

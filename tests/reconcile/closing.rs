@@ -29,19 +29,17 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         env.hub().kubectl(words).await.unwrap();
     };
     annotate("kilo-clustermesh.io/quarantine=tenant-b,tenant-bb").await;
-    let wait_until_closed_is = async |cluster: &str, want: bool| {
-        wait_until(
-            format!("{cluster} to be closed: {want}"),
-            SOON,
-            async || match is_open(cluster).await {
-                open if open != want => Ok(()),
+    let wait_until_open_is = async |cluster: &str, want: bool| {
+        wait_until(format!("{cluster} to be open: {want}"), SOON, async || {
+            match is_open(cluster).await {
+                open if open == want => Ok(()),
                 open => Err(format!("open: {open}")),
-            },
-        )
+            }
+        })
         .await
         .unwrap();
     };
-    wait_until_closed_is("mgmt", true).await;
+    wait_until_open_is("mgmt", false).await;
     let message = env
         .until_condition("PolicyEnforced", "False/QuarantinePending", SOON)
         .await;
@@ -70,7 +68,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
 
     annotate("kilo-clustermesh.io/quarantine-").await;
     for cluster in ["mgmt", "tenant-a"] {
-        wait_until_closed_is(cluster, false).await;
+        wait_until_open_is(cluster, true).await;
     }
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 }

@@ -35,11 +35,11 @@ const ADDRESS: &str = "172.30.1.201";
 /// What a server sends without end. Its other responses are valid: empty lists, watches without events, and `/version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flood {
-    /// Lists of Nodes.
+    /// Lists of Nodes in which one name is endless.
     List,
-    /// Lists that need much more memory when parsed than as text.
+    /// Lists of an endless number of small values, which need much more memory when parsed than as text.
     Values,
-    /// One endless line of a watch.
+    /// Watches with one endless line.
     Line,
     /// An endless number of Nodes, in pages of normal size; no Node exceeds a limit.
     Objects,
@@ -122,10 +122,10 @@ impl Server {
         listener.set_nonblocking(true).unwrap();
         let (listener, tls) = (TcpListener::from_std(listener).unwrap(), tls.clone());
         let floods = Arc::new(AtomicUsize::new(0));
-        let counted = Arc::clone(&floods);
+        let counter = Arc::clone(&floods);
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(serve(flood, stream, tls.clone(), Arc::clone(&counted)));
+                tokio::spawn(serve(flood, stream, tls.clone(), Arc::clone(&counter)));
             }
         });
         Self { flood, address, floods }
@@ -295,7 +295,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     .unwrap();
     assert!(controller.log().contains(why), "{}", controller.log());
 
-    // Meanwhile the quarantine of a normal member takes effect, and that of a member with endless responses.
+    // Meanwhile a quarantine takes effect, both for a normal member and for a member with endless responses.
     let begun: Vec<usize> = servers.iter().map(|s| s.floods.load(Ordering::Relaxed)).collect();
     let words = [
         "annotate",

@@ -30,7 +30,7 @@ pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
 async fn apply_gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: bool) {
     let target = env.lab.cluster(cluster);
     let name = format!("clustermesh-gateway-{number}");
-    let uid = [
+    let get_uid = [
         "get",
         "pod",
         "-n",
@@ -40,7 +40,7 @@ async fn apply_gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, read
         "-o",
         "jsonpath={.metadata.uid}",
     ];
-    if target.kubectl(uid).await.unwrap().stdout.is_empty() {
+    if target.kubectl(get_uid).await.unwrap().stdout.is_empty() {
         let pod = json!({
             "apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": name, "namespace": GATEWAYS, "labels": {"app.kubernetes.io/name": GATEWAYS}},
@@ -53,7 +53,7 @@ async fn apply_gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, read
             target.apply(&object.to_string()).await.unwrap();
         }
     }
-    let pod_uid = target.kubectl(uid).await.unwrap().stdout;
+    let pod_uid = target.kubectl(get_uid).await.unwrap().stdout;
     patch_status(
         (env, cluster),
         "sandboxgateway",
@@ -207,14 +207,15 @@ async fn sandbox_enters_through_ready_gateways() {
     until_endpoints(&env, &["100.64.1.240"]).await;
     apply_gateway(&env, ("mgmt", 1), 1, true).await;
     until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
-    let now = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+    // The controller has not rewritten the SandboxAccess.
+    let access_now = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     assert_eq!(
-        now["metadata"]["resourceVersion"],
+        access_now["metadata"]["resourceVersion"],
         access["metadata"]["resourceVersion"]
     );
 
-    // The SandboxAccess survives a restart of the controller and a quarantine, which removes its grants. The deletion of the mesh
-    // removes it and the gateways' Peers in the sandbox.
+    // The SandboxAccess survives a restart of the controller. A quarantine removes only its grants. The deletion of the mesh removes
+    // the SandboxAccess and the gateways' Peers in the sandbox.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
     let _controller = env.start_controller().await;

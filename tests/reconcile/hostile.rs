@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::gateways;
 
-/// A write that is retried would be repeated within this time.
+/// If no write happens within this time, the controller retries none: it retries after a second.
 const QUIET: Duration = Duration::from_secs(5);
 /// The sandbox's SandboxAccess, in the cluster of the granted Service. Outside the sandbox, only this object and the mesh's status
 /// depend on the sandbox's nodes.
@@ -78,7 +78,7 @@ async fn writes(env: &TestEnv) -> u64 {
 async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
     let found = wait_until(format!("{want} writes, and then none"), SOON, async || {
         let found = writes(env).await - before;
-        // A write that is refused or reverted is retried after a second, so an endless series of writes may begin late.
+        // Equal counts before and after this time show that no refused or reverted write is being retried.
         tokio::time::sleep(QUIET).await;
         match writes(env).await - before {
             later if later >= want && (later == found || later > most) => Ok(later),

@@ -217,7 +217,7 @@ async fn allowed_ips_of(env: &TestEnv, peer: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn kg_restart_failure_and_election_cause_no_needless_writes() {
+async fn kg_restart_writes_nothing_and_dead_leader_is_replaced() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     let fleet = Fleet::start(&env).await;
     let mut mesh = env.mesh();
@@ -227,8 +227,8 @@ async fn kg_restart_failure_and_election_cause_no_needless_writes() {
     let _controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
 
-    // Step 1: the leader's Peer has the allowed IPs of its location, although an agent runs next to kg on each of its
-    // nodes. If an InternalIP is also the endpoint, Peers in a member that kg serves do not contain it, and the status reports that.
+    // Step 1: agents in policy mode do not own the tunnel, so the leader's Peer has the allowed IPs of its whole location. In a member that
+    // kg serves, a Peer does not contain the InternalIP that is also its endpoint. The status reports the nodes with such an InternalIP.
     env.until_peers("mgmt", &[LEADER, WEST], SOON).await;
     let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
     let of_west = ["10.2.3.0/24", "100.64.2.3/32"];

@@ -159,8 +159,8 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         "the session of the renamed Secret to have read the cluster",
         SOON,
         async || {
-            // At least two sessions respond, and every session knows its cluster's UID. The renamed Secret is in its session
-            // and in the mesh.
+            // A session has read its cluster if it knows the cluster's UID. A state with two mentions of the renamed Secret
+            // contains its session; the other mention is in the mesh.
             let state = env.page("/debug/state").await;
             let responsive = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();

@@ -182,8 +182,8 @@ async fn paused_mesh_writes_nothing_and_cleanup_can_be_forced() {
     };
     annotate("cluster.x-k8s.io/paused=true").await;
     env.until_condition("Paused", "True/Paused", SOON).await;
-    // The status counts the observed nodes, and no object is written.
-    let counted = async |nodes: i64| {
+    // The status counts the observed nodes (`agents`), and the Peers do not change.
+    let writes_nothing_and_counts = async |nodes: i64| {
         wait_until(format!("{nodes} nodes to be counted"), SOON, async || {
             let mesh = env.get_mesh().await.unwrap();
             let agents = mesh.status.unwrap().clusters[1].agents;
@@ -199,9 +199,9 @@ async fn paused_mesh_writes_nothing_and_cleanup_can_be_forced() {
         assert_eq!(peers, ["prod--tenant-a--tenant-a-1"]);
     };
     env.create_node("tenant-a", 2, 2).await;
-    counted(2).await;
+    writes_nothing_and_counts(2).await;
     env.remove_node("tenant-a", "tenant-a-1").await;
-    counted(1).await;
+    writes_nothing_and_counts(1).await;
     annotate("cluster.x-k8s.io/paused=false").await;
     env.until_peers("mgmt", &["prod--tenant-a--tenant-a-2"], SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;

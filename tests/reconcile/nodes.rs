@@ -42,7 +42,8 @@ async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
     let columns: Vec<&str> = columns.split_whitespace().collect();
     assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
 
-    // A Node publishes another endpoint, then an invalid endpoint, then none. The Peer of the other Node does not change.
+    // The endpoint in a Node's annotation changes, then becomes invalid; then the annotation is removed. The Peer of the other Node
+    // does not change.
     let before = env.peers("mgmt").await;
     env.annotate(
         "tenant-a",

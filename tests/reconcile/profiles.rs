@@ -1,6 +1,6 @@
-//! Tests changes of profiles while the controller runs. The tests record every write and check the state after each one: when
-//! a profile gets stricter, the first write for the member must already close it, and no Peer may exist without the policy
-//! of its member.
+//! Tests changes of profiles while the controller runs. The tests record every write and check the state after each one. When
+//! the profile of a member gets stricter, the member must not be open (`Recorder::is_open`) after the first write for it or
+//! any later one. No Peer may exist without the policy of its member.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ struct Write {
     revision: u64,
     name: String,
     /// `None` = the object was deleted.
-    object: Option<Openness>,
+    openness: Option<Openness>,
 }
 
 /// The part of an object's content that these tests check.
@@ -92,7 +92,7 @@ where
             writes.lock().unwrap().push(Write {
                 revision: revision(object),
                 name: object.name_any(),
-                object: (!gone).then(|| classify(object)),
+                openness: (!gone).then(|| classify(object)),
             });
         }
     }
@@ -122,13 +122,13 @@ impl Recorder {
     fn after(&self, count: usize) -> BTreeMap<String, Openness> {
         let mut objects = BTreeMap::new();
         for write in &self.writes()[..count] {
-            let key = match &write.object {
+            let key = match &write.openness {
                 Some(Openness::Peer { .. }) | None => format!("peer {}", write.name),
                 Some(Openness::Policy { .. }) => format!("policy {}", write.name),
             };
-            match &write.object {
-                Some(object) => drop(objects.insert(key, object.clone())),
-                // A Peer is `mesh--cluster--node`, a policy `mesh--cluster`, so no name is both.
+            match &write.openness {
+                Some(openness) => drop(objects.insert(key, openness.clone())),
+                // A deletion does not record the kind. No Peer (`mesh--cluster--node`) has the name of a policy (`mesh--cluster`).
                 None => {
                     objects.remove(&key);
                     objects.remove(&format!("policy {}", write.name));
@@ -240,8 +240,8 @@ async fn three_clusters() -> TestEnv {
     env
 }
 
-/// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
-/// wide, or missing.
+/// Waits until a cluster has `peers.0` Peers of `source`, and all of them are wide (`peers.1`) or none is. The policy of
+/// `source` must be wide (`Some(true)`), not wide (`Some(false)`) or missing (`None`).
 async fn until_peers_and_policy(
     env: &TestEnv,
     cluster: &str,
@@ -272,7 +272,7 @@ async fn until_peers_and_policy(
 
 // threat: profile-tightened
 #[tokio::test]
-async fn profile_changes_never_leave_wide_peers_without_policy() {
+async fn stricter_profile_closes_first_and_no_peer_lacks_a_policy() {
     const SOURCE: &str = "prod--notebooks";
     let env = three_clusters().await;
     let clusters = ["mgmt", "tenant-a", "notebooks"];
@@ -308,7 +308,7 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // The Peers are the gateways of the hub. Their policy allows only replies, but it is not closed.
+            // In `notebooks` the Peers are the gateways of the hub. Their policy allows only replies, but it is not closed.
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };

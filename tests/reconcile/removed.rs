@@ -142,8 +142,9 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Applies a second mesh of mgmt and tenant-a with other networks (no change if it exists). Waits until the controller has read both
-/// clusters, which it does only for a mesh, and does not have the first mesh any more.
+/// Applies a second mesh of mgmt and tenant-a (no change if it exists), because the controller reads a cluster only for a mesh. It has
+/// other networks, and no Peers because its members are standard. Waits until the controller has read both clusters and has lost the
+/// first mesh.
 async fn apply_second_mesh_until_read(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");

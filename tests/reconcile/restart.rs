@@ -1,5 +1,5 @@
-//! Tests that a restarted controller does not mistake a kind that it has not listed yet for one without objects. It would
-//! then delete what it derived from these objects.
+//! Tests that a restarted controller does not mistake a kind that it has not listed yet for one without objects. Otherwise
+//! it would delete what an earlier process derived from the objects of that kind.
 
 use clustermesh_api::mesh::ClusterMesh;
 use clustermesh_lab::wait_until;

@@ -1,6 +1,6 @@
-//! Tests a sandbox that is granted a Service of another cluster, on real API servers: which data of that cluster the objects in
-//! the sandbox contain, before and after the grant is revoked, and that a grant in a confined mesh needs the consent of the
-//! Service's owner.
+//! Tests a sandbox that is granted a Service of another cluster, on real API servers. The objects in the sandbox contain only the data
+//! of that cluster that the grant needs, and none after its revocation. In a confined mesh, a grant needs the consent of the Service's
+//! owner.
 
 use std::collections::BTreeMap;
 
@@ -144,8 +144,8 @@ async fn sandbox_contains_only_data_of_its_grant() {
     let inside = env.lab.cluster("mgmt").inside_kubeconfig().unwrap();
     let credentials = inside.lines().filter_map(|line| {
         let (field, value) = line.trim().trim_start_matches("- ").split_once(": ")?;
-        let secret = field.starts_with("client-") || field.starts_with("token");
-        (secret && value.len() > 16).then(|| value.to_owned())
+        let is_secret = field.starts_with("client-") || field.starts_with("token");
+        (is_secret && value.len() > 16).then(|| value.to_owned())
     });
     let target_data = [
         "mgmt-1",
@@ -257,7 +257,7 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
     };
     annotate(&format!("kilo-clustermesh.io/allowed-from=other, {NAMESPACE}")).await;
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    // The entry names no ports, so it grants both ports of the Service.
+    // The egress entry names no ports, so it grants both ports of the Service.
     wait_for_grants(2).await;
 
     // The owner of the Service revokes its consent; the mesh does not change.

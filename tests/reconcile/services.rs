@@ -1,4 +1,5 @@
-//! Tests that a mirrored Service is written for its grant, follows the endpoints, and is removed with the grant.
+//! Tests that a mirrored Service is written for its grant, follows the endpoints, and is removed with the grant, and that a user's
+//! Service of the same name is kept.
 
 use clustermesh_api::names;
 use clustermesh_lab::wait_until;
@@ -22,7 +23,7 @@ endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, ter
 
 // threat: foreign-object
 #[tokio::test]
-async fn granted_service_is_mirrored_until_grant_is_removed() {
+async fn mirrored_service_follows_its_grant_and_keeps_foreign_one() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     env.create_node("mgmt", 1, 1).await;
     env.create_node("tenant-a", 2, 1).await;

@@ -1,5 +1,5 @@
-//! Tests the conditions of a ClusterMesh that depend on Node annotations: tunnels that are down, policies that are not
-//! enforced, and anchors.
+//! Tests parts of a ClusterMesh's status: tunnels that are down and nodes without enforcement, which the agents' Node
+//! annotations report, and the anchors of anchored networks.
 
 use clustermesh_api::{annotations, names};
 use clustermesh_lab::{NAMESPACE, wait_until};
@@ -27,7 +27,7 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         env.annotate("mgmt", &node, names::NODE_AGENT, Some(&agent.to_string()))
             .await;
     };
-    let links = async || -> Vec<(String, String, i64, i64)> {
+    let broken_links = async || -> Vec<(String, String, i64, i64)> {
         let status = env.get_mesh().await.unwrap().status.unwrap();
         let links = status.broken_links.into_iter();
         links.map(|link| (link.from, link.to, link.up, link.total)).collect()
@@ -38,11 +38,11 @@ async fn broken_tunnels_are_in_status_until_repaired() {
             .map(|(from, to, up, total)| ((*from).to_owned(), (*to).to_owned(), *up, *total))
             .collect();
         wait_until(format!("broken links {want:?}"), LATER, async || {
-            let links = links().await;
-            if links == want {
+            let broken = broken_links().await;
+            if broken == want {
                 Ok(())
             } else {
-                Err(format!("{links:?}"))
+                Err(format!("{broken:?}"))
             }
         })
         .await
@@ -164,20 +164,23 @@ async fn anchored_network_survives_restart_and_node_claims() {
     let mut controller = env.start_controller().await;
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    let anchored = async || {
+    let anchors_in_status = async || {
         let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         serde_json::to_value(&rows[1].anchored).unwrap()
     };
-    let anchors = async || -> Vec<String> {
+    let anchors_in_peers = async || -> Vec<String> {
         let peers = env.peers("mgmt").await.into_iter();
         let with_network = peers.filter(|(_, peer)| peer.spec.allowed_ips.iter().any(|net| net == "10.97.0.0/16"));
         with_network
             .map(|(name, _)| name.replace("prod--tenant-a--", ""))
             .collect()
     };
-    let first = anchors().await;
+    let first = anchors_in_peers().await;
     assert_eq!(first.len(), 1);
-    assert_eq!(anchored().await, json!([{"network": "10.97.0.0/16", "nodes": first}]));
+    assert_eq!(
+        anchors_in_status().await,
+        json!([{"network": "10.97.0.0/16", "nodes": first}])
+    );
 
     // A restart changes nothing.
     assert!(
@@ -214,7 +217,7 @@ async fn anchored_network_survives_restart_and_node_claims() {
         let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         let skipped = rows[1].skipped.first();
         let refused = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");
-        let anchored = anchored().await;
+        let anchored = anchors_in_status().await;
         if refused && anchored == want {
             Ok(())
         } else {
@@ -229,5 +232,5 @@ async fn anchored_network_survives_restart_and_node_claims() {
         message.contains("overlaps 10.97.0.0/16") && message.contains("anchoredNetworks"),
         "{message}"
     );
-    assert_eq!(anchors().await, [other.unwrap()]);
+    assert_eq!(anchors_in_peers().await, [other.unwrap()]);
 }

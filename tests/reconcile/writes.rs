@@ -16,8 +16,8 @@ pub(crate) fn audit(env: &TestEnv) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| env.lab.cluster(name).audit().unwrap())
 }
 
-/// Waits for `count` passes, each of which compares its report with the status. Each is caused by a change of the mesh on
-/// which no plan depends.
+/// Causes `count` passes and waits for each: annotates the mesh, which changes no plan. Each pass compares its report with the
+/// status.
 pub(crate) async fn until_passes(env: &TestEnv, count: usize) {
     let metric = "clustermesh_controller_reconciles_total";
     for turn in 0..count {
@@ -268,6 +268,7 @@ async fn irrelevant_changes_and_restart_write_nothing() {
     .await;
     let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-9");
+    // The new Node changes the status of the mesh.
     let (mut before, mesh) = (before, after.remove("mesh"));
     assert!(mesh.is_some() && before.remove("mesh").is_some());
     assert_eq!(after, before, "{}", controller.log());

@@ -140,7 +140,7 @@ async fn controller_writes_only_labelled_objects_within_lists() {
     peer_policies_outside_lists_are_refused(&controller).await;
     grants_outside_service_list_are_refused(&controller).await;
     rules_apply_to_another_served_version(&server, &controller).await;
-    invalid_list_refuses_writes_but_not_deletions(&server, &controller).await;
+    invalid_list_refuses_writes_and_absent_list_limits_nothing(&server, &controller).await;
 }
 
 async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServer, controller: &ApiClient) {
@@ -326,8 +326,8 @@ async fn grants_outside_service_list_are_refused(controller: &ApiClient) {
     );
 }
 
-/// Adds a version whose schema accepts every field, which a later release of Kilo might serve. The same rules must apply to it, because
-/// both versions write the same stored object.
+/// Adds a version to the CRD of PeerPolicies, as a later release of Kilo might do. Its schema accepts every field. The same rules must
+/// apply to it, because both versions write the same stored object.
 async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &ApiClient) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();
@@ -378,7 +378,9 @@ async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &
     }
 }
 
-async fn invalid_list_refuses_writes_but_not_deletions(server: &ApiServer, controller: &ApiClient) {
+/// An empty or invalid list of networks refuses Peers with allowed IPs, but no deletion. Without the list, every network is allowed, but
+/// the label is still required.
+async fn invalid_list_refuses_writes_and_absent_list_limits_nothing(server: &ApiServer, controller: &ApiClient) {
     let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
     let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
     // The API server watches the ConfigMap: a change takes effect after some time.

@@ -85,8 +85,10 @@ impl ApiClient {
 
     /// Replaces the stored object, whatever its resourceVersion.
     pub(crate) async fn put(&self, path: &str, object: &Value) -> Response {
-        let stored = path.split('?').next().unwrap();
-        let stored = self.request("GET", stored, "application/json", &Value::Null).await?;
+        let object_path = path.split('?').next().unwrap();
+        let stored = self
+            .request("GET", object_path, "application/json", &Value::Null)
+            .await?;
         let mut object = object.clone();
         object["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"].clone();
         self.request("PUT", path, "application/json", &object).await

@@ -67,7 +67,7 @@ fn egress(cluster: &str) -> Value {
 }
 
 #[tokio::test]
-async fn clustermesh_rules_refuse_with_a_remedy() {
+async fn invalid_clustermesh_is_refused_with_expected_message() {
     let server = ApiServer::start().await;
     let label =
         "must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit";
@@ -85,7 +85,7 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
     // Each case: an accepted object, a refused one, and the message of the refusal.
     let cases = [
         (with(&[]), with(&[("/clusters/1/local", json!(true))]), local.to_owned()),
-        // A mesh without an entry for the hub.
+        // The accepted mesh has no entry for the hub.
         (
             with(&[("/clusters/0/kubeconfigSecretRef", json!({"name": "x"})), ("/clusters/0/local", json!(null))]),
             with(&[("/clusters/0/local", json!(null))]),
@@ -194,7 +194,7 @@ async fn clustermesh_rules_refuse_with_a_remedy() {
 }
 
 #[tokio::test]
-async fn mesh_with_every_field_is_stored_and_defaulted() {
+async fn set_fields_are_stored_and_omitted_fields_are_defaulted() {
     let server = ApiServer::start().await;
     let spec = json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
@@ -224,7 +224,7 @@ async fn mesh_with_every_field_is_stored_and_defaulted() {
 }
 
 #[tokio::test]
-async fn predecessor_manifest_applies_and_prints_its_columns() {
+async fn predecessor_manifest_applies_and_kubectl_prints_status() {
     let server = ApiServer::start().await;
     assert_eq!(
         server.apply(PREDECESSOR).await,

@@ -21,6 +21,7 @@ fn policy() -> Value {
 #[tokio::test]
 async fn invalid_field_is_refused_with_its_path() {
     let server = ApiServer::start().await;
+    // The valid policy is stored with the default `protocol`. Each case below makes one field invalid.
     let mut stored = server.dry_run(POLICIES, &policy()).await.unwrap();
     let mut expected = policy()["spec"].clone();
     for port in ["/deny/0/ports/0", "/infrastructurePorts/0"] {

@@ -33,7 +33,7 @@ async fn refused(server: &ApiServer, path: &str, object: &Value) -> String {
 }
 
 #[tokio::test]
-async fn sandboxaccess_rules_refuse_with_a_remedy() {
+async fn malformed_sandboxaccess_is_refused_with_its_field() {
     let server = ApiServer::start().await;
     let mut stored = server.dry_run(ACCESSES, &access()).await.unwrap();
     let mut expected = access()["spec"].clone();
@@ -95,7 +95,7 @@ async fn access_of_largest_sandbox_is_stored() {
     let mut object = access();
     let nodes = (0..5000_u16).map(|i| {
         json!({
-            // The maximum length of a node name that the controller writes.
+            // The longest name that the controller writes: `MAX_NODE_NAME` of the planner.
             "name": format!("{i:040}"), "publicKey": key(i), "wireguardIPs": [format!("100.80.{}.{}", 16 + i / 256, i % 256)],
         })
     });
@@ -136,9 +136,10 @@ async fn gateway_endpoints_must_be_addresses_with_ports() {
     }
 }
 
-/// If a JSONPath of a printer column has several results, the API server prints only the first.
+/// If the JSONPath of a printer column has several results, the API server prints only the first. A column of Services would hide the
+/// others.
 #[tokio::test]
-async fn listed_sandboxaccess_shows_all_services_or_none() {
+async fn sandboxaccess_columns_do_not_show_only_the_first_service() {
     let server = ApiServer::start().await;
     server.apply(&access().to_string()).await;
     let list = server.kubectl(&["get", "sandboxaccesses", "-o=wide"]).await;

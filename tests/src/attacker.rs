@@ -78,11 +78,12 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// The attacker's WireGuard device, with one peer.
+/// The attacker's WireGuard device, with at most one peer.
 pub struct Tunnel {
     pub interface: String,
     device: Mutex<Userspace>,
     configuration: Mutex<Configuration>,
+    /// Without an endpoint until [`Self::set_peer`] adds the peer.
     peer: Mutex<(PublicKey, PeerSpec)>,
 }
 
@@ -318,7 +319,7 @@ pub struct Flood {
     rounds: Arc<AtomicU64>,
     /// Counts of packets that the attacker's own kernel refused to send, by error. They never reach the target.
     unsent: Arc<Mutex<BTreeMap<String, u64>>>,
-    kinds_per_round: usize,
+    flood_packets_per_round: usize,
     started_at: Instant,
     _thread: BackgroundThread,
 }
@@ -334,7 +335,7 @@ impl Flood {
             Arc::<Mutex<BTreeMap<String, u64>>>::default(),
         );
         let (counted, failed) = (rounds.clone(), unsent.clone());
-        let kinds_per_round = packets.len();
+        let flood_packets_per_round = packets.len();
         let work = BackgroundThread::start(ns, move |stop| {
             let send = |to: IpAddr, packet: &[u8]| {
                 if let Err(error) = raw.send(to, packet) {
@@ -342,7 +343,7 @@ impl Flood {
                     *all.entry(format!("{to}: {error}")).or_default() += 1;
                 }
             };
-            for port in witness::NEW_PORTS.cycle() {
+            for source_port in witness::NEW_PORTS.cycle() {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
@@ -350,7 +351,7 @@ impl Flood {
                     match packet {
                         FloodPacket::Repeated(to, packets) => packets.iter().for_each(|packet| send(*to, packet)),
                         FloodPacket::NewConnection(from, to) => {
-                            send(to.ip(), &packets::syn(*from, to.ip(), (port, to.port())))
+                            send(to.ip(), &packets::syn(*from, to.ip(), (source_port, to.port())))
                         }
                     }
                 }
@@ -368,7 +369,7 @@ impl Flood {
         Self {
             rounds,
             unsent,
-            kinds_per_round,
+            flood_packets_per_round,
             started_at: Instant::now(),
             _thread: work,
         }
@@ -394,8 +395,8 @@ impl Flood {
     }
 
     /// The number of [`FloodPacket`]s in a round. One of them may contain several packets.
-    pub fn kinds_per_round(&self) -> usize {
-        self.kinds_per_round
+    pub fn flood_packets_per_round(&self) -> usize {
+        self.flood_packets_per_round
     }
 
     pub fn unsent(&self) -> BTreeMap<String, u64> {

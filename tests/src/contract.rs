@@ -43,7 +43,7 @@ macro_rules! each_device_test {
             deleted_device_is_reported_and_can_be_reopened
             external_device_changes_are_reported_and_repaired
             unroutable_inner_packet_gets_an_icmp_error
-            foreign_interface_is_not_changed
+            foreign_interface_and_invalid_name_are_refused
             change_of_one_of_5000_peers_keeps_all_others
             closed_device_leaves_nothing
         }

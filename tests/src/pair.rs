@@ -63,7 +63,7 @@ pub fn start_nodes() -> [Site; 2] {
         &[&right[0], &right[1]],
     );
     for (site, other) in [(a, 2), (b, 1)] {
-        // Packets that bypass the tunnel need a route, so that a capture shows them.
+        // Without this route, the kernel would drop packets that bypass the tunnel, and no capture would show them.
         site.ns.ip(&format!("route add default via 172.30.{other}.11"));
         site.ns.ip(&format!("-6 route add default via fd00:30::{other}:11"));
         site.attach_pod();
@@ -290,7 +290,7 @@ impl Site {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Waits until the agent is ready and `/readyz` reports nothing else.
+    /// Waits until `/readyz` reports that the agent is ready, and no other message.
     pub fn wait_until_ready(&self) {
         wait_until(&format!("{} to be ready", self.node()), TIMEOUT, || {
             self.page("/readyz") == "ok\n"

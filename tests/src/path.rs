@@ -61,9 +61,9 @@ pub fn policy_of(inputs: &mut Inputs) -> &mut PolicySpec {
 /// the cluster.
 fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
     let [address, bridge, pod, pods, net] = addresses;
-    let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
+    let (ns, pod_ns) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
     disable_dad(&ns);
-    disable_dad(&inner);
+    disable_dad(&pod_ns);
     for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
         ns.set_sysctl(key, "1");
     }
@@ -73,15 +73,15 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
         &ns,
         "cni0",
         &[&format!("{bridge}/{}", f.length)],
-        &inner,
+        &pod_ns,
         "eth0",
         &[&format!("{pod}/{}", f.length)],
     );
-    for (ns, via) in [(&ns, f.switch), (&inner, bridge)] {
+    for (ns, via) in [(&ns, f.switch), (&pod_ns, bridge)] {
         ns.ip(&format!("-{} route add default via {via}", f.n));
     }
     masquerade(f, &ns, pods, net);
-    (ns, inner)
+    (ns, pod_ns)
 }
 
 /// Opens a real WireGuard device and adds `address` to eth0. Needed only if outer packets have another address
@@ -112,6 +112,7 @@ fn disable_dad(ns: &NetNs) {
     }
 }
 
+/// The inputs of the first node of the hub (`key` 1) or of the member (`key` 2).
 fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     let is_hub = key == 1;
     let [wireguard, address, pods] = if is_hub {

@@ -1,4 +1,4 @@
-//! Sets up tests of the controller binary: API servers without nodes, the ServiceAccounts in `deploy/` with exactly their
+//! Sets up tests of the controller binary: API servers (mostly without nodes), the ServiceAccounts in `deploy/` with exactly their
 //! rights, and Node objects as agents annotate them.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
@@ -44,7 +44,7 @@ impl TestEnv {
         Self::start_plan(LabPlan::control_planes(names)).await
     }
 
-    /// Like [`Self::start`], for clusters that may have nodes. The controller runs on a separate host.
+    /// Like [`Self::start`], for clusters that may have nodes.
     pub async fn start_plan(plan: LabPlan) -> Self {
         let names: Vec<String> = plan.clusters.iter().map(|cluster| cluster.name.clone()).collect();
         let lab = Lab::start(plan).await.unwrap();
@@ -393,7 +393,7 @@ impl TestEnv {
         .unwrap()
     }
 
-    /// The resourceVersions of the ClusterMesh, and of the objects in all clusters whose kinds the controller writes.
+    /// The resourceVersions of the ClusterMesh, and of all objects of the kinds that the controller writes, in all clusters.
     pub async fn versions(&self) -> BTreeMap<String, String> {
         let mut versions = BTreeMap::new();
         for name in &self.names {

@@ -131,17 +131,17 @@ impl UdpFlow {
     }
 }
 
-/// Counts packets at the input hook of a network namespace that match an nftables expression.
+/// Counts the packets that match an nftables expression at the input hook of a network namespace.
 pub struct Counter<'a> {
     ns: &'a NetNs,
     table: String,
 }
 
 impl<'a> Counter<'a> {
-    pub fn new(ns: &'a NetNs, rule: &str) -> Self {
+    pub fn new(ns: &'a NetNs, expression: &str) -> Self {
         let table = unique_name("cnt");
         ns.nft(&format!(
-            "table inet {table} {{ chain in {{ type filter hook input priority filter; {rule} counter; }}; }}\n"
+            "table inet {table} {{ chain in {{ type filter hook input priority filter; {expression} counter; }}; }}\n"
         ));
         Self { ns, table }
     }

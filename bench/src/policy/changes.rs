@@ -22,7 +22,7 @@ use super::{
 const SILENCE: Duration = Duration::from_secs(1);
 /// The pause between two changes, in which the first change completes, with all status updates.
 const PAUSE: Duration = Duration::from_secs(3);
-/// Milliseconds: a connection that takes longer lost its first SYN, which TCP sends again after a second.
+/// A connection that takes longer than these milliseconds lost its first SYN. TCP sends the SYN again after a second.
 const LATE: u128 = 500;
 
 impl Measured {
@@ -53,10 +53,9 @@ impl Measured {
                 flow.wait_for_silence(SILENCE).await?;
             }
             tokio::time::sleep(PAUSE).await;
-            // A late reply may still have come during the pause, so take the last one only now.
-            let last: Vec<u128> = flows.iter().filter_map(|flow| flow.echo_times().pop()).collect();
-            let last = last.into_iter().map(|last| last.saturating_sub(changed_at));
-            let closed_after: Vec<u128> = last.collect();
+            // A late reply may still have come during the pause, so take the last reply only now.
+            let last_replies = flows.iter().filter_map(|flow| flow.echo_times().pop());
+            let closed_after: Vec<u128> = last_replies.map(|at| at.saturating_sub(changed_at)).collect();
             let changed_at = clusters.apply(&clusters.members).await?;
             let mut open_after = Vec::new();
             for flow in &flows {
@@ -77,9 +76,10 @@ impl Measured {
             let gateway = &gateways[round as usize % gateways.len()];
             self.restart(clusters, gateway).await?;
             self.replace(clusters, gateway).await?;
-            let last = self.times.iter().filter(|(time, _)| **time >= Time::Restarted);
-            let last: Vec<_> = last.map(|(time, values)| (time, values.last())).collect();
-            eprintln!("bench: round {round} of {rounds}, {}: {last:?}", gateway.name);
+            // In `Time`, the times of gateways begin with `Restarted`.
+            let of_gateways = self.times.iter().filter(|(time, _)| **time >= Time::Restarted);
+            let newest: Vec<_> = of_gateways.map(|(time, values)| (time, values.last())).collect();
+            eprintln!("bench: round {round} of {rounds}, {}: {newest:?}", gateway.name);
         }
         Ok(())
     }

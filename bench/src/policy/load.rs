@@ -1,5 +1,5 @@
-//! Measures throughput and round trips through a gateway with several numbers of grants in its table, and of a cluster-meshed member for
-//! comparison. Also measures the resources of an idle gateway.
+//! Measures throughput and round trips from a sandbox through a gateway, with several numbers of grants in the gateway's table. For
+//! comparison, measures them from a cluster-meshed member, too. Also measures the resources of idle gateways.
 
 use std::{
     net::SocketAddr,
@@ -18,11 +18,11 @@ use crate::cpu::{Cpu, resident};
 
 use super::{
     quantile,
-    test_clusters::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, TIMEOUT, TestClusters, objects},
+    test_clusters::{ECHO_PORT, EGRESS_GRANTS, LOAD_PORT, TIMEOUT, TestClusters, objects},
 };
 
 /// Numbers of grants in the table of every gateway, including those of the measured sandbox.
-const GRANTS: [usize; 3] = [OWN_GRANTS, 100, 10_000];
+const GRANTS: [usize; 3] = [EGRESS_GRANTS, 100, 10_000];
 /// The most grants that the schema allows in one SandboxAccess.
 const MAX_GRANTS_PER_ACCESS: usize = 2048;
 const IDLE_SECONDS: u32 = 60;
@@ -39,8 +39,8 @@ pub(super) struct Sample {
     pub(super) p99: f64,
     /// VmRSS of the gateway, bytes.
     pub(super) resident: Option<f64>,
-    /// Seconds from the first write of the added grants until the status of every gateway counts them (if a gateway refused some, until
-    /// these were removed).
+    /// Seconds from the first write of the added grants until the status of every gateway counts them. If a gateway did not serve the
+    /// last SandboxAccess in time, the deletion of that SandboxAccess is included.
     pub(super) applied: Option<f64>,
 }
 
@@ -98,7 +98,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
         accesses: objects(client, "SandboxAccess", "sandboxaccesses", None),
         gateways: gateways.clone(),
         count: 0,
-        grants: OWN_GRANTS,
+        grants: EGRESS_GRANTS,
     };
     for grants in GRANTS {
         let applied = fillers.grow(grants).await?;
@@ -108,7 +108,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
             let mut sandbox = sample(clusters, &clusters.sandbox_pod, through, seconds).await?;
             sandbox.grants = Some(fillers.grants);
             sandbox.resident = Some(memory(pid)?);
-            sandbox.applied = (grants > OWN_GRANTS).then_some(applied);
+            sandbox.applied = (grants > EGRESS_GRANTS).then_some(applied);
             let member = sample(clusters, &clusters.member_pod, direct, seconds).await?;
             eprintln!("bench: round {round} of {rounds}: sandbox {sandbox:?}, cluster-meshed member {member:?}");
             samples.extend([sandbox, member]);
@@ -119,7 +119,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
         .accesses
         .delete_collection(&DeleteParams::default(), &all)
         .await?;
-    fillers.grants = OWN_GRANTS;
+    fillers.grants = EGRESS_GRANTS;
     fillers.wait_until_applied().await?;
     Ok(samples)
 }
@@ -189,26 +189,26 @@ async fn sample(
     [load, echo]: [SocketAddr; 2],
     seconds: u32,
 ) -> anyhow::Result<Sample> {
-    let (half, seconds) = ((f64::from(seconds) / 2.0).to_string(), seconds.to_string());
+    let (trip_seconds, seconds) = ((f64::from(seconds) / 2.0).to_string(), seconds.to_string());
     let (host, port) = (load.ip().to_string(), load.port().to_string());
     let args = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
     let args = [&args[..], &["--connect-timeout", "5000"]].concat();
-    let run = wait_until(format!("iperf3 from {from}"), TIMEOUT, async || {
+    let bits_per_second = wait_until(format!("iperf3 from {from}"), TIMEOUT, async || {
         let run = clusters
             .lab
             .run_at(from, &args)
             .await
             .map_err(|error| error.to_string())?;
-        let run: Value = serde_json::from_str(&run.stdout).map_err(|error| format!("{error}: {run:?}"))?;
-        run["end"]["sum_received"]["bits_per_second"]
+        let report: Value = serde_json::from_str(&run.stdout).map_err(|error| format!("{error}: {run:?}"))?;
+        report["end"]["sum_received"]["bits_per_second"]
             .as_f64()
-            .ok_or_else(|| run["error"].to_string())
+            .ok_or_else(|| report["error"].to_string())
     })
     .await?;
     let (probe, socket) = (clusters.lab.probe_program()?, echo.to_string());
     let trips = clusters
         .lab
-        .run_at(from, &[&probe, "udp-trips", &socket, &half])
+        .run_at(from, &[&probe, "udp-trips", &socket, &trip_seconds])
         .await?;
     let mut trips: Vec<u128> = trips.stdout.lines().filter_map(|line| line.parse().ok()).collect();
     anyhow::ensure!(!trips.is_empty(), "no echo from {echo} to {from}");
@@ -217,7 +217,7 @@ async fn sample(
     let [p50, p99] = [0.5, 0.99].map(|share| quantile(&trips, share) as f64);
     Ok(Sample {
         grants: None,
-        gigabits_per_second: run / 1e9,
+        gigabits_per_second: bits_per_second / 1e9,
         p50,
         p99,
         resident: None,

@@ -41,7 +41,7 @@ const EGRESS: &str = "[{service: {cluster: mgmt, namespace: default, name: web},
                       {service: {cluster: mgmt, namespace: default, name: load}}, \
                       {service: {cluster: mgmt, namespace: default, name: echo}}]";
 /// The number of grants in [`EGRESS`]: one for each Service, because each has one port.
-pub(super) const OWN_GRANTS: usize = 3;
+pub(super) const EGRESS_GRANTS: usize = 3;
 
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
@@ -129,7 +129,7 @@ impl<'a> TestClusters<'a> {
         Ok(clusters)
     }
 
-    /// Waits until every gateway answers the sandbox, and the server answers the member.
+    /// Waits until the server answers the sandbox through every gateway, and answers the member directly.
     async fn wait_until_answered(&self) -> anyhow::Result<()> {
         let mut sockets = vec![(&self.member_pod, SocketAddr::new(self.server.ip, ECHO_PORT))];
         let port = self.port("echo").await?;

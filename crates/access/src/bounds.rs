@@ -76,7 +76,7 @@ impl Weight {
 /// Measures one response while it is read.
 #[derive(Debug)]
 struct Meter {
-    /// In a successful response to a watch, each line has its own limit.
+    /// Whether this is a successful response to a watch. Then each line has its own limit.
     is_watch: bool,
     /// Bytes of the response, or of the current line of a watch.
     length: usize,

@@ -147,6 +147,7 @@ mod tests {
         let uri = format!("https://api.tenant.example:{port}");
         let refused = "the kubeconfig's clusters[].cluster.server is refused: it is a loopback address";
         for answer in [&["127.0.0.1"][..], &["192.0.2.7", "127.0.0.1"], &["::ffff:127.0.0.1"]] {
+            // A second look-up would return an allowed address.
             let dialled = dial(&HubHosts::default(), &uri, &[answer, &["192.0.2.7"]]).await;
             assert_eq!(dialled, (Err(refused.to_owned()), 1), "{answer:?}");
         }

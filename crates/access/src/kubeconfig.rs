@@ -332,7 +332,8 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
     match host.parse() {
         Ok(address) => hub.check(address, port),
-        // The resolver accepts 127.1, 0x7f000001 and 2130706433 as addresses, too.
+        // A host that ends with a digit is refused, because the resolver accepts 127.1, 0x7f000001 and 2130706433 as addresses, too.
+        // `connect` checks the addresses to which any other host resolves.
         Err(_) if host.bytes().next_back().is_some_and(|b| b.is_ascii_digit()) || host.is_empty() => Err(invalid()),
         Err(_) => Ok(()),
     }
@@ -346,10 +347,10 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
 pub fn check_address(address: IpAddr) -> Result<(), Refused> {
     translated_addresses(address)
         .into_iter()
-        .try_for_each(check_untranslated)
+        .try_for_each(check_single_address)
 }
 
-fn check_untranslated(address: IpAddr) -> Result<(), Refused> {
+fn check_single_address(address: IpAddr) -> Result<(), Refused> {
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));
     }

@@ -58,8 +58,9 @@ pub enum MemberClientError {
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input. That
-/// API server must not be one of the hub's, which `hub` lists. The memory of responses in transfer is charged to `account`.
+/// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input.
+/// The kubeconfig must not lead to the hub's API server, whose hosts are in `hub`. The memory of responses in transfer is charged to
+/// `account`.
 ///
 /// # Errors
 /// The kubeconfig is refused, see [`kubeconfig::read`], or its certificates do not parse. Host names are resolved and checked at each
@@ -92,7 +93,7 @@ fn build_client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Cl
     Ok(Client::new(stack, config.default_namespace.clone()))
 }
 
-/// Returns the first error of type `E` in the chain of causes of `error`.
+/// Returns `error`, or the first of its causes, that has the type `E`.
 #[must_use]
 pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Option<E> {
     let mut next = Some(error);
@@ -117,12 +118,12 @@ pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Optio
 /// # Errors
 /// The kubeconfig cannot be read, or has no such context.
 pub async fn read_own_config(file: Option<&Path>, context: Option<&str>) -> Result<Config, KubeconfigError> {
-    let text = file.map_or_else(Kubeconfig::read, Kubeconfig::read_from)?;
+    let kubeconfig = file.map_or_else(Kubeconfig::read, Kubeconfig::read_from)?;
     let options = KubeConfigOptions {
         context: context.map(str::to_owned),
         ..KubeConfigOptions::default()
     };
-    Config::from_custom_kubeconfig(text, &options).await
+    Config::from_custom_kubeconfig(kubeconfig, &options).await
 }
 
 /// Returns the hosts of the hub's API server from `config` and from the environment variables of the pod.

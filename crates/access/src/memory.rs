@@ -1,5 +1,5 @@
 //! Limits how much of this process's memory the data of members may use: one [`Memory`] for all members, one [`Account`] for
-//! each member, and one [`Charge`] for each local table of objects, list or response of a member.
+//! each member, and one [`Charge`] for each response, each list and each object table of a member.
 
 use std::{
     fmt,

@@ -81,7 +81,7 @@ pub struct Inputs {
     /// This node.
     pub node: Node,
     /// Destinations that the underlay needs although they may lie in a mesh network: next hops, resolvers, the other nodes' InternalIPs,
-    /// `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside mesh prefixes have no
+    /// `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside the mesh networks have no
     /// effect.
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
@@ -171,8 +171,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
     };
-    // The addresses of a shared pod network are not bound to nodes: the pod CIDR of another node may contain pods of this node. A
-    // shared pod network is recognized by being anchored.
+    // The addresses of a shared pod network are not bound to nodes: the pod CIDR of another node may contain pods of this node, so
+    // it does not count as elsewhere. A shared pod network is recognized by being anchored.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
@@ -205,9 +205,9 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 /// are its WireGuard addresses, and each of its pod CIDRs and InternalIPs that lies inside its own cluster's allowedNetworks.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
-/// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source is translated to the device's
-/// address (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy exists, the
-/// agent does not know allowedNetworks, so only the WireGuard addresses count as published.
+/// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source address is translated to the
+/// device's address (SNAT). Addresses of pods in a shared pod network, which is anchored, are translated too. Before the first policy
+/// exists, the agent does not know allowedNetworks, so only the WireGuard addresses count as published.
 #[must_use]
 pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
     let allowed = aggregate(policies.iter().flat_map(PolicySpec::allowed));
@@ -244,8 +244,8 @@ impl Accepted<'_> {
 
 /// Selects the Peers to program, with one owner for each key and each allowed IP.
 ///
-/// When an anchored network moves to another anchor, the controller adds it to the new anchor's Peer before it removes it from the old
-/// one's. So the newer of two claims to a network wins, and the older Peer keeps its other allowed IPs. Of two Peers with the same key,
+/// When an anchored network moves to another anchor, the controller first updates the new anchor's Peer, then the old anchor's. So of
+/// two Peers with the same allowed IP the newer one gets it, and the older one keeps its other allowed IPs. Of two Peers with the same key,
 /// the older one is left out.
 fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
@@ -254,7 +254,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
     let mut claimed_networks: BTreeSet<IpNet> = BTreeSet::new();
     let mut out = Vec::new();
     for peer in order {
-        if let Some((reason, message)) = refuse::peer(inputs, networks, peer) {
+        if let Some((reason, message)) = refuse::peer_refusal(inputs, networks, peer) {
             refused.push(Refused {
                 object: Object::Peer(peer.name.clone()),
                 reason,
@@ -275,7 +275,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             .collect();
         let mut endpoints: Vec<SocketAddr> = peer.endpoint.map(refuse::canonical).into_iter().collect();
         for candidate in peer.candidates.iter().copied().map(refuse::canonical) {
-            if refuse::endpoint(&inputs.node, candidate).is_none() && !endpoints.contains(&candidate) {
+            if refuse::endpoint_fault(&inputs.node, candidate).is_none() && !endpoints.contains(&candidate) {
                 endpoints.push(candidate);
             }
         }

@@ -11,13 +11,12 @@ pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str
     if is("datapath-mode", &["netkit", "netkit-l2"]) {
         return Some("datapath-mode is netkit");
     }
-    // Host routing in BPF needs masquerading in BPF (unless Cilium masquerades in neither family) and the kube-proxy replacement, and
-    // can be switched off.
-    let needs_no_iptables = is("enable-bpf-masquerade", &["true"])
+    // Host routing in BPF needs the kube-proxy replacement, and masquerading in BPF or no masquerading. A setting turns it off.
+    let masquerades_without_iptables = is("enable-bpf-masquerade", &["true"])
         || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
-    let replaces = is("kube-proxy-replacement", &["true", "strict"]);
-    let legacy = is("enable-host-legacy-routing", &["true"]);
-    (needs_no_iptables && replaces && !legacy)
+    let replaces_kube_proxy = is("kube-proxy-replacement", &["true", "strict"]);
+    let uses_legacy_routing = is("enable-host-legacy-routing", &["true"]);
+    (masquerades_without_iptables && replaces_kube_proxy && !uses_legacy_routing)
         .then_some("kube-proxy-replacement and masquerading in BPF imply host routing in BPF")
 }
 

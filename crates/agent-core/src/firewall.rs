@@ -2,8 +2,10 @@
 //! one table into the next. A backend in `wg-agent` runs `nft`.
 //!
 //! The chains are fixed except for a few numbers and names ([`RuleParameters`]). Everything that changes with Peers and policies is a set
-//! element, so such a change rewrites rules only if it both adds and removes deny elements ([`update()`]). Only typed values are
-//! rendered, never text from an object.
+//! element, so most changes write only elements. The exception: if a change both adds elements to and removes elements from the sets that
+//! make rules drop packets (deny sets, such as `deny` and `closed`), the whole table is written again ([`update()`] has the reason).
+//!
+//! Only typed values are rendered, never text from an object.
 
 use std::{
     borrow::Borrow,
@@ -51,7 +53,8 @@ pub enum Scope {
     Mesh,
 }
 
-/// The numbers and names in the chains; with [`Scope::Mesh`], only `device`. If one changes, the whole table is written again.
+/// The numbers and names in the chains. With [`Scope::Mesh`] the chains contain only `device`. If one changes, the whole table is written
+/// again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleParameters {
     /// Which traffic the chains control.
@@ -177,8 +180,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .copied()
             .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
-        // Not aggregated, so that a node with a neighbouring CIDR adds one element. With aggregation, one deny element would be deleted
-        // and another added, and then `update` writes the whole table.
+        // Not aggregated, so that a node with a neighbouring CIDR only adds an element. With aggregation, one element would be deleted and
+        // another added. This is a deny set, so `update` would write the whole table.
         pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
         closed: of_family(&closed.copied().collect()),
     }

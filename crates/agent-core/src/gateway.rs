@@ -2,8 +2,8 @@
 //!
 //! A grant maps (sandbox, protocol, gateway port) to the endpoints of one port of one Service. The connection mark is the id of the
 //! grant. Every packet is matched against the current table: one from a sandbox by (sandbox, protocol, gateway port, id) and by (id,
-//! endpoint), a reply by (id, endpoint). So deleting an element also stops open connections, and after a port gets another grant,
-//! packets of connections of the earlier grant are dropped.
+//! endpoint), a reply by (id, endpoint). So deleting a grant or an endpoint also stops open connections, and after a port gets
+//! another grant, packets of connections of the earlier grant are dropped.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -48,7 +48,7 @@ pub struct Settings {
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
     pub listen_port: u16,
-    /// TCP port of `/metrics` and `/readyz`.
+    /// The admin port (TCP).
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
@@ -165,11 +165,11 @@ pub struct Compiled {
     pub table: Table,
     /// Names of the SandboxAccesses with at least one network that is not refused.
     pub served: BTreeSet<String>,
-    /// The parts that are left out.
+    /// The parts of SandboxAccesses that are left out.
     pub refused: BTreeSet<Refused>,
 }
 
-/// A part of a SandboxAccess that is not served.
+/// A part of a SandboxAccess that is not served. For [`Reason::EndpointForbidden`], only some endpoints of the grant are not served.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
     /// Name of the SandboxAccess.

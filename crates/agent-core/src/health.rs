@@ -40,11 +40,11 @@ pub const KEEPALIVE_BYTES: u64 = 32;
 /// The state of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PeerHealth {
-    /// Its session is alive, or the next handshake is not overdue yet.
+    /// Its session is alive. Or keepalives are sent to its known endpoint, and the handshake that they trigger is not overdue yet.
     Up,
     /// The peer does not reply to packets that need a reply, although its endpoint is known. Takes precedence over `Up`.
     Down,
-    /// The session is missing or expired, and the endpoint is unknown or no packet has waited long enough to call the peer down.
+    /// Neither `Up` nor `Down`: the session is missing or expired, and nothing proves that the peer fails to reply.
     Unknown,
 }
 
@@ -184,7 +184,7 @@ mod tests {
             [600, 795, 796].map(with_rare_keepalive),
             [PeerHealth::Up, PeerHealth::Up, PeerHealth::Down]
         );
-        let sending = |age| {
+        let unanswered_for_16_s = |age| {
             state(&PeerActivity {
                 handshake: Some(s(age)),
                 unanswered: Some(s(16)),
@@ -192,10 +192,10 @@ mod tests {
             })
         };
         assert_eq!(
-            [180, 181, 276].map(sending),
+            [180, 181, 276].map(unanswered_for_16_s),
             [PeerHealth::Up, PeerHealth::Down, PeerHealth::Down]
         );
-        let silent = |keepalive| {
+        let unanswered_for = |keepalive| {
             move |seconds| {
                 state(&PeerActivity {
                     handshake: Some(s(100)),
@@ -206,7 +206,10 @@ mod tests {
             }
         };
         for keepalive in [None, Some(s(25))] {
-            assert_eq!([45, 46].map(silent(keepalive)), [PeerHealth::Up, PeerHealth::Down]);
+            assert_eq!(
+                [45, 46].map(unanswered_for(keepalive)),
+                [PeerHealth::Up, PeerHealth::Down]
+            );
         }
         let new = |age| {
             state(&PeerActivity {
@@ -229,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn keepalives_are_counted_by_interval() {
+    fn max_keepalive_bytes_follow_the_interval() {
         assert_eq!([0, 5, 1000].map(|time| max_keepalive_bytes(None, s(time))), [32; 3]);
         assert_eq!(
             [0, 5, 25, 100].map(|time| max_keepalive_bytes(Some(s(25)), s(time))),
@@ -298,16 +301,16 @@ mod tests {
         }
 
         #[test]
-        fn peer_with_a_live_session_keeps_its_endpoint(some in activity(), age in 0u64..=180, since in seconds()) {
+        fn peer_with_a_live_session_keeps_its_endpoint(some in activity(), age in 0u64..=180, tried_for in seconds()) {
             let alive = PeerActivity { handshake: Some(s(age)), ..some };
-            prop_assert!(!should_try_next_endpoint(&alive, since));
+            prop_assert!(!should_try_next_endpoint(&alive, tried_for));
         }
     }
 
     #[test]
     fn next_endpoint_is_tried_only_without_a_reply() {
         assert_eq!(
-            [15, 16].map(|since| should_try_next_endpoint(&QUIET, s(since))),
+            [15, 16].map(|tried_for| should_try_next_endpoint(&QUIET, s(tried_for))),
             [false, true]
         );
         let alive = PeerActivity {

@@ -2,8 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
-/// An interface name that Linux accepts (`dev_valid_name`) and that needs no quoting anywhere: 1 to 15 letters, digits,
-/// `-`, `_`, `.`, `@`, not `.` or `..`.
+/// An interface name that Linux accepts (`dev_valid_name`) and that needs no quoting in a script or path: 1 to 15
+/// characters, each an ASCII letter, a digit, `-`, `_`, `.` or `@`; not `.` or `..`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InterfaceName(String);
 
@@ -45,7 +45,7 @@ mod tests {
 
     // threat: script-injection
     #[test]
-    fn name_with_other_characters_is_refused() {
+    fn invalid_interface_name_is_refused() {
         for text in [
             "",
             ".",

@@ -1,9 +1,9 @@
 //! Computes the MTU of the device and of routes to peers, from the path MTUs to the peers' endpoints.
 //!
-//! The device's MTU fits the largest of the path MTUs; routes to the other peers get their own, smaller MTU. So a peer whose path MTU is
-//! small, or that forges ICMP errors to make it look small, does not affect the routes to other peers. Only the default route of
-//! [`crate::numbers::TABLE_TUNNEL`] gets the smallest MTU of all. Packets on a route whose MTU is too large still arrive, because the
-//! outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
+//! The device's MTU fits the largest path MTU; routes to peers with a smaller path MTU get their own, smaller MTU. So a peer whose
+//! path MTU is small, or that forges ICMP errors to make it look small, does not affect the routes to other peers. Only the default
+//! route of [`crate::numbers::TABLE_TUNNEL`] gets the smallest MTU of all. Packets on a route whose MTU is too large still arrive,
+//! because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
 //! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
 //! multiple of 16, so that a packet that just fits still fits after padding.
@@ -63,9 +63,9 @@ pub struct Sizes {
 #[must_use]
 pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let outer = Family::V6;
-    let unknown = Path { mtu: underlay, outer }.inner_mtu();
+    let without_paths = Path { mtu: underlay, outer }.inner_mtu();
     let widest = paths.values().map(|path| path.inner_mtu()).max();
-    let device = widest.unwrap_or(unknown).max(MINIMUM);
+    let device = widest.unwrap_or(without_paths).max(MINIMUM);
     let peer_mtus = paths
         .iter()
         .filter(|(_, path)| path.inner_mtu() < device)
@@ -170,10 +170,10 @@ mod tests {
     proptest! {
         #[test]
         fn padded_packet_within_its_route_mtu_fits_the_path(
-            made in proptest::collection::vec((1280u16..=9000, proptest::bool::ANY), 1..5), length in 1u16..9000,
+            generated in proptest::collection::vec((1280u16..=9000, proptest::bool::ANY), 1..5), length in 1u16..9000,
         ) {
-            let made: Vec<_> = made.iter().map(|(m, six)| (*m, if *six { Family::V6 } else { Family::V4 })).collect();
-            let paths = paths(&made);
+            let generated: Vec<_> = generated.iter().map(|(m, six)| (*m, if *six { Family::V6 } else { Family::V4 })).collect();
+            let paths = paths(&generated);
             let sizes = auto(1500, &paths);
             for (key, path) in &paths {
                 let size = sizes.peer_mtus.get(key).copied().unwrap_or(sizes.device);

@@ -16,10 +16,11 @@ pub const RULE_MESH: u32 = 1001;
 
 /// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.
 ///
-/// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, and so often sets our bits. Together with the
-/// identity Cilium always sets at least one of the four bits (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000
-/// and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which Calico uses 0x000f0000. With kube-proxy in IPVS mode, Calico
-/// uses the whole mask: then the user must exclude our two bits from it. A mask of only 0x000f0000 is too small for IPVS mode.
+/// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, and so often sets our bits. It then always sets
+/// at least one of the four bits, too (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00), so such a mark never equals one of ours.
+/// kube-proxy uses 0x4000 and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which Calico uses 0x000f0000. With kube-proxy in
+/// IPVS mode, Calico uses the whole mask: then the user must exclude our two bits from it. A mask of only 0x000f0000 is too small for
+/// IPVS mode.
 pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;
@@ -28,14 +29,14 @@ pub const CONNECTION_MASK: u32 = 0x0030_0000;
 /// the underlay.
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
 /// Mark of packets that are routed into the tunnel, even to a destination with a `throw` route. The firewall sets it on replies to
-/// packets from the tunnel, if their destination has such a route.
+/// packets from the tunnel, if the destination of the reply has such a route.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
 
 /// Metric of `throw` routes. It is the lowest, so they win over all our other routes of the same prefix.
 pub const METRIC_THROW: u32 = 10;
 /// Metric of the routes into the device for the allowed IPs of Peers.
 pub const METRIC_PEER: u32 = 20;
-/// Metric of the fallback routes into the device, which exist only if an underlay address of this node lies in a mesh network.
+/// Metric of the fallback route into the device for a mesh prefix. It exists only if an underlay address of this node is in a mesh network.
 pub const METRIC_FALLBACK: u32 = 4095;
 /// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;

@@ -65,13 +65,13 @@ pub enum Kind {
 pub struct Plan {
     /// Addresses of the device.
     pub addresses: BTreeSet<IpAddr>,
-    /// Allowed IPs of the programmed Peers.
+    /// Allowed IPs of the Peers that are not refused.
     pub peers: BTreeSet<IpNet>,
     /// Every mesh prefix, aggregated; covers `peers`.
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes that stay on the underlay.
     pub throw: BTreeSet<IpNet>,
-    /// This node's underlay addresses. The first that lies in `mesh` is the source of its family's peer and fallback routes.
+    /// This node's underlay addresses. In each family, the first that lies in `mesh` is the source of peer and fallback routes.
     pub underlay: BTreeSet<IpAddr>,
     /// MTUs of the routes to those of `peers` whose path MTU is too small for the device's MTU ([`crate::mtu`]).
     pub mtus: BTreeMap<IpNet, u16>,

@@ -15,31 +15,31 @@ use crate::{
 /// The CRD of [`ClusterMesh`].
 #[must_use]
 pub fn cluster_mesh() -> CustomResourceDefinition {
-    clean(ClusterMesh::crd())
+    clean_crd(ClusterMesh::crd())
 }
 
 /// The CRD of [`PeerPolicy`].
 #[must_use]
 pub fn peer_policy() -> CustomResourceDefinition {
-    clean(PeerPolicy::crd())
+    clean_crd(PeerPolicy::crd())
 }
 
 /// The CRD of [`Peer`]. It accepts and refuses the same objects as Kilo's own CRD.
 #[must_use]
 pub fn peer() -> CustomResourceDefinition {
-    clean(Peer::crd())
+    clean_crd(Peer::crd())
 }
 
 /// The CRD of [`SandboxAccess`].
 #[must_use]
 pub fn sandbox_access() -> CustomResourceDefinition {
-    clean(SandboxAccess::crd())
+    clean_crd(SandboxAccess::crd())
 }
 
 /// The CRD of [`SandboxGateway`].
 #[must_use]
 pub fn sandbox_gateway() -> CustomResourceDefinition {
-    clean(SandboxGateway::crd())
+    clean_crd(SandboxGateway::crd())
 }
 
 /// All CRDs.
@@ -57,13 +57,13 @@ pub fn all() -> [CustomResourceDefinition; 5] {
 /// Removes parts of the derived schema: `nullable` (with it the API server would store a null instead of treating it as "not set"), and
 /// the defaults `false`, null and empty list, which the API server would store in every object. Replaces unsigned formats, which
 /// Kubernetes does not know, by `int64`.
-fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+fn clean_crd(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(schema) = version.schema.as_mut().and_then(|s| s.open_api_v3_schema.as_mut()) {
             let mut value = serde_json::to_value(&*schema).unwrap_or_default();
-            tidy(&mut value);
-            if let Ok(tidied) = serde_json::from_value(value) {
-                *schema = tidied;
+            clean_schema(&mut value);
+            if let Ok(cleaned) = serde_json::from_value(value) {
+                *schema = cleaned;
             }
         }
         // The derive writes empty lists, which Kilo's CRD does not have.
@@ -82,10 +82,11 @@ fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     crd
 }
 
-fn tidy(value: &mut Value) {
+fn clean_schema(value: &mut Value) {
     match value {
         Value::Object(map) => {
-            // A property can also be named `nullable`, `default` or `format`. Its value is an object, while the keyword's value is not.
+            // `nullable`, `default` and `format` can also be names of properties. The value of a property is an object, which no check
+            // below matches.
             if map.get("nullable").is_some_and(Value::is_boolean) {
                 map.remove("nullable");
             }
@@ -101,9 +102,9 @@ fn tidy(value: &mut Value) {
             {
                 map.insert("format".to_owned(), "int64".into());
             }
-            map.values_mut().for_each(tidy);
+            map.values_mut().for_each(clean_schema);
         }
-        Value::Array(items) => items.iter_mut().for_each(tidy),
+        Value::Array(items) => items.iter_mut().for_each(clean_schema),
         _ => {}
     }
 }

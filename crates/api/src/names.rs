@@ -24,7 +24,7 @@ pub const LABEL_HUB: &str = "kilo-clustermesh.io/hub";
 pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// Label that names the manager of an EndpointSlice. Each of Kubernetes' own controllers ignores slices with a value other than its own.
 pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
-/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on objects that the controller writes.
+/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on mirrored Services and their EndpointSlices.
 pub const MANAGED_BY: &str = "kilo-clustermesh.io";
 /// Label of gateway pods, with the value [`GATEWAY_APP`]; deploy/gateway.yaml sets it.
 pub const LABEL_APP: &str = "app.kubernetes.io/name";
@@ -41,10 +41,11 @@ pub const PAUSED: &str = "cluster.x-k8s.io/paused";
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
 /// ClusterMesh annotation: entries to quarantine, comma-separated, in addition to those whose `quarantine` is true.
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
-/// Annotation that `clusterctl move` sets on an object before it deletes the object in this hub. A copy exists in another hub.
+/// Annotation that `clusterctl move` sets on an object before it deletes the object in this hub. Another hub then
+/// has a copy, so the objects in the members must stay.
 pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
-/// ClusterMesh annotation: clusters, comma-separated, whose objects are left in place if they cannot be removed. `true` = every cluster,
-/// while the ClusterMesh is being deleted.
+/// ClusterMesh annotation: clusters, comma-separated, whose objects are left in place if they cannot be removed. `true` or empty = every
+/// cluster, but only while the ClusterMesh is being deleted.
 pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
 /// Service annotation: namespaces of the hub whose ClusterMeshes may grant the Service, comma-separated.
 pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
@@ -102,7 +103,7 @@ impl Naming for Names {
         policy_name(&self.hub, mesh, cluster, is_name_taken)
     }
 
-    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+    fn sandbox_id(&self, identity: &ClusterIdentity) -> String {
         hash(&[&self.hub, &identity.to_string()])
     }
 
@@ -138,9 +139,9 @@ pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, is_name_taken: bool)
 
 fn join(parts: &[&str], is_name_taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
-    // Two nodes could get the same name if a part contains `--`, or is not a valid name (`a-`, `-b`).
-    let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
-    if is_name_taken || ambiguous || readable.len() > MAX_NAME {
+    // Different parts could give the same name if one contains `--`, or is not a valid name (`a-`, `-b`).
+    let is_ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
+    if is_name_taken || is_ambiguous || readable.len() > MAX_NAME {
         format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX_LENGTH), hash())
     } else {
         readable
@@ -162,8 +163,8 @@ fn hash(parts: &[&str]) -> String {
         .collect()
 }
 
-/// Converts `text` to a valid beginning of an object name, at most `max` bytes long. Names are used in the paths of requests, and a
-/// hostile API server chooses the names of its nodes, so invalid characters are replaced.
+/// Converts `text` to a valid beginning of an object name, at most `max` bytes long. A hostile API server can choose any names for
+/// its nodes, and object names are used in the paths of requests, so invalid characters are replaced.
 fn subdomain(text: &str, max: usize) -> String {
     let trim = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
     if is_subdomain(text) {

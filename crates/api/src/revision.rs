@@ -39,9 +39,9 @@ mod tests {
 
     use super::*;
 
-    /// Agents of other versions publish these revisions on Nodes. If the hash changed, all of them would look outdated.
+    /// Agents of other versions compute revisions, too. If the hash changed, all of them would look outdated.
     #[test]
-    fn revision_covers_every_field_and_is_equal_in_all_versions() {
+    fn revision_is_a_fixed_hash_of_name_and_every_field() {
         let spec = json!({"sources": ["10.5.0.0/16"], "networks": [], "later": 7});
         let one = digest("m--a", Some(&spec));
         let revision = of_all([&one]);

@@ -46,7 +46,7 @@ pub(crate) fn anchored_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_ANCHORED, "items": cidr()})
 }
 
-/// Networks of a policy, which the controller writes. They may contain an address for each node of a member.
+/// Networks of a policy. The controller writes the policy, and its networks may contain an address for each node of a member.
 pub(crate) fn policy_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": 8192, "items": cidr()})
 }

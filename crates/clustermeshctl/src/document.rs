@@ -207,9 +207,9 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// Parses the documents in `text` and skips empty ones. JSON is valid YAML.
+/// Parses the documents in `text`. The parser leaves out empty documents, so they get no number. JSON is valid YAML.
 pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
-    // The parser's default limits are for servers and would refuse the objects of a large cluster. The other limits stay.
+    // By default the parser limits the size of its input, for use in servers. The objects of a large cluster exceed these four limits.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,

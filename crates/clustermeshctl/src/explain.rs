@@ -43,7 +43,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// The verdict for the destination: allowed if at least one of its addresses is allowed.
+    /// The verdict for the destination: allowed if one of its addresses is allowed, else unknown if one is unknown, else denied.
     fn verdict(&self) -> Verdict {
         let verdicts = self.rows.iter().map(|row| row.explanation.verdict());
         verdicts.min().unwrap_or(Verdict::Unknown)
@@ -136,11 +136,11 @@ fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
         .expect("find_sources returns at least one source")
 }
 
-/// Corrects the answers for ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so a ClusterIP is allowed
-/// only if one of its endpoints is allowed.
+/// Corrects the rows of ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so a ClusterIP is allowed only if
+/// one of its endpoints is allowed.
 ///
-/// Removes the ClusterIP of a Service that is not granted to the sandbox. Its row would suggest that a grant opens the ClusterIP, but a
-/// grant opens only gateway ports. The rows of the endpoints stay and show the same rule.
+/// Removes a ClusterIP's row that says that the sandbox has no grant: a grant would not open the ClusterIP, but only gateway ports. The
+/// rows of the endpoints stay and show the same rule.
 fn resolve_cluster_ips(rows: &mut Vec<Row>) {
     let lacks_grant = |row: &Row| {
         matches!(

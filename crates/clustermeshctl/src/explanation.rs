@@ -57,6 +57,7 @@ pub(crate) enum Verdict {
 pub(crate) enum Rule {
     Meshed,
     Granted,
+    /// The destination's cluster has no PeerPolicy CRD, so its nodes accept all packets from its Peers.
     NoPolicyHere,
     SameCluster,
     MemberUnseen,
@@ -68,7 +69,8 @@ pub(crate) enum Rule {
     TowardSandbox,
     /// The sandbox has no grant for the destination's member.
     NoGrantForMember,
-    /// The sandbox has a grant for the destination's member, but not for this address and port. Also: a mirrored Service has no endpoint.
+    /// The sandbox has a grant for the destination's member, but not for this address and port; or the destination is a mirrored
+    /// Service without endpoints, for a source of any profile.
     DestinationNotGranted,
     Quarantined,
     NoGateway,
@@ -80,6 +82,7 @@ pub(crate) enum Rule {
     InfrastructurePort,
     WireguardAddress,
     ApiServer,
+    /// The destination's cluster has PeerPolicies, but none has the source address among its sources, so packets are dropped.
     PolicyMissing,
 }
 
@@ -131,7 +134,7 @@ pub(crate) struct Route {
     /// Whether the node of that Peer is the anchor of the destination's network. If so, the server sees the address of the anchor
     /// or of another node of its cluster as the source.
     pub(crate) anchored: bool,
-    /// The Peer in the destination's cluster whose allowed IPs contain `seen_as`. Replies use this Peer, too.
+    /// The Peer in the destination's cluster whose allowed IPs contain `seen_as`: it sends the packets and receives the replies.
     pub(crate) back: Hop,
     /// The source address with which packets arrive in the destination's cluster.
     pub(crate) seen_as: IpAddr,

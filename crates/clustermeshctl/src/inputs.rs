@@ -25,7 +25,7 @@ pub(crate) struct ReadCluster {
     pub(crate) member: Member,
     /// The number of objects that are left unchanged because their mesh was not given, by mesh.
     pub(crate) left_unchanged: BTreeMap<String, usize>,
-    /// Kinds of which the cluster must have objects, but its files have none. They were probably not listed. Empty without files.
+    /// Kinds of which the cluster must have objects, but its files have none. They were probably not listed. Empty for a running cluster.
     pub(crate) not_listed: BTreeSet<&'static str>,
 }
 
@@ -218,15 +218,11 @@ impl ReadCluster {
         for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
             mark_unless_given(owner);
         }
-        let peers = member.peers.iter().flat_map(BTreeMap::values);
-        let is_of_given_mesh = |owner: &Owner| {
-            meshes
-                .iter()
-                .any(|mesh| owner.mesh.as_deref() == Some(&mesh.id.name) && owner.hub.as_deref() == Some(hub))
-        };
+        // After `mark_unless_given`, only objects of given meshes have this hub's id.
+        let mut peers = member.peers.iter().flat_map(BTreeMap::values);
+        let has_peers = peers.any(|peer| peer.owner.hub.as_deref() == Some(hub));
         // The controller writes the policy before the Peers, so Peers without a policy mean that policies were not listed. Every
         // cluster has the Service default/kubernetes and its EndpointSlice.
-        let has_peers = peers.into_iter().any(|peer| is_of_given_mesh(&peer.owner));
         let is_from_files = objects.crds.is_none();
         let not_listed = [
             (
@@ -255,7 +251,8 @@ fn member(objects: &Objects) -> Member {
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
-    // Files may have been saved at any earlier time, so the age of kg's check-ins (`last-seen`) counts from the newest one.
+    // Files may have been saved at any earlier time. So the ages of kg's check-ins (`last-seen`) are measured as in [`checkin::ages`]:
+    // from the newest check-in in the cluster.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {

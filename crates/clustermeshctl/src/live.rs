@@ -195,6 +195,7 @@ impl<'a> Hub<'a> {
             hub_networks,
             ..
         } = self.args;
+        // With `--hub-namespace`, the own namespace of the controller has no rights by default, so it need not be known.
         let namespaces = (!hub_namespaces.is_empty())
             .then(|| HubNamespaces::new(hub_namespaces, member_namespaces, hub_networks, ""));
         let mut meshes = Vec::new();
@@ -266,7 +267,7 @@ impl<'a> Hub<'a> {
     }
 }
 
-/// Returns the UID of the Namespace kube-system. The UID in the hub is the default of `--hub-id`.
+/// Returns the UID of the Namespace kube-system, which identifies the cluster.
 async fn kube_system_uid(client: &Client) -> Option<String> {
     let namespaces: Api<Namespace> = Api::all(client.clone());
     with_timeout(namespaces.get("kube-system")).await.ok()?.metadata.uid

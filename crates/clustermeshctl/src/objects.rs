@@ -1,4 +1,4 @@
-//! Reads the Kubernetes objects in documents: unpacks lists, sorts objects by kind, and deserializes each into its type.
+//! Reads the Kubernetes objects in documents: unpacks lists, groups objects by kind, and deserializes each into its type.
 //! [`crate::inputs`] makes the planner's input from them.
 
 use std::{collections::BTreeMap, fmt};
@@ -156,7 +156,7 @@ fn unpack<'a>(
     }
 }
 
-/// The remedy for a document that kubectl did not write in this form.
+/// The remedy for a document that does not have the form of kubectl's output.
 const SAVE_AGAIN: &str = "save the objects with `kubectl get KIND -A -o yaml`";
 
 /// The number of ignored objects, by kind.
@@ -176,8 +176,8 @@ pub(crate) fn read_meshes<'a>(
         }
         match item.read::<ClusterMesh>() {
             Ok((mesh, unknown)) => {
-                // An unknown field outside `status` is an error, as in kubectl. Otherwise a misspelt isolationProfile would mean the
-                // default profile.
+                // An unknown field is an error, as in kubectl. Otherwise a misspelt isolationProfile would mean the default profile.
+                // Exceptions: fields of `status`, and apiVersion and kind, which the Rust type does not have.
                 let is_relevant =
                     |field: &str| !(["apiVersion", "kind"].contains(&field) || field.starts_with("status"));
                 problems.extend(

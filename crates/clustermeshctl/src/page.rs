@@ -5,7 +5,7 @@ use std::fmt::Write;
 /// The largest width of a line, in characters.
 const WIDTH: usize = 100;
 
-/// Appends a text, wrapped between words. The first line is indented by `indent`, the others by `hang`.
+/// Appends one line of text; a long one is wrapped between words. It is indented by `indent`, its continuation lines by `hang`.
 pub(crate) fn write_line(page: &mut String, indent: usize, hang: usize, text: &str) {
     let mut column = indent;
     let _ = write!(page, "{:indent$}", "");

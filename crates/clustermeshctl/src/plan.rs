@@ -70,7 +70,7 @@ pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Proble
 /// The input as read from files and running clusters, before [`Inputs`] is made from it.
 struct RawInput {
     meshes: Vec<Mesh>,
-    /// An error is returned only after the notes are printed.
+    /// `Err` = names in `--cluster` do not match the meshes. This error is returned only after the notes are printed, others at once.
     results: Result<ReadResults, Vec<Problem>>,
     clients: BTreeMap<ClusterIdentity, Client>,
     /// Lines to print to stderr.

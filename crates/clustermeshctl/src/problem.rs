@@ -5,7 +5,7 @@ use std::fmt;
 /// A position in a file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FilePosition {
-    /// The path of the file: as given on the command line, or inside a folder that was given. `-` = standard input.
+    /// The path: FILE as on the command line, or FOLDER/FILE if the command line names the folder. `-` = standard input.
     pub(crate) file: String,
     /// Counted from 1; 0 = the whole file.
     pub(crate) line: u64,

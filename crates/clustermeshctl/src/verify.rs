@@ -240,7 +240,8 @@ impl<'a> Verify<'a> {
         report
     }
 
-    /// Returns `allowedNetworks` of a cluster, from all meshes. The cluster's own nodes and pods have these addresses.
+    /// Returns `allowedNetworks` of a cluster, from all meshes. The cluster's own nodes and pods have these addresses, so a probe of one
+    /// from this cluster would not reach another cluster.
     fn allowed_networks(&self, cluster: &ClusterIdentity) -> Vec<ipnet::IpNet> {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let entries = entries.filter(|entry| entry.identity.same_cluster(cluster));

@@ -164,6 +164,7 @@ fn infrastructure_port_flag_changes_rule_and_policy() {
             &mesh(),
         );
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
+        // The second answer is for the WireGuard address of h1.
         answer["answers"][1]["rule"].as_str().unwrap().to_owned()
     };
     assert_eq!(rule(""), "WireguardAddress");
@@ -185,7 +186,7 @@ fn infrastructure_port_flag_changes_rule_and_policy() {
 }
 
 #[test]
-fn wireguard_address_allows_only_ping() {
+fn wireguard_address_is_allowed_only_without_a_port() {
     let rules = |to: &str| {
         let answer = run(&format!("explain tenant-a/w1 {to} {INPUT} -o json"), &mesh());
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
@@ -195,6 +196,7 @@ fn wireguard_address_allows_only_ping() {
             .collect::<Vec<_>>()
     };
     // The first rule is for the node's InternalIP, which is outside allowedNetworks of mgmt, the second for its WireGuard address.
+    // Without a port the connection can be a ping, which a node's WireGuard address answers.
     assert_eq!(rules("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
     assert_eq!(rules("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
 }

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn error_of_one_object_is_not_cluster_wide() {
+    fn errors_of_one_object_and_of_the_cluster_are_told_apart() {
         assert!(!is_cluster_wide(&answer(422)) && !is_cluster_wide(&answer(409)) && !is_cluster_wide(&answer(403)));
         for code in [401, 429, 502, 503, 504] {
             assert!(is_cluster_wide(&answer(code)), "{code}");

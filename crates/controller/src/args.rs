@@ -71,12 +71,12 @@ pub struct Args {
 
 /// Accepts only text that Kubernetes accepts as the value of a label.
 fn label_value(text: &str) -> Result<String, String> {
-    let plain = |b: u8| b.is_ascii_alphanumeric();
+    let is_letter_or_digit = |b: u8| b.is_ascii_alphanumeric();
     let bytes = text.as_bytes();
     let fits = (1..=63).contains(&bytes.len())
-        && bytes.first().copied().is_some_and(plain)
-        && bytes.last().copied().is_some_and(plain)
-        && bytes.iter().all(|b| plain(*b) || b"-_.".contains(b));
+        && bytes.first().copied().is_some_and(is_letter_or_digit)
+        && bytes.last().copied().is_some_and(is_letter_or_digit)
+        && bytes.iter().all(|b| is_letter_or_digit(*b) || b"-_.".contains(b));
     if fits {
         Ok(text.to_owned())
     } else {

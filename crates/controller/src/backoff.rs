@@ -70,8 +70,9 @@ impl TokenBucket {
 
     /// The time at which the next token is available.
     pub(crate) fn ready_at(&self) -> Instant {
-        let spare = self.interval * (self.burst.saturating_sub(1));
-        self.full_at.checked_sub(spare).unwrap_or(self.full_at)
+        // One token is available before the other `burst - 1` are.
+        let time_for_others = self.interval * (self.burst.saturating_sub(1));
+        self.full_at.checked_sub(time_for_others).unwrap_or(self.full_at)
     }
 
     /// Takes a token if one is available. Returns whether it took one.
@@ -129,7 +130,7 @@ mod tests {
             let until = backoff.until();
             backoff.record_failure(until);
         }
-        // The jitter adds at most the length of the pause.
-        assert!(backoff.until() - first <= 22 * Duration::from_secs(120));
+        // Each of the 21 pauses after `first` lasts at most 60 s, or twice that with the jitter.
+        assert!(backoff.until() - first <= 21 * Duration::from_secs(120));
     }
 }

@@ -19,13 +19,13 @@ use crate::api_error;
 
 /// The longest note that the API accepts.
 const MAX_NOTE: usize = 1024;
-/// At most this many Events are published for one report of one mesh.
+/// The maximum number of Events that one call of [`EventPublisher::publish`] writes.
 const MAX_EVENTS: usize = 20;
 
 /// Timeout of the request for one Event.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One state of a mesh whose changes are published as Events.
+/// One condition or other state in a mesh. A new reason is published as an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Notice {
     /// The subject, for example `Ready` or `node tenant-a/worker-1`. Each topic has at most one notice at a time.
@@ -70,8 +70,8 @@ impl Reported {
         Self(conditions.chain(nodes).chain(links).chain(fields).collect())
     }
 
-    /// Returns the notices that were not published yet. Forgets the topics that `notices` does not contain. If such a topic returns,
-    /// it is published again.
+    /// Returns the notices whose topic has no published notice, or one with another reason. Forgets the topics that `notices` does not
+    /// contain, so a topic that returns is published again.
     pub(crate) fn unpublished(&mut self, notices: &[Notice]) -> Vec<Notice> {
         let topics: BTreeSet<&String> = notices.iter().map(|notice| &notice.topic).collect();
         self.0.retain(|topic, _| topics.contains(topic));

@@ -1,5 +1,5 @@
-//! A feed is a local table of one kind of object of one cluster, and whether the table is current ([`Trust`]). [`follow`] keeps the
-//! table up to date by list and watch, like an informer's cache. A conversion function decides what a row contains.
+//! A feed is a local table of one kind of object of one cluster. It also knows whether the table is current ([`Trust`]). [`follow`]
+//! keeps the table up to date by list and watch, like an informer's cache. A conversion function decides what a row contains.
 
 use std::{
     collections::BTreeMap,
@@ -62,8 +62,8 @@ impl<V> Row<V> {
     }
 }
 
-/// An API server that has just started responds with 403 until it has loaded its RBAC roles. Only after this time a kind that was never
-/// read counts as forbidden.
+/// How long the API server must refuse (403) a kind that was never read before the kind counts as forbidden. An API server that has just
+/// started refuses every request until it has loaded its RBAC roles.
 const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 
 /// How long after our own write lists and events may still contain the object as it was before.
@@ -76,7 +76,7 @@ const MAX_MALFORMED: usize = 1_000;
 #[derive(Debug)]
 struct Table<V> {
     rows: BTreeMap<ObjectName, Row<V>>,
-    /// Objects that do not parse, with the reason. The other rows are not affected.
+    /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
     malformed: BTreeMap<ObjectName, String>,
     trust: Trust,
     /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.

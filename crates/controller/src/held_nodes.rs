@@ -1,8 +1,8 @@
 //! Remembers since when the planner has held each Node.
 //!
-//! A held Node keeps its last Peer for at most [`HOLD`] although it publishes no key or WireGuard address, because kg removes its
-//! annotations at each restart, or (on a node of kg) an address that collides, because kg publishes its new address late. The planner is
-//! pure and has no clock, so the reconcile loop measures the time and passes it to the planner.
+//! A held Node keeps its last Peer for at most [`HOLD`]. It publishes no key or no WireGuard address, because kg removes its annotations
+//! at each restart. Or it is a node of kg whose WireGuard address collides: kg publishes a new address late. The planner is pure and has
+//! no clock, so the reconcile loop measures the time and passes it to the planner.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,7 +36,8 @@ impl HeldNodes {
     /// Adds the Nodes that `plan` holds. Returns the time until the next hold expires.
     ///
     /// Forgets the others, except remembered Nodes that the plan now skips: their hold may have expired, and if they were forgotten, the
-    /// next plan would hold them again. The plan contains no Nodes of members without an observation, so these Nodes stay, too.
+    /// next plan would hold them again. Nodes of a member without an observation stay, too, because the plan does not say whether it holds
+    /// them.
     pub(crate) fn update(&mut self, plan: &Plan, seen: &Observations, now: Instant) -> Option<Duration> {
         let mut keep: BTreeSet<(ClusterIdentity, String)> = BTreeSet::new();
         for mesh in plan.meshes.values() {

@@ -1,17 +1,17 @@
-//! The data about the hub that all sessions share: client, id, API server addresses, memory budget, permissions, settings.
+//! The data about the hub that the sessions of all members share: client, id, API server addresses, memory budget, permissions, settings.
 
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 use kube::Client;
 
-/// The hub. Every session and the reconcile loop share this value.
+/// The hub. Every [`crate::session::Session`] and the reconcile loop have a clone of this value.
 #[derive(Clone)]
 pub(crate) struct Hub {
     /// The controller's own client.
     pub(crate) client: Client,
     /// `--hub-id`, or the UID of kube-system.
     pub(crate) id: String,
-    /// Names and addresses of the hub's API servers. Kubeconfigs of members must not name them.
+    /// Names and addresses of the hub's API servers. The kubeconfig of a member must not name any of these.
     pub(crate) hosts: HubHosts,
     /// The memory budget for data of all members.
     pub(crate) memory: Memory,

@@ -128,7 +128,7 @@ impl Job {
 enum Outcome {
     /// The write succeeded. Contains the notices whose Events need no further write.
     Done(Vec<Notice>),
-    /// The object changed or was deleted in the meantime. The watch delivers the change, which starts the next pass.
+    /// The object changed or was deleted in the meantime. The watch delivers this change, and the next pass starts.
     Outdated,
     /// The hub refused the write with this status code.
     Refused(u16),
@@ -237,8 +237,8 @@ impl QueuedMesh {
             let until = self.bucket.ready_at();
             next = Some(next.map_or(until, |next| next.min(until)));
         }
-        // Events are written when the status is up to date, and after each status write. Otherwise a mesh whose status changes all the
-        // time would never get Events.
+        // Events are written when the status is up to date. They are also due after each status write, because a status that changes all
+        // the time is never up to date.
         if differs && !self.events_due {
             return Err(next);
         }
@@ -312,7 +312,8 @@ impl Queue {
             for notice in reported {
                 queued.reported.get_or_insert_default().add(notice);
             }
-            // After `Outdated` the next pass publishes new values. It may have done so already, hence `|=`.
+            // After `Outdated` there is nothing to write until a pass publishes new values. If a pass published some during the write, the
+            // mesh is already dirty and stays so.
             queued.is_dirty |= !matches!(outcome, Outcome::Outdated);
             match outcome {
                 Outcome::Refused(code) => queued.blocked.insert(kind, code),
@@ -330,6 +331,7 @@ impl Queue {
                 self.outage = None;
                 let backoff = self.refused.entry((kind, code));
                 let backoff = backoff.or_insert_with(|| Backoff::new(now, MAX_PAUSE));
+                // No effect on a new backoff, which starts with a pause.
                 backoff.record_failure(now);
             }
             Outcome::Unavailable(_) => match &mut self.outage {

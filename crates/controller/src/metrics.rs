@@ -1,4 +1,4 @@
-//! The controller's metrics. Label values are fixed words, or names of meshes, of clusters and of the Secrets with their kubeconfigs.
+//! The controller's metrics. Label values are fixed words, or names of meshes, of clusters and of kubeconfig Secrets.
 //! Names of nodes are never label values, because their number is unbounded.
 
 use std::{
@@ -47,7 +47,7 @@ struct StateLabels {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OverBudgetLabels {
-    /// The text of the member's `ClusterIdentity`, such as `Secret clustermesh/tenant-a-kubeconfig key value`.
+    /// The text of the member's `ClusterIdentity`, such as `Secret NAMESPACE/NAME key KEY`.
     member: String,
     limit: &'static str,
 }

@@ -1,7 +1,7 @@
 //! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
 //!
-//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It does the same for gateways
-//! and their SandboxAccesses; for them the current revision is always `enforcement::APPLIED`.
+//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It finds gateways with outdated
+//! SandboxAccesses in the same way; a gateway's current revision is always `enforcement::APPLIED`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,12 +17,14 @@ use clustermesh_core::{
 #[derive(Debug, Default)]
 pub(crate) struct OutdatedAgents(BTreeMap<ClusterIdentity, BTreeMap<String, Outdated>>);
 
+/// An agent whose last reported revision is outdated.
 #[derive(Debug)]
 struct Outdated {
     /// The revision that the agent last reported. A new revision restarts the time even if it is outdated, too, because the change
     /// proves that the agent applies policies.
     revision: String,
     since: Instant,
+    /// The revision has been outdated for at least [`GRACE`].
     is_overdue: bool,
 }
 
@@ -92,7 +94,7 @@ mod tests {
 
     // threat: outdated-agent
     #[test]
-    fn agent_with_unchanged_old_revision_is_outdated_after_grace() {
+    fn agent_with_unchanged_old_revision_is_overdue_after_grace() {
         let (mut agents, start) = (OutdatedAgents::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut update = |second, current: Option<&str>, enforced: &[(&str, &str)]| {

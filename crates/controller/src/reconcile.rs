@@ -44,7 +44,8 @@ use status::{Reports, truncate_to_seconds};
 
 /// The next pass runs after this time even if nothing changes.
 const RESYNC: Duration = Duration::from_secs(30);
-/// The next pass runs after this time while the report of a mesh waits, or the ClusterMeshes were not listed yet.
+/// The next pass runs after this time if the report of a mesh waits for writes or observations, or if the ClusterMeshes were not listed
+/// yet.
 const PENDING_RESYNC: Duration = Duration::from_millis(500);
 
 /// One member: the session that observes it, and the writer that changes it.
@@ -192,7 +193,8 @@ impl Reconciler {
         self.update_debug_view(&pass);
 
         let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
-        // The time at which the next node of `kg` becomes silent. A time in the past is from a member that cannot be observed now.
+        // The time at which the next node of `kg` becomes silent. Times in the past are left out: they are from members that cannot be
+        // observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [
@@ -328,7 +330,7 @@ fn count_outstanding(
     seen: &Observations,
     steps: &BTreeMap<ClusterIdentity, Vec<Step>>,
 ) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
-    let paused = |step: &Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
+    let is_paused = |step: &&Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
     let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
         compute_steps(plan, seen, diff_if_resumed)
     } else {
@@ -336,7 +338,7 @@ fn count_outstanding(
     };
     let resumed = resumed
         .iter()
-        .map(|(identity, steps)| (identity, steps.iter().filter(|step| paused(step)).collect::<Vec<_>>()));
+        .map(|(identity, steps)| (identity, steps.iter().filter(is_paused).collect::<Vec<_>>()));
     let steps = steps.iter().map(|(identity, steps)| (identity, steps.iter().collect()));
     let mut outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> = BTreeMap::new();
     for (identity, steps) in steps.chain(resumed) {
@@ -397,9 +399,9 @@ fn compute_interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<Clu
             interest
                 .pods
                 .extend(cluster.exports.iter().map(|export| export.namespace.clone()));
-            // A Service of this cluster may already have the name of the mirrored Service. It must not be overwritten.
-            let local = cluster.egress.iter().map(|grant| grant.local.clone());
-            interest.services.extend(local.collect::<BTreeSet<ObjectName>>());
+            // The planner must know whether a Service already has the name of a mirrored Service, so that it is not overwritten.
+            let mirrored = cluster.egress.iter().map(|grant| grant.local.clone());
+            interest.services.extend(mirrored.collect::<BTreeSet<ObjectName>>());
             for grant in &cluster.egress {
                 if let Some(identity) = identity(&grant.cluster) {
                     wanted

@@ -49,8 +49,8 @@ pub(crate) struct MemberDetails {
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// When the objects of the mesh in the member became as planned; until then, the time of the last pass. `None` = not known yet
-    /// after a start of the controller.
+    /// The last pass that found an object of the mesh in the member different from the plan. If no pass did since the controller
+    /// started: the value in the previous status, else the first pass that found all as planned. `None` = not known yet.
     pub(crate) last_sync: Option<meta::Time>,
 }
 

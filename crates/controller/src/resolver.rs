@@ -66,8 +66,8 @@ impl Resolver {
     }
 }
 
-/// Collects the host names that Nodes publish, for members that are cluster-meshed in all their meshes. A sandbox must not choose which
-/// names are looked up, even if another mesh has its cluster as cluster-meshed.
+/// Collects the host names that Nodes publish, only for clusters that are cluster-meshed in all their meshes. A cluster that is a sandbox
+/// in any mesh must not choose which names are looked up.
 pub(crate) fn collect_names(meshes: &[Mesh], seen: &Observations) -> NamesByMember {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let is_meshed_everywhere = |cluster: &&Cluster| {
@@ -122,8 +122,8 @@ async fn run<F>(
         let due = queue.due().filter(|_| lookups.len() < MAX_LOOKUPS);
         tokio::select! {
             Some((member, name, found)) = lookups.next() => {
-                let is_wanted = wanted.borrow().values().any(|names| names.contains(&name));
-                if is_wanted && store(&addresses, &name, found.as_ref()) {
+                let is_still_wanted = wanted.borrow().values().any(|names| names.contains(&name));
+                if is_still_wanted && store(&addresses, &name, found.as_ref()) {
                     changed.notify_one();
                 }
                 queue.finish(&member, name, Instant::now() + REFRESH);

@@ -117,8 +117,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let (_resume, resumed) = tokio::sync::watch::channel(0);
         feed::follow(&resource, &followed, resumed).await;
     });
-    // The first session needs these addresses to refuse kubeconfigs that name the hub's API server. If the hub does not answer, the
-    // start continues after a timeout.
+    // Must come before the first connection to a member: with these addresses, kubeconfigs that name the hub's API server are refused.
+    // If the hub does not answer, the start continues after a timeout.
     refresh_hub_addresses(&client, &hosts).await;
     let (refresh_client, refreshed_hosts) = (client.clone(), hosts.clone());
     let refresh_task = tokio::spawn(async move {
@@ -128,14 +128,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         }
     });
 
-    let counted = metrics.clone();
-    // All charges together stay below twice this value (see [`Memory`]), so at least a quarter of `--memory-limit`
+    let budget_metrics = metrics.clone();
+    // The data of all members together stays below twice this value (see [`Memory`]), so at least a quarter of `--memory-limit`
     // remains for other memory.
     let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
     let memory = Memory::new(memory, move |member, over| {
         // The level is debug because this may happen many times per minute. The feed logs once, with the reason, that it is not current.
         tracing::debug!(member, limit = over.label(), %over, "data of the member exceeds its budget");
-        counted.count_over_budget(member, over.label());
+        budget_metrics.count_over_budget(member, over.label());
     });
     let hub = Arc::new(Hub {
         client: client.clone(),
@@ -157,13 +157,15 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     );
     let heartbeat = liveness.watch("reconcile", STUCK_AFTER);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
-    let (mut pause, mut wait) = (Duration::ZERO, Duration::ZERO);
+    // The next pass is due `interval` after the last one, or after a change, but not before `pause` has passed. A changed
+    // ClusterMesh starts it at once.
+    let (mut pause, mut interval) = (Duration::ZERO, Duration::ZERO);
     loop {
         let due = async {
             tokio::time::sleep(pause).await;
             tokio::select! {
                 () = changed.notified() => {}
-                () = tokio::time::sleep(wait.saturating_sub(pause)) => {}
+                () = tokio::time::sleep(interval.saturating_sub(pause)) => {}
             }
         };
         tokio::select! {
@@ -175,14 +177,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             anyhow::bail!("the task that watches ClusterMeshes ended unexpectedly");
         }
         let started = Instant::now();
-        wait = tokio::select! {
-            wait = reconciler.pass() => wait,
+        interval = tokio::select! {
+            interval = reconciler.pass() => interval,
             () = stop.cancelled() => break,
         };
         heartbeat.beat();
-        // The controller is ready when `first_list` and `first_plan` are dropped.
-        if meshes.trust() == Trust::Live && first_list.take().is_some() {
-            first_plan.take();
+        // Dropping both makes the controller ready. A plan before the first list does not count.
+        if meshes.trust() == Trust::Live {
+            drop((first_list.take(), first_plan.take()));
         }
         let took = started.elapsed();
         pause = (took * 2).min(MAX_PAUSE);

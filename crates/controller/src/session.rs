@@ -42,7 +42,7 @@ const MAX_RECONNECT_DELAY: u64 = 5_000;
 /// The objects that a session reads only because meshes need them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// Services in the grants: granted Services in the member that has them, mirrored Services in the member that may use them.
+    /// The member's own Services that are granted to others, and the names of mirrored Services for the member's own grants.
     pub(crate) services: BTreeSet<ObjectName>,
     /// Namespaces whose pods are exported.
     pub(crate) pods: BTreeSet<String>,
@@ -190,8 +190,8 @@ impl Session {
         self.shared.feeds.silence_due()
     }
 
-    /// Whether the member has been without a fresh observation for less than [`GRACE`], so that its problem is not reported yet.
-    /// Missing credentials do not count.
+    /// Whether the member has been without a fresh observation for less than [`GRACE`]. Its problem is not reported yet.
+    /// False if the credentials are missing.
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
         !matches!(connection.credentials, Credentials::Missing(_))
@@ -306,7 +306,7 @@ fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// Returns the problem of the first feed that is not current. `None` = all feeds are current.
+/// Returns the first problem of a feed. `None` = each feed is current, or its kind is not installed.
 fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,
@@ -335,7 +335,7 @@ async fn with_timeout<T>(request: impl Future<Output = Result<T, kube::Error>>) 
 /// A request of the probe that failed.
 #[derive(Debug)]
 struct ProbeError {
-    /// The API server responded, so it is running.
+    /// Whether the API server responded. If so, it is running.
     is_answer: bool,
     why: String,
 }

@@ -1,12 +1,13 @@
 //! Computes how long ago kg, Kilo's agent, last checked in for each node (`kilo.squat.ai/last-seen`, Unix seconds).
 //!
 //! The clocks of the nodes and of the observer may differ, so an age is measured from the newest check-in in the same cluster.
-//! The controller measures from the arrival of each check-in instead, and needs these ages only for the first value of a node.
+//! The controller measures from the arrival of each check-in instead. It uses these ages only for the first check-in that it reads of
+//! a node.
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and removes a node
-/// from Kilo's own mesh after 60 s without a check-in, 5 s before the node is silent here.
+/// A node is silent when its kg has not checked in for this long. kg checks in every 30 s. After 60 s without
+/// a check-in, the other nodes' kg removes the node from Kilo's own mesh; 5 s later it counts as silent here.
 pub const SILENT_AFTER: Duration = Duration::from_secs(65);
 
 /// Returns the age of each node's last check-in, measured from the newest one. `now` is the observer's Unix time. If the newest check-in

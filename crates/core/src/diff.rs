@@ -94,8 +94,9 @@ pub struct Step {
 /// Lists all writes into the member `identity`, for all meshes, in order; empty if the member matches its plan.
 ///
 /// PeerPolicies and SandboxAccesses are written first and PeerPolicies are deleted last, so that no Peer exists without its policy.
-/// A Peer that is renamed is deleted under its old name before it is created under the new one. Any other prefix that moves is added to
-/// its new Peer before it is removed from the old one. Of the other steps for Peers, deletes precede updates, and updates creates.
+/// A Peer that is renamed is deleted under its old name before it is created under the new one. A prefix that moves between
+/// other Peers is added to its new Peer before it is removed from the old one. All other steps for Peers come in the order: deletes,
+/// updates, creates.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -121,12 +122,12 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
-/// Compares all kinds. The number of a step is its phase, the position in the order of [`diff`]:
+/// Compares all kinds, and sorts the steps by their phase:
 ///
 /// - 0: creates and updates of PeerPolicies, and all steps of SandboxAccesses
 /// - 1 to 5: Peers ([`PeerOrder::phase`]); also deletes of EndpointSlices (3) and mirrored Services (4)
-/// - 6: mirrored Services
-/// - 7: EndpointSlices
+/// - 6: creates and updates of mirrored Services
+/// - 7: creates and updates of EndpointSlices
 /// - 8: deletes of PeerPolicies
 fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     let mut steps: Vec<(u8, Step)> = Vec::new();
@@ -286,9 +287,11 @@ impl<'a> Differ<'a> {
         }
     }
 
-    /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept. An absent mesh may have been moved
-    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if an active mesh replaces them
-    /// (`superseded`).
+    /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept.
+    ///
+    /// The mesh of an orphan may have been moved to another hub (`clusterctl move`) rather than deleted, so an orphan is deleted only if an
+    /// active mesh replaces it (`superseded`). Objects of a paused mesh are kept. Objects of a source in `sources_not_fresh` are kept
+    /// unless their mesh is being deleted.
     fn mesh_allowing_delete(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
@@ -307,8 +310,8 @@ impl<'a> Differ<'a> {
         }
     }
 
-    /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if its own mesh is
-    /// absent ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
+    /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if it is an
+    /// orphan ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
     fn compare<K: Ord + Clone, V: Clone>(
         &self,
         existing: BTreeMap<K, (&Owner, Option<&V>)>,

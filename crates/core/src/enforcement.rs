@@ -30,7 +30,7 @@ pub const IPVS_REMEDY: &str = "set mode: nftables (or iptables) in kube-proxy's 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unenforced {
     /// Nodes on which packets bypass netfilter ([`Bypass::Netfilter`]), with the reason that the agent reports.
-    pub bypassed: BTreeMap<String, String>,
+    pub without_netfilter: BTreeMap<String, String>,
     /// Nodes on which kube-proxy's IPVS translates Service addresses after the policies ([`Bypass::Ipvs`]).
     pub ipvs: BTreeSet<String>,
     /// Nodes on which Kilo's `kg` runs without wg-agent.
@@ -44,21 +44,21 @@ pub struct Unenforced {
 /// How long an agent or gateway may report an outdated revision. It enforces a change at once, and reports the new revision within 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
 
-/// Whether an agent that reports the revision `reported` enforces PeerPolicies other than those of the revision `current`. An agent
+/// Whether an agent that reports the revision `reported` does not enforce the current PeerPolicies, whose revision is `current`. An agent
 /// that reports no revision is too old to report one, so it does not count.
 #[must_use]
 pub fn is_outdated(reported: &str, current: &str) -> bool {
     !reported.is_empty() && reported != current
 }
 
-/// The value that [`applied_by_gateways`] returns for a gateway that is up to date.
+/// The value that [`outdated_accesses`] returns for a gateway that is up to date.
 pub const APPLIED: &str = "applied";
 
 /// Returns a report for each gateway with a pod: the SandboxAccesses that it enforces in an outdated generation or after their
 /// deletion, each with the enforced generation; [`APPLIED`] = there are none. A SandboxAccess that the gateway has never applied
 /// opens nothing, so it does not count. The result is empty if SandboxAccesses cannot be read.
 #[must_use]
-pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
+pub fn outdated_accesses(member: &Member) -> BTreeMap<String, String> {
     let Some(accesses) = &member.accesses else {
         return BTreeMap::new();
     };
@@ -88,15 +88,17 @@ const MAX_LISTED: usize = 10;
 /// revocations that are not yet in effect.
 #[must_use]
 pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<PendingRevocation>) -> Condition {
-    let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
-    let bypassed = bypassed.map(|(cluster, member)| {
-        let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
+    let without_netfilter = members
+        .iter()
+        .filter(|(_, member)| !member.without_netfilter.is_empty());
+    let without_netfilter = without_netfilter.map(|(cluster, member)| {
+        let reasons: BTreeSet<&str> = member.without_netfilter.values().map(String::as_str).collect();
         let reasons: Vec<&str> = reasons.into_iter().take(3).collect();
         format!(
             "on {} of cluster {cluster:?} the CNI forwards packets of pods without netfilter ({:?}): PeerPolicies do not apply to \
              them, and pods there may fail to reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
              kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium",
-            list_nodes(member.bypassed.keys()),
+            list_nodes(member.without_netfilter.keys()),
             reasons.join("; "),
         )
     });
@@ -108,7 +110,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             list_nodes(member.ipvs.iter())
         )
     });
-    let bypassed = bypassed.chain(ipvs);
+    let bypassed = without_netfilter.chain(ipvs);
     let outdated = members.iter().filter(|(_, member)| !member.outdated.is_empty());
     let outdated = outdated.map(|(cluster, member)| {
         format!(
@@ -147,11 +149,11 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         (&bypassed, DATAPATH_BYPASSED),
         (&without_agent, "NoAgent"),
     ];
-    let reason_of_nodes = reasons_by_urgency
+    let reason_of_reports = reasons_by_urgency
         .into_iter()
         .find(|(messages, _)| !messages.is_empty())
         .map(|(_, reason)| reason);
-    let Some(reason) = pending.first().map(|pending| pending.reason()).or(reason_of_nodes) else {
+    let Some(reason) = pending.first().map(|pending| pending.reason()).or(reason_of_reports) else {
         return Condition {
             kind: "PolicyEnforced",
             status: true,
@@ -207,9 +209,9 @@ mod tests {
         observe::{AccessSpec, Gateway, ObservedAccess, Owner},
     };
 
-    fn bypassed(nodes: &[String]) -> Unenforced {
+    fn without_netfilter(nodes: &[String]) -> Unenforced {
         Unenforced {
-            bypassed: nodes
+            without_netfilter: nodes
                 .iter()
                 .map(|node| (node.clone(), "datapath-mode is netkit".to_owned()))
                 .collect(),
@@ -228,13 +230,13 @@ mod tests {
     }
 
     #[test]
-    fn bypassed_nodes_are_listed_with_reason_and_remedy() {
+    fn unprotected_nodes_are_listed_with_reason_and_remedy() {
         let without_agent = Unenforced {
             without_agent: ["k1".to_owned()].into(),
             ..Unenforced::default()
         };
         let members = [
-            ("a".to_owned(), bypassed(&["n2".to_owned(), "n1".to_owned()])),
+            ("a".to_owned(), without_netfilter(&["n2".to_owned(), "n1".to_owned()])),
             ("b".to_owned(), without_agent.clone()),
         ];
         let members = members.into();
@@ -270,21 +272,24 @@ mod tests {
     fn node_with_outdated_policies_is_listed_with_remedy() {
         let behind = Unenforced {
             outdated: ["w2".to_owned()].into(),
-            ..bypassed(&["w1".to_owned()])
+            ..without_netfilter(&["w1".to_owned()])
         };
         let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
         assert_eq!(
             (policy_enforced.status, policy_enforced.reason),
             (false, "PolicyOutdated")
         );
-        let (outdated, bypassed) = policy_enforced.message.split_once("; ").unwrap();
+        let (outdated, without_netfilter) = policy_enforced.message.split_once("; ").unwrap();
         assert_eq!(
             outdated,
             "on Node w2 of cluster \"a\" wg-agent has reported an outdated revision of the PeerPolicies for 15 s or longer: it is \
              dead, or cannot read them or write its table. Access that was revoked since then may still be open there. See the log \
              of its pod there, and `wg-agent status` on the node"
         );
-        assert!(bypassed.starts_with("on Node w1 of cluster"), "{bypassed}");
+        assert!(
+            without_netfilter.starts_with("on Node w1 of cluster"),
+            "{without_netfilter}"
+        );
     }
 
     #[test]
@@ -312,11 +317,11 @@ mod tests {
             ..Member::default()
         };
         for (name, applied, exists) in [
-            ("same", &[("a", 2), ("b", 1)][..], true),
-            ("new", &[], true),
-            ("behind", &[("a", 1), ("b", 1)], true),
-            ("keeps", &[("a", 2), ("deleted", 7)], true),
-            ("gone", &[("a", 1)], false),
+            ("current", &[("a", 2), ("b", 1)][..], true),
+            ("without-access", &[], true),
+            ("outdated", &[("a", 1), ("b", 1)], true),
+            ("keeps-deleted", &[("a", 2), ("deleted", 7)], true),
+            ("without-pod", &[("a", 1)], false),
         ] {
             let name = ObjectName {
                 namespace: "gateways".into(),
@@ -324,17 +329,17 @@ mod tests {
             };
             member.gateways.insert(name, gateway(applied, exists));
         }
-        let reports = applied_by_gateways(&member);
+        let reports = outdated_accesses(&member);
         let reports: Vec<(&str, &str)> = reports.iter().map(|(name, report)| (&**name, &**report)).collect();
         let want = [
-            ("gateways/behind", "a 1"),
-            ("gateways/keeps", "deleted 7"),
-            ("gateways/new", APPLIED),
-            ("gateways/same", APPLIED),
+            ("gateways/current", APPLIED),
+            ("gateways/keeps-deleted", "deleted 7"),
+            ("gateways/outdated", "a 1"),
+            ("gateways/without-access", APPLIED),
         ];
         assert_eq!(reports, want);
         let behind = Unenforced {
-            gateways: ["gateways/behind".to_owned()].into(),
+            gateways: ["gateways/outdated".to_owned()].into(),
             ..Unenforced::default()
         };
         let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
@@ -345,7 +350,7 @@ mod tests {
         assert!(
             policy_enforced
                 .message
-                .starts_with("gateway gateways/behind of cluster \"a\" has not applied"),
+                .starts_with("gateway gateways/outdated of cluster \"a\" has not applied"),
             "{}",
             policy_enforced.message
         );
@@ -363,7 +368,7 @@ mod tests {
     #[test]
     fn list_of_many_nodes_is_shortened() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
-        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into(), &BTreeSet::new()).message;
+        let message = condition(&[("a".to_owned(), without_netfilter(&nodes))].into(), &BTreeSet::new()).message;
         assert!(
             message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
             "{message}"

@@ -72,13 +72,13 @@ impl HubNamespaces {
         }
         for flag in hub_namespaces {
             // A namespace that is limited to a more restrictive profile than cluster-meshed may use only listed networks.
-            let has_list = flag.profile_limit > Profile::ClusterMeshed || !flag.networks.is_empty();
+            let is_limited = flag.profile_limit > Profile::ClusterMeshed || !flag.networks.is_empty();
             add(
                 &flag.namespace,
                 Rights {
                     allows_local: true,
                     profile_limit: flag.profile_limit,
-                    networks: has_list.then(|| flag.networks.clone()),
+                    networks: is_limited.then(|| flag.networks.clone()),
                 },
             );
         }
@@ -145,7 +145,7 @@ impl HubNamespaces {
             })
     }
 
-    /// The message about the first network of an entry that the flags do not list for this namespace, with the remedy.
+    /// Returns a message with the remedy, if an entry has a network that the flags do not allow in this namespace.
     fn unlisted_network(&self, rights: &Rights, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         rights.networks.as_ref()?;
         for entry in clusters {
@@ -195,9 +195,11 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Reduces a mesh to what its namespace allows. If the networks of the namespace are limited, or it has no rights, this removes
-    /// networks outside the lists, and resets the profile and quarantine of the local entry. Sets [`Cluster::confined_to`] of the local
-    /// entry. A refused mesh that is not in deletion is also reduced, because it still takes part in the plan.
+    /// Reduces a mesh to what its namespace allows, also a refused one, because that still takes part in the plan.
+    ///
+    /// If the networks of the namespace are limited, or it has no rights, this removes networks outside the lists, and ignores the
+    /// profile and quarantine of the local entry, which would restrict the hub in all meshes. If the profiles are limited, it confines
+    /// the local entry ([`Cluster::confined_to`]).
     pub fn reduce_to_allowed(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);

@@ -24,6 +24,7 @@ pub enum KeyError {
 }
 
 /// The points whose order divides 8 (RFC 7748 §6.1: the shared secret would be zero), in all encodings whose highest bit is 0.
+/// The bytes are in little-endian order; p = 2^255 - 19 is the prime of the field.
 const LOW_ORDER: [[u8; 32]; 7] = {
     let mut p_minus_1 = [0xff; 32];
     p_minus_1[0] = 0xec;
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_base64_key_is_refused() {
+    fn malformed_key_is_refused() {
         for text in [
             "",
             "not-base64",

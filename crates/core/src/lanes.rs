@@ -1,8 +1,8 @@
-//! Splits the steps for one member by source, so that the writer can rate limit each source separately. Steps that revoke something
-//! get their own list, so that other steps do not delay them.
+//! Splits the steps for one member by source, so that the writer can rate limit each source separately. Sources share a group if a
+//! prefix or a key moves between them, because then the order matters across sources.
 //!
-//! In each list of a group the steps have the order of [`crate::diff::diff`]; `revoking` is written before `rest`. Sources share a
-//! group if a prefix or a key moves between them, because then the order matters across sources.
+//! Each group has two lists. `revoking` is written before `rest`, so that other steps do not delay steps that revoke something. In
+//! each list the steps have the order of [`crate::diff::diff`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,9 +21,14 @@ pub type Source = (MeshId, String);
 /// The steps of one group of sources.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
-    /// Steps that may revoke something: creates and updates of PeerPolicies (all of them, because no Peer may be written before
-    /// them), all steps of SandboxAccesses, updates of Peers that lose prefixes, gain none and keep their key, and deletes of Peers,
-    /// Services and EndpointSlices. The step of a Peer whose prefix moves to another Peer is not among them, unless the Peer is renamed.
+    /// Steps that may revoke something:
+    /// - creates and updates of PeerPolicies, also those that revoke nothing, because no Peer may be written before them
+    /// - all steps of SandboxAccesses
+    /// - updates of Peers that lose prefixes, gain none and keep their key
+    /// - deletes of Peers, Services and EndpointSlices
+    ///
+    /// Exception: if a prefix moves from a Peer to another one, the step of the Peer that loses it is in `rest`, unless that Peer is
+    /// renamed (another step creates a Peer with its key).
     pub revoking: Vec<Step>,
     /// All other steps.
     pub rest: Vec<Step>,
@@ -88,7 +93,7 @@ fn is_revoking(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, Obser
     }
 }
 
-/// A prefix or key that moves from one Peer to another.
+/// A prefix that moves from one Peer to another, or the key of a Peer that is created. An existing Peer with such a key is renamed.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Moved {
     Prefix(IpNet),
@@ -201,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_deletes_and_narrowed_peers_are_revoking() {
+    fn policy_updates_peer_deletes_and_narrowings_are_revoking() {
         let member = member(&[
             ("gone", "a", spec(1, &["10.1.0.0/24"])),
             ("narrower", "a", spec(2, &["10.2.0.0/24", "10.2.1.0/24"])),

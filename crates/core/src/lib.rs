@@ -1,4 +1,4 @@
-//! Plans all meshes: computes the desired objects in each member cluster, the writes that create them, and the status.
+//! Plans all meshes: computes the desired objects in each member cluster, the writes that lead to them, and the status.
 //!
 //! [`plan::plan`] turns all meshes and the observed state of their members into one [`plan::Plan`]. [`diff::diff`] lists the
 //! writes for one member. [`status`] derives the conditions of a mesh. Everything here is a pure function over plain values:
@@ -25,7 +25,7 @@
 //! #     fn policy(&self, mesh: &MeshId, cluster: &str, _: bool) -> String {
 //! #         format!("{}--{cluster}", mesh.name)
 //! #     }
-//! #     fn sandbox(&self, identity: &ClusterIdentity) -> String {
+//! #     fn sandbox_id(&self, identity: &ClusterIdentity) -> String {
 //! #         identity.to_string()
 //! #     }
 //! #     fn slice(&self, _: &MeshId, service: &ObjectName, _: bool, index: usize) -> String {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::plan::MeshPlan;
 
-/// The report of one node about its tunnels to one member. Tunnels that are neither up nor down are idle or new.
+/// The number of tunnels from one node to one member, as the node reports it. Tunnels that are neither up nor down are idle or new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Tunnels {
     /// Tunnels with a live session.
@@ -34,8 +34,8 @@ pub struct BrokenTunnels {
 /// The largest number of listed links, as in the CRD.
 const MAX_LISTED: usize = 256;
 
-/// Lists the links with a tunnel that is down, sorted. `reports` has, for each entry, one report per node: the node's tunnels, by the
-/// entry name of the remote member. Unknown entries and reports about the node's own cluster are ignored. If there are too many
+/// Lists the links with a tunnel that is down, sorted. `reports` has, for each entry, one map per node, from the entry name of
+/// a remote member to the node's tunnels to it. Unknown entries and reports about the node's own cluster are ignored. If there are too many
 /// links, those with the most tunnels down are listed.
 #[must_use]
 pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<BrokenTunnels> {
@@ -85,7 +85,7 @@ mod tests {
         plan::{PlannedPeer, TargetPlan},
     };
 
-    /// Two nodes each in `a` and `b`.
+    /// A mesh of the members `a` and `b`, each with two nodes.
     fn mesh() -> MeshPlan {
         let target = |source: &str| {
             let peer = |node: &str| PlannedPeer {

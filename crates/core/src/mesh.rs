@@ -1,4 +1,4 @@
-//! The desired state as the operator wrote it: `ClusterMesh` objects, their entries and grants, already parsed.
+//! A parsed `ClusterMesh`: the entries and grants that the operator wrote, and what earlier plans recorded in the status.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -51,7 +51,8 @@ pub struct Mesh {
     pub created: i64,
     /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
     pub paused: bool,
-    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns is deleted, unless it is paused.
+    /// `metadata.deletionTimestamp` is set: nothing is planned for the mesh, so everything that it owns is deleted. A paused
+    /// mesh keeps its objects.
     pub deleting: bool,
     /// `kilo-clustermesh.io/adopt-hub`: Peers with this hub label are taken over.
     pub adopt_hub: Option<String>,
@@ -61,8 +62,8 @@ pub struct Mesh {
     pub accepted: BTreeMap<String, Vec<IpNet>>,
 }
 
-/// Identifies the cluster of an entry (design rule 10). Entry names do not identify a cluster, and neither do UIDs,
-/// because a hostile API server can claim any UID.
+/// Identifies the cluster of an entry (design rule 10). Neither an entry's name nor a UID
+/// of an object in the cluster identifies it: a hostile API server can claim any UID.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ClusterIdentity {
     /// The cluster that the controller runs in (`local: true`).
@@ -181,8 +182,8 @@ pub struct Cluster {
     pub profile: Profile,
     /// Which addresses of the member appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
-    /// `allowedNetworks`, without host bits. Peers of this member contain only addresses in the accepted networks: these, or the
-    /// networks accepted before if a change of this list is refused.
+    /// `allowedNetworks`, without host bits. Peers of this member contain only addresses in its accepted networks. These are the networks
+    /// of this list; after a refused change of the list they are the networks accepted before.
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the networks of `allowed` in which no Node's prefix lies, and those in `previous_anchors`.
     pub anchored: Option<Vec<IpNet>>,
@@ -197,7 +198,8 @@ pub struct Cluster {
     pub exports: Vec<Export>,
     /// UDP port of Nodes that publish no endpoint.
     pub wireguard_port: u16,
-    /// Keepalive interval in seconds; the highest of all entries applies. 0 in all of them = only where a NAT requires keepalives.
+    /// Keepalive interval in seconds. The highest of the mesh's entries applies to all; if it is 0, keepalives are sent only where a NAT
+    /// requires them.
     pub persistent_keepalive: u16,
     /// Networks of other members inside which this member's endpoints may lie, because its nodes are virtual machines (KubeVirt) there.
     pub endpoint_networks: Vec<IpNet>,
@@ -205,9 +207,8 @@ pub struct Cluster {
     pub egress: Vec<Grant>,
     /// Blocks all traffic from and to this member. Its objects are kept, except its Peers in members that do not enforce PeerPolicies.
     pub quarantine: bool,
-    /// Set on the local entry of a mesh whose namespace is limited to a profile stricter than cluster-meshed: the mesh may grant
-    /// only the hub's Services in this namespace, and those that allow the namespace
-    /// ([`crate::observe::Service::allowed_from`]). `None` = any Service.
+    /// The namespace of a confined mesh (docs/glossary.md), set on its local entry. Of the hub's Services, the mesh may grant only those
+    /// in this namespace, and those that allow it ([`crate::observe::Service::allowed_from`]). `None` = any Service.
     pub confined_to: Option<String>,
     /// The largest number of Nodes that are used; newer ones are skipped.
     pub max_nodes: usize,

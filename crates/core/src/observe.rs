@@ -91,9 +91,10 @@ pub struct Member {
     /// All Peers by name, including those that this controller does not manage. `None` = the Peer CRD is not installed.
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
     /// All PeerPolicies by name, also those of other hubs. `None` = the PeerPolicy CRD is not installed (a member that only kg serves), or
-    /// may not be read.
+    /// the controller lacks the right to read PeerPolicies.
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
-    /// All SandboxAccesses by name, also those of other hubs. `None` = the SandboxAccess CRD is not installed, or may not be read.
+    /// All SandboxAccesses by name, also those of other hubs. `None` = the SandboxAccess CRD is not installed, or the controller lacks the
+    /// right to read SandboxAccesses.
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
     /// Gateways, by the name of their SandboxGateway. A gateway that has published no public key is left out.
     pub gateways: BTreeMap<ObjectName, Gateway>,
@@ -103,14 +104,14 @@ pub struct Member {
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
-    /// Namespaces of granted Services, mirrored Services and exported Pods that were not listed yet, or may not be read now.
+    /// Namespaces of granted Services, mirrored Services and exported Pods whose objects are unknown.
     pub unlisted: Unlisted,
     /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
 }
 
-/// Namespaces that were not listed yet or may not be read now, with the reason. [`Member`] contains none of their objects, although they
-/// may not be empty. So objects that earlier plans derived from such a namespace are kept until it can be read.
+/// Namespaces that were not listed yet, or that the controller has no right to read now, with the reason. [`Member`] contains none of
+/// their objects, even if some exist. So objects that earlier plans derived from such a namespace are kept until it can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unlisted {
     /// Namespaces whose Services and EndpointSlices were not listed, with the reason.
@@ -221,9 +222,9 @@ pub struct Node {
     /// `kilo.squat.ai/granularity`; `None` = not published at the moment (kg removes it at each restart).
     pub granularity: Option<Granularity>,
     /// `kilo.squat.ai/leader` exists, with any value: kg prefers the node as the leader of its location.
-    pub prefers_leader: bool,
-    /// kg has stopped checking in for this node ([`crate::checkin`]). The observer decides this, so that each check-in does
-    /// not change the planner's input.
+    pub is_preferred_leader: bool,
+    /// kg has stopped checking in for this node ([`crate::checkin`]), even if wg-agent serves it now: the planner uses
+    /// [`Self::is_silent`]. The times of check-ins are not in the planner's input, because each check-in would change it.
     pub silent: bool,
     /// `kilo.squat.ai/allowed-location-ips`.
     pub allowed_location_ips: Vec<IpNet>,
@@ -305,7 +306,7 @@ pub struct PolicySpec {
     pub networks: BTreeSet<IpNet>,
     /// Destinations that may be reached, on every port except those that `deny` and `infrastructure_ports` block. Matched after the
     /// target node's own DNAT. For a cluster-meshed source these are the target's own networks: its accepted networks
-    /// without those of gateways, or the WireGuard networks of its nodes if it is masqueraded.
+    /// without those of gateways, or the WireGuard networks of its nodes if the target is masqueraded.
     pub allow: BTreeSet<IpNet>,
     /// TCP destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
@@ -313,8 +314,8 @@ pub struct PolicySpec {
     /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Exception: a connection to a
     /// Service may still reach such a port at an address in a pod CIDR.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. A node's addresses
-    /// in them are not published.
+    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. Except for WireGuard
+    /// addresses, a node's addresses in them are no published sources.
     pub anchored: BTreeSet<IpNet>,
     /// No packet may pass from or to the source: it is quarantined, or it is not cluster-meshed and its Peers are being
     /// deleted.
@@ -415,7 +416,7 @@ pub struct Service {
     /// The IP families. A Service with a dual-stack `ipFamilyPolicy` counts as having both, even if its cluster supports only one.
     /// Otherwise every pass would plan an update, which cannot add a family that the cluster lacks.
     pub families: Families,
-    /// Hub namespaces whose meshes may grant this Service although they are restricted to Services of their own namespace
+    /// Hub namespaces whose confined meshes may grant this Service although it is in another namespace
     /// (`kilo-clustermesh.io/allowed-from`).
     pub allowed_from: BTreeSet<String>,
 }

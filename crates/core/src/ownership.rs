@@ -27,7 +27,7 @@ impl From<&Mesh> for Claimant {
 /// The owner of an object, from the point of view of this hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ownership<'a> {
-    /// This mesh.
+    /// The mesh with this id owns the object.
     Mesh(&'a MeshId),
     /// This hub wrote the object for a mesh that does not exist.
     Orphan,
@@ -39,8 +39,8 @@ pub enum Ownership<'a> {
 }
 
 /// Finds the owner of an object among `claimants`, which are sorted by age. The predecessor wrote neither the hub nor the
-/// namespace label: its objects belong to the oldest mesh of that name. If no mesh has that name they are foreign, because the
-/// predecessor in another hub may own them.
+/// namespace label, so its objects belong to the oldest mesh with the name in their mesh label. If no mesh has this name they are
+/// foreign, because the predecessor in another hub may own them.
 #[must_use]
 pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<'a> {
     let Some(name) = &owner.mesh else {
@@ -67,7 +67,8 @@ pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<
     }
 }
 
-/// Whether the labels that an [`Ownership::Unlabelled`] object still has name no other mesh namespace and no other source.
+/// Whether the labels of an [`Ownership::Unlabelled`] object allow `mesh` to adopt it: the labels for the mesh's namespace and for the
+/// source are missing or match.
 #[must_use]
 pub fn can_readopt(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
     let is_same_or_missing = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);

@@ -89,14 +89,16 @@ pub fn find_pending(
             _ => None,
         })
         .collect();
-    // Policies inside a sandbox are no security boundary, and a standard member has no objects of other members.
+    // Only cluster-meshed targets can have a pending revocation: policies inside a sandbox are no security boundary, and a standard
+    // member has no objects of other members.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
         let not_fresh = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            // Other revocations are found by comparing the plan with existing objects, which are not known for this target. A source
-            // whose nodes need no registration in any member, such as a sandbox without grants, has no access to revoke.
+            // Of this target the existing objects are not known, so only quarantines can be reported; other revocations show only as a
+            // difference between the plan and existing objects. A source whose nodes need no registration in any member, such as a
+            // sandbox without grants, has no access to revoke.
             let needs_registration = |source: &&&str| {
                 let report = planned.clusters.get(**source);
                 **source != *name && report.is_some_and(|report| report.needs_registration)

@@ -51,12 +51,12 @@ pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
 /// Builds the names of written objects. The implementation is in the API crate, which defines all names that users see.
 pub trait Naming {
-    /// Name of the Peer of `node`. `is_name_taken` = another owner's Peer has the readable name, so a hash is appended.
+    /// Name of the Peer of `node`. `is_name_taken` = another owner's Peer has the name without a hash, so a hash is appended.
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String;
     /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`. `is_name_taken` as in [`Self::peer`].
     fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String;
     /// The id by which SandboxAccesses distinguish the sandboxes of a hub.
-    fn sandbox(&self, identity: &ClusterIdentity) -> String;
+    fn sandbox_id(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of a mirrored Service for one IP family.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }

@@ -154,7 +154,7 @@ fn converging<'a>(
     outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
 ) -> Option<(&'static str, String)> {
     let total: usize = outstanding.clone().map(|(_, count)| count).sum();
-    // The pair with the largest count; of several, the first (`max_by_key` returns the last).
+    // The first pair among those with the largest count. `max_by_key` would return the last one.
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;
@@ -337,7 +337,7 @@ fn egress_condition(plan: &MeshPlan) -> Condition {
     }
 }
 
-/// Joins the first five messages. A condition's message is limited to 32 KiB.
+/// Joins the first five messages and counts the others, because the API server limits a condition's message to 32 KiB.
 fn join_first_five<'a>(messages: impl Iterator<Item = &'a String>) -> String {
     let all: Vec<&str> = messages.map(String::as_str).collect();
     let shown = all.len().min(5);
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn mesh_paused_before_its_first_write_is_not_ready() {
+    fn paused_mesh_is_ready_only_when_nothing_is_outstanding() {
         let plan = MeshPlan {
             paused: true,
             ..MeshPlan::default()

@@ -34,8 +34,8 @@ use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
 /// The listen backlog: the value of the examples in the documentation of tokio.
 const BACKLOG: u32 = 1024;
-/// The most concurrent connections: many more than probes, metric scrapers and a person need, and far fewer than the file descriptors
-/// of a process (often 1,024 before [`crate::descriptors`] raises the limit), because the program needs descriptors for its own work.
+/// The most concurrent connections: many more than probes, metric scrapers and a person need. Most file descriptors of the process
+/// (often 1,024 before [`crate::descriptors`] raises the limit) are left for the program's own work.
 const MAX_CONNECTIONS: usize = 64;
 /// Timeout for the head of a request, and therefore also for an idle connection.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -384,7 +384,7 @@ mod tests {
 
     // threat: gateway-port
     #[tokio::test]
-    async fn endpoint_answers_on_its_interface_and_names_a_missing_one() {
+    async fn endpoint_binds_to_interface_and_refuses_missing_one() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
         let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
         let (address, stop, served) = spawn(admin);

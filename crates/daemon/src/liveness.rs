@@ -1,5 +1,5 @@
-//! Watches the loops of a program, so that `/healthz` fails when a loop is stuck. A loop must also call [`Heartbeat::beat`] while it
-//! waits for a remote server, because a lost connection is no reason for a restart.
+//! Watches the loops of a program: when a loop is stuck, `/healthz` fails and the kubelet restarts the container. A loop must also call
+//! [`Heartbeat::beat`] while it waits for a remote server, because a lost connection is no reason for a restart.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ struct Beat {
 }
 
 impl Liveness {
-    /// Creates an empty list, for which the program counts as alive.
+    /// Creates an empty list; with it, the program is alive.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loop_without_a_beat_within_its_limit_is_silent() {
+    fn only_a_watched_loop_beyond_its_limit_is_silent() {
         let liveness = Liveness::new();
         let _patient = liveness.watch("patient", Duration::from_secs(3600));
         let prompt = liveness.watch("prompt", Duration::ZERO);

@@ -9,7 +9,7 @@ use std::{
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<Items>>);
 
-/// The number of [`ReadinessItem`] values that exist for each item, by kind and name.
+/// For each kind and name, the number of [`ReadinessItem`] values that exist.
 type Items = BTreeMap<(Kind, String), usize>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,16 +48,16 @@ impl Readiness {
     /// The pending items, sorted.
     #[must_use]
     pub fn list(&self) -> Vec<String> {
-        self.all(Kind::Pending)
+        self.names_of(Kind::Pending)
     }
 
     /// The remarks, sorted.
     #[must_use]
     pub fn remarks(&self) -> Vec<String> {
-        self.all(Kind::Remark)
+        self.names_of(Kind::Remark)
     }
 
-    fn all(&self, kind: Kind) -> Vec<String> {
+    fn names_of(&self, kind: Kind) -> Vec<String> {
         let list = self.lock();
         let items = list.keys().filter(|(item_kind, _)| *item_kind == kind);
         items.map(|(_, name)| name.clone()).collect()

@@ -60,7 +60,7 @@ impl Lab {
         for family in ["-4", "-6"] {
             let words = [&["ip", family, "-j", "route", "show", "table", TABLE], selector].concat();
             let output = self.node(node).try_exec(words).await?;
-            // Without such a table `ip` prints nothing, or an error.
+            // If the routing table does not exist, `ip` prints nothing or an error.
             let routes: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
             let routes = routes.as_array().into_iter().flatten();
             all.extend(routes.filter_map(|route| route["dst"].as_str().map(str::to_owned)));

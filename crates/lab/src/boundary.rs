@@ -1,6 +1,6 @@
 //! Applies the shipped NetworkPolicies for a sandbox whose nodes are pods of the hub, with the lab's values, and
-//! lists the sockets that they admit. The shipped file selects the gateways, through which sandboxes enter the hub, by
-//! their labels.
+//! lists the TCP sockets that they admit. WireGuard to the gateways needs no value of the lab: the shipped file selects the
+//! gateways by their labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -112,6 +112,7 @@ impl Boundary<'_> {
         all.retain(|socket, _| !own.contains(&socket.ip()));
         granted.add_gateway_sockets(&mut all);
         for socket in self.admitted().await? {
+            // `all` contains the hub's DNS already, but not the API server: its own addresses were removed.
             all.entry(socket)
                 .or_insert_with(|| "the sandbox's API server".to_owned());
         }

@@ -98,10 +98,11 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 ///
 /// Each instruction has: opcode, source and destination register, offset (of a jump: instructions to skip), value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
-    // Offsets are in bytes: of the destination in the IPv4 header, and of the protocol in `struct __sk_buff`.
     let node_address = u32::from(range.network()) + 1;
     let ethernet_header = 14;
+    // In bytes, in the IPv4 header.
     let destination_offset = 16;
+    // In bytes, in `struct __sk_buff`.
     let protocol_offset = 16;
     let bpf_redirect_neigh = 152;
     let instructions: [(u8, u8, i16, u32); 15] = [
@@ -112,7 +113,9 @@ fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
         (0x55, 0x02, 10, u16::to_be(0x0800).into()),
         // r0 = the destination address, in host byte order
         (0x20, 0x00, 0, ethernet_header + destination_offset),
+        // if r0 == node_address: jump to the end
         (0x16, 0x00, 8, node_address),
+        // if r0 & netmask != the range: jump to the end
         (0x54, 0x00, 0, range.netmask().into()),
         (0x56, 0x00, 6, range.network().into()),
         // return bpf_redirect_neigh(to, NULL, 0, 0)

@@ -22,7 +22,7 @@ pub(crate) enum Cgroups {
 pub(crate) struct Hierarchy {
     /// The mount point.
     pub(crate) mount: PathBuf,
-    /// The mount option that names its controllers: `cpu,cpuacct`, `memory`, `name=systemd`.
+    /// The mount option that selects the hierarchy: its controllers (`cpu,cpuacct`, `memory`), or `name=systemd`.
     pub(crate) option: String,
 }
 
@@ -79,8 +79,8 @@ impl Cgroup {
     /// Whether no process is in this cgroup or below it.
     pub(crate) fn is_empty(&self) -> bool {
         self.directories.iter().all(|directory| {
-            below(directory).iter().all(|directory| {
-                std::fs::read_to_string(directory.join("cgroup.procs"))
+            subtree(directory).iter().all(|cgroup| {
+                std::fs::read_to_string(cgroup.join("cgroup.procs"))
                     .unwrap_or_default()
                     .trim()
                     .is_empty()
@@ -94,7 +94,7 @@ impl Cgroup {
         let directories = self
             .directories
             .first()
-            .map(|directory| below(directory))
+            .map(|directory| subtree(directory))
             .unwrap_or_default();
         let read = |directory: PathBuf| std::fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
         directories
@@ -106,7 +106,7 @@ impl Cgroup {
 
     /// Removes this cgroup and all cgroups below it. A missing cgroup is no error.
     pub(crate) fn remove(&self) -> Result<()> {
-        for directory in self.directories.iter().flat_map(|directory| below(directory)) {
+        for directory in self.directories.iter().flat_map(|directory| subtree(directory)) {
             std::fs::remove_dir(&directory).with_context(|| format!("remove {}", directory.display()))?;
         }
         Ok(())
@@ -114,14 +114,14 @@ impl Cgroup {
 }
 
 /// `directory` and every cgroup below it, deepest first.
-fn below(directory: &Path) -> Vec<PathBuf> {
+fn subtree(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(directory) else {
         return vec![];
     };
     let children = entries
         .filter_map(|entry| entry.ok())
         .filter(|entry| entry.file_type().is_ok_and(|t| t.is_dir()));
-    let mut all: Vec<_> = children.flat_map(|entry| below(&entry.path())).collect();
+    let mut all: Vec<_> = children.flat_map(|entry| subtree(&entry.path())).collect();
     all.push(directory.into());
     all
 }
@@ -141,6 +141,7 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
             }
         }
         if unified {
+            // A cgroup that enables controllers for its children cannot contain processes itself.
             if made != *directory {
                 enable_controllers(&made)?;
             }

@@ -31,8 +31,9 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
     std::fs::write(&path, text).map_err(Error::io(format!("write {}", path.display())))
 }
 
-/// Creates a cluster's directory with its keys and kubeconfigs: `admin.kubeconfig` (through the forwarded port, for the
-/// host), `inside.kubeconfig` (the same user, for use on the underlay), and one for each component.
+/// Creates a cluster's directory with its keys, audit policy and kubeconfigs: `admin.kubeconfig` (through the forwarded
+/// port, for the host), `inside.kubeconfig` (the same user, for use on the underlay), and those of controller-manager,
+/// scheduler and kube-proxy.
 pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) -> Result<()> {
     let pki = directory.join("pki");
     std::fs::create_dir_all(&pki).map_err(Error::io(format!("create {}", pki.display())))?;

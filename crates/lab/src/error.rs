@@ -23,7 +23,7 @@ pub enum Error {
         command: String,
         /// The exit status, as text.
         status: String,
-        /// Its output, or the last lines of it.
+        /// The command's output, or its last lines.
         output: String,
     },
     /// A condition did not become true in time.

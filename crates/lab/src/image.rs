@@ -191,7 +191,7 @@ impl ImageSpec {
         Ok(hex(&done.hash.finalize()))
     }
 
-    /// The parent directories of all entries, except those that are entries. They are sorted, so parents come first.
+    /// The directories above all entries, except those that are entries themselves. In this order, `/a` precedes `/a/b`.
     fn parents(&self) -> BTreeSet<String> {
         let ancestors = |path: &String| {
             let above = Path::new(path).ancestors().skip(1).filter(|p| p.parent().is_some());
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn image_is_reproducible_with_directories_before_files() {
+    fn image_is_reproducible_and_parents_precede_files() {
         let directory = tempfile::tempdir().unwrap();
         let spec = ImageSpec::new("lab.local/x:1")
             .text("/etc/a/b", "hi")

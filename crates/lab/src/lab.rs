@@ -33,9 +33,9 @@ fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()
 }
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called or the value came from [`Lab::attach`]. When a
-/// panic drops it, it prints commands to inspect the lab, and copies the logs into the lab's cache directory, or keeps the lab if
-/// `CLUSTERMESH_LAB_KEEP` is set.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called or the value came from [`Lab::attach`]. A drop
+/// during a panic also prints commands to inspect the lab. Then it keeps the lab if `CLUSTERMESH_LAB_KEEP` is set; otherwise it
+/// copies the logs into the lab's cache directory.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,

@@ -1,7 +1,7 @@
 //! Runs Kubernetes clusters on one machine, for tests, the demo and the benchmarks.
 //!
-//! Each cluster of a [`Lab`] has one of two sizes:
-//! - **only an API server** ([`LabPlan::control_planes`]): ready in seconds. All clusters share one etcd;
+//! One etcd serves all clusters of a [`Lab`]. Each cluster has one of two sizes:
+//! - **only an API server** ([`LabPlan::control_planes`]): ready in seconds;
 //! - **a whole cluster** ([`LabPlan::clusters`]): also controller-manager, scheduler, DNS and nodes. Nodes are namespaces
 //!   with containerd, kubelet, kube-proxy and CNI plugins.
 //!

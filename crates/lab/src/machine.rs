@@ -1,5 +1,5 @@
-//! Runs one command in a virtual machine, as root and on the host's own files, to test with a kernel that the host may
-//! lack. It needs no hardware virtualisation.
+//! Runs one command as root in a virtual machine with its own kernel and the host's files, because the host's kernel may lack
+//! WireGuard. It needs no hardware virtualisation.
 //!
 //! ```text
 //!  owner --stdout, stderr, exit code-- QEMU (software emulation, killed with its owner)
@@ -214,8 +214,8 @@ fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     }
 }
 
-/// The directory of one run, with its command and exit code. It is removed on drop, or by the next run if this process
-/// is killed.
+/// The directory of one run, with its command and exit code. It is removed on drop. If this process is
+/// killed while it holds the lock, the next run removes it.
 #[derive(Debug)]
 struct Run {
     directory: tempfile::TempDir,

@@ -112,10 +112,9 @@ impl Settings {
 }
 
 /// Runs as pid 1 of a node. Returns only on an error; the kernel then kills all processes of the node.
-pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
+pub(crate) fn init(settings_path: &Path) -> anyhow::Result<()> {
     // The host's /proc is still mounted, so this is the pid in the host's pid namespace.
     let pid = std::fs::read_link("/proc/self")?;
-    let settings_path = settings;
     let settings = Settings::read(settings_path)?;
     root::enter(&settings)?;
     std::fs::write(settings.directory().join("pid"), pid.as_os_str().as_encoded_bytes())?;

@@ -88,13 +88,13 @@ pub enum Workers {
     /// The underlay: each node is a separate machine there.
     #[default]
     Underlay,
-    /// The pod network of another cluster, as for virtual machines of KubeVirt: a node's eth0 has an address from the
-    /// pod range of one of that cluster's nodes. The API server still listens on the underlay, but nodes and pods reach
-    /// it at a ClusterIP of that cluster.
+    /// The pod network of another cluster, the host cluster, as for virtual machines of KubeVirt. All nodes are pods on one
+    /// node of the host cluster, the host node: their eth0 has an address from its pod range. The API server still listens
+    /// on the underlay, but nodes and pods reach it at a ClusterIP of the host cluster.
     Pods {
-        /// Name of the host cluster, which runs these pods. Its own nodes are on the underlay.
+        /// Name of the host cluster. Its own nodes are on the underlay.
         of: String,
-        /// Number, from 1, of the host node: the node that runs these pods.
+        /// Number of the host node, from 1.
         node: u8,
         /// The ClusterIP of this cluster's API server in the host cluster, port 6443.
         api: Ipv4Addr,
@@ -164,7 +164,7 @@ impl LabPlan {
     }
 
     /// Adds IPv6 ranges to every cluster: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
-    /// where N is the third octet of the cluster's underlay range, as in [`ClusterPlan::with_default_ranges`].
+    /// where N is the third octet of the cluster's underlay range, as in [`ClusterPlan::with_default_ranges`], in decimal digits.
     ///
     /// # Panics
     /// Never: the texts are networks for every N up to 255.
@@ -172,7 +172,7 @@ impl LabPlan {
     pub fn dual_stack(mut self) -> Self {
         for cluster in &mut self.clusters {
             let n = u16::from(cluster.underlay.network().octets()[2]);
-            // The decimal number is used as hexadecimal digits: fd00:10:20::/48 is for the cluster with 10.20.0.0/16.
+            // For example, fd00:10:20::/48 is for the cluster with 10.20.0.0/16.
             let net = |text: String| text.parse().expect("a network of the default plan");
             cluster.v6 = Some(PlanV6 {
                 pod_cidr: net(format!("fd00:10:{}::/48", 10 * n)),
@@ -317,7 +317,7 @@ impl ClusterPlan {
     /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
     ///
     /// # Panics
-    /// When `index` is above 23: with N up to 24, 10 * N + 1 fits into an octet.
+    /// When `index` is above 23. This limit keeps 10 * N + 1 within an octet.
     pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
         let n = u8::try_from(index + 1)
             .ok()

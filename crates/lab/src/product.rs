@@ -70,7 +70,7 @@ impl<'a> Product<'a> {
     /// For each other cluster, creates a Secret with its kubeconfig in the hub. Creates no ClusterMesh.
     ///
     /// # Errors
-    /// When a binary is missing, or a cluster refuses a manifest.
+    /// When an image cannot be built, or a cluster refuses a manifest.
     pub async fn install(lab: &'a Lab, clusters: &[&str], tunnel: Tunnel, progress: &dyn Fn(&str)) -> Result<Self> {
         Self::install_with_agents_in(lab, clusters, clusters, tunnel, progress).await
     }
@@ -216,11 +216,11 @@ impl<'a> Product<'a> {
             .map_err(|pods| Error::Other(format!("expected one controller pod, found {pods:?}")))
     }
 
-    /// The controller's NetworkPolicy from `deploy/`, in which the values marked SET are the addresses of this lab's API
-    /// servers.
+    /// The controller's NetworkPolicy from `deploy/`, with the addresses of this lab's API servers instead of the example
+    /// addresses. The ports are unchanged.
     ///
     /// # Errors
-    /// When the file does not exist, or does not contain such a value.
+    /// When the file does not exist, or does not contain an example address.
     pub fn controller_policy(&self) -> Result<String> {
         let path = "deploy/controller-networkpolicy.yaml";
         let (hub, members) = self.clusters.split_at(1);
@@ -282,7 +282,7 @@ impl<'a> Product<'a> {
     /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::wait_until_ready`]).
     ///
     /// # Errors
-    /// After three minutes. The error quotes the mesh's conditions.
+    /// When the hub refuses the mesh, a rollout does not end in time, or as [`Self::wait_until_ready`].
     pub async fn mesh_up(&self, mesh: &str) -> Result<()> {
         let hub = self.hub();
         hub.apply(mesh).await?;
@@ -380,7 +380,7 @@ fn allowed_networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     }
     if let Some(v6) = &plan.v6 {
         networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
-        // With an IPv4 WireGuard range, IPv6 packets from nodes have the nodes' own addresses.
+        // With an IPv4 WireGuard range, the source of IPv6 packets from a node is its underlay address.
         let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
         networks.extend(nodes.map(|address| format!("{address}/128")));
     }

@@ -1,5 +1,5 @@
-//! Manages the run directories of labs. Starts a supervisor for the owner of a lab, sends it requests, and removes the
-//! files of dead labs.
+//! Manages the run directories of labs: starts a lab's supervisor, sends requests to it, and removes the files of dead
+//! labs. The process that starts a lab is its owner.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -47,8 +47,8 @@ impl Run {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let count = STARTED.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
-        // `sweep` removes a directory whose locks are free, but a directory with a leading dot only after a minute. So
-        // the directory gets its final name when its lock is held.
+        // `sweep` removes a directory without a held lock at once, unless its name starts with a dot. So the directory gets
+        // its final name when its lock is held.
         let hidden = Path::new(ROOT).join(format!(".{id}"));
         std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
         let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;
@@ -186,7 +186,8 @@ pub fn down_all() -> Result<usize> {
     down_kept(running_labs())
 }
 
-/// Does the same as [`down_all`] for these labs only.
+/// Takes the kept labs among `labs` down and removes the files of all dead labs. Returns the number of labs that were taken
+/// down.
 ///
 /// # Errors
 /// When a supervisor does not exit within half a minute.
@@ -337,7 +338,7 @@ pub(crate) fn logs_home() -> Result<PathBuf> {
     Ok(crate::lab_home()?.join("failed"))
 }
 
-/// Copies the files of one directory, and removes copies that are older than a day.
+/// Copies the files of `from` to `to`, and removes directories beside `to` that are older than a day.
 pub(crate) fn copy_logs(from: &Path, to: &Path) -> std::io::Result<()> {
     let parent = to.parent().unwrap_or(to);
     std::fs::create_dir_all(to)?;

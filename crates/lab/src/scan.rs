@@ -87,12 +87,12 @@ impl SocketInventory {
                 let wireguard = wireguard.split('/').next().unwrap_or_default();
                 self.add_address(wireguard, || format!("WireGuard address of node {name}"));
                 for pods in items(&object["spec"]["podCIDRs"]) {
-                    if let Some(gateway) = pods
+                    if let Some(default_gateway) = pods
                         .as_str()
                         .and_then(|net| net.parse::<IpNet>().ok())
                         .and_then(|net| net.hosts().next())
                     {
-                        self.add_address(&gateway.to_string(), || format!("pods' gateway on node {name}"));
+                        self.add_address(&default_gateway.to_string(), || format!("pods' gateway on node {name}"));
                     }
                 }
             }
@@ -195,13 +195,13 @@ impl Lab {
 
     async fn scan_with(
         &self,
-        how: &str,
+        subcommand: &str,
         from: &TrafficClient,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
         let (program, list) = self.prepare_scan(sockets)?;
         let output = self
-            .run_at(from, &[&program, how, &list.path().display().to_string()])
+            .run_at(from, &[&program, subcommand, &list.path().display().to_string()])
             .await?;
         if !output.status.success() {
             return Err(Error::Other(format!("the scan from {from}: {}", output.stderr)));
@@ -255,10 +255,10 @@ impl Lab {
             .map(|EchoWatch(running)| ConnectionWatch(running))
     }
 
-    fn watch(&self, how: &str, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
+    fn watch(&self, subcommand: &str, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
         let program = self.probe_program()?;
-        let log = format!("{how}-{}", socket.port());
-        let words = [&*program, how, &socket.to_string()];
+        let log = format!("{subcommand}-{}", socket.port());
+        let words = [&*program, subcommand, &socket.to_string()];
         self.spawn_at(from, &log, words).map(EchoWatch)
     }
 

@@ -1,4 +1,4 @@
-//! Runs the supervisor: one process for each lab, the ancestor of all its processes. It keeps the network namespaces
+//! Runs the supervisor: one process for each lab, the ancestor of the lab's other processes. It keeps the network namespaces
 //! open, starts and kills processes and forwards ports. Its standard input is a pipe from the lab's owner. When this pipe
 //! closes, the supervisor takes the lab down, unless the lab is kept.
 //!
@@ -34,7 +34,8 @@ use crate::run;
 const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Supervisor {
-    run: PathBuf,
+    /// The directory of the lab's files. [`Self::down`] removes it.
+    directory: PathBuf,
     /// The supervisor's pid in the host's pid namespace, read from the host's /proc, which is still mounted.
     host_pid: String,
     cgroups: Cgroups,
@@ -51,23 +52,23 @@ struct Resources {
     processes: BTreeMap<String, Pid>,
 }
 
-/// Serves requests until `Down` arrives, or standard input closes and the lab is not kept. Both exit the process, so this
-/// function returns only on an error.
-fn serve(run: &Path) -> anyhow::Result<()> {
-    let lock = std::fs::File::create(run.join(run::SUPERVISOR_LOCK))?;
+/// Serves requests until the process exits: at `Down`, or when standard input closes and the lab is not kept. Returns only
+/// on an error.
+fn serve(directory: &Path) -> anyhow::Result<()> {
+    let lock = std::fs::File::create(directory.join(run::SUPERVISOR_LOCK))?;
     let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;
     let host_pid = std::fs::read_link("/proc/self")?.to_string_lossy().into_owned();
-    std::fs::write(run.join("supervisor.pid"), &host_pid)?;
+    std::fs::write(directory.join("supervisor.pid"), &host_pid)?;
     let supervisor = Arc::new(Supervisor {
-        run: run.into(),
+        directory: directory.into(),
         host_pid,
         cgroups: Cgroups::detect()?,
         reaper: Reaper::start(),
         resources: Mutex::default(),
         keep: AtomicBool::new(false),
     });
-    std::fs::create_dir_all(run.join("ns"))?;
-    let listener = UnixListener::bind(run.join(run::SOCKET))?;
+    std::fs::create_dir_all(directory.join("ns"))?;
+    let listener = UnixListener::bind(directory.join(run::SOCKET))?;
     let watching = supervisor.clone();
     std::thread::spawn(move || watching.watch_owner());
     for connection in listener.incoming() {
@@ -132,7 +133,7 @@ impl Supervisor {
                 return Ok(Response::Names(names.map(|(name, _)| name.clone()).collect()));
             }
             Request::Keep => {
-                std::fs::write(self.run.join(run::KEPT), "")?;
+                std::fs::write(self.directory.join(run::KEPT), "")?;
                 self.keep.store(true, Ordering::SeqCst);
             }
             Request::Down => self.down(),
@@ -150,7 +151,7 @@ impl Supervisor {
         let namespace = made
             .join()
             .map_err(|_| anyhow::anyhow!("the thread that creates namespaces panicked"))??;
-        let link = self.run.join("ns").join(name);
+        let link = self.directory.join("ns").join(name);
         anyhow::ensure!(
             !self.lock().namespaces.contains_key(name),
             "the network namespace {name} already exists"
@@ -161,7 +162,7 @@ impl Supervisor {
     }
 
     fn drop_namespace(&self, name: &str) -> anyhow::Result<()> {
-        std::fs::remove_file(self.run.join("ns").join(name))?;
+        std::fs::remove_file(self.directory.join("ns").join(name))?;
         self.lock().namespaces.remove(name);
         Ok(())
     }
@@ -194,15 +195,15 @@ impl Supervisor {
             .get(name)
             .copied()
             .filter(|pid| !self.reaper.has_exited(*pid));
-        pid.ok_or_else(|| anyhow::anyhow!("{name} is not running; its log is in {}/log", self.run.display()))
+        pid.ok_or_else(|| anyhow::anyhow!("{name} is not running; its log is in {}/log", self.directory.display()))
     }
 
-    /// Kills a process or node, waits until all its processes have exited, and removes its cgroup.
+    /// Kills a program that `start` started, waits until all its processes have exited, and removes its cgroup.
     fn kill(&self, name: &str) -> anyhow::Result<()> {
         let pid = self.pid(name)?;
         kill(pid, Signal::SIGKILL)?;
         let deadline = Instant::now() + KILL_TIMEOUT;
-        let cgroup = self.cgroups.of(&self.run, Some(name));
+        let cgroup = self.cgroups.of(&self.directory, Some(name));
         while !(self.reaper.has_exited(pid) && cgroup.is_empty()) {
             anyhow::ensure!(
                 Instant::now() < deadline,
@@ -222,15 +223,15 @@ impl Supervisor {
         // From pid 1, `kill(-1)` reaches every other process of the pid namespace.
         let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
         let deadline = Instant::now() + KILL_TIMEOUT;
-        let cgroup = self.cgroups.of(&self.run, None);
+        let cgroup = self.cgroups.of(&self.directory, None);
         while !(self.reaper.is_childless() && cgroup.is_empty()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
         }
         if let Err(error) = cgroup.remove() {
             eprintln!("down: {error:#}");
         }
-        if let Err(error) = std::fs::remove_dir_all(&self.run) {
-            eprintln!("down: remove {}: {error}", self.run.display());
+        if let Err(error) = std::fs::remove_dir_all(&self.directory) {
+            eprintln!("down: remove {}: {error}", self.directory.display());
         }
         std::process::exit(0)
     }

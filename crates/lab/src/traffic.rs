@@ -66,8 +66,8 @@ impl Answer {
     /// Parses `hello from POD on NODE to ADDRESS:PORT`.
     fn parse(text: &str) -> Option<Self> {
         let (pod, rest) = text.trim().strip_prefix("hello from ")?.split_once(" on ")?;
-        let (node, peer) = rest.split_once(" to ")?;
-        let client_ip = peer.parse::<std::net::SocketAddr>().ok()?.ip();
+        let (node, client) = rest.split_once(" to ")?;
+        let client_ip = client.parse::<std::net::SocketAddr>().ok()?.ip();
         Some(Self {
             pod: pod.into(),
             node: node.into(),
@@ -199,7 +199,7 @@ fn running_pod(pod: Pod) -> Option<RunningPod> {
 }
 
 impl Lab {
-    /// Runs a host program in the client's network namespace. A failure of the program is no error.
+    /// Runs a program of the lab's machine in the client's network namespace. A failure of the program is no error.
     ///
     /// # Errors
     /// When the program cannot be started.

@@ -15,13 +15,12 @@ where
 {
     let what = what.into();
     let start = Instant::now();
-    let mut last = "never seen".to_owned();
+    let mut last = "the check itself did not return".to_owned();
     loop {
         let left = timeout.saturating_sub(start.elapsed());
         match tokio::time::timeout(left, check()).await {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(state)) => last = state,
-            Err(_) if last == "never seen" => last = "the check itself did not return".into(),
             Err(_) => {}
         }
         if start.elapsed() >= timeout {

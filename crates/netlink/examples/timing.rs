@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ];
         RouteNetlinkMessage::NewRoute(message)
     };
-    // A default route in the main table (RT_TABLE_MAIN).
+    // A default route in the main table (RT_TABLE_MAIN), which the lookups find.
     socket.create(&route(0, 0, 254))?;
     let first = Ipv4Addr::new(10, 0, 0, 0).to_bits();
 

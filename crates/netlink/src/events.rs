@@ -14,7 +14,7 @@ use crate::{
 
 /// Maximum number of datagrams that one call of [`Events::next`] reads, so that a flood delays no other task.
 const BATCH: usize = 1_024;
-/// The message types NLMSG_ERROR and NLMSG_OVERRUN (linux/netlink.h).
+/// The control messages after which notifications may be missing: NLMSG_ERROR and NLMSG_OVERRUN (linux/netlink.h).
 const ERROR_TYPES: [u16; 2] = [2, 4];
 
 /// A received notification, or the loss of some.
@@ -82,7 +82,7 @@ impl Events {
         Ok(Self { socket, buffer })
     }
 
-    /// Waits for events and returns all that have arrived, up to a limit. Cancel safe.
+    /// Waits for events and returns all that have arrived, from at most 1,024 datagrams. Cancel safe.
     ///
     /// # Errors
     /// [`Error::Socket`]: the socket is unusable. Subscribe again and dump all objects.
@@ -138,14 +138,13 @@ mod tests {
             bytes
         };
         let events = |datagram: &[u8]| parse_datagram(datagram).collect::<Vec<_>>();
-        let link = || Event::Message(Message::new(16, vec![0; 4]));
-        let parsed = events(&[message(16), message(1), message(4)].concat());
-        let [Event::Message(first), Event::Lost] = &parsed[..] else {
-            panic!("{parsed:?}");
-        };
-        assert_eq!(Event::Message(first.clone()), link());
-        assert_eq!(events(&message(16)[..19]), [Event::Lost]);
-        assert_eq!(events(&message(2)), [Event::Lost]);
+        let [noop, error, overrun, new_link] = [1, 2, 4, 16];
+        assert_eq!(
+            events(&[message(new_link), message(noop), message(overrun)].concat()),
+            [Event::Message(Message::new(new_link, vec![0; 4])), Event::Lost]
+        );
+        assert_eq!(events(&message(new_link)[..19]), [Event::Lost]);
+        assert_eq!(events(&message(error)), [Event::Lost]);
         assert_eq!(events(&[]), []);
     }
 }

@@ -63,7 +63,7 @@ pub(crate) fn parse<M: NetlinkDeserializable>(header: &NetlinkHeader, payload: &
     M::deserialize(header, payload).map_err(|error| DecodeError::from(error.to_string()).into())
 }
 
-/// Encodes a request. A request may contain keys, so its memory is wiped when it is dropped.
+/// Encodes a request. A request may contain keys, so the returned buffer is wiped when dropped.
 pub(crate) fn encode(request: &impl NetlinkSerializable, flags: u16, sequence: u32) -> Zeroizing<Vec<u8>> {
     let mut bytes = Zeroizing::new(vec![0; HEADER + request.buffer_len()]);
     let mut header = NetlinkHeader::default();

@@ -26,9 +26,9 @@ use crate::{
     message::{FIRST_TYPE, encode, parse, read_result, split},
 };
 
-/// How long to wait for an answer. A correct kernel answers before the system call that sends the request returns.
+/// How long to wait for an answer. A correct kernel queues the answer, or the first part of a dump, before `send` returns.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of attempts for a dump, each of which may be interrupted by a change.
+/// How often a dump is tried. A change of the objects can interrupt every attempt.
 pub(crate) const ATTEMPTS: usize = 10;
 /// Initial size of the buffer for one datagram. It grows for longer datagrams. The kernel sends dumps in parts of at most 32 KiB if the
 /// buffer is large enough.
@@ -170,8 +170,8 @@ impl Socket {
         for _ in 0..ATTEMPTS {
             let mut objects = Ok(Vec::new());
             exchange.send(request, NLM_F_DUMP)?;
-            // The rest is also read after an object that cannot be parsed, because the kernel refuses another dump before this one ends.
-            let is_complete = exchange.receive(false, |header, payload| {
+            // After an object that cannot be parsed, the rest of the answer is read too: the kernel refuses a dump before this one ends.
+            let is_consistent = exchange.receive(false, |header, payload| {
                 if let Ok(picked) = &mut objects {
                     match pick(parse(header, payload)) {
                         Some(Ok(object)) => picked.push(object),
@@ -180,7 +180,7 @@ impl Socket {
                     }
                 }
             })?;
-            if is_complete {
+            if is_consistent {
                 return objects;
             }
         }
@@ -235,11 +235,13 @@ impl Exchange {
     }
 }
 
-/// The state of reading the answer to a request.
+/// Reads one datagram of the answer to a request.
 struct Answer {
+    /// The sequence number of the request.
     sequence: u32,
     /// Whether the answer ends with the first object.
     is_single: bool,
+    /// Whether no message of the answer has `NLM_F_DUMP_INTR` so far.
     is_consistent: bool,
 }
 

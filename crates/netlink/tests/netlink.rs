@@ -77,6 +77,7 @@ fn link_is_created_changed_and_deleted() {
         let error = link::create(&socket, "probe", InfoKind::Bridge).unwrap_err();
         assert_eq!(error.errno(), Some(Errno::EXIST), "{error}");
         link::delete(&socket, index).unwrap();
+        // The deletion of a missing link is no error.
         link::delete(&socket, index).unwrap();
         assert_eq!(link::by_index(&socket, index).unwrap(), None);
     });

@@ -1,4 +1,4 @@
-//! Applies a plan to a scenario: computes the state after every step was written.
+//! Applies a plan to a scenario: computes the state after all steps are written.
 
 use clustermesh_core::{
     diff::{Item, Step},
@@ -69,8 +69,8 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Applies all steps, and stores the accepted networks and the anchors in each mesh that is not being deleted. The controller stores them
-/// in the mesh's status, and reads them from there.
+/// Applies all steps, and stores the accepted networks and the anchors in each mesh that is not being deleted, where the next plan reads
+/// them. The controller keeps them in the mesh's status.
 pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);
     let steps = steps(&plan, scenario);

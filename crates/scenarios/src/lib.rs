@@ -1,8 +1,8 @@
 //! Generates scenarios for property tests: meshes and the observed state of their members.
 //!
-//! Most networks and keys occur in only one cluster, so that Peers are planned. Other values come from small shared pools, so that
-//! names, keys, addresses and labels of different clusters collide. [`scenario`] generates any scenario; those of [`sandboxed`]
-//! have a sandbox with a valid grant.
+//! Most networks, addresses and keys occur in only one cluster: collisions would prevent Peers. The other values come from small
+//! shared pools, so that some names, keys, addresses and labels of different clusters collide. [`scenario`] generates any scenario;
+//! those of [`sandboxed`] have a sandbox with a valid grant.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,7 +53,7 @@ impl Naming for TestNaming {
         format!("{}--{cluster}{tail}", mesh.name)
     }
 
-    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+    fn sandbox_id(&self, identity: &ClusterIdentity) -> String {
         identity.to_string()
     }
 
@@ -91,7 +91,7 @@ pub struct Scenario {
     pub seen: Observations,
 }
 
-/// Generates a scenario: either an initial one, or one in which some plans were written ([`after_writes`]) and some nodes no longer
+/// Generates a scenario: either an initial one, or one in which plans were written ([`after_writes`]) and some nodes no longer
 /// publish a key, address or endpoint, as while kg restarts.
 pub fn scenario() -> BoxedStrategy<Scenario> {
     let stopped = option::of(collection::vec((0usize..3, select(&NODE_NAMES[..])), 0..5));

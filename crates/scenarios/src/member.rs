@@ -72,7 +72,7 @@ pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
         external_ips: endpoints.3,
         internal_ips: endpoints.4,
         granularity: kilo.0,
-        prefers_leader: kilo.7 & 1 == 1,
+        is_preferred_leader: kilo.7 & 1 == 1,
         silent: kilo.7 & 2 == 2,
         kilo_internal_ip: kilo.1,
         location: kilo.2.into(),

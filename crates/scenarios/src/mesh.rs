@@ -61,24 +61,27 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
         prop_oneof![4 => Just(5000), 1 => 1usize..3],
         select(&[0u16, 15][..]),
     )
-        .prop_map(move |(shape, egress, max_nodes, persistent_keepalive)| Cluster {
-            name: format!("c{n}"),
-            identity: identity(n),
-            profile: shape.0,
-            addressing: shape.1,
-            allowed: shape.2,
-            anchored: shape.3,
-            previous_anchors: BTreeMap::new(),
-            anchors: shape.4,
-            pod_network: shape.5,
-            exports: vec![],
-            wireguard_port: 51820,
-            persistent_keepalive,
-            endpoint_networks: shape.6,
-            egress,
-            quarantine: shape.7,
-            confined_to: None,
-            max_nodes,
+        .prop_map(move |(shape, egress, max_nodes, persistent_keepalive)| {
+            let (profile, addressing, allowed, anchored, anchors, pod_network, endpoint_networks, quarantine) = shape;
+            Cluster {
+                name: format!("c{n}"),
+                identity: identity(n),
+                profile,
+                addressing,
+                allowed,
+                anchored,
+                previous_anchors: BTreeMap::new(),
+                anchors,
+                pod_network,
+                exports: vec![],
+                wireguard_port: 51820,
+                persistent_keepalive,
+                endpoint_networks,
+                egress,
+                quarantine,
+                confined_to: None,
+                max_nodes,
+            }
         })
 }
 

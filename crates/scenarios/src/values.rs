@@ -92,6 +92,7 @@ pub(crate) fn parse<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) ->
     text.parse().unwrap()
 }
 
+/// The pod CIDR of node `k` of cluster `n`.
 pub(crate) fn own_pods(n: usize, k: u8) -> IpNet {
     parse(format!("10.{}.{k}.0/24", n + 1))
 }

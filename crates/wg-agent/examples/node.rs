@@ -1,8 +1,8 @@
-//! Sets up the state that a pass of the agent applies to a node, without an API server: the kernel's WireGuard with one peer, firewall
-//! table, routes, rules and sysctls. `cargo xtask bench dataplane --vm` compares it with WireGuard configured by hand. Needs root and
-//! its own network namespace.
+//! Sets up, without an API server, the state that a pass of the agent applies to a node: the kernel's WireGuard with one peer, firewall
+//! table, routes, rules and sysctls. `cargo xtask bench dataplane --vm` compares this node with WireGuard configured by hand. Needs root
+//! and its own network namespace.
 //!
-//! Prints `ready`, and removes everything when its standard input closes.
+//! Prints `ready`. When its standard input closes, removes everything except the sysctls.
 //!
 //! ```text
 //! node --interface wg1 --private-key-file key1 --listen-port 51820 --underlay eth0,192.0.2.1 --address 10.9.0.1 \

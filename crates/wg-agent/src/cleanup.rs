@@ -1,5 +1,5 @@
-//! Implements `wg-agent cleanup`: removes all state of the agent from a node on which no agent runs. The key stays
-//! because it is the node's identity. State of other programs stays.
+//! Implements `wg-agent cleanup`: removes the state of the agent from a node on which no agent runs. The key stays
+//! because it is the node's identity. Kernel settings (sysctls) and the state of other programs stay too.
 
 use std::{io, path::Path, time::SystemTime};
 
@@ -79,8 +79,8 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the device, its routes and the state of a key rotation, and adds errors to `failures`. If `is_kg_alive`, the
-/// interface stays, because kg uses it, even if this agent created it.
+/// Removes the device, its routes and the state of a key rotation, and adds errors to `failures`. If `is_kg_alive`, kg
+/// uses the interface, so it stays even if this agent created it.
 async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &Path, failures: &mut Vec<String>) {
     // Below, the addresses of the interface `device` are removed. If the interface is not the agent's or is in use by kg, its
     // addresses stay: `device` is then a name that no interface has.
@@ -122,7 +122,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
     }
 }
 
-/// A name that no interface has.
+/// A valid interface name that no program uses.
 fn unused_interface_name() -> InterfaceName {
     match "no.such.device@".parse() {
         Ok(name) => name,
@@ -192,6 +192,7 @@ mod tests {
 
     #[test]
     fn unused_name_is_a_valid_interface_name() {
+        // An invalid name panics.
         assert_eq!(unused_interface_name().as_str().len(), 15);
     }
 }

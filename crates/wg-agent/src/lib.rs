@@ -1,5 +1,5 @@
-//! The node agent: reconciles one node's WireGuard device, routes and firewall table with the cluster's Peers and
-//! PeerPolicies. `policy_mode` and `gateway` are its other two modes.
+//! The node agent. In full mode, it reconciles one node's WireGuard device, routes and firewall table with the cluster's
+//! Peers and PeerPolicies. `policy_mode` and `gateway` are the other two modes.
 //!
 //! One loop: sources -> compile -> diff -> apply -> publish. The pure part (compile, diff) is `clustermesh_agent_core`.
 //! This crate talks to the API server, the kernel and the disk.

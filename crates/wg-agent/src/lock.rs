@@ -80,8 +80,8 @@ fn namespace() -> Result<u64, LockError> {
     Ok(namespace.ino())
 }
 
-/// Sets mode 0700 on an empty directory of this user that others may write, such as a pod's emptyDir volume. If the directory has a
-/// file, or gets one meanwhile, its mode stays (or is restored), and taking the lock fails.
+/// Sets mode 0700 on a directory that is empty, belongs to this user and is writable by others, such as a pod's emptyDir volume. If a
+/// file appears in the directory meanwhile, restores the mode. [`Lock::take`] refuses a directory that stays writable by others.
 fn restrict_if_empty(directory: &Path) -> io::Result<()> {
     let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());
     let meta = fs::metadata(directory)?;
@@ -147,7 +147,7 @@ impl Lock {
             if !current.is_ok_and(|current| (current.dev(), current.ino()) == (own.dev(), own.ino())) {
                 continue;
             }
-            // Only the error message of a second agent uses the process id. It replaces the id that a killed agent left.
+            // Replaces the process id that a killed agent left. Only the error message of a second agent uses the id.
             let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
             written.map_err(failed())?;
             return Ok(Self {

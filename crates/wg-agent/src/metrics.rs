@@ -102,9 +102,9 @@ pub struct PeerSample {
 
 impl Metrics {
     /// Registers all metrics.
-    pub fn register(registry: &mut Registry, with_peers: bool) -> Self {
+    pub fn register(registry: &mut Registry, with_per_peer: bool) -> Self {
         let metrics = Self {
-            per_peer: with_peers.then(peers::Peers::default),
+            per_peer: with_per_peer.then(peers::Peers::default),
             ..Self::default()
         };
         let Self {
@@ -184,7 +184,7 @@ impl Metrics {
         self.errors.get_or_create(&Part { part }).inc();
     }
 
-    /// Sets whether packets bypass the firewall table.
+    /// Sets `datapath_bypassed`.
     pub fn set_bypassed(&self, is_bypassed: bool) {
         self.bypassed.set(i64::from(is_bypassed));
     }
@@ -194,7 +194,7 @@ impl Metrics {
         self.cached_kinds.set(i64::try_from(kinds).unwrap_or(i64::MAX));
     }
 
-    /// Sets the number of objects that are left out, by reason.
+    /// Sets `peers_refused`, by reason.
     pub fn set_refused(&self, reasons: &BTreeMap<String, i64>) {
         self.refused.clear();
         for (reason, count) in reasons {
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn peer_metrics_are_optional_and_limited_to_a_thousand_peers() {
+    fn per_peer_metrics_are_limited_to_a_thousand_peers() {
         let mut registry = Registry::with_prefix("wg_agent");
         let metrics = Metrics::register(&mut registry, true);
         let never = PeerSample {

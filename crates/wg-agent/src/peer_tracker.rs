@@ -66,9 +66,12 @@ impl PeerTracker {
         &self.live
     }
 
-    /// Sets the desired peers, their candidates and keepalive intervals. When the candidates of a peer change, its
-    /// configured endpoint stays if there is no candidate, or during a live session if the peer has roamed or the endpoint is
-    /// still a candidate.
+    /// Sets the desired peers, their candidates and keepalive intervals. When the candidates of a peer change, the first one becomes its
+    /// configured endpoint, with these exceptions. The configured endpoint stays:
+    ///
+    /// - if there is no candidate;
+    /// - if the peer has roamed, during its live session;
+    /// - if the configured endpoint is still a candidate, during the live session.
     pub(crate) fn sync<'a>(
         &mut self,
         wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,

@@ -67,7 +67,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
     let admin = Admin::bind(config.listen)?;
-    // No metrics of each peer, and no drain time.
+    // Without per-peer metrics and drain time.
     let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = builder.runtime.metrics.clone();
     let store = Store::new(metrics, None);
@@ -149,7 +149,7 @@ struct PolicyMode<F> {
 }
 
 impl<F: Backend> PolicyMode<F> {
-    /// Runs one reconcile pass. Returns `false` after a trouble that is not harmless; the pass should then be repeated soon.
+    /// Runs one reconcile pass. Returns whether all troubles are harmless; otherwise the pass should be repeated soon.
     async fn pass(&mut self, snapshot: &ClusterSnapshot) -> bool {
         let mut troubles = Vec::new();
         if let Err(trouble) = self.run_steps(snapshot, &mut troubles).await {
@@ -165,11 +165,11 @@ impl<F: Backend> PolicyMode<F> {
         troubles.extend(crate::conntrack::warning().map(|message| Trouble::harmless("conntrack", message)));
         let own = find_own_node(snapshot, &self.config.node_name)?;
         let inputs = inputs(snapshot, &own, &self.config, self.server);
-        let other_allowed_ips = other_allowed_ips(snapshot);
+        let non_mesh_allowed_ips = non_mesh_allowed_ips(snapshot);
         self.known_mesh_networks
-            .retain(|net| !other_allowed_ips.iter().any(|other| overlap(net, other)));
+            .retain(|net| !non_mesh_allowed_ips.iter().any(|other| overlap(net, other)));
         let compiled = compile_policy_mode(&inputs, &self.known_mesh_networks);
-        self.known_mesh_networks.extend(&compiled.meshed);
+        self.known_mesh_networks.extend(&compiled.mesh_networks);
 
         let unreadable = snapshot.policies.objects().filter_map(|(name, seen)| {
             let problem = seen.problem.as_ref()?;
@@ -244,7 +244,7 @@ impl<F: Backend> PolicyMode<F> {
 
 /// Allowed IPs of Peers that no controller wrote. The mesh networks of earlier passes that overlap them
 /// are forgotten, so packets of these Peers are not filtered.
-fn other_allowed_ips(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
+fn non_mesh_allowed_ips(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
     let others = snapshot.peers.objects().filter(|(_, seen)| !is_mesh_peer(seen));
     others
         .filter_map(|(_, seen)| seen.spec.as_ref().ok())
@@ -261,7 +261,7 @@ fn is_mesh_peer(seen: &ParsedPeer) -> bool {
 /// Builds the compiler's inputs. Fields that only matter to the owner of the tunnel are empty or have a placeholder.
 fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != config.node_name);
-    let nodes = snapshot
+    let node_addresses = snapshot
         .nodes
         .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
@@ -288,7 +288,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             .chain(&server)
             .copied()
             .collect(),
-        all_node_addresses: nodes.map(|ip| ip.to_canonical()).collect(),
+        all_node_addresses: node_addresses.map(|ip| ip.to_canonical()).collect(),
         pods_elsewhere: others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect(),
         peers: peers
             .map(|(name, seen)| Peer {

@@ -1,5 +1,5 @@
-//! Checks what the node must provide before the agent starts, with a remedy for each missing part. Also implements
-//! `wg-agent preflight`, which additionally checks the kernel settings that `prepare` writes.
+//! Checks, before the agent starts, what the node must provide, and names a remedy for each missing part. Also implements
+//! `wg-agent preflight`, which additionally checks the kernel settings that `prepare` writes, conntrack, Cilium and IPVS.
 
 use std::{
     fs::{self, OpenOptions},

@@ -107,6 +107,7 @@ fn add_port(reserved: &str, port: u16) -> Option<String> {
 /// The settings of the whole node. They enable IPv4 forwarding, because a node with IPv4 pods needs it anyway, but not
 /// IPv6 forwarding: a host that gets its routes from router advertisements would lose these routes.
 pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
+    // `desired` needs interfaces. Any name will do, because the settings of single interfaces are left out below.
     let Ok(any_interface) = "lo".parse::<InterfaceName>() else {
         return Vec::new();
     };

@@ -1,5 +1,5 @@
-//! Implements `wg-agent probe`: tests which sockets accept a TCP connection from this node, and by which interface
-//! packets to them leave. `clustermeshctl verify` compares the results with the plan.
+//! Implements `wg-agent probe`: tests which sockets accept a TCP connection from this network namespace (of a node or a pod), and by
+//! which interface packets to them leave. `clustermeshctl verify` compares the results with the plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -61,7 +61,7 @@ struct ProbeResult<'a> {
     way: Option<&'a str>,
 }
 
-/// The last line. Output without this line is incomplete.
+/// The last line of the output. Output without this line is incomplete.
 #[derive(Debug, Serialize)]
 struct Summary {
     tried: usize,

@@ -69,13 +69,9 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         "wg-agent starts"
     );
     let admin = Admin::bind(config.listen)?;
-    let mut builder = RuntimeBuilder::open(
-        config.kubeconfig.as_deref(),
-        admin,
-        config.metrics_per_peer,
-        Duration::ZERO,
-    )
-    .await?;
+    let drain_time = Duration::ZERO;
+    let mut builder =
+        RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, config.metrics_per_peer, drain_time).await?;
     let metrics = builder.runtime.metrics.clone();
 
     let cache_file = cache::CacheFile {
@@ -90,7 +86,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         live,
         problem,
     } = cache::load(&cache_file, cache::UnixTime::of(SystemTime::now()));
-    let _remark = problem.map(|problem| {
+    // The remark is listed until this is dropped.
+    let _cache_remark = problem.map(|problem| {
         tracing::warn!("{problem}");
         metrics.count_error("cache");
         builder.runtime.readiness.remark(format!("cache: {problem}"))
@@ -180,6 +177,7 @@ async fn run_loop<R: route::Routing, F: firewall::Backend>(
     let mut poll = tokio::time::interval(POLL_PEERS);
     poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
+        // Without the subscription to routing changes, each pass reads the underlay and checks the device again.
         if !events.reports_routing() {
             reconciler.record_event(Event::Unknown);
         }

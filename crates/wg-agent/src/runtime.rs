@@ -1,6 +1,6 @@
-//! Starts the common tasks of `run`, `policy_mode` and `gateway`: signal handling, API client, metrics, admin endpoint,
-//! `wg-agent status`. For `run` and `policy_mode` it also starts the watches, the publication of annotations, and the checks for a
-//! bypassed firewall and for the admission policy.
+//! Starts the tasks that all modes of the agent have: signal handling, API client, metrics, admin endpoint, `wg-agent status`. In
+//! full mode and policy mode it also starts the watches, the publication of annotations, and the checks for a bypassed firewall
+//! and for the admission policy.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -18,11 +18,11 @@ use crate::{
 };
 
 /// How long the tasks may take to end.
-const DRAIN: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The parts that a running agent has in every mode.
 pub(crate) struct Runtime {
-    /// Cancelled after a signal and the `drain_time`.
+    /// Cancelled when the `drain_time` after a signal is over.
     pub(crate) stop: CancellationToken,
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
@@ -35,7 +35,7 @@ pub(crate) struct Runtime {
     pub(crate) tasks: JoinSet<()>,
 }
 
-/// The sockets and clients of an agent, opened before it serves requests.
+/// A [`Runtime`] whose tasks do not run yet, and what its admin endpoint needs.
 pub(crate) struct RuntimeBuilder {
     pub(crate) runtime: Runtime,
     admin: Admin,
@@ -77,7 +77,7 @@ impl RuntimeBuilder {
         let state_dump = runtime.dump.clone();
         let state = State {
             registry: Arc::new(registry),
-            // The firewall table closes the admin port to other members.
+            // `Everyone` is safe: the firewall table blocks the admin port for other members.
             metrics_for: Audience::Everyone,
             readiness: runtime.readiness.clone(),
             liveness: runtime.liveness.clone(),
@@ -105,7 +105,7 @@ impl RuntimeBuilder {
         Ok(runtime)
     }
 
-    /// Like [`Self::serve`], and starts the watches, the publication and the checks for this Node. `keys` are the annotations
+    /// Does what [`Self::serve`] does, and starts the watches, the publication and the checks for this Node. `keys` are the annotations
     /// that this mode writes.
     pub(crate) fn start(
         self,
@@ -162,9 +162,12 @@ impl Runtime {
         reporter
     }
 
-    /// Waits up to [`DRAIN`] for all tasks to end.
+    /// Waits up to [`SHUTDOWN_TIMEOUT`] for all tasks to end.
     pub(crate) async fn shut_down(mut self) {
-        drain::within(DRAIN, async { while self.tasks.join_next().await.is_some() {} }).await;
+        drain::within(SHUTDOWN_TIMEOUT, async {
+            while self.tasks.join_next().await.is_some() {}
+        })
+        .await;
     }
 }
 

@@ -119,7 +119,7 @@ fn key(number: u32) -> PublicKey {
     PublicKey::new(bytes)
 }
 
-/// As many allowed IPs as the Peer of a node in a mesh has: its pod CIDR, its own address, its WireGuard address.
+/// As many allowed IPs as the Peer of a node in a mesh has: pod CIDR, InternalIP and WireGuard address.
 fn allowed_ips(number: u32) -> BTreeSet<IpNet> {
     [
         (0x6400_0000 + number * 256, 24),

@@ -1,6 +1,7 @@
 //! Serves the socket from which `wg show` reads a userspace device (wireguard.com/xplatform, "Cross-platform Userspace Implementation").
 //!
-//! It answers only `get=1`, because only the program that opened the device changes it. The answer contains no private or preshared key.
+//! Requests other than `get=1` are refused with EPERM, because only the program that opened the device may change it. No answer
+//! contains a private or preshared key.
 
 use std::{
     fmt::Write as _,

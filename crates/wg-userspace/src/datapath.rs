@@ -24,8 +24,8 @@ use crate::{
     tunnel::Output,
 };
 
-/// Maximum number of reads in a batch. A read returns one packet of the interface, or one run (`sockets`) of a socket; the maximum
-/// applies to each socket. After each batch a thread applies changes of peers, sockets and MTU.
+/// Maximum number of reads in a batch. A read returns one packet of the interface, or one run of datagrams of a socket (see
+/// [`crate::sockets`]). The maximum applies to each socket. After each batch a thread applies changes of peers, sockets and MTU.
 pub(crate) const BATCH: usize = 64;
 /// Maximum number of packets that a thread processes before it unlocks the peer. The peer's other direction waits meanwhile.
 pub(crate) const BURST: usize = 8;

@@ -121,7 +121,7 @@ impl Device {
             interface = interface.name,
             workers = options.workers,
             tun = ?device.shared.tun.offload,
-            udp = ?current(&device.shared.sockets).offload(),
+            udp = ?current(&device.shared.sockets).has_segmentation(),
             "userspace device opened"
         );
         Ok(device)
@@ -179,13 +179,13 @@ impl Device {
         Ok(())
     }
 
-    /// Applies the changes in order; a batch of packets uses either all changed allowed IPs or none. Only a new preshared key, a removal or
-    /// a replacement of a peer ends its session. A handshake with a new peer that has an endpoint starts at once.
+    /// Applies the changes in order; a batch of packets uses either all changed allowed IPs or none. A peer's session ends only if the peer
+    /// is removed or replaced, or gets a new preshared key. A handshake with a new peer that has an endpoint starts at once.
     pub fn apply(&mut self, changes: &[PeerChange]) {
         let mut configured = Peers::clone(&current(&self.shared.configured));
         peer::apply(&mut configured, changes);
         // Only new or removed peers and changed allowed IPs need a new table.
-        if changes.iter().any(PeerChange::changes_table) {
+        if changes.iter().any(PeerChange::needs_new_table) {
             // An added peer starts without a session, also if it replaces a peer.
             let added: BTreeSet<_> = changes
                 .iter()
@@ -251,7 +251,7 @@ impl Device {
     /// Stops the threads, and removes the interface and the control socket.
     ///
     /// # Errors
-    /// The interface or the control socket could not be removed; the other one is removed.
+    /// The interface or the control socket could not be removed. An error with one does not prevent the removal of the other.
     pub fn close(mut self) -> Result<(), Error> {
         self.stop();
         let socket = self.control.take().map_or(Ok(()), ControlSocket::close);
@@ -391,7 +391,8 @@ impl Device {
         }
         if update.preshared_key.is_some() {
             state.tunnel.set_preshared_key(peers::preshared_key(spec));
-            // Without an endpoint no tick runs. The tunnel would record a tick as scheduled that never comes, and schedule no other.
+            // Without an endpoint the timer below is not added. The tunnel must then not record a tick, because it schedules no other
+            // while it waits for that one.
             if state.endpoint.is_some() {
                 state.tunnel.initiate_handshake(now);
             }
@@ -402,6 +403,7 @@ impl Device {
             state.tunnel.endpoint_changed(now);
         }
         if state.endpoint.is_some() {
+            // A handshake that was initiated above recorded a tick for `now`, but only a timer runs it.
             if state.tunnel.expects_tick(now) {
                 self.shared.timers.add(now, peer);
             } else if let Some(at) = state.tunnel.reschedule(now) {
@@ -458,7 +460,7 @@ pub fn remove_control_socket(interface: &str) -> Result<(), Error> {
     control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
 }
 
-/// Removes the interface, whatever its kind, if it exists and no process has it open. `false` = it has another alias, and stays.
+/// Removes the interface, whatever its kind. `true` = it does not exist any more; `false` = it has another alias or none, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

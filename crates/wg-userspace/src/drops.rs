@@ -17,7 +17,7 @@ pub(crate) enum DropReason {
     NoPeer,
     /// An inner packet to a peer without endpoint: none is configured, and the peer has sent nothing yet.
     NoEndpoint,
-    /// The source of an inner packet is outside its peer's allowed IPs (cryptokey routing).
+    /// The source of an inner packet is outside the allowed IPs of the peer that sent it (cryptokey routing).
     ForeignSource,
     /// A datagram that is not a WireGuard message, or not authentic.
     Invalid,
@@ -55,7 +55,8 @@ const NAMES: [&str; 12] = [
     "socket_queue",
 ];
 
-/// One counter for each [`DropReason`]. [`crate::Device::observe`] adds the kernel's counters for the two queues.
+/// One counter for each [`DropReason`]. [`crate::Device::observe`] adds the kernel's counters for the queues of the TUN device and of
+/// the open UDP sockets.
 #[derive(Debug, Default)]
 pub(crate) struct Drops {
     counters: [AtomicU64; NAMES.len()],
@@ -77,7 +78,7 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, including zeros. Of the kernel's drops they contain only those of closed sockets.
+    /// All counters by name, including zeros. The counters of the kernel's queues contain only the drops of closed sockets.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

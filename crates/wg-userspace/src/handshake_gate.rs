@@ -15,8 +15,8 @@ pub(crate) const COOKIE_REPLY: usize = 64;
 
 pub(crate) struct Gate {
     initiations: RateLimiter,
-    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. The caller
-    /// recognizes a response that answers no initiation by its receiver index.
+    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. From the
+    /// receiver index, the caller learns whether a response answers an initiation.
     others: RateLimiter,
 }
 
@@ -29,7 +29,8 @@ pub(crate) enum Verdict {
     Response(u32),
     /// A cookie reply, which is not checked, and its receiver index.
     Cookie(u32),
-    /// An initiation without a valid cookie under load. The caller sends the cookie reply that is in the buffer.
+    /// An initiation without a valid cookie under load. The caller sends the cookie reply that [`Gate::check`] wrote
+    /// into `reply`.
     CookieNeeded,
     Invalid,
 }

@@ -79,7 +79,7 @@ impl Handshakes {
     }
 }
 
-/// Answers initiations until the device stops.
+/// Answers initiations until the device stops. `plain` and `scratch` are buffers that [`accept`] needs for every kind of datagram.
 pub(crate) fn run(shared: &Shared) {
     let (mut plain, mut scratch) = ([0; INITIATION], vec![0; BUFFER]);
     while let Some(queued) = shared.handshakes.next() {

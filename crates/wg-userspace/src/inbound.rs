@@ -1,4 +1,4 @@
-//! Forwards packets from network to interface: receives runs (`sockets`: datagrams from one address, `UDP_GRO`), decrypts
+//! Forwards packets from network to interface: receives runs of datagrams (see `sockets`), decrypts
 //! them, joins segments of a flow (as GRO does) if the TUN device accepts joined packets, and writes the packets.
 //!
 //! Initiations are passed to the queue of `handshakes`. A batch ends when the sockets are empty, or after [`BATCH`] runs from each; it
@@ -35,7 +35,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
     let mut control = control_buffer();
     let mut buffers = Buffers {
         datagrams: vec![0; ARENA + BUFFER],
-        // Packets are shorter than their datagrams. The last decryption needs a whole `BUFFER` after the other packets.
+        // Packets are shorter than their datagrams, so they fill at most `ARENA + BUFFER`. The other `BUFFER` is for one more decryption.
         plain: vec![0; ARENA + 2 * BUFFER],
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
@@ -51,10 +51,10 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
             Some(own.v4.as_fd()),
             own.v6.as_ref().map(AsFd::as_fd),
         ];
-        let Some([renewed, v4, v6]) = wait(shared, files) else {
+        let Some([is_rebound, v4, v6]) = wait(shared, files) else {
             return;
         };
-        if renewed {
+        if is_rebound {
             // Resets the eventfd. The next iteration uses the new sockets.
             let _ = rustix::io::read(rebound, &mut [0; 8]);
         }
@@ -122,6 +122,7 @@ impl Inbound<'_> {
                 // An ICMP error for a datagram that was sent earlier. This call has cleared the error.
                 Err(_) => {}
             }
+            // If the last batch had one datagram, the first datagram of this one does not wait for others.
             if self.datagram_bytes > ARENA || pace.is_single() && self.datagram_count == 1 {
                 self.flush();
             }
@@ -131,8 +132,8 @@ impl Inbound<'_> {
     /// Handles a run of datagrams from one source.
     fn receive_run(&mut self, span: Range<usize>, segment: usize, source: Endpoint) {
         let view = self.view;
-        let ends = span.end;
-        let mut rest = span.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
+        let end = span.end;
+        let mut rest = span.step_by(segment).map(|at| at..end.min(at + segment)).peekable();
         self.datagram_count += rest.len();
         while let Some(first) = rest.peek().cloned() {
             let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
@@ -161,7 +162,7 @@ impl Inbound<'_> {
             }
             view.schedule(peer, &mut state, self.now);
         }
-        self.datagram_bytes = ends;
+        self.datagram_bytes = end;
     }
 
     /// Handles a message that is not data. The gate checks it before any peer is locked.

@@ -7,7 +7,7 @@ const IPV4_HEADER: usize = 20;
 /// Length of the IPv6 header (RFC 8200 §3).
 const IPV6_HEADER: usize = 40;
 
-/// Returns the destination; `None` = not an IP packet.
+/// Returns the destination; `None` = the packet does not begin with a whole IP header.
 pub(crate) fn destination(packet: &[u8]) -> Option<IpAddr> {
     Some(match packet.first()? >> 4 {
         4 if packet.len() >= IPV4_HEADER => IpAddr::from(*packet.get(16..)?.first_chunk::<4>()?),
@@ -20,22 +20,22 @@ pub(crate) fn destination(packet: &[u8]) -> Option<IpAddr> {
 mod tests {
     use super::*;
 
-    fn v4(total: u16, bytes: usize) -> Vec<u8> {
+    fn v4(length_field: u16, length: usize) -> Vec<u8> {
         let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2];
-        packet[2..4].copy_from_slice(&total.to_be_bytes());
-        packet.resize(bytes, 0);
+        packet[2..4].copy_from_slice(&length_field.to_be_bytes());
+        packet.resize(length, 0);
         packet
     }
 
-    fn v6(payload: u16, bytes: usize) -> Vec<u8> {
+    fn v6(length_field: u16, length: usize) -> Vec<u8> {
         let mut packet = vec![0; 40];
         packet[0] = 0x60;
-        packet[4..6].copy_from_slice(&payload.to_be_bytes());
+        packet[4..6].copy_from_slice(&length_field.to_be_bytes());
         packet[8] = 0xfd;
         packet[23] = 1;
         packet[24] = 0xfd;
         packet[39] = 2;
-        packet.resize(bytes, 0);
+        packet.resize(length, 0);
         packet
     }
 
@@ -47,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn packet_shorter_than_its_header_has_no_destination() {
+    fn packet_without_a_whole_ip_header_has_no_destination() {
         for packet in [v4(20, 19), v6(0, 39), vec![], vec![0x15; 64]] {
             assert_eq!(destination(&packet), None, "{packet:?}");
         }

@@ -1,4 +1,4 @@
-//! WireGuard's keys, which are parsed from the text form of `wg(8)`: 44 characters of base64.
+//! WireGuard's keys. Key pairs are parsed from the text form of `wg(8)`: 44 characters of base64.
 
 use std::{fmt, str::FromStr};
 

@@ -11,11 +11,13 @@
 //! state of a peer for one burst of packets and never locks two peers at once. There is no async runtime, so a busy program delays no
 //! packet and a busy tunnel does not delay the program.
 //!
-//! If the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run: several
-//! datagrams of one size to or from one address (UDP segmentation and receive offload). Otherwise each packet takes its own system call.
+//! With the kernel's offloads, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run: several
+//! datagrams of one size to or from one address (UDP segmentation and receive offload). Without them each packet takes its own system
+//! call.
 //!
 //! The interface outlives the process (`tun`), unless [`Device::close`] removes it. While no process has it open, the kernel drops the
-//! packets routed into it. The next process takes it over and initiates a handshake with every peer whose endpoint it knows.
+//! packets routed into it. The next process takes it over and initiates a handshake with
+//! every peer that its caller adds with an endpoint.
 #![deny(unsafe_code)]
 
 mod configuration;

@@ -30,7 +30,8 @@ pub(crate) struct Link {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A TUN device; `attached` = a process has it open.
+    /// A TUN device; `attached` = the kernel reports that a process has it open. It does not report this of a single-queue device that
+    /// is down.
     Tun {
         attached: bool,
     },
@@ -68,8 +69,8 @@ fn parse(message: &LinkMessage, own_alias: &str) -> Link {
         is_up: message.header.flags.contains(LinkFlags::Up),
         tx_dropped: 0,
     };
-    // A TUN device has a carrier while a process has it open, but the kernel reports the carrier only if the device is up. Of a
-    // multi-queue device it also reports the number of attached files, even if the device is down.
+    // A TUN device has a carrier while a process has it open, but the kernel reports the carrier only if the device is up. If
+    // the device is multi-queue, the kernel also reports the number of attached files, even while the device is down.
     let mut attached = message.header.flags.contains(LinkFlags::LowerUp);
     for attribute in &message.attributes {
         match attribute {

@@ -63,6 +63,7 @@ pub(crate) fn observed(shared: &Shared) -> Observed {
     let now = Instant::now();
     let table = current(&shared.table);
     let peers = configured.iter().map(|(key, spec)| {
+        // The table contains every configured peer, so the default is not used.
         let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
             let state = peer.state();
             PeerStats {

@@ -136,7 +136,7 @@ struct Run<'a> {
 
 /// The peer of a run, with its `order` lock. The lock keeps other workers from sending runs to the peer, so that counters leave in order.
 ///
-/// Lock order: `order` before `state`. A worker that holds `order` waits for `state`, so the reverse order would deadlock.
+/// Lock order: `order` before `state`. A worker that holds `order` waits for `state`, so the reverse order could deadlock.
 struct LockedPeer<'a> {
     peer: &'a Arc<Peer>,
     _order: MutexGuard<'a, ()>,
@@ -165,7 +165,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
         }
     }
 
-    /// Encrypts the packet of `length` bytes that was read, which starts with the virtio-net header.
+    /// Encrypts a packet that was read from the interface. `length` includes the virtio-net header before the packet.
     fn encrypt(&mut self, buffer: &mut [u8], length: usize) {
         let drops = &self.view.shared.drops;
         let Some((header, packet)) = buffer.split_first_chunk_mut::<HEADER>() else {

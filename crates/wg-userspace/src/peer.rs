@@ -16,8 +16,8 @@ pub(crate) type Peers = BTreeMap<PublicKey, PeerSpec>;
 /// The configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// The destination of datagrams until an authentic data message or response arrives from another endpoint. `None` = the peer has
-    /// to initiate.
+    /// The destination of datagrams until an authentic data message or handshake response arrives from another endpoint. `None` = the
+    /// peer has to initiate; the response goes to the source of its initiation.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,
@@ -45,7 +45,7 @@ pub struct PeerUpdate {
     pub endpoint: Option<SocketAddr>,
     /// The new keepalive; `Some(None)` turns it off.
     pub keepalive: Option<Option<NonZeroU16>>,
-    /// The new preshared key; `Some(None)` removes it. Only this change ends the session.
+    /// The new preshared key; `Some(None)` removes it. No other attribute of an update ends the session.
     pub preshared_key: Option<Option<PresharedKey>>,
     /// Allowed IPs to add. If another peer has one, it moves to this peer.
     pub add_allowed_ips: BTreeSet<IpNet>,
@@ -62,8 +62,8 @@ impl PeerChange {
         }
     }
 
-    /// Whether the change adds or removes a peer or an allowed IP.
-    pub(crate) fn changes_table(&self) -> bool {
+    /// Whether the device needs a new table of peers and allowed IPs: the change adds or removes a peer or an allowed IP.
+    pub(crate) fn needs_new_table(&self) -> bool {
         match self {
             Self::Update(_, update) => !update.add_allowed_ips.is_empty() || !update.remove_allowed_ips.is_empty(),
             Self::Add(..) | Self::Remove(_) => true,

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 /// A map from prefixes to values. It is built once, as a sorted list of intervals that do not overlap; a lookup is one binary search.
 #[derive(Debug)]
 pub(crate) struct PrefixMap<T> {
-    /// The first address of each interval with its value. An interval ends before the next one.
+    /// The first address and the value of each interval; `None` = no prefix contains it. An interval ends before the next one.
     v4: Vec<(u128, Option<T>)>,
     v6: Vec<(u128, Option<T>)>,
 }

@@ -70,7 +70,7 @@ mod meminfo {
 pub(crate) struct Sockets {
     pub(crate) workers: Vec<WorkerSockets>,
     pub(crate) port: u16,
-    /// Whether one call may send a run.
+    /// Whether one call sends a run. `false` if the kernel or the network card does not support it.
     segmentation: AtomicBool,
 }
 
@@ -86,6 +86,7 @@ pub(crate) struct WorkerSockets {
 /// The datagrams that one call received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReceivedRun {
+    /// Number of bytes of all datagrams together.
     pub(crate) length: usize,
     /// Length of each datagram; the last one may be shorter.
     pub(crate) segment: usize,
@@ -146,7 +147,7 @@ impl Sockets {
     }
 
     /// Whether one call sends a run.
-    pub(crate) fn offload(&self) -> bool {
+    pub(crate) fn has_segmentation(&self) -> bool {
         self.segmentation.load(Ordering::Relaxed)
     }
 
@@ -176,10 +177,10 @@ impl Sockets {
 
     /// Sends datagrams of `segment` bytes each (the last one may be shorter); returns how many the kernel refused.
     pub(crate) fn send_run(&self, worker: usize, run: &[u8], segment: usize, to: Endpoint) -> usize {
-        if run.len() > segment && self.segmentation.load(Ordering::Relaxed) {
+        if run.len() > segment && self.has_segmentation() {
             match self.send_with(worker, run, Some(segment as u16), to) {
                 Ok(()) => return 0,
-                // The network card cannot compute the checksums, so segmentation stays off.
+                // The network card cannot compute the checksums: switch segmentation off.
                 Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
                     if self.segmentation.swap(false, Ordering::Relaxed) {
                         tracing::info!(

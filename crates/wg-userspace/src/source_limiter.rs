@@ -1,6 +1,7 @@
 //! Limits the handshake messages of each source address while the device receives many of them, with one token bucket for each source.
 //!
-//! Under load, a cookie (`handshake_gate`) proves that the source address of an initiation is not spoofed. Responses need no cookie.
+//! Under load, a cookie (`handshake_gate`) proves that the source address of an initiation is not spoofed. Responses need no cookie, so
+//! their source may be spoofed.
 
 use std::{
     collections::HashMap,
@@ -33,7 +34,8 @@ struct Buckets {
 }
 
 impl SourceLimiter {
-    /// Whether to process a handshake message of this source. All are processed until the device exceeds [`INITIATIONS_PER_SECOND`].
+    /// Whether to process a handshake message (initiation or response) of this source. The first [`INITIATIONS_PER_SECOND`] messages of
+    /// all sources in a second are processed without a limit.
     pub(crate) fn allow(&self, source: IpAddr, now: Instant) -> bool {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let state = &mut *state;
@@ -96,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn source_under_load_has_its_own_bucket() {
+    fn each_source_has_its_own_bucket_under_load() {
         let (limiter, now) = (SourceLimiter::default(), Instant::now());
         (0..INITIATIONS_PER_SECOND).for_each(|_| assert!(limiter.allow(v4(9), now)));
         let allowed = |source: IpAddr, at| (0..100).filter(|_| limiter.allow(source, at)).count();
@@ -112,8 +114,8 @@ mod tests {
     fn source_beyond_the_maximum_waits_for_a_sweep() {
         let (limiter, now) = (SourceLimiter::default(), Instant::now());
         (0..INITIATIONS_PER_SECOND).for_each(|_| assert!(limiter.allow(v4(0), now)));
-        let all = (1..=20_000).filter(|number| limiter.allow(v4(*number), now)).count();
-        assert_eq!(all, MAX_SOURCES);
+        let allowed = (1..=20_000).filter(|number| limiter.allow(v4(*number), now)).count();
+        assert_eq!(allowed, MAX_SOURCES);
         assert!(
             !limiter.allow(v4(30_000), now + REFILL_INTERVAL),
             "full buckets are removed only every 250 ms"

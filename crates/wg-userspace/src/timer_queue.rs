@@ -29,12 +29,12 @@ struct Entry {
 impl TimerQueue {
     pub(crate) fn add(&self, at: Instant, peer: &Arc<Peer>) {
         let mut state = self.state();
-        let earliest = state.queue.peek().is_none_or(|Reverse(first)| at < first.at);
+        let is_earliest = state.queue.peek().is_none_or(|Reverse(first)| at < first.at);
         state.queue.push(Reverse(Entry {
             at,
             peer: Arc::downgrade(peer),
         }));
-        if earliest {
+        if is_earliest {
             self.changed.notify_one();
         }
     }

@@ -1,8 +1,8 @@
 //! Creates or takes over the TUN device, and reads and writes its packets, each with a virtio-net header in front.
 //!
-//! [`crate::Device::open`] makes the device persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its
-//! addresses and routes, but loses its carrier. The kernel drops packets routed into it until the next process takes it over. A
-//! program recognizes its interface by the alias.
+//! [`crate::Device::open`] makes the device persistent (`TUNSETPERSIST`). When the process that opened it ends, the interface stays
+//! with its addresses and routes, but loses its carrier. The kernel drops packets routed into it until the next process takes it over.
+//! A program recognizes its interface by the alias.
 
 use std::{
     fs::{File, OpenOptions},
@@ -23,8 +23,8 @@ use crate::{
 /// The size of an alias with its terminating NUL (`IFALIASZ`, Linux `include/uapi/linux/if.h`).
 const ALIAS_SIZE: usize = 256;
 
-/// The offloads that the kernel has accepted. It delivers large packets, which this program splits, and accepts large packets that this
-/// program has joined.
+/// The offloads that the kernel has accepted. With them the kernel delivers large packets, which this program splits, and accepts large
+/// packets that this program has joined.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Offload {
     pub(crate) tcp: bool,
@@ -82,9 +82,9 @@ mod control {
 }
 
 impl Tun {
-    /// Takes over the TUN interface if it has our alias and no process has it open. Replaces an interface of the kernel's WireGuard with
-    /// our alias, or a TUN interface of ours with other flags. Any other interface of this name is an error. A new interface is neither
-    /// up nor persistent.
+    /// Creates the TUN interface, or takes over an existing one that has our alias and that no process has open. Replaces an interface
+    /// with our alias if it is the kernel's WireGuard, or a TUN interface with other flags. Any other interface of this name is an error.
+    /// A new interface is neither up nor persistent.
     pub(crate) fn open(interface: Interface<'_>, queues: usize, offload: bool) -> Result<Self, Error> {
         let name = check(interface)?;
         let existing = find(interface)?;
@@ -210,8 +210,8 @@ fn attach(interface: Interface<'_>, name: &[u8; libc::IFNAMSIZ], queues: usize) 
     files
 }
 
-/// Enables as much offload as the kernel offers; none if `offload` is false.
-fn enable_offload(file: i32, offload: bool) -> Offload {
+/// Enables as much offload as the kernel offers; none if `wanted` is false.
+fn enable_offload(file: i32, wanted: bool) -> Offload {
     let tcp = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
     let offers = [
         // Since Linux 6.2.
@@ -223,7 +223,7 @@ fn enable_offload(file: i32, offload: bool) -> Offload {
     ];
     offers
         .into_iter()
-        .filter(|_| offload)
+        .filter(|_| wanted)
         .find(|(flags, _)| control::offload(file, *flags).is_ok())
         .map(|(_, offload)| offload)
         .unwrap_or_else(|| {

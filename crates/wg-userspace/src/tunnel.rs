@@ -1,13 +1,13 @@
 //! Implements one peer's WireGuard tunnel: decides when to send which message (whitepaper §6 and the kernel's `timers.c`). boringtun
 //! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
-//! As in the kernel, no initiation is sent within 5 s after our last initiation *or response* to the peer. So a responder stages packets
-//! until the initiator has confirmed the new session. A change of the preshared key ends this wait, and so does a change of the endpoint
-//! while there is no session.
+//! As in the kernel, no initiation is sent within 5 s after our last initiation *or response* to the peer. These 5 s end early if the
+//! preshared key changes, or if the endpoint changes while there is no session. A responder cannot send on a new session before the
+//! initiator has confirmed it. If it has no older session, it stages packets until then.
 //!
 //! **An initiation does not change the endpoint.** The response is sent to the source of the initiation, and the first data message or
-//! response from there changes the endpoint. After a restart or a change of the preshared key, a recorded initiation is valid again,
-//! because the newest timestamp is forgotten. But a replay of it redirects no packet.
+//! response from there changes the endpoint. After a restart or a change of the preshared key, an initiation that an attacker has
+//! recorded is valid again, because the newest timestamp is forgotten. But its replay redirects no packet.
 //!
 //! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers, and does not
 //! check the state of the handshake again before it stores the result (`ConsumeMessageResponse`). If our initiation and our response to
@@ -123,7 +123,7 @@ pub(crate) struct Tunnel {
     initiation: Option<(u32, Instant)>,
     /// The response to an initiation that crossed ours, and when to send it.
     held_response: Option<(Instant, [u8; RESPONSE])>,
-    /// When the tunnel started to request a new session; `None` = it requests none.
+    /// When the period of attempts to get a new session started; each staged packet restarts it. `None` = no attempts.
     wanted_since: Option<Instant>,
     /// Whether a handshake was requested because the session is old.
     is_rekeying: bool,
@@ -229,7 +229,7 @@ impl Tunnel {
     }
 
     /// Encrypts a packet to the beginning of `datagram`, which is at least [`OVERHEAD`] longer; returns the datagram's length. `None` =
-    /// there is no session, and the caller calls [`Self::send`].
+    /// no session can encrypt it; [`Self::send`] can stage it.
     pub(crate) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
         if !self.is_ready(now) {
             return None;
@@ -241,7 +241,7 @@ impl Tunnel {
             self.unanswered_by_peer = Some(now);
             self.must_reschedule = true;
         }
-        self.rekey_after(REKEY_AFTER_TIME, now);
+        self.rekey_if_older(REKEY_AFTER_TIME, now);
         Some(sealed)
     }
 
@@ -287,7 +287,7 @@ impl Tunnel {
             }
             Message::Response(keepalive) => {
                 self.initiation = None;
-                self.record_received(now);
+                self.mark_answered_by_peer(now);
                 // The sessions of the peer's own initiations are no longer needed. wireguard-go and the kernel forgot their initiation when
                 // they answered ours, so they would reject our response. A peer that is this program accepts the new session, too.
                 self.held_response = None;
@@ -295,7 +295,7 @@ impl Tunnel {
                 let index = response_receiver(datagram);
                 self.set_session(index, true, now, now);
                 if !self.flush(now, scratch, out) {
-                    // The responder must not send first.
+                    // The responder may send only after this confirmation.
                     out.send_datagram(&keepalive);
                 }
                 Ok(nothing(true))
@@ -307,7 +307,7 @@ impl Tunnel {
             }
             Message::Packet(length, source) => {
                 self.handle_data(datagram, now, scratch, out);
-                self.record_received_packet(now);
+                self.mark_unanswered_by_us(now);
                 Ok(Received {
                     moves_endpoint: true,
                     inner: Inner::Packet(length, source),
@@ -315,7 +315,7 @@ impl Tunnel {
             }
             Message::Malformed => {
                 self.handle_data(datagram, now, scratch, out);
-                self.record_received_packet(now);
+                self.mark_unanswered_by_us(now);
                 Ok(Received {
                     moves_endpoint: true,
                     inner: Inner::Malformed,
@@ -407,12 +407,12 @@ impl Tunnel {
         self.next_tick
     }
 
-    /// Whether this tick is the scheduled one; `false` = an earlier tick has replaced it.
+    /// Whether the scheduled tick is still the one at `at`.
     pub(crate) fn expects_tick(&self, at: Instant) -> bool {
         self.next_tick == Some(at)
     }
 
-    fn rekey_after(&mut self, age: Duration, now: Instant) {
+    fn rekey_if_older(&mut self, age: Duration, now: Instant) {
         let due = |session: Session| session.is_initiator && has_elapsed(session.since, age, now);
         if !self.is_rekeying && self.session.is_some_and(due) {
             self.is_rekeying = true;
@@ -456,13 +456,13 @@ impl Tunnel {
         true
     }
 
-    fn record_received(&mut self, now: Instant) {
+    fn mark_answered_by_peer(&mut self, now: Instant) {
         self.unanswered_by_peer = None;
         self.last_traffic = now;
     }
 
     fn handle_data(&mut self, datagram: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        self.record_received(now);
+        self.mark_answered_by_peer(now);
         let index = receiver(datagram);
         if let Some(position) = self.unconfirmed.iter().position(|(own, _)| *own == index) {
             let (_, since) = self.unconfirmed[position];
@@ -474,7 +474,7 @@ impl Tunnel {
                 self.flush(now, scratch, out);
             }
         }
-        self.rekey_after(REKEY_ON_RECEIVE, now);
+        self.rekey_if_older(REKEY_ON_RECEIVE, now);
     }
 
     /// Drops a session that boringtun has expired. boringtun's clock continues while the machine is suspended, the caller's clock does not.
@@ -484,7 +484,7 @@ impl Tunnel {
         }
     }
 
-    fn record_received_packet(&mut self, now: Instant) {
+    fn mark_unanswered_by_us(&mut self, now: Instant) {
         if self.unanswered_by_us.is_none() {
             self.unanswered_by_us = Some(now);
             self.must_reschedule = true;

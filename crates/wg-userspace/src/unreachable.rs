@@ -13,10 +13,10 @@ const HOP_LIMIT: u8 = 64;
 /// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
 ///
 /// `None` = no error may be sent, because the packet has no complete IP header, is an ICMP error or a later IPv4 fragment, or its source
-/// or destination is not a single host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// or destination is not a single host: unspecified, loopback, multicast, broadcast or reserved (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
 ///
-/// The source of the error is the unreachable address. A firewall may accept errors only from the networks behind the tunnel, and this host
-/// may have no address in those networks.
+/// The source of the error is the unreachable address, because a firewall may accept errors only from the networks behind the tunnel,
+/// in which this host may have no address.
 #[must_use]
 pub fn icmp_unreachable(packet: &[u8]) -> Option<Vec<u8>> {
     match packet.first()? >> 4 {
@@ -29,11 +29,11 @@ pub fn icmp_unreachable(packet: &[u8]) -> Option<Vec<u8>> {
 fn v4(packet: &[u8]) -> Option<Vec<u8>> {
     let header = usize::from(packet.first()? & 0x0f) * 4;
     let (source, destination) = (packet.get(12..16)?, packet.get(16..20)?);
-    let is_unicast = |address: &[u8]| address[0] != 0 && address[0] != 127 && address[0] < 224;
+    let is_single_host = |address: &[u8]| address[0] != 0 && address[0] != 127 && address[0] < 224;
     let is_first = u16::from_be_bytes([packet[6], packet[7]]) & 0x1fff == 0;
     // Among ICMP messages, only queries and their replies get an error.
     let is_icmp_error = packet[9] == ICMP && !matches!(packet.get(header)?, 0 | 8 | 9 | 10 | 13..=18);
-    if header < 20 || !is_first || is_icmp_error || !is_unicast(source) || !is_unicast(destination) {
+    if header < 20 || !is_first || is_icmp_error || !is_single_host(source) || !is_single_host(destination) {
         return None;
     }
     let quoted = &packet[..packet.len().min(MAX_ERROR_V4 - 28)];
@@ -55,10 +55,10 @@ fn v4(packet: &[u8]) -> Option<Vec<u8>> {
 
 fn v6(packet: &[u8]) -> Option<Vec<u8>> {
     let (source, destination) = (packet.get(8..24)?, packet.get(24..40)?);
-    let is_unicast = |address: &[u8]| address[0] != 0xff && address[..15].iter().any(|byte| *byte != 0);
+    let is_single_host = |address: &[u8]| address[0] != 0xff && address[..15].iter().any(|byte| *byte != 0);
     // The first bit of the type is 0 for errors.
     let is_icmp_error = packet[6] == ICMPV6 && packet.get(40)? & 0x80 == 0;
-    if is_icmp_error || !is_unicast(source) || !is_unicast(destination) {
+    if is_icmp_error || !is_single_host(source) || !is_single_host(destination) {
         return None;
     }
     let quoted = &packet[..packet.len().min(MAX_ERROR_V6 - 48)];

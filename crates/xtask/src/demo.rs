@@ -199,18 +199,13 @@ impl<'a> Demo<'a> {
                     .await;
                 let outcome = match answer {
                     Ok(answer) if answer.pod == server.name && answer.client_ip == client.ip => {
-                        let ping = if self.lab.ping(&from, server.ip).await? {
-                            "ping ok"
-                        } else {
-                            "NO PING"
-                        };
-                        if ping == "ping ok" {
+                        if self.lab.ping(&from, server.ip).await? {
                             Ok(format!(
-                                "answered by {}, which saw {}; {ping}",
+                                "answered by {}, which saw {}; ping ok",
                                 answer.pod, answer.client_ip
                             ))
                         } else {
-                            Err(ping.to_owned())
+                            Err("NO PING".to_owned())
                         }
                     }
                     Ok(other) => Err(format!("answered by {}, which saw {}", other.pod, other.client_ip)),
@@ -268,7 +263,7 @@ impl<'a> Demo<'a> {
             "(net {0} and net {1}) or net {2} or net {3}",
             hub.underlay, member.underlay, hub.wireguard_cidr, member.wireguard_cidr
         );
-        // The controller in the hub connects to the API server of the member over the underlay, not through the mesh.
+        // Connections to API servers, such as the controller's to the member, use the underlay, not the mesh.
         let api = format!("host {} or host {}", hub.api_address(), member.api_address());
         let tunnel_packets = captured
             .packets(&format!("udp port 51820 and ({between}) and not ({api})"))

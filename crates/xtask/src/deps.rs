@@ -1,4 +1,4 @@
-//! `cargo xtask deps`: checks dependencies with `cargo metadata`: imports between our crates, the licences of third-party crates, and
+//! `cargo xtask deps`: checks dependencies with `cargo metadata`: the imports of our crates, the licences of third-party crates, and
 //! crates that are built in several versions.
 
 use std::process::Command;

@@ -33,7 +33,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let fuzz = from_crates_io("cargo-fuzz", VERSION, "cargo-fuzz")?;
     let directory = root().join("fuzz");
-    let libfuzzer = |target: &str, corpora: [&str; 2], words: &[String]| {
+    let libfuzzer = |target: &str, directories: [&str; 2], options: &[String]| {
         let mut command = std::process::Command::new(&fuzz);
         command
             .current_dir(&directory)
@@ -43,16 +43,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
             .env("CARGO_PROFILE_RELEASE_STRIP", "none")
             .args(["fuzz", "run", "--fuzz-dir", ".", "--sanitizer", "none", target]);
-        command.args(corpora.map(|corpus| format!("{corpus}/{target}")));
-        command.arg("--").args(words);
+        // libFuzzer reads inputs from both directories and writes new ones into the first.
+        command.args(directories.map(|directory| format!("{directory}/{target}")));
+        command.arg("--").args(options);
         run_command(&mut command)
     };
     for target in if targets.is_empty() { &all } else { targets } {
         let found = directory.join("found").join(target);
         fs::create_dir_all(&found).with_context(|| format!("create {}", found.display()))?;
-        let words = [format!("-max_total_time={seconds}"), "-print_final_stats=1".to_owned()];
-        // libFuzzer writes new inputs into the first directory.
-        libfuzzer(target, ["found", "corpus"], &words)?;
+        let options = [format!("-max_total_time={seconds}"), "-print_final_stats=1".to_owned()];
+        libfuzzer(target, ["found", "corpus"], &options)?;
         if *keep {
             libfuzzer(target, ["corpus", "found"], &["-merge=1".to_owned()])?;
         }

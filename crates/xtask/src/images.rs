@@ -1,5 +1,5 @@
-//! `cargo xtask images`: builds the images of wg-agent and of the controller with podman, docker or buildah, each from its program and
-//! a Containerfile in `deploy/`.
+//! `cargo xtask images`: builds the images of wg-agent and of the controller. Each image is made from its program and a Containerfile
+//! in `deploy/`, with podman, docker or buildah.
 //! The demo and the tests on whole clusters also run this command.
 
 use std::{

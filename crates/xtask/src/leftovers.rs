@@ -19,14 +19,14 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct MachineState(BTreeSet<String>);
 
 impl MachineState {
-    /// Reads the current state. Of the processes, it contains those that run a program from these directories.
+    /// Reads the current state. It contains only those processes that run a program from these directories.
     pub(crate) fn read(program_directories: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| all.extend(names.iter().map(|name| format!("{kind} {name}")));
         for directory in ["/var/run/wireguard", "/run/netns", "/run/clustermesh-lab"] {
             add("the file", paths(Path::new(directory), ""));
         }
-        // The crate tempfile gives its files names that begin so.
+        // The crate tempfile creates files and directories whose names begin with `.tmp`.
         add("the file", paths(&std::env::temp_dir(), ".tmp"));
         add("the link", names(Path::new("/sys/class/net")));
         add("the nftables", lines("nft", &["list", "tables"])?);

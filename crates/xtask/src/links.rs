@@ -21,7 +21,7 @@ struct Page {
 impl Page {
     fn read(text: &str) -> Self {
         let mut page = Self::default();
-        let mut headings = BTreeMap::new();
+        let mut anchor_uses = BTreeMap::new();
         let mut heading: Option<String> = None;
         let options = Options::ENABLE_TABLES | Options::ENABLE_FOOTNOTES | Options::ENABLE_STRIKETHROUGH;
         for (event, Range { start, .. }) in Parser::new_ext(text, options).into_offset_iter() {
@@ -30,12 +30,12 @@ impl Page {
                 Event::End(TagEnd::Heading(_)) => {
                     let anchor = anchor(&heading.take().unwrap_or_default());
                     // GitHub appends a number to the anchor of a repeated heading.
-                    let before: &mut usize = headings.entry(anchor.clone()).or_default();
-                    page.anchors.insert(match before {
+                    let uses: &mut usize = anchor_uses.entry(anchor.clone()).or_default();
+                    page.anchors.insert(match uses {
                         0 => anchor,
-                        _ => format!("{anchor}-{before}"),
+                        _ => format!("{anchor}-{uses}"),
                     });
-                    *before += 1;
+                    *uses += 1;
                 }
                 Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
                     let line = text[..start].matches('\n').count() + 1;

@@ -94,7 +94,7 @@ fn bench(words: &[OsString]) -> anyhow::Result<()> {
         .arg(programs::root().join("Cargo.toml"))
         .arg("--")
         .args(words)
-        // Paths in the arguments are relative to the caller's directory.
+        // `cargo()` sets the root as the directory, but paths in `words` are relative to the caller's directory.
         .current_dir(".");
     Err(run.exec()).with_context(|| format!("{run:?} cannot be started"))
 }

@@ -127,7 +127,7 @@ fn binding(kind: &str, name: &str, namespace: Option<&str>, role: (&str, &str), 
     binding
 }
 
-/// The controller's permissions in every member, including the hub.
+/// The controller's permissions in the hub and in every member.
 fn member_rules() -> Value {
     json!([
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},
@@ -365,7 +365,7 @@ fn agent() -> Vec<Value> {
                         "volumes": [
                             volume("state", "/var/lib/kilo", "DirectoryOrCreate"),
                             volume("tun", "/dev/net/tun", "CharDevice"),
-                            // wg(8) on the node looks for the device in this directory.
+                            // wg(8) on the node looks for the socket of a userspace device in this directory.
                             volume("wireguard", "/var/run/wireguard", "DirectoryOrCreate"),
                         ],
                     },

@@ -1,7 +1,6 @@
 //! `cargo xtask prereq`: checks the prerequisites of the lab and the tests on this machine. As root on Debian and Ubuntu it
 //! installs missing packages. It lists everything that it cannot install.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -81,7 +80,7 @@ pub fn run(args: &Prereq) -> Result<()> {
 /// Installs missing packages where possible. Fails with a list of everything that is still missing.
 pub fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
-    // gcc needs libc.a and the headers to link runc. No program belongs to their package, so they are checked separately.
+    // Linking runc needs libc.a. Its package contains no program, so libc.a is checked separately.
     let mut lacks_libc = !has_static_libc();
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();
     packages.extend(lacks_libc.then_some("libc6-dev"));
@@ -205,21 +204,20 @@ fn kernel_problems(can_try: bool) -> Vec<String> {
                 .into(),
         );
     }
-    let works = |program: &str, words: &[&OsStr]| {
+    let works = |program: &str, words: &[&str]| {
         Command::new(program)
             .args(words)
             .output()
             .is_ok_and(|o| o.status.success())
     };
-    let plain = |words: &[&'static str]| words.iter().map(|word| OsStr::new(*word)).collect::<Vec<_>>();
-    if can_try && !works("unshare", &plain(&["--net", "--mount", "--pid", "--fork", "true"])) {
+    if can_try && !works("unshare", &["--net", "--mount", "--pid", "--fork", "true"]) {
         problems.push("the privilege to create namespaces: run a container with --privileged".into());
     }
-    if can_try && !works("unshare", &plain(&["--net", "nft", "list", "ruleset"])) {
+    if can_try && !works("unshare", &["--net", "nft", "list", "ruleset"]) {
         problems.push("nftables in the kernel: load the module (`modprobe nf_tables`)".into());
     }
     let overlay = std::fs::read_to_string("/proc/filesystems").is_ok_and(|text| text.contains("overlay"));
-    if can_try && !overlay && !works("modprobe", &plain(&["overlay"])) {
+    if can_try && !overlay && !works("modprobe", &["overlay"]) {
         problems.push("the overlay file system in the kernel: load the module (`modprobe overlay`)".into());
     }
     problems

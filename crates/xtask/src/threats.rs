@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn row_with_several_attacks_is_parsed() {
+    fn ids_are_read_only_at_the_beginning_of_a_row() {
         assert_eq!(
             ids("| [`one`](x#one), [`two`](x#two): `three`, forged | `four` |"),
             ["one", "two"]

@@ -20,9 +20,9 @@ const STREAM_PORT: u16 = 8200;
 const CLOSE_LIMIT: u128 = 30_000;
 /// A flow without an answer for this many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// Number of TCP connections through each gateway from the pod, and as many from the node. When a grant returns, a gateway with a wrong
-/// rule would take the packets of an old connection for a new one and choose an endpoint at random. The connection would answer only
-/// if this is the endpoint that it had before, so one connection could miss the bug.
+/// Number of TCP connections from the pod through each gateway, and again from the node. When a grant returns, a gateway with a wrong
+/// rule would take the packets of an old connection for a new connection and choose a random endpoint. The test sees an answer only if
+/// the old endpoint is chosen again, so with one connection it could miss the bug.
 const STREAMS: usize = 3;
 
 /// A kind of destination that is probed continuously over UDP.
@@ -37,7 +37,7 @@ enum Path {
     /// A port of that pod that no Service lists: open for a cluster-meshed member only.
     UnlistedPort,
     /// The pod's port number at the gateways' addresses: never open.
-    Ungranted,
+    UngrantedGatewayPort,
 }
 
 /// The paths that are open for a sandbox and for a cluster-meshed member. The mirrored Service is the first, so that a slice can leave it
@@ -50,7 +50,7 @@ struct PathProbes {
     sockets: BTreeSet<SocketAddr>,
     echoes: Vec<EchoWatch>,
     /// Flows that may, but need not, get answers while the path is open.
-    others: Vec<EchoWatch>,
+    optional_echoes: Vec<EchoWatch>,
     /// The periods in which answers are allowed, in milliseconds since 1970. The last one has no end while the path is
     /// open.
     windows: Vec<(u128, Option<u128>)>,
@@ -99,7 +99,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .into_iter()
         .collect();
     let ungranted = gateways.iter().map(|socket| SocketAddr::new(socket.ip(), 9000));
-    flows.watch(Path::Ungranted, ungranted.collect());
+    flows.watch(Path::UngrantedGatewayPort, ungranted.collect());
     flows.watch(Path::Gateways, gateways);
     flows.watch(Path::Pod, [flows.store_at(9000)].into());
     flows.watch(Path::UnlistedPort, [flows.store_at(UNLISTED_PORT)].into());
@@ -152,7 +152,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .await;
     // Between trusted members, a connection survives a quarantine unless it times out.
     direct.wait_for_echo_after(now()).await.unwrap();
-    flows.paths.get_mut(&Path::Pod).unwrap().others.push(direct);
+    flows.paths.get_mut(&Path::Pod).unwrap().optional_echoes.push(direct);
 
     let called = flows.apply(&sandboxed).await;
     flows
@@ -174,7 +174,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
     flows
         .wait_until_in_force("the mirrored Service", called, MESHED_PATHS, Access::Absent)
         .await;
-    let direct = flows.paths[&Path::Pod].others.last().unwrap();
+    let direct = flows.paths[&Path::Pod].optional_echoes.last().unwrap();
     direct.wait_for_echo_after(now()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
@@ -227,7 +227,11 @@ impl PathProbes {
 
     /// Answers that came while the path was closed.
     fn strays(&self) -> Vec<u128> {
-        let times = self.echoes.iter().chain(&self.others).flat_map(EchoWatch::echo_times);
+        let times = self
+            .echoes
+            .iter()
+            .chain(&self.optional_echoes)
+            .flat_map(EchoWatch::echo_times);
         let inside = |at: &u128| {
             let mut windows = self.windows.iter();
             windows.any(|(from, to)| from <= at && to.is_none_or(|to| *at <= to))
@@ -253,7 +257,7 @@ impl Flows<'_> {
         let probes = PathProbes {
             sockets,
             echoes,
-            others: Vec::new(),
+            optional_echoes: Vec::new(),
             windows: Vec::new(),
         };
         self.paths.insert(path, probes);
@@ -305,7 +309,7 @@ impl Flows<'_> {
         called
     }
 
-    /// Names of the objects that the controller wrote for the sandbox, which a quarantine keeps.
+    /// Names of all SandboxAccesses, Peers and PeerPolicies in the hub, and of all Peers, PeerPolicies and Services in the sandbox.
     async fn objects(&self) -> Vec<BTreeSet<String>> {
         let mut all = Vec::new();
         for kind in ["sandboxaccesses", "peers", "peerpolicies"] {
@@ -333,7 +337,9 @@ impl Flows<'_> {
                 // That is the node's own address, which is in no Peer's allowed IPs, so this flow may never get an answer.
                 let socket = *probes.sockets.first().unwrap();
                 let fresh = self.env.lab.watch_udp(&self.sandbox.clients()[1], socket).unwrap();
-                probes.others.push(std::mem::replace(&mut probes.echoes[1], fresh));
+                probes
+                    .optional_echoes
+                    .push(std::mem::replace(&mut probes.echoes[1], fresh));
             }
             for echo in &probes.echoes {
                 echo.wait_for_echo_after(reported).await.unwrap();
@@ -413,7 +419,7 @@ impl Flows<'_> {
     }
 
     /// Waits until PolicyEnforced is True for the current generation of the mesh, the SandboxAccess is in the state `access`, and
-    /// every gateway reports it as applied. Returns the time at which it sees this.
+    /// every gateway reports its generation as applied (`Access::Absent`: no gateway reports it). Returns the time at which this is so.
     async fn wait_until_reported(&self, access: Access) -> u128 {
         let hub = &self.env.hub;
         let name = format!("{MESH}--{}", self.sandbox.name());

@@ -49,8 +49,8 @@ impl Sandbox<'_> {
 }
 
 /// Addresses of a pod.
-pub(super) fn addresses(web: &RunningPod) -> impl Iterator<Item = IpAddr> + use<> {
-    [Some(web.ip), web.second_ip].into_iter().flatten()
+pub(super) fn addresses(pod: &RunningPod) -> impl Iterator<Item = IpAddr> + use<> {
+    [Some(pod.ip), pod.second_ip].into_iter().flatten()
 }
 
 /// A port of a Service that a SandboxAccess grants.
@@ -62,8 +62,8 @@ pub(super) struct GrantedPort {
 }
 
 impl GrantedPort {
-    /// Whether a server answers at this port outside [`super::live`], which alone has servers at the port `stream`. Gateways do not
-    /// forward to servers in the host network, such as `hosted`.
+    /// Whether a server answers at this port. `hosted` never answers, because gateways do not forward to the host network. The port
+    /// `stream` has servers only while a step of [`super::live`] runs.
     pub(super) fn answers(&self) -> bool {
         self.service != "hosted" && self.port != "stream"
     }

@@ -17,8 +17,8 @@ use super::{EGRESS, HUB, MEMBER, PATIENCE, TestEnv, WORKER, host, pod, url};
 /// The WireGuard port of gateway pods and of the hub's nodes.
 const WIREGUARD_PORT: u16 = 51820;
 
-/// The worker's agent routes only the gateways' addresses into the tunnel. Everything else that answers is reached over
-/// the underlay.
+/// Scans from the worker and from a pod on it, before and after the NetworkPolicies are applied. The worker's agent routes only the
+/// gateways' addresses into the tunnel, so the scans reach everything else over the underlay.
 // threat: underlay-scan, underlay-to-kubelet
 pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEnv<'_>, product: &Product<'_>) {
     let lab = env.lab;
@@ -238,8 +238,8 @@ async fn scan_through_tunnel_finds_only_granted_ports(
     }
 }
 
-/// UDP echo servers for the sandbox's worker: on both nodes of the hub (one of them runs the worker's pod), and at the
-/// WireGuard port on a machine in the hub's underlay and in pods that are not gateways.
+/// UDP echo servers that the sandbox's worker must not reach under the policies: on both nodes of the hub (one of them runs the
+/// worker's pod), and at the WireGuard port on a machine in the hub's underlay and in pods that are not gateways.
 struct Echoes {
     running: Vec<Running>,
     sockets: BTreeSet<SocketAddr>,

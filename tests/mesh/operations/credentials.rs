@@ -5,10 +5,10 @@ use super::{
     *,
 };
 
-pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'_>) {
+pub(super) async fn new_token_is_used_without_restart_or_rewrite(mesh: &mut Mesh<'_>) {
     let written = written_versions(mesh).await;
     let pod_before = controller_pod(&mesh.hub).await;
-    // Stop an agent now: it takes long until the agent is reported and until the old token is refused. Wait for both at once.
+    // The test of a stopped agent runs at the same time to save time: it waits for a report, and this test for the token's refusal.
     let stopped_node = stop_agent_and_add_policy(mesh).await;
     let secret = json(
         &mesh.member,
@@ -30,7 +30,7 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     assert!(kubeconfig.contains(&old), "the kubeconfig lacks the old token");
     std::fs::write(&file, kubeconfig.replace(&old, &new)).unwrap();
     let from = format!("--from-file=value={}", file.display());
-    let make = [
+    let create_secret = [
         "create",
         "secret",
         "generic",
@@ -40,13 +40,13 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
         "-o",
         "yaml",
     ];
-    let made = mesh
+    let new_secret = mesh
         .hub
-        .kubectl([&["-n", NAMESPACE][..], &make].concat())
+        .kubectl([&["-n", NAMESPACE][..], &create_secret].concat())
         .await
         .unwrap()
         .stdout;
-    mesh.hub.apply(&made).await.unwrap();
+    mesh.hub.apply(&new_secret).await.unwrap();
     // Revoke the old token, so that only the new one works.
     mesh.member
         .kubectl(["-n", NAMESPACE, "delete", "secret", "clustermesh-controller"])
@@ -82,7 +82,8 @@ pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'
     .await
     .unwrap();
     stopped_agent_is_named_until_it_continues(mesh, &stopped_node).await;
-    // With the new token, the controller still writes into the member: the EndpointSlices follow the hub's pods.
+    // With the new token, the controller can write into the member: the EndpointSlices follow the hub's pods. It has not
+    // written Peers or PeerPolicies again.
     scale_backends_and_wait(mesh, 1).await;
     scale_backends_and_wait(mesh, 2).await;
     mesh.product.wait_until_ready().await.unwrap();

@@ -16,6 +16,7 @@ pub(super) async fn status_of_healthy_node_matches_wg_show(mesh: &Mesh<'_>) {
         let name = &webs[0].node;
         let node = mesh.lab.node(name);
         let show = async |what: &str| node.exec(["wg", "show", "kilo0", what]).await.unwrap().stdout;
+        // Peers have no namespace, so `versions` returns `/NAME`.
         let peers: Vec<String> = versions(cluster, "peers").await.into_keys().collect();
         let peers: Vec<&str> = peers.iter().map(|peer| peer.trim_start_matches('/')).collect();
         let page = wait_until("every peer to be up", PATIENCE, async || {

@@ -5,7 +5,7 @@ use nix::sys::signal::Signal;
 
 use super::*;
 
-/// A PeerPolicy that another hub has written into this cluster. The agents enforce it, too.
+/// A PeerPolicy in the hub that has the label of another hub. The hub's agents enforce it, too.
 const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy",
     "metadata": {"name": "of-another-hub", "labels": {"kilo-clustermesh.io/hub": "another"}},
     "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;
@@ -20,8 +20,7 @@ pub(super) async fn stop_agent_and_add_policy(mesh: &Mesh<'_>) -> String {
     node
 }
 
-/// Checks that the condition names only this agent, and becomes True after the agent continues. Then deletes the
-/// policy.
+/// Checks that the condition names only `node`, and becomes True after the agent of `node` continues. Then deletes the policy.
 // threat: outdated-agent
 pub(super) async fn stopped_agent_is_named_until_it_continues(mesh: &Mesh<'_>, node: &str) {
     let until = async |want: (&str, &str)| {

@@ -3,7 +3,7 @@
 
 use super::*;
 
-pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
+pub(super) async fn pods_communicate_again_after_agent_restart(mesh: &Mesh<'_>) {
     let (near, far) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let agent = mesh.product.agent_pod(crate::setup::MEMBER, &near.node).await.unwrap();
     let node = mesh.lab.node(&near.node);

@@ -1,4 +1,5 @@
-//! Compares the rights of our processes on a node, as /proc shows them, with what `deploy/` grants.
+//! Compares the rights of our processes on a node, as /proc shows them, with what `deploy/` grants. Checks that an agent's token can
+//! change only annotations of its own Node.
 
 use super::*;
 

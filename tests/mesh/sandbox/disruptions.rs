@@ -72,8 +72,9 @@ pub(super) async fn disturbed_gateway_opens_no_other_port<'a>(
     scanned.node.power_on().await.unwrap();
     env.hub.wait_for_rollout("default", "deployment/web").await.unwrap();
     scanned.update_key(attacker, peer).await;
-    scanned.assert_only_granted_opened();
-    // After the restart, pods of that node have new addresses, so the attacker routes these through the gateway's Peer, too.
+    scanned.assert_only_granted_answered();
+    // After the restart, pods of that node have new addresses. The attacker routes the addresses of all sockets through the gateway's
+    // Peer again.
     let addresses = env.all_sockets().await.keys().map(SocketAddr::ip).collect();
     let kept_on_underlay = attacker.route_through(peer, &addresses).await.unwrap();
     assert_eq!(kept_on_underlay, BTreeSet::new());
@@ -89,7 +90,7 @@ async fn deleted_table_opens_nothing(scanned: ScannedGateway<'_>) {
         scanned.node.pod_exec(scanned.gateway.pod.ip, args).await.unwrap()
     };
     // The table is missing only for a moment and a scan probes each socket once a second, so repeat the deletion.
-    // It succeeds only after the gateway has restored the table.
+    // A deletion succeeds only after the gateway has restored the table.
     for _ in 0..DELETIONS {
         wait_until("the table to be restored", PATIENCE, async || {
             let deleted = delete().await;
@@ -270,10 +271,10 @@ impl<'a> ScannedGateway<'a> {
         for scan in &self.scans {
             scan.wait_for_another_round().await.unwrap();
         }
-        self.assert_only_granted_opened();
+        self.assert_only_granted_answered();
     }
 
-    fn assert_only_granted_opened(&self) {
+    fn assert_only_granted_answered(&self) {
         for scan in &self.scans {
             let opened = scan.opened();
             let unexpected: BTreeSet<_> = opened.difference(&self.granted).collect();

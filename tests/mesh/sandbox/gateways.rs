@@ -72,8 +72,8 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// The sockets of the hub and the member at addresses that the sandbox's cluster does not use itself, with their
-    /// owners. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the grant,
+    /// Each socket of the hub and the member with its owner, except sockets at addresses that the sandbox's cluster uses
+    /// itself. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the grant,
     /// [`ALWAYS_SCANNED_PORTS`] and WireGuard's port.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;

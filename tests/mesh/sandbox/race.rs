@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
 use crate::setup::PATIENCE;
 
-/// A Service for the pods of the Service `web`, with two more UDP ports. The echo servers at these ports are probed every 10 ms.
+/// A Service for the pods of the Service `web`, with two UDP ports in addition to HTTP. The test probes the echo servers at the two
+/// targetPorts through a gateway every 10 ms.
 const SECOND_SERVICE: &str = "
 apiVersion: v1
 kind: Service
@@ -144,8 +145,8 @@ fn grant(name: &str, alias: &str, ports: &[u16]) -> Value {
     grant
 }
 
-/// Four sets of grants: the one at the start and the end; none; with an additional Service; only that Service, with
-/// another port.
+/// Four sets of grants: (0) `web`, as at the start and the end; (1) none; (2) `web`, and `at-times` of `aside`;
+/// (3) only `http` of `aside`.
 fn grant_sets() -> [Value; 4] {
     let web = grant("web", "hub-web", &[]);
     [

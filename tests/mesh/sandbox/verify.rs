@@ -1,5 +1,6 @@
-//! Tests `clustermeshctl verify`. While nftables rules close the underlay, it finds only granted sockets open. Without these rules
-//! and with a revoked grant that is still in force, it reports violations on the underlay and in the tunnel.
+//! Tests `clustermeshctl verify`. While nftables rules close the underlay, it finds no violation: only the gateways' granted sockets and
+//! the mirrored Service are open. Without these rules and with a revoked grant that is still in force, it reports violations on the
+//! underlay and in the tunnel.
 
 use std::{
     collections::BTreeSet,
@@ -11,7 +12,7 @@ use std::{
 use serde_json::Value;
 
 use super::{GRANT, SANDBOX, TestEnv};
-use crate::setup::{HUB, operator_kubeconfig};
+use crate::setup::{HUB, merged_kubeconfig};
 
 /// The nftables table that simulates NetworkPolicies.
 const POLICIES: &str = "inet networkpolicies";
@@ -60,7 +61,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     }
 
     for cluster in [&env.hub, &env.member, &env.sandbox] {
-        let left = [
+        let get_leftovers = [
             "get",
             "jobs,pods",
             "-A",
@@ -70,7 +71,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
             "name",
         ];
         assert_eq!(
-            cluster.kubectl(left).await.unwrap().stdout,
+            cluster.kubectl(get_leftovers).await.unwrap().stdout,
             "",
             "verify deletes its Jobs and pods"
         );
@@ -78,7 +79,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let with_grant = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     let unpaused = with_grant.replacen("spec:\n", "spec:\n  paused: false\n", 1);
     env.product.mesh_up(&unpaused).await.unwrap();
-    // The sockets should still be open, because the controller has not removed the grant.
+    // The controller did not remove the grant while the mesh was paused, so the sockets are still open.
     for from in env.clients() {
         env.lab.wait_for_open_sockets(&from, &open).await.unwrap();
     }
@@ -113,7 +114,7 @@ fn kubeconfig(env: &TestEnv<'_>) -> std::path::PathBuf {
     let file = env.lab.directory().join("operator.kubeconfig");
     std::fs::write(
         &file,
-        operator_kubeconfig(clusters, |cluster| cluster.kubeconfig().unwrap()),
+        merged_kubeconfig(clusters, |cluster| cluster.kubeconfig().unwrap()),
     )
     .unwrap();
     file

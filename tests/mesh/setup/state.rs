@@ -80,8 +80,8 @@ impl NodeState {
     }
 }
 
-/// Whether a route is for a link-local address of the node itself. A bridge's follows its MAC address, which is the lowest MAC
-/// address of its ports and can change whenever a pod starts.
+/// Whether a route is for a link-local address of the node itself. The link-local address of a bridge follows the bridge's MAC address.
+/// This is the lowest MAC address of its ports and can change whenever a pod starts.
 fn is_own_link_local(destination: &str) -> bool {
     destination.starts_with("fe80:") && !destination.contains('/')
 }

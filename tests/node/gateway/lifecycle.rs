@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::testbed::{GATEWAY, Gateway, HOST_PORT, SQL_PORT, TIMEOUT, Testbed, backend, hostile, socket_addr};
 
-/// Deletes the table again as soon as it is restored, even before the gateway has verified its own write.
+/// Deletes the table five times, each time as soon as it is restored, even before the gateway has verified its own write.
 pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     // The test checks the agent's count of repairs, because the periodic renewal of the table would restore it, too.
@@ -46,7 +46,7 @@ pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
-pub(super) async fn restarted_container_is_the_same_gateway(
+pub(super) async fn restarted_gateway_keeps_identity_and_connections(
     testbed: &Testbed,
     gateway: &mut Gateway,
     arguments: &[&str],
@@ -60,8 +60,8 @@ pub(super) async fn restarted_container_is_the_same_gateway(
     // Without a process the userspace device drops packets; the kernel's tunnel continues.
     let is_kernel = backend() == "kernel";
     assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(), is_kernel);
-    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header), as if its session were still valid. So the
-    // new process must initiate the handshake.
+    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header), because a node with a valid session would
+    // send none. So the new process must initiate the handshake.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
@@ -107,7 +107,7 @@ pub(super) async fn grants_expire_without_an_api_server(testbed: &Testbed) {
     forged.send_reply(testbed);
     testbed.cluster().start_api().await.expect("start the API server");
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
-    // The TCP reply proves that the gateway has processed the earlier packets.
+    // The TCP reply proves that the gateway has also processed the two forged packets before it.
     assert_eq!((requests.packets(), replies.packets()), (0, 0));
     wait_until("packets of both directions", TIMEOUT, async || {
         forged.send_request(testbed);
@@ -142,7 +142,7 @@ pub(super) async fn terminating_gateway_is_unready_but_still_serves(testbed: &Te
     assert!(gateway.running.wait(TIMEOUT).success());
 }
 
-/// A new gateway pod has a key that no sandbox has yet.
+/// The new gateway generates a key, for which no sandbox has a Peer yet.
 pub(super) async fn new_gateway_waits_for_all_sandboxes(testbed: &Testbed, arguments: &[&str]) {
     std::fs::remove_file(testbed.file("key")).expect("remove the key");
     let before = testbed.status().await["publicKey"].clone();

@@ -41,23 +41,23 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 /// The backend to test: `kernel` in the virtual machine, otherwise `userspace`, because this host's kernel may have no
 /// WireGuard.
 pub(crate) fn backend() -> &'static str {
-    let inside = std::env::var_os("CLUSTERMESH_TEST_MACHINE").is_some();
-    if inside { "kernel" } else { "userspace" }
+    let is_in_machine = std::env::var_os("CLUSTERMESH_TEST_MACHINE").is_some();
+    if is_in_machine { "kernel" } else { "userspace" }
 }
 
 const NODE: &str = "172.30.1.11";
 /// The gateway's pod addresses, and its WireGuard addresses.
 pub(crate) const GATEWAY_POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
-/// The addresses of the other two pods, the endpoints of the Services `db` and `web`.
+/// The addresses of the pods `db` and `other`, which are the endpoints of the Services `db` and `web`.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
 pub(crate) const OTHER_POD: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
 /// The node's addresses on the links to its pods.
 const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 /// A UDP port without a server.
 const CLOSED_PORT: u16 = 5003;
-/// A TCP port at which the pods `db` and `other` serve. It equals [`SQL_PORT`], so only the destination address tells the gateway from
-/// them.
+/// A TCP port at which the pods `db` and `other` serve. It equals [`SQL_PORT`], so packets to the gateway and to these
+/// pods differ only in the destination address.
 const POD_SQL_PORT: u16 = 20001;
 /// The port of the node that is translated to the gateway's listen port.
 pub(crate) const HOST_PORT: u16 = 31820;
@@ -130,7 +130,7 @@ impl Sandbox {
         UdpFlow::open(&self.ns, to).request()
     }
 
-    /// Waits for a reply from `pod`. The first packets establish the WireGuard session.
+    /// Sends requests until `pod` replies. The first may be lost while the WireGuard session is established.
     pub(crate) async fn wait_for_answer_from(&self, to: SocketAddr, pod: &str) {
         wait_until(
             format!("{} to get a reply from {pod} at {to}", self.name),
@@ -214,7 +214,7 @@ impl Testbed {
                 "ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
             ));
         }
-        // Pods have a route to sandboxes through the gateway, so that only its firewall stops their packets.
+        // The node routes packets from pods to sandboxes through the gateway, so that only the gateway's firewall stops them.
         node.sh(&format!(
             "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
             GATEWAY_POD[0], GATEWAY_POD[1]

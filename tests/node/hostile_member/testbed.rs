@@ -1,5 +1,5 @@
 //! Sets up the testbed of the hostile member's tests: a target node with a real agent and pods, the node of a
-//! cluster-meshed member, on which the attacker is root, and witnesses that count the packets at all of them.
+//! cluster-meshed member, on which the attacker is root, and witnesses that count packets at nodes, pods and neighbours.
 
 mod attack;
 mod neighbours;
@@ -45,8 +45,9 @@ pub(crate) const NODE_ON_POD_LINKS: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 pub(crate) const NODE6: &str = "fd00:30::1:11";
 /// A Service of the target whose endpoint is [`DB`].
 pub(crate) const VIP: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
-/// The WireGuard addresses of the member's node, and its underlay address.
+/// The WireGuard addresses of the member's node.
 pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
+/// The underlay address of the member's node.
 pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
 /// The WireGuard addresses of a third member's node, which is also a peer of the target.
 pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
@@ -55,8 +56,8 @@ pub(crate) const UNUSED: [&str; 2] = ["100.66.4.9", "fd00:66:4::9"];
 /// The ports on which every pod and every machine of [`neighbours`] listens.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;
-/// Source port of the legitimate requests.
-pub(crate) const MEMBER_PORT: u16 = 9010;
+/// Source port of the prober, which sends legitimate requests from the member to [`ALLOWED_POD`].
+pub(crate) const PROBER_PORT: u16 = 9010;
 /// Source ports of the flood to the allowed pod: datagrams and connections.
 pub(crate) const FLOOD_PORTS: [u16; 2] = [9021, 9022];
 
@@ -130,7 +131,7 @@ impl Testbed {
             attack::flood_packets(wireguard),
             (&node, 51820),
         );
-        let from = SocketAddr::new(ip(MEMBER[0]), MEMBER_PORT);
+        let from = SocketAddr::new(ip(MEMBER[0]), PROBER_PORT);
         let prober = Prober::udp(&member_ns, &member, from, SocketAddr::new(ip(ALLOWED_POD[0]), UDP_PORT));
         let [first, second] = &pods;
         let witness = |name, ns: &NetNs, interface: &str| {
@@ -196,12 +197,12 @@ impl Testbed {
         self.flood.unsent()
     }
 
-    /// Starts an agent.
+    /// Starts a new agent after the last one has ended.
     pub(crate) fn start_agent(&mut self) {
         self.starts += 1;
         self.agent = self
             .clusters
-            .agent_as(self.mgmt(), &format!("agent-{}", self.starts), &[], &[]);
+            .agent_with_env_and_args(self.mgmt(), &format!("agent-{}", self.starts), &[], &[]);
     }
 
     pub(crate) async fn kill_agent(&mut self) {
@@ -219,7 +220,7 @@ impl Testbed {
             .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
     }
 
-    /// Waits for two new replies to the legitimate requests: the first one may answer a request from before the call.
+    /// Waits for two new replies to the prober: the first one may answer a request from before the call.
     pub(crate) async fn wait_for_answers(&self, why: &str) {
         let before = self.prober.answers();
         wait_until(format!("answers: {why}"), PATIENCE, async || {
@@ -244,8 +245,8 @@ impl Testbed {
         for witness in &mut self.arrival_witnesses {
             arrived.extend(witness.new_counts());
         }
-        // The node sends ICMP errors about replies that it cannot route: to pods, and to neighbours that the member
-        // reached while the node had no nftables table.
+        // If the node cannot route a reply, it sends an ICMP error to the replying pod, or to a replying neighbour that the
+        // member reached while the node had no nftables table.
         arrived.retain(|key, _| {
             ![NODE_ON_POD_LINKS, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
                 .iter()
@@ -264,8 +265,8 @@ impl Testbed {
         self.new_traffic();
     }
 
-    /// Waits until every kind of allowed traffic, except ICMP errors, has been seen since this function or
-    /// [`Self::discard_traffic`] was called last. Fails if there was any other traffic.
+    /// Waits until every kind of allowed traffic has been seen, except ICMP errors. Fails if forbidden traffic has been seen.
+    /// Traffic counts from the end of the previous call of this function or of [`Self::discard_traffic`].
     pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
         // The kernel rate-limits ICMP errors, so these are allowed but not required.

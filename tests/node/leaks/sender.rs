@@ -29,9 +29,9 @@ const ECHO_PORT: u16 = 7007;
 const WIREGUARD_PORT: u16 = 51820;
 /// Time between two packets of a fast sender.
 const PACE: Duration = Duration::from_millis(10);
-/// Time between two packets of a slow sender. Linux rate-limits ICMP errors per IPv4 source. For an `unreachable`
-/// route, ip_error and icmp_send both take from the same token bucket. A sender without pauses of two seconds gets two
-/// errors and then none.
+/// Time between two packets of a slow sender. Linux rate-limits ICMP errors with one token bucket per IPv4 source, which
+/// gets one token a second. An error for an `unreachable` route takes two tokens: one in ip_error, then one in icmp_send.
+/// A sender with shorter pauses gets two errors and then none, because ip_error takes each token before icmp_send can.
 const SLOW_PACE: Duration = Duration::from_millis(2100);
 /// After this many packets without a reply, a sender opens a new socket, as a retrying client does, because the first
 /// packet of a flow fixes its NAT.
@@ -116,9 +116,9 @@ impl Sender {
             let server = SocketAddr::new(to, ECHO_PORT);
             let mut from = socket(&netns, source, to);
             let mut connected = false;
-            let mut silent = 0;
+            let mut unanswered = 0;
             while !stopped.load(Ordering::Relaxed) {
-                // Without a route, connect fails at once.
+                // Without a route, connect fails at once. Then the next round connects again.
                 let sent = match connected {
                     true => from.send(b"is it clear?"),
                     false => from.connect(server).map(|()| {
@@ -126,17 +126,18 @@ impl Sender {
                         0
                     }),
                 };
-                silent += 1;
+                unanswered += 1;
                 let mut errors = vec![sent.err()];
                 loop {
                     match from.recv(&mut [0; 100]) {
                         Ok(_) => {
                             shared.lock().expect("the responses").answers += 1;
-                            silent = 0;
+                            unanswered = 0;
                         }
                         Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                         Err(error) => errors.push(Some(error)),
                     }
+                    // Continuous errors must not keep the sender from sending.
                     if errors.len() > 8 {
                         break;
                     }
@@ -150,8 +151,8 @@ impl Sender {
                         .entry(format!("{code:?}"))
                         .or_default() += 1;
                 }
-                if silent >= PACKETS_BEFORE_RETRY {
-                    (from, connected, silent) = (socket(&netns, source, to), false, 0);
+                if unanswered >= PACKETS_BEFORE_RETRY {
+                    (from, connected, unanswered) = (socket(&netns, source, to), false, 0);
                 }
                 thread::park_timeout(pace);
             }
@@ -253,8 +254,8 @@ impl Senders {
         wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
     }
 
-    /// Waits until each sender to an unassigned address gets a new unreachable error, with the exception of
-    /// [`Self::wait_for_errors`].
+    /// Waits until each sender to an unassigned address gets a new unreachable error. Leaves out the same fast
+    /// IPv4 senders as [`Self::wait_for_errors`].
     pub(super) async fn wait_for_errors_about_unassigned(&self, why: &str) {
         let all = self.unassigned.iter().chain(self.slow.last());
         wait_for_new_errors(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;

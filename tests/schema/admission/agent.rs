@@ -4,7 +4,7 @@ use super::*;
 
 // threat: stolen-agent-token
 #[tokio::test]
-async fn agent_writes_only_annotations_of_its_own_node() {
+async fn agent_writes_only_its_own_annotations_on_its_own_node() {
     let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();

@@ -50,7 +50,7 @@ pub fn syn_body(from: IpAddr, to: IpAddr, ports: (u16, u16)) -> Vec<u8> {
     with_checksum(from, to, TCP, body, 16)
 }
 
-/// An ICMP or ICMPv6 packet: `v4` or `v6` is its type and code.
+/// An ICMP or ICMPv6 packet: `v4` or `v6` is its type and code, `rest` the 4 bytes after the checksum, `quoted` the data after them.
 pub fn icmp(from: IpAddr, to: IpAddr, v4: [u8; 2], v6: [u8; 2], rest: [u8; 4], quoted: &[u8]) -> Vec<u8> {
     let mut body = if from.is_ipv4() { v4 } else { v6 }.to_vec();
     body.extend([0, 0]);
@@ -112,7 +112,7 @@ pub fn v6(from: IpAddr, to: IpAddr, next: u8, body: &[u8]) -> Vec<u8> {
     packet
 }
 
-/// An IPv6 fragment header.
+/// An IPv6 fragment header; `offset` is in units of 8 bytes.
 pub fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     let mut header = vec![next, 0];
     header.extend((offset << 3 | u16::from(more)).to_be_bytes());

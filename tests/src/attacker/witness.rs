@@ -25,8 +25,8 @@ pub enum CountingPoint {
 /// `SOURCE PROTOCOL -> DESTINATION` (others). The functions `key` and `icmp_key` describe the exceptions.
 pub type Counts = BTreeMap<String, u64>;
 
-/// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept, and the rules
-/// are added once more, so that packets other than ICMP count twice.
+/// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept and the rules are added once more. Then all
+/// packets except ICMP count twice; the rules of ICMP end with `accept`.
 pub fn rules(at: CountingPoint, interface: &str) -> String {
     let mut out = String::from("table inet witness {\n");
     for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {
@@ -110,7 +110,7 @@ impl Witness {
     /// All counts of the table, and its handle.
     ///
     /// The kernel lists a set in parts, and continues each part at a position in the hash table. If a packet has added an
-    /// element before that position, the last element is listed twice.
+    /// element before that position, the last element is listed twice. The larger count is used.
     fn list(&self) -> (u64, Counts) {
         let mut elements = BTreeMap::<(String, String), u64>::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);

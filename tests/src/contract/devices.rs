@@ -61,7 +61,7 @@ pub fn outer_packets_carry_the_current_fwmark(backend: Backend) {
                 .iter()
                 .zip(&after)
                 .enumerate()
-                .all(|(n, (b, a))| n == rule || a == b),
+                .all(|(index, (before, after))| index == rule || after == before),
             "{before:?} {after:?}"
         );
     }
@@ -125,10 +125,10 @@ pub fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     }
 }
 
-pub fn foreign_interface_is_not_changed(backend: Backend) {
+pub fn foreign_interface_and_invalid_name_are_refused(backend: Backend) {
     let ns = NetNs::new("foreign interfaces");
-    ns.ip("link add foreign type veth peer name other");
-    ns.ip("tuntap add dev kept mode tun");
+    ns.ip("link add foreign-veth type veth peer name other");
+    ns.ip("tuntap add dev foreign-tun mode tun");
     let configuration = Configuration {
         private_key: secret(1),
         listen_port: PORT,
@@ -139,7 +139,7 @@ pub fn foreign_interface_is_not_changed(backend: Backend) {
         ns.enter(|| device::open(backend, name, &configuration, Default::default()))
             .map(drop)
     };
-    for name in ["foreign", "kept"] {
+    for name in ["foreign-tun", "foreign-veth"] {
         let before = ns.ip_json(&format!("-d link show {name}"));
         let error = open(name).expect_err("a foreign interface");
         assert!(
@@ -151,7 +151,7 @@ pub fn foreign_interface_is_not_changed(backend: Backend) {
     for name in ["", "much-too-long-name", "a/b", "with space"] {
         assert!(matches!(open(name), Err(DeviceError::Name(_))), "{name:?}");
     }
-    assert_eq!(links(&ns), ["foreign", "kept", "lo", "other"]);
+    assert_eq!(links(&ns), ["foreign-tun", "foreign-veth", "lo", "other"]);
 }
 
 pub fn closed_device_leaves_nothing(backend: Backend) {

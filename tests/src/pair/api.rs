@@ -59,7 +59,7 @@ struct Shared {
     state: Mutex<Store>,
     changed: Condvar,
     /// While set, new connections are closed without a response.
-    stalled: AtomicBool,
+    is_unresponsive: AtomicBool,
 }
 
 struct Store {
@@ -80,7 +80,7 @@ impl Api {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let served = served.clone();
-                // An error means that the client has closed the connection.
+                // `None` = no complete response was sent. The client sees the closed connection.
                 thread::spawn(move || answer(&served, &stream));
             }
         });
@@ -98,9 +98,9 @@ impl Api {
         config.to_string()
     }
 
-    /// While `stalled` is set, the server closes new connections without a response. Open watches continue.
-    pub fn set_stalled(&self, stalled: bool) {
-        self.shared.stalled.store(stalled, Ordering::Release);
+    /// While this is set, the server closes new connections without a response. Open watches continue.
+    pub fn set_unresponsive(&self, unresponsive: bool) {
+        self.shared.is_unresponsive.store(unresponsive, Ordering::Release);
     }
 
     /// Creates or replaces an object. `collection` is the path of its collection, such as [`NODES`].
@@ -164,7 +164,7 @@ impl Store {
         self.read(path)
     }
 
-    /// Stores the object with a new resourceVersion, unless it is deleted, and records the watch event.
+    /// Gives the object the next resourceVersion, stores it unless `what` is `DELETED`, and records the watch event.
     fn apply_event(&mut self, collection: &str, what: &str, mut object: Value) {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
@@ -190,7 +190,7 @@ impl Shared {
         Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
-            stalled: AtomicBool::new(false),
+            is_unresponsive: AtomicBool::new(false),
         }
     }
 
@@ -236,7 +236,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body).ok()?;
-    if shared.stalled.load(Ordering::Acquire) {
+    if shared.is_unresponsive.load(Ordering::Acquire) {
         return None;
     }
     let (path, query) = target.split_once('?').unwrap_or((&target, ""));

@@ -13,7 +13,7 @@ pub struct Capture {
     _tcpdump: Running,
 }
 
-/// The UDP destination port of the packet that marks the end of a capture.
+/// The UDP destination port of end packets, which mark the end of a capture.
 const END_PORT: u16 = 48879;
 
 impl Capture {
@@ -39,8 +39,8 @@ impl Capture {
         }
     }
 
-    /// Sends a last packet from `from` to `to` and waits until the capture shows it. Returns the earlier
-    /// packets, one line of tcpdump each.
+    /// Sends end packets in `ns` from `from` to `to` until the capture shows one. Returns the other captured packets, one
+    /// line of tcpdump each.
     pub fn finish(self, ns: &NetNs, from: &str, to: &str) -> Vec<String> {
         let send_end = || {
             let from = SocketAddr::new(from.parse().unwrap(), 0);

@@ -1,7 +1,9 @@
 //! The addresses of the two clusters in each IP version, so that the same tests run with IPv4 and IPv6.
 
-/// The addresses of one family. The hub has two nodes (`hub`, `hub2`). `member` and `worker` are each the only node of their member. Every
-/// node has one pod.
+/// The addresses of one family.
+///
+/// The nodes are `hub` and `hub2` in the hub, `member` in a second cluster, and `worker` in a third. Every node has one pod.
+///
 /// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_bridge` the address of a node on its pods' bridge.
 pub struct Family {
     /// 4 or 6.
@@ -44,7 +46,7 @@ pub struct Family {
     pub stray: &'static str,
     /// An address in the hub's pod network. The hub's policies deny TCP port 9090 of this address.
     pub denied: &'static str,
-    /// An address of a third member.
+    /// An address of a member that has no node here.
     pub elsewhere: &'static str,
     /// The address of a virtual machine in the hub's pod network that is a node of another member.
     pub worker: &'static str,
@@ -52,7 +54,7 @@ pub struct Family {
     pub worker_pod: &'static str,
     pub worker_bridge: &'static str,
     pub worker_pods: &'static str,
-    /// Endpoints of the hub and the member in the other family, for real devices. `None` = a veth pair is used
+    /// Endpoints of the hub and the member in the other family, for WireGuard devices. `None` = a veth pair is used
     /// instead of WireGuard devices.
     pub outer: Option<[&'static str; 2]>,
 }

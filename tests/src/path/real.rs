@@ -1,5 +1,5 @@
-//! Sets up nodes with real devices around one router, each with a dual-stack pod. Each pair of nodes has its own outer
-//! address family.
+//! Sets up nodes with real devices around one router, each with a dual-stack pod. The test chooses the outer address
+//! family of each pair of nodes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,7 +30,7 @@ use x25519_dalek::StaticSecret;
 use super::apply;
 use crate::netns::{NetNs, unique_name, veth, wait_until};
 
-const PORT: u16 = 51820;
+const WIREGUARD_PORT: u16 = 51820;
 const ECHO_PORT: u16 = 7;
 
 /// A node with its pod and its WireGuard device.
@@ -79,13 +79,13 @@ fn net(address: IpAddr, v4: u8, v6: u8) -> IpNet {
         .trunc()
 }
 
-fn pods(number: u8) -> BTreeSet<IpNet> {
+fn pod_networks(number: u8) -> BTreeSet<IpNet> {
     Family::BOTH.map(|f| net(pod(number, f), 24, 64)).into()
 }
 
 fn member_networks(number: u8) -> BTreeSet<IpNet> {
     let wireguard = Family::BOTH.map(|f| net(wireguard(number, f), 24, 64));
-    pods(number).into_iter().chain(wireguard).collect()
+    pod_networks(number).into_iter().chain(wireguard).collect()
 }
 
 fn secret(number: u8) -> StaticSecret {
@@ -195,7 +195,7 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
     let interface = unique_name("pm");
     let configuration = Configuration {
         private_key: secret(number),
-        listen_port: PORT,
+        listen_port: WIREGUARD_PORT,
         fwmark: MARK_UNDERLAY,
         mtu: mtu::MINIMUM,
     };
@@ -224,12 +224,12 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
             public_key: key(number),
             wireguard_ips: Family::BOTH.map(|f| wireguard(number, f)).into(),
             device: interface.parse().unwrap(),
-            listen_port: PORT,
+            listen_port: WIREGUARD_PORT,
             mtu: mtu::MINIMUM,
             underlay: "eth0".parse().unwrap(),
             underlay_addresses: Family::BOTH.map(|f| underlay(number, f)).into(),
             internal_ips: Family::BOTH.map(|f| underlay(number, f)).into(),
-            pod_cidrs: pods(number),
+            pod_cidrs: pod_networks(number),
         },
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),
@@ -241,10 +241,10 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                 revision: 1,
                 public_key: key(other),
                 preshared_key: None,
-                endpoint: Some(SocketAddr::new(underlay(other, outer(number, other)), PORT)),
+                endpoint: Some(SocketAddr::new(underlay(other, outer(number, other)), WIREGUARD_PORT)),
                 candidates: vec![],
                 keepalive: None,
-                allowed_ips: pods(other)
+                allowed_ips: pod_networks(other)
                     .into_iter()
                     .chain(Family::BOTH.map(|f| wireguard(other, f).into()))
                     .collect(),
@@ -352,16 +352,16 @@ pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -
     };
     socket.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
     let mut echoed: Option<RangeInclusive<u16>> = None;
-    let mut refused = Vec::new();
+    let mut too_large = Vec::new();
     for size in sizes {
         let passed = (0..5).find_map(|_| probe_once(&socket, usize::from(size - headers)));
         match passed.unwrap_or_else(|| panic!("{} -> {to}: no reply and no error for {size} bytes", from.name)) {
             true => echoed = Some(echoed.map_or(size..=size, |r| *r.start()..=size)),
-            false => refused.push(size),
+            false => too_large.push(size),
         }
     }
     if let Some(echoed) = &echoed {
-        let hole = refused.iter().find(|size| echoed.contains(size));
+        let hole = too_large.iter().find(|size| echoed.contains(size));
         assert_eq!(
             hole, None,
             "{} -> {to}: {hole:?} bytes are too large, but larger packets pass: {echoed:?}",

@@ -1,4 +1,4 @@
-//! TCP servers that respond with the source address of the client, their clients, and UDP sockets for outer packets.
+//! TCP servers that respond with the client's source address, clients of these servers, and UDP sockets for outer packets.
 
 use std::{
     io::{self, Read, Write},
@@ -36,7 +36,7 @@ fn answer(mut stream: TcpStream) -> io::Result<()> {
     )
 }
 
-/// A UDP socket with the fwmark of the device's outer packets, which keeps its packets out of the tunnel.
+/// A UDP socket with the fwmark of the device's outer packets. The mark keeps the socket's packets out of the tunnel.
 pub fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
     let socket = ns
         .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), port)))
@@ -62,7 +62,7 @@ pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
     Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
 }
 
-/// Like [`request`], with retries: the first packets after the setup may be lost during address resolution. Panics if
+/// Like [`request`], with retries: the first packets in new namespaces may be lost during neighbour discovery (ARP, NDP). Panics if
 /// there is no response for 10 s.
 pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
     let mut last = String::new();

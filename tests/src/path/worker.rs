@@ -9,8 +9,8 @@ use std::{
 
 use super::*;
 
-/// A mesh with a worker. The addresses of the worker and of its API server are in the hub's networks. The tunnel of the
-/// original member to the hub is removed.
+/// A mesh with a worker. The addresses of the worker and of its API server are in the hub's networks. The hub's
+/// tunnel to `mesh.member` is replaced by one to the worker.
 pub struct MeshWithWorker {
     pub mesh: Mesh,
     pub worker: NetNs,
@@ -48,14 +48,14 @@ impl MeshWithWorker {
         hub.ip("link set vworker master cni0");
         hub.ip("link set cni0 up");
         hub.ip(&format!("addr add {}/{} dev cni0{}", f.hub_bridge, f.length, f.nodad));
-        let inner = [&*format!("{}/{}", f.worker_pod, f.length)];
+        let pod_address = [&*format!("{}/{}", f.worker_pod, f.length)];
         veth(
             &worker,
             "cni0",
             &[&format!("{}/{}", f.worker_bridge, f.length)],
             &worker_pod,
             "eth0",
-            &inner,
+            &pod_address,
         );
         worker.ip(&format!("-{} route add default via {}", f.n, f.hub_bridge));
         worker_pod.ip(&format!("-{} route add default via {}", f.n, f.worker_bridge));
@@ -104,7 +104,7 @@ impl MeshWithWorker {
 
     /// Sends a datagram to [`Self::echo`] and returns the reply. The socket is connected, so it accepts a reply only from
     /// the worker's address.
-    pub fn ask_echo(&self, from: &NetNs, port: u16, why: &str) -> String {
+    pub fn ask_echo(&self, from: &NetNs, port: u16, state: &str) -> String {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = from.enter(|| {
             let socket = UdpSocket::bind((any, 0)).unwrap();
@@ -115,7 +115,8 @@ impl MeshWithWorker {
         });
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         let mut buffer = [0; 100];
-        wait_for(&format!("a reply over UDP while {why}"), Duration::from_secs(5), || {
+        let reply = format!("a reply over UDP while {state}");
+        wait_for(&reply, Duration::from_secs(5), || {
             socket.send(b"hello").ok()?;
             let length = socket.recv(&mut buffer).ok()?;
             Some(String::from_utf8_lossy(&buffer[..length]).into_owned())

@@ -120,15 +120,16 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     let version = client.apiserver_version().await.unwrap_err();
     // A member may use half of the memory.
     assert_eq!(over_budget(&version), Some(OverBudget::Member(4 * MIB)));
+    // The account is charged more than the bytes read: kube holds up to [`COPIES`] copies of them.
     assert!(read.load(Ordering::Relaxed) < 2 * MIB);
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
 #[test]
 fn weight_is_at_least_the_memory_of_the_parsed_value() {
-    // A text, the number of its nested values, and the minimum memory of each of them. 632 bytes = the B-tree leaf of a map of one
-    // entry. An array that is not empty has room for at least four values.
-    for (text, values, least) in [
+    // An array, the number of its elements, and the minimum memory of each element. 632 bytes = the B-tree leaf of a map of one entry. A
+    // non-empty array has room for at least four values. 4 + 24 bytes = the text of a string and its `String`.
+    for (text, elements, least) in [
         (r#"[{"a":0},{"b":0}]"#, 2, 632),
         ("[[0],[0],[0]]", 3, 4 * size_of::<serde_json::Value>()),
         ("[0,0,0,0]", 4, size_of::<serde_json::Value>()),
@@ -136,7 +137,7 @@ fn weight_is_at_least_the_memory_of_the_parsed_value() {
     ] {
         let mut weight = Weight::default();
         text.bytes().for_each(|byte| weight.add(byte));
-        assert!(weight.bytes >= values * least, "{text}: {}", weight.bytes);
+        assert!(weight.bytes >= elements * least, "{text}: {}", weight.bytes);
     }
     let mut escaped = Weight::default();
     r#""\"{{{{[[[[,,,,""#.bytes().for_each(|byte| escaped.add(byte));

@@ -6,9 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 /// it: NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48` with each prefix length of RFC 6052 that fits), IPv4-compatible
 /// and IPv4-translated addresses, 6to4, Teredo, ISATAP.
 ///
-/// A network may also have its own NAT64 prefix, which is unknown here. The usual prefix length is /96: bits 64 to 71 are zero, and
-/// the IPv4 address is at the end. So a loopback or link-local address at the end of any address with zeros in these bits is returned,
-/// too. A host's address rarely ends in such an IPv4 address by chance.
+/// A network may also have its own NAT64 prefix, which is unknown here. It usually has length /96: then the IPv4 address is in the last
+/// 32 bits, and bits 64 to 71 are zero (RFC 6052 §2.2). If such an address ends in a loopback or link-local IPv4 address, that is
+/// returned too. Other addresses rarely have this form by chance.
 pub(super) fn translated_addresses(address: IpAddr) -> Vec<IpAddr> {
     let v6 = match address.to_canonical() {
         v4 @ IpAddr::V4(_) => return vec![v4],
@@ -40,10 +40,13 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
         // The prefix length is unknown, so each one is tried. No host has an address in 0.0.0.0/8 or from 224.0.0.0 up.
         .filter(|v4| !matches!(v4.octets()[0], 0 | 224..))
         .collect(),
+        // 6to4.
         [0x2002, ..] => vec![v4([2, 3, 4, 5])],
         // The Teredo server, and the client with all bits inverted (RFC 4380 §4).
         [0x2001, 0, ..] => vec![v4([4, 5, 6, 7]), Ipv4Addr::from(!u32::from(last))],
+        // ISATAP.
         [_, _, _, _, 0 | 0x200, 0x5efe, ..] => vec![last],
+        // A network's own NAT64 prefix of length /96.
         [.., fifth, _, _, _] if fifth >> 8 == 0 && (last.is_loopback() || last.is_link_local()) => vec![last],
         _ => vec![],
     }

@@ -31,7 +31,7 @@ fn token_or_client_certificate_with_inline_ca_is_accepted() {
 
 // threat: hostile-kubeconfig
 #[test]
-fn forbidden_user_fields_are_refused() {
+fn forbidden_or_missing_user_fields_are_refused() {
     for (user, field) in [
         ("exec: {apiVersion: v1, command: sh}", "users[].user.exec"),
         ("auth-provider: {name: oidc, config: {}}", "users[].user.auth-provider"),
@@ -69,7 +69,7 @@ fn forbidden_user_fields_are_refused() {
 
 // threat: hostile-kubeconfig
 #[test]
-fn cluster_fields_that_weaken_the_connection_are_refused() {
+fn forbidden_or_missing_cluster_fields_are_refused() {
     for (extra, field) in [
         (
             "insecure-skip-tls-verify: true",
@@ -123,7 +123,8 @@ fn forbidden_or_malformed_servers_are_refused() {
 
 // threat: error-oracle
 #[test]
-fn refusal_of_malformed_kubeconfig_does_not_quote_it() {
+fn refusal_contains_no_text_of_the_kubeconfig() {
+    // The fields of these variants are static texts.
     let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
     assert_eq!(read(b"\xff", None), Refused::Malformed);
     assert_eq!(read(b"[secret", None), Refused::Malformed);
@@ -200,6 +201,7 @@ fn ipv6_address_with_forbidden_ipv4_inside_is_refused() {
         ("2001:0:7f00:1:0:0:3fff:fdfe", loopback),
         // ISATAP (RFC 5214).
         ("2001:db8::200:5efe:169.254.169.254", link_local),
+        // IPv4 itself.
         ("0.1.2.3", "no address of a host"),
         ("255.255.255.255", "no address of a host"),
     ] {

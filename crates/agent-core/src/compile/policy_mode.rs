@@ -18,8 +18,8 @@ use crate::{
 pub struct PolicyMode {
     /// The nftables table.
     pub firewall: Firewall,
-    /// Every mesh prefix that follows from the inputs alone, without the `before` of [`compile_policy_mode`].
-    pub meshed: BTreeSet<IpNet>,
+    /// The mesh networks of the inputs, without the `before` of [`compile_policy_mode`].
+    pub mesh_networks: BTreeSet<IpNet>,
     /// The parts that were left out, with reasons: sorted, without duplicates.
     pub refused: Vec<Refused>,
 }
@@ -30,13 +30,13 @@ pub struct PolicyMode {
 /// prefixes `/0` and those that overlap this node's pod CIDRs are left out. Keys, endpoints and the MTU are ignored.
 ///
 /// `before` are prefixes that belonged to a mesh earlier. They stay mesh prefixes, because sources outside mesh prefixes are not
-/// filtered, and the other program may remove a deleted Peer from the device later than this agent, or never.
+/// filtered, and the other program may keep the peer of a deleted Peer on the device.
 #[must_use]
 pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;
     let mut refused = Vec::new();
     let policies = refuse::clean_policies(inputs, &mut refused);
-    let mut mesh: BTreeSet<_> = policies
+    let mut mesh_networks: BTreeSet<_> = policies
         .iter()
         .flat_map(|p| &p.networks)
         .chain(policies.iter().flat_map(|p| &p.sources))
@@ -44,11 +44,10 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         .collect();
     for peer in &inputs.peers {
         let allowed_ips = peer.allowed_ips.iter().map(IpNet::trunc);
-        mesh.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
+        mesh_networks.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
-    let meshed = mesh.clone();
-    mesh.extend(before);
-    let mesh = aggregate(&mesh);
+    let mesh = aggregate(mesh_networks.iter().chain(before));
+    // As in `compile`: the pod CIDRs of a shared pod network are not bound to nodes.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere
@@ -77,7 +76,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
     refused.dedup();
     PolicyMode {
         firewall,
-        meshed,
+        mesh_networks,
         refused,
     }
 }

@@ -47,10 +47,11 @@ pub enum Reason {
     DefaultRoute,
     /// A network is wider than /8 (IPv4) or /7 (IPv6).
     NetworkTooWide,
-    /// A network contains an address of this node that it may not contain: no PeerPolicy covers it, it consists of this address, or
-    /// the address is a WireGuard address.
+    /// A network contains a WireGuard address of this node, is another address of this node (/32 or /128), or contains one and is
+    /// not covered by the networks of the PeerPolicies.
     OwnNodeAddress,
-    /// A network contains an address of the API server, and no PeerPolicy covers it or it consists of this address.
+    /// A network is an address of the API server (/32 or /128), or contains one and is not covered by the networks of the
+    /// PeerPolicies.
     ApiServerAddress,
     /// A network overlaps this node's own pod CIDR.
     OwnPodCIDR,
@@ -101,7 +102,7 @@ pub(super) fn canonical(endpoint: SocketAddr) -> SocketAddr {
 }
 
 /// Returns why an endpoint is invalid; `None` = it is valid.
-pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str> {
+pub(super) fn endpoint_fault(node: &Node, endpoint: SocketAddr) -> Option<&'static str> {
     let endpoint = canonical(endpoint);
     let ip = endpoint.ip();
     match () {
@@ -120,7 +121,7 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
 }
 
 /// Returns why this Peer is refused; `None` = it is programmed. `networks` are the networks of all policies, aggregated.
-pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
+pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if peer.public_key == node.public_key {
         let key = peer.public_key;
@@ -130,7 +131,7 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
         ));
     }
     if let Some(at) = peer.endpoint
-        && let Some(fault) = endpoint(node, at)
+        && let Some(fault) = endpoint_fault(node, at)
     {
         return Some((
             Reason::EndpointInvalid,
@@ -148,7 +149,7 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
     }
     peer.allowed_ips
         .iter()
-        .find_map(|net| allowed_ip(inputs, networks, &net.trunc()))
+        .find_map(|net| allowed_ip_refusal(inputs, networks, &net.trunc()))
 }
 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
@@ -157,7 +158,7 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
 /// (those of all PeerPolicies) cover it. A node that is a virtual machine in a pod of the source cluster needs this; `throw`
 /// routes then keep destinations of the underlay outside the tunnel. A network that consists of just one of these addresses (/32 or
 /// /128), or that contains a WireGuard address of this node, is never accepted.
-fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
+fn allowed_ip_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
         return Some((

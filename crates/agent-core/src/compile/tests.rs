@@ -156,8 +156,8 @@ fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
 }
 
 #[test]
-fn unusable_endpoint_is_refused_with_its_kind() {
-    let kind = |text: &str| refuse::endpoint(&hub_node().node, text.parse().unwrap());
+fn endpoint_fault_describes_an_unusable_endpoint() {
+    let fault = |text: &str| refuse::endpoint_fault(&hub_node().node, text.parse().unwrap());
     let cases = [
         ("192.0.2.9:51820", None),
         ("192.0.2.9:0", Some("has port 0")),
@@ -170,7 +170,7 @@ fn unusable_endpoint_is_refused_with_its_kind() {
         ("255.255.255.255:51820", Some("is the broadcast address")),
         ("172.29.0.111:51820", Some("is this node itself")),
     ];
-    assert_eq!(cases.map(|(text, _)| (text, kind(text))), cases);
+    assert_eq!(cases.map(|(text, _)| (text, fault(text))), cases);
 }
 
 // threat: peer-claims-node
@@ -332,7 +332,7 @@ fn order_of_the_peers_does_not_matter() {
 }
 
 #[test]
-fn unusable_endpoint_candidates_are_left_out() {
+fn unusable_and_duplicate_candidates_are_left_out() {
     let mut inputs = hub_node();
     inputs.peers[0].candidates = [
         "172.29.0.121:51820",
@@ -391,7 +391,8 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
     let got = compile(&inputs);
     let by_metric = |metric| got.routes.routes.iter().filter(|r| r.metric == metric).count();
     assert_eq!((got.peers.len(), got.refused), (5000, vec![]));
-    // One route for each allowed IP, and one default route of the tunnel table for each family.
+    // One route for each allowed IP, and a default route of the tunnel table for each family; one unreachable route for each
+    // network of the policy.
     assert_eq!(
         (
             by_metric(crate::numbers::METRIC_PEER),
@@ -399,7 +400,7 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
         ),
         (15_002, 3)
     );
-    // The two IPv4 networks, every pair of them, and each of them with each of the four allowed IPv4 networks.
+    // The two IPv4 networks; each of them with itself and with the other; each of them with each of the four allowed IPv4 networks.
     assert_eq!(
         got.firewall.v4.mesh.len() + got.firewall.v4.pairs.len() + got.firewall.v4.allow.len(),
         2 + 4 + 8

@@ -85,8 +85,8 @@ fn chains(parameters: &RuleParameters) -> String {
     }
 }
 
-/// Comment of the rules that drop forwarded packets with IPv4 options. If the kernel accepts source routing, such an option changes
-/// the destination after these rules have checked it.
+/// Comment of the rules that drop forwarded packets with IPv4 options. One of these options is the source route: if the kernel accepts
+/// it, it changes the destination after these rules have checked it.
 const OPTIONS: &str = "IPv4 options: a source route would change the destination later";
 
 /// Condition and verdict for a connection to an address of this node, including broadcast and multicast addresses. The rule must be

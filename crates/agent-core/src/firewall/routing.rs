@@ -117,7 +117,8 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
 }
 
 /// Renders the chains that drop packets that would leave unencrypted or must not enter the tunnel: to a closed member, untracked, ICMP
-/// errors that no policy accepted, or with an unpublished source (except replies of an anchor). They run after every nat chain.
+/// errors about packets that no policy accepted, or with an unpublished source (except replies of an anchor). They run after every nat
+/// chain.
 pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     let RuleParameters {
         device, listen_port, ..

@@ -14,14 +14,14 @@ pub(super) struct Set {
     /// Its `type` and `flags`.
     pub(super) kind: String,
     pub(super) elements: BTreeSet<String>,
-    /// A rule with this set drops packets, also some that match an allow set.
+    /// A rule with this set drops packets, also some that the rules with the other sets would accept.
     pub(super) is_deny: bool,
 }
 
 /// Every set of the table in the order of declaration, deny sets first.
 ///
 /// The kernel activates new elements of concatenated range sets (nft_set_pipapo) at the end of a transaction, after its rules, and
-/// one set after the other. With an allow set first, denied packets would pass for a moment.
+/// one set after the other. If a deny set came after `allow`, denied packets would pass for a moment.
 pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let Firewall {
         parameters: _,

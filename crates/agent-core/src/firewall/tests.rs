@@ -36,7 +36,7 @@ fn missing_table_or_changed_parameter_writes_the_whole_table() {
 }
 
 #[test]
-fn changed_prefixes_are_removed_before_others_are_added() {
+fn old_prefixes_are_deleted_before_new_ones_are_added() {
     let old = compile(&hub_node()).firewall;
     let mut new = old.clone();
     new.v4.mesh = nets(&["10.242.0.0/15", "100.66.2.0/24"]);
@@ -93,7 +93,7 @@ fn deny_elements_are_added_first_and_removed_last() {
 }
 
 #[test]
-fn node_with_a_neighbouring_cidr_adds_one_element() {
+fn adjacent_pod_cidrs_are_separate_elements() {
     let table = |pods: &[&str]| {
         let mut inputs = hub_node();
         inputs.pods_elsewhere = nets(pods);
@@ -108,7 +108,7 @@ fn node_with_a_neighbouring_cidr_adds_one_element() {
 }
 
 #[test]
-fn closed_member_is_denied_first_and_allowed_nothing() {
+fn closed_member_enters_closed_set_first_and_no_allow_set() {
     let mut inputs = hub_node();
     let old = compile(&inputs).firewall;
     policy_of(&mut inputs).closed = true;

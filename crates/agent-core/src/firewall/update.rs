@@ -39,17 +39,15 @@ impl Update {
     }
 }
 
-/// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old`, the whole table
-/// is written.
+/// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. The change replaces the whole
+/// table if there is no `old`, if the parameters differ, or if it would both add and remove deny elements.
 ///
 /// The rules match a packet against the allow set first and the deny set later, and a transaction may take effect in between. So:
 ///
 /// - New deny elements come first in the transaction. The kernel activates new elements in this order (see `sets`), so a packet that
 ///   matches a new allow element also meets the new deny elements.
-/// - Old deny elements are removed in a second transaction. If one transaction removed all, a packet could match an old allow element
-///   before the change and no deny element after it.
-///
-/// A change that both adds and removes deny elements replaces the whole table.
+/// - Old deny elements are removed in a second transaction. If one transaction removed the old elements of all sets, a packet could match
+///   an old allow element before the change and no deny element after it.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     let whole = || Some(Update::Whole { script: render(new) });

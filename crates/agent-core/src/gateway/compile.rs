@@ -81,7 +81,7 @@ impl fmt::Display for NodeRef<'_> {
 
 struct Compiler<'a> {
     inputs: &'a Inputs,
-    /// The accepted networks, keys, addresses and gateway ports, with their owners.
+    // The accepted networks, keys, addresses and gateway ports, each with its owner.
     networks: BTreeMap<IpNet, &'a Access>,
     keys: BTreeMap<PublicKey, NodeRef<'a>>,
     addresses: BTreeMap<IpAddr, NodeRef<'a>>,
@@ -252,7 +252,7 @@ impl<'a> Compiler<'a> {
             self.refuse_grant(access, granted, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
         }
-        // The grant keeps the port even while its Service is unknown or missing, so that the port does not move between two grants.
+        // The grant keeps the port even if its Service does not exist or is not read yet, so that the port does not move between grants.
         self.ports.insert(port, granted);
         let service = self.inputs.services.get(&granted.service);
         let resolved = match endpoints::resolve(granted, service, &self.inputs.settings) {

@@ -1,5 +1,6 @@
 //! Assigns the numbers that identify sandboxes and grants in the kernel. A number is a hash of the sandbox or grant, so after a restart
-//! the gateway assigns the same numbers, and open connections continue. If two hashes are equal, the next free number is used.
+//! the gateway assigns the same numbers, and open connections continue. Equal hashes are the exception: the first allocated gets the hash,
+//! each later one the next free number.
 
 use std::collections::BTreeMap;
 
@@ -57,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_hashes_get_the_next_number_and_never_zero() {
+    fn equal_hashes_get_the_next_number() {
         let mut ids = IdAllocator::default();
         let first = ids.allocate("x", &["same"]);
         assert_eq!(ids.allocate("x", &["same"]), first);

@@ -21,7 +21,7 @@ pub(super) enum Piece {
     /// The named limit of a sandbox's new connections.
     Limit(SandboxId),
     /// The map element from the sandbox to its limit.
-    Limited(SandboxId),
+    LimitElement(SandboxId),
     /// A chain that chooses an endpoint.
     Chooser(Chooser),
     /// The map element from a grant and an index to an endpoint of one family.
@@ -42,8 +42,8 @@ pub(super) enum Piece {
 
 /// A chain that chooses an endpoint for all grants with these properties.
 ///
-/// So a grant consists only of elements. A separate rule for each grant would need its own map, and the kernel compares the name of a
-/// new map with the names of all others: 10,000 maps took 17 s.
+/// With these chains, a grant consists only of elements. If each grant had its own rule, the rule would need its own map of endpoints. The
+/// kernel compares the name of a new map with the names of all others: 10,000 maps took 17 s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Chooser {
     pub(super) family: Family,
@@ -113,25 +113,25 @@ impl Piece {
         let port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {} . {port}", mark(sandbox.0), protocol.lowercase())
         };
-        let either = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
+        let by_family = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
         Some(match self {
             Self::Limit(_) | Self::Chooser(_) => return None,
-            Self::Limited(sandbox) => ("limits", mark(sandbox.0)),
+            Self::LimitElement(sandbox) => ("limits", mark(sandbox.0)),
             Self::Backend(id, family, index) => (
-                either(*family, ["backends4", "backends6"]),
+                by_family(*family, ["backends4", "backends6"]),
                 format!("{} . {index:#010x}", mark(id.0)),
             ),
-            Self::Service(id, family) => (either(*family, ["services4", "services6"]), mark(id.0)),
+            Self::Service(id, family) => (by_family(*family, ["services4", "services6"]), mark(id.0)),
             Self::Endpoint(id, socket) => (
-                either(family_of(socket.ip()), ["endpoints4", "endpoints6"]),
+                by_family(family_of(socket.ip()), ["endpoints4", "endpoints6"]),
                 format!("{} . {} . {}", mark(id.0), socket.ip(), socket.port()),
             ),
             Self::Host(id, address) => (
-                either(family_of(*address), ["hosts4", "hosts6"]),
+                by_family(family_of(*address), ["hosts4", "hosts6"]),
                 format!("{} . {address}", mark(id.0)),
             ),
             Self::Sandbox(network) => (
-                either(Family::of(network), ["sandboxes4", "sandboxes6"]),
+                by_family(Family::of(network), ["sandboxes4", "sandboxes6"]),
                 network.to_string(),
             ),
             Self::Open(granted, id) => ("open", format!("{} . {}", port(granted), mark(id.0))),
@@ -142,7 +142,7 @@ impl Piece {
     /// The data part of the element; empty for a set.
     fn data(&self, value: &str) -> String {
         match self {
-            Self::Limited(sandbox) => format!(" : \"{}\"", limit(*sandbox)),
+            Self::LimitElement(sandbox) => format!(" : \"{}\"", limit(*sandbox)),
             Self::Service(..) => format!(" : goto {value}"),
             Self::Backend(..) | Self::Sandbox(_) | Self::Grant(_) => format!(" : {value}"),
             _ => String::new(),
@@ -184,8 +184,8 @@ impl Piece {
 /// Number of elements in one statement. With one statement for each element, nft takes twice the memory.
 const BATCH: usize = 100;
 
-/// Elements that are not written yet, by set. All belong to one set, or to two sets that differ only in the family, such as
-/// `hosts4` and `hosts6`.
+/// Elements that are not written yet, by set. All belong to one set, or to the two sets of one kind, such as `hosts4` and `hosts6`,
+/// because pieces of both families alternate.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 
@@ -203,8 +203,8 @@ impl Elements {
 
     fn write(&mut self, verb: &str, out: &mut String) {
         for (set, elements) in std::mem::take(&mut self.0) {
-            for some in elements.chunks(BATCH) {
-                let _ = writeln!(out, "{verb} element inet {NFT_TABLE} {set} {{ {} }}", some.join(", "));
+            for batch in elements.chunks(BATCH) {
+                let _ = writeln!(out, "{verb} element inet {NFT_TABLE} {set} {{ {} }}", batch.join(", "));
             }
         }
     }
@@ -242,8 +242,9 @@ fn limit(sandbox: SandboxId) -> String {
     format!("sandbox-{:08x}", sandbox.0)
 }
 
-/// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own listen ports, which would
-/// receive the replies, and without ports below 1024, which some servers trust.
+/// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own listen ports, and without
+/// ports below 1024, which some servers trust. Packets to a listen port are not tracked, so an endpoint's replies to it would stay in
+/// this pod.
 fn source_ports(own: [u16; 2]) -> RangeInclusive<u32> {
     let mut cuts = own.map(|port| u32::from(port).max(1023));
     cuts.sort_unstable();

@@ -18,7 +18,7 @@ use super::{
 use crate::{interface::InterfaceName, numbers::NFT_TABLE, prefixes::Family};
 
 /// The highest total [`Grant::weight`] of the grants that one step changes, unless a single grant weighs more. A gateway's container
-/// has 256 MiB, and `nft` 1.0.6 takes 83 MB for 60,000 elements (10,000 grants with one endpoint each).
+/// has 256 MiB, and `nft` 1.0.6 takes 83 MB for 60,000 elements, which is six times as many as this limit allows.
 pub(super) const MAX_STEP_WEIGHT: usize = 10_000;
 
 /// The sandbox, protocol and gateway port of a grant.
@@ -107,7 +107,8 @@ impl Table {
     /// rates do not count. If `old` is `None` or has other rule parameters, the step starts from a table without grants.
     ///
     /// A step allows only connections that `old` or `desired` allows. Grants are removed first, then changed. Networks are added or move
-    /// to another sandbox, and grants are added, only when no grant of `old` is left to remove or change.
+    /// to another sandbox, and grants are added, only when no grant of `old` is left to remove or change. A grant with another id is
+    /// removed and added, not changed.
     #[must_use]
     pub fn step(old: Option<&Self>, desired: &Self) -> Self {
         Self::step_within(MAX_STEP_WEIGHT, old, desired)
@@ -159,13 +160,14 @@ impl Table {
         next
     }
 
-    /// Returns the parts that can be added and removed separately, each before those that refer to it.
+    /// Returns the parts that can be added and removed separately, each before those that refer to it, with the text that the part sets,
+    /// such as a mark. Empty = the part has no such text.
     fn pieces(&self) -> BTreeMap<Piece, String> {
         let mut out = BTreeMap::new();
         let mut put = |piece: Piece, text: String| drop(out.insert(piece, text));
         for (sandbox, rate) in &self.rates {
             put(Piece::Limit(*sandbox), render::rate(*rate));
-            put(Piece::Limited(*sandbox), render::rate(*rate));
+            put(Piece::LimitElement(*sandbox), render::rate(*rate));
         }
         for (network, sandbox) in &self.sandboxes {
             put(Piece::Sandbox(*network), render::mark(sandbox.0));

@@ -140,13 +140,13 @@ fn messages(compiled: &Compiled) -> Vec<String> {
     compiled.refused.iter().map(ToString::to_string).collect()
 }
 
-/// Asserts that `inputs` compile to the same state as `rest`, with exactly these refusals.
+/// Asserts that `inputs` compile to the same state as `accepted`, the same inputs without the refused parts, and to these refusals.
 #[track_caller]
-fn assert_refused(inputs: &Inputs, rest: &Inputs, refused: &[&str]) {
+fn assert_refused(inputs: &Inputs, accepted: &Inputs, refused: &[&str]) {
     let mut compiled = compile(inputs);
     assert_eq!(messages(&compiled), refused);
     compiled.refused.clear();
-    let rest = compile(rest);
-    assert_eq!(messages(&rest), [""; 0]);
-    assert_eq!(compiled, rest);
+    let accepted = compile(accepted);
+    assert_eq!(messages(&accepted), [""; 0]);
+    assert_eq!(compiled, accepted);
 }

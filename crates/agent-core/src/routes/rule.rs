@@ -58,7 +58,7 @@ pub const fn rules(family: Family) -> [Rule; 2] {
 }
 
 impl fmt::Display for Rule {
-    /// The syntax of ip-rule(8).
+    /// The syntax of ip-rule(8), except for [`Action::Other`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             family,

@@ -20,7 +20,7 @@ fn plan_of_a_node() -> Plan {
 }
 
 #[test]
-fn unreachable_routes_are_added_before_routes_and_rules() {
+fn unreachable_routes_are_added_before_device_routes_and_rules() {
     assert_eq!(
         text(diff(&Routes::default(), &desired(&plan_of_a_node()))),
         [
@@ -49,7 +49,7 @@ fn removed_peer_deletes_one_route() {
 }
 
 #[test]
-fn unreachable_routes_are_deleted_after_rules_and_routes() {
+fn unreachable_routes_are_deleted_after_rules_and_device_routes() {
     assert_eq!(
         text(diff(&desired(&plan_of_a_node()), &Routes::default())),
         [
@@ -66,7 +66,7 @@ fn unreachable_routes_are_deleted_after_rules_and_routes() {
 }
 
 #[test]
-fn underlay_address_in_the_mesh_is_source_of_its_routes() {
+fn underlay_address_in_the_mesh_is_source_of_peer_routes() {
     let plan = Plan {
         throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),
@@ -130,7 +130,7 @@ fn family_without_mesh_prefixes_gets_no_rule() {
 }
 
 #[test]
-fn mtu_of_a_peer_is_set_on_its_routes_and_the_default_route() {
+fn mtu_of_a_prefix_is_set_on_its_route_and_the_default_route() {
     let smaller_mtu = Plan {
         mtus: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
         ..plan_of_a_node()

@@ -13,7 +13,7 @@ use crate::{
     names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
-/// The limit of Nodes that are read from one member.
+/// The largest number of Nodes of one member that are used.
 pub const MAX_NODES: usize = 5_000;
 
 /// Whether nothing may be written or deleted for this mesh, because it is paused, or because `clusterctl move` has created it on another
@@ -329,8 +329,8 @@ impl Reader {
             let key = expression.key.clone();
             let values = expression.values.clone().unwrap_or_default();
             let path = format!("{path}.podSelector.matchExpressions[{index}]");
-            let listed = matches!(&*expression.operator, "In" | "NotIn");
-            if listed && values.is_empty() {
+            let needs_values = matches!(&*expression.operator, "In" | "NotIn");
+            if needs_values && values.is_empty() {
                 self.problem(
                     format!("{path}.values"),
                     format!("is empty: {} needs at least one", expression.operator),

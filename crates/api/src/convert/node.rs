@@ -30,7 +30,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .and_then(|a| a.get(key))
             .map_or("", String::as_str)
     };
-    // With a malformed annotation, the node counts as a node of kg, to which the planner applies more checks.
+    // If the status of wg-agent is missing or malformed, the node counts as a node of kg, to which the planner applies more checks.
     let agent = AgentStatus::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
         created: creation_time(&node.metadata),
@@ -58,7 +58,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             "cross" => Some(Granularity::Cross),
             _ => None,
         },
-        prefers_leader: node
+        is_preferred_leader: node
             .metadata
             .annotations
             .as_ref()

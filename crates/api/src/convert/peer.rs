@@ -19,8 +19,8 @@ use crate::{
 /// Converts an observed Peer.
 ///
 /// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, so
-/// that the controller rewrites it. For example, if a network has host bits, kg resets all sessions every 30 s. A Peer without a mesh
-/// label needs only a valid key. Other values of its spec that cannot be parsed are left out, and so are its candidates.
+/// that the controller rewrites it. This also repairs networks with host bits, which make kg reset all sessions every 30 s. A Peer
+/// without a mesh label needs only a valid key. Other values of its spec that cannot be parsed are left out, and so are its candidates.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
@@ -32,7 +32,7 @@ pub fn to_core(peer: &Peer) -> ObservedPeer {
     ObservedPeer { owner, spec }
 }
 
-/// Converts a Peer strictly, as wg-agent does before it programs it.
+/// Converts a Peer strictly. wg-agent programs only Peers that this function accepts.
 ///
 /// # Errors
 /// The Peer cannot be programmed. The message names the field and the remedy.

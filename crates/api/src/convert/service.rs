@@ -59,7 +59,7 @@ fn service_families(spec: Option<&ServiceSpec>) -> Families {
     }
 }
 
-/// The limit of namespaces that are read from the annotation.
+/// At most this many namespaces are read from the annotation [`ALLOWED_FROM`].
 const MAX_NAMESPACES: usize = 256;
 
 fn allowed_from(service: &Service) -> BTreeSet<String> {
@@ -226,7 +226,7 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
             .ports
             .iter()
             .map(|port| EndpointPort {
-                // An empty name is valid, because the only port of a Service may have no name.
+                // The only port of a Service may have no name. An EndpointSlice then has an empty name, the default of the API server.
                 name: Some(port.name.clone()),
                 port: Some(port.port.into()),
                 protocol: Some(port.protocol.as_str().to_owned()),

@@ -1,4 +1,4 @@
-//! Property tests of the conversions: any input is accepted without a panic, and written values are read back unchanged.
+//! Property tests of the conversions: no input causes a panic, and written values are read back unchanged.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use proptest::prelude::*;
 
-/// Texts that a hostile node may write: arbitrary ones, and some that are nearly valid.
+/// Texts that a hostile cluster may contain: arbitrary ones, and some that are nearly valid.
 fn hostile() -> impl Strategy<Value = String> {
     prop_oneof![
         any::<String>(),
@@ -89,13 +89,14 @@ proptest! {
     }
 
     #[test]
-    fn any_peer_is_converted(
-        texts in proptest::collection::vec(hostile(), 6), numbers in any::<(i32, i64)>(), ours in any::<bool>(),
+    fn any_peer_is_converted_or_refused(
+        texts in proptest::collection::vec(hostile(), 6), numbers in any::<(i32, i64)>(), has_dns in any::<bool>(),
+        ours in any::<bool>(),
     ) {
         let mut object = Peer::new("p", PeerSpec {
             allowed_ips: texts[..2].to_vec(),
             endpoint: Some(PeerEndpoint {
-                dns_or_ip: DnsOrIp { dns: Some(texts[2].clone()).filter(|_| !ours), ip: Some(texts[3].clone()) },
+                dns_or_ip: DnsOrIp { dns: Some(texts[2].clone()).filter(|_| has_dns), ip: Some(texts[3].clone()) },
                 port: numbers.0,
             }),
             persistent_keepalive: Some(numbers.1),

@@ -12,7 +12,7 @@ use super::Tree;
 /// A field that does not fit its type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FieldError {
-    /// `spec.allowedIPs[0]`; empty = the whole tree.
+    /// The path, such as `spec.allowedIPs[0]`; empty = the whole tree.
     pub(crate) field: String,
     /// Counted from 1.
     pub(crate) line: u64,
@@ -76,7 +76,7 @@ fn deserialize<T: DeserializeOwned>(tree: &Tree, value: &Value) -> Result<(T, Ve
     }
 }
 
-/// The line of the value at a path, or of its innermost parent. Unlike [`Tree::line_of`], also finds keys that contain dots.
+/// The line of the value at a path, or of its innermost parent that exists. Unlike [`Tree::line_of`], also finds keys that contain dots.
 fn line_at<'p>(tree: &Tree, path: impl Iterator<Item = &'p Segment>) -> u64 {
     let mut current = tree;
     for segment in path {

@@ -40,7 +40,7 @@ fn wrong_type_is_reported_with_field_and_line() {
 }
 
 #[test]
-fn missing_field_is_reported_at_its_object() {
+fn error_about_missing_field_has_the_line_of_its_object() {
     let second = &parse("f", "name: a\n---\nports: []\n").unwrap()[1];
     assert_eq!(
         read::<Shape>(&second.tree).unwrap_err(),
@@ -77,7 +77,7 @@ fn json_with_tabs_keeps_line_numbers() {
 }
 
 #[test]
-fn missing_field_has_the_line_of_its_parent() {
+fn line_of_a_missing_path_is_that_of_its_parent() {
     let tree = &parse("f", "spec:\n  clusters:\n  - name: a\n  - name: b\n    x: y\n").unwrap()[0].tree;
     let lines = [
         "spec.clusters[1].x",

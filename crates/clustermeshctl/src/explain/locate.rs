@@ -17,7 +17,7 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end or its address, or has its address in several clusters.
+    /// The input does not contain the end, does not contain its address, or has its address in several clusters.
     NotFound(String),
 }
 
@@ -96,7 +96,8 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the addresses of this end. Those of a Service that is granted to the sandbox `from` are addresses of gateways.
+    /// Returns the addresses of this end. If it is a Service that is granted to the sandbox of the sources `from`, they are addresses of
+    /// gateways.
     pub(super) fn find_destinations(
         &self,
         end: &ConnectionEnd,
@@ -355,8 +356,8 @@ impl Finder<'_> {
         addresses.collect()
     }
 
-    /// Returns the remote Service of a mirrored Service: the remote cluster, the name of its entry, and the remote Service's name.
-    /// `None` = the Service is not mirrored.
+    /// Returns the remote Service of the mirrored Service `name`: the remote cluster, the name of its entry, and the remote Service's
+    /// name. The mirrored Service may not exist yet: a grant is enough. `None` = the Service is not mirrored.
     fn find_original(
         &self,
         cluster: &ClusterIdentity,

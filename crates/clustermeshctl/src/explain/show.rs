@@ -19,6 +19,7 @@ pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Prob
     let failed = |error: &dyn std::fmt::Display| vec![Problem::other(format!("the answer cannot be written: {error}"))];
     match output {
         Output::Yaml => serde_saphyr::to_string(&report).map_err(|error| failed(&error)),
+        // `Table` has returned above.
         Output::Json | Output::Table => serde_json::to_string_pretty(&report)
             .map(|json| json + "\n")
             .map_err(|error| failed(&error)),
@@ -116,13 +117,13 @@ fn write_route(text: &mut String, row: &Row, route: &Route) {
     };
     let anchor = if *anchored { ", as an anchor" } else { "" };
     page::write_line(text, 4, 6, &format!("leaves through {}{anchor}", hop(out)));
-    let sent = match (masqueraded, row.from.address) {
+    let arrival = match (masqueraded, row.from.address) {
         (_, None) => format!("arrives as {seen_as}, the node's own address in the mesh"),
         (Some(true), Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
         (Some(false), Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
         (None, Some(_)) => format!("arrives as {seen_as}, unless the CNI there masquerades it"),
     };
-    page::write_line(text, 4, 6, &format!("{sent}, accepted through {}", hop(back)));
+    page::write_line(text, 4, 6, &format!("{arrival}, accepted through {}", hop(back)));
     if let Some((policy, is_written)) = policy {
         page::write_line(
             text,

@@ -20,12 +20,12 @@ pub(crate) struct Backend {
 
 /// Returns the endpoints of a Service, from its EndpointSlices. `port` = one port of the Service; `None` = all its ports.
 pub(crate) fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u16)>) -> BTreeSet<Backend> {
-    let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
+    let service_ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
+    // A port of an EndpointSlice belongs to the port of the Service that has its name and protocol.
     let is_requested = |name: &str, protocol: Protocol| {
-        let mut ports = ports.iter();
-        ports.any(|own| {
-            let is_same_port = port.is_none_or(|port| port == (own.protocol, own.port));
-            is_same_port && own.name == name && own.protocol == protocol
+        service_ports.iter().any(|service_port| {
+            let is_wanted = port.is_none_or(|wanted| wanted == (service_port.protocol, service_port.port));
+            is_wanted && service_port.name == name && service_port.protocol == protocol
         })
     };
     let mut found = BTreeSet::new();

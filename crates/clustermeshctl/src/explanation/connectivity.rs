@@ -51,7 +51,8 @@ impl<'q> Query<'q> {
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// Why the source's member cannot open any connection to the destination's. `None` = this depends on the nodes and addresses.
+    /// Why the source's member cannot open any connection to the destination's. `None` = the nodes and addresses decide about each
+    /// connection.
     fn denied_between_members(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
@@ -143,8 +144,8 @@ impl<'q> Query<'q> {
         Explanation::new(Rule::DestinationNotGranted, message)
     }
 
-    /// Why the sandbox has no Peer for a gateway, although the SandboxAccess exists. `None` = the Peer is planned, or the SandboxAccess,
-    /// which has to exist before the planner plans the Peer, does not exist yet.
+    /// Why the planner plans no Peer for a gateway in the sandbox, although the SandboxAccess exists. `None` = the Peer is planned, or the
+    /// SandboxAccess does not exist yet: the planner plans the Peer only after that.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.destination_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
@@ -255,7 +256,8 @@ impl<'q> Query<'q> {
             } else {
                 format!("port {}", ports.join(", "))
             };
-            let report = reports().find(|report| report.cluster == self.source && report.service == grant.local);
+            let mirrored_service = &grant.local;
+            let report = reports().find(|report| report.cluster == self.source && report.service == *mirrored_service);
             let problem = report
                 .map(|report| &*report.message)
                 .filter(|message| !message.is_empty());

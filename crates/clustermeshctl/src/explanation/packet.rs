@@ -4,7 +4,7 @@
 use std::{collections::BTreeSet, net::IpAddr};
 
 use clustermesh_core::{
-    mesh::{ClusterIdentity, Profile, Protocol},
+    mesh::{ClusterIdentity, Protocol},
     observe::{Claim, Member, PolicySpec, Server},
     plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan},
 };
@@ -80,9 +80,7 @@ impl PacketTrace<'_> {
             Err(explanation) => return *explanation,
         };
         let node_prefixes = query.destination_member.prefixes(&peer.node);
-        let is_source_meshed = query.source_member.cluster().profile == Profile::ClusterMeshed;
-        let anchored =
-            is_source_meshed && node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
+        let anchored = node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
         let mut route = Route {
             out,
             anchored,
@@ -112,7 +110,7 @@ impl PacketTrace<'_> {
     }
 
     /// Whether the source address is replaced. wg-agent, in full and policy mode, prevents masquerading by the CNI; kg does not. `None` =
-    /// unknown, because the CNI decides.
+    /// unknown, because the CNI decides. Without a source address there is nothing to replace: `Some(false)`.
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
         let from = self.query.from;
         let is_replaced = from.address.is_some_and(|address| address != seen_as);
@@ -133,10 +131,10 @@ impl PacketTrace<'_> {
         }
     }
 
-    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. The source
-    /// address is the client's own if the Peer of the client's node, or of that node's leader, contains it; if the node is unknown, any
-    /// Peer. Otherwise it is the WireGuard address of the client's node. `Err` = no Peer contains either address, or the WireGuard address
-    /// is not of the destination's IP family.
+    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. This is the
+    /// client's own address if the Peer of the client's node, or of that node's leader, contains it. If the client's node is unknown, any
+    /// Peer may contain it. Otherwise it is the WireGuard address of the client's node. `Err` = no Peer contains either address, or the
+    /// WireGuard address is not of the destination's IP family.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
@@ -195,7 +193,7 @@ impl PacketTrace<'_> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
         // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::denied_between_members`
-        // denies quarantined and not cluster-meshed destinations before, so this check is only a safeguard, and reports one rule for all.
+        // has already denied both causes (quarantine, not cluster-meshed). This check is only a safeguard, so it has one rule for both.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {

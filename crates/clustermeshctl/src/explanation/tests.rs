@@ -164,8 +164,8 @@ fn is_wireguard_only(member: &Member, address: IpAddr) -> bool {
     is_wireguard && !is_internal
 }
 
-/// The source address with which packets of `from` arrive: the address of `from` if the Peer of its node (any Peer, if the node is unknown)
-/// contains it, else the WireGuard address of the node, if its Peer contains it and the family fits. Empty = packets do not arrive.
+/// The source address of arriving packets of `from`, or none if they do not arrive. It is the address of `from` if the Peer of its node
+/// (any Peer, if the node is unknown) contains it, else the WireGuard address of the node, if its Peer contains it and the family fits.
 fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let is_in_own_peer = |address: &IpAddr| {
         let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);
@@ -186,7 +186,7 @@ fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destin
 }
 
 /// A scenario in which many connections are allowed: the hub and `c1` each have a valid node and an API server whose address is in
-/// the mesh; the hub has an anchored network. Sometimes a member is quarantined, has no PeerPolicy CRD, or has no Peers yet.
+/// the mesh; the hub has an anchored network. Sometimes one member is quarantined, one has no PeerPolicy CRD, or both have no Peers yet.
 fn connected() -> impl Strategy<Value = Scenario> {
     let quarantined = option::weighted(0.3, 0usize..3);
     (
@@ -340,6 +340,7 @@ proptest! {
             let to = Destination { port: Some((Protocol::Tcp, *port)), ..to.clone() };
             explain_in(&scenario, &plan, &from, &to).verdict()
         };
+        // `Allowed` is the smallest verdict.
         prop_assert_eq!(any, PORTS.iter().map(with_port).min().unwrap());
     }
 }

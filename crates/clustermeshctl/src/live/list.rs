@@ -109,6 +109,7 @@ where
 fn by_name<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName) -> K) -> BTreeMap<K, T> {
     let named = |object: T| {
         let metadata = object.meta();
+        // A cluster-scoped object gets `default`, but `key` uses only its name.
         let namespace = metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
         let name = metadata.name.clone()?;
         Some((key(ObjectName { namespace, name }), object))
@@ -129,7 +130,7 @@ pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String
     Ok((objects, notes))
 }
 
-/// Lists a kind that the RBAC rules of older versions do not include. If the list fails, the kind counts as not installed.
+/// Lists a kind that the RBAC rules of older ClusterMesh versions do not include. If the list fails, the kind counts as not installed.
 async fn list_optional_kind<T>(client: &Client, notes: &mut Vec<String>) -> Option<Vec<T>>
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,

@@ -120,8 +120,7 @@ impl From<&PlanResult> for Report {
 
 impl MeshReport {
     fn new(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
-        // The empty arguments are results of writes and reports of agents, which a plan does not have, and the numbers of outstanding
-        // objects, which `changes` lists.
+        // A plan writes and deletes nothing and reads no reports of agents. It lists the outstanding objects in `changes`.
         let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),
@@ -192,6 +191,7 @@ impl Target {
 struct ObjectBuilder<'a> {
     id: &'a MeshId,
     hub: &'a str,
+    /// `None` = no input was read for the cluster.
     cluster: Option<&'a ReadCluster>,
 }
 
@@ -262,20 +262,20 @@ impl ObjectBuilder<'_> {
             );
             convert::service::update(&mut written, &service.mirror(), &owner);
             mirrors.push(Mirror::Service(Box::new(written)));
-            for (slice, planned) in &service.slices {
-                let slice = ObjectName {
+            for (slice_name, slice) in &service.slices {
+                let slice_name = ObjectName {
                     namespace: name.namespace.clone(),
-                    name: slice.clone(),
+                    name: slice_name.clone(),
                 };
-                let existing = self.cluster.and_then(|cluster| cluster.objects.slices.get(&slice));
+                let existing = self.cluster.and_then(|cluster| cluster.objects.slices.get(&slice_name));
                 let mut written = existing.map_or_else(
                     || EndpointSlice {
-                        metadata: metadata(&slice),
+                        metadata: metadata(&slice_name),
                         ..EndpointSlice::default()
                     },
                     without_managed_fields,
                 );
-                convert::service::update_slice(&mut written, &name.name, planned, &owner);
+                convert::service::update_slice(&mut written, &name.name, slice, &owner);
                 mirrors.push(Mirror::Slice(Box::new(written)));
             }
         }

@@ -247,7 +247,8 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
     }
 }
 
-/// Returns the lines of `describe` for an object that is created, deleted, or was invalid, and the lines of `changes` for another update.
+/// Returns the lines of `describe` for an object that is created, deleted, or was invalid, and the lines of `changes` for the update of a
+/// valid object.
 /// An update also has lines for changed labels. The deletion of an invalid object has no lines.
 fn compare<T>(
     step: &Step,
@@ -270,13 +271,13 @@ fn compare<T>(
     };
     if let (Action::Update, Some(owner)) = (step.action, owner) {
         let (old, new) = (convert::labels(owner), convert::labels(&step.owner));
-        let labels = |labels: &BTreeMap<String, String>, other: &BTreeMap<String, String>| {
-            let differing = labels.iter().filter(|(key, value)| other.get(*key) != Some(*value));
-            differing
+        let differing = |labels: &BTreeMap<String, String>, other: &BTreeMap<String, String>| {
+            let entries = labels.iter().filter(|(key, value)| other.get(*key) != Some(*value));
+            entries
                 .map(|(key, value)| format!("{key}={value}"))
                 .collect::<BTreeSet<_>>()
         };
-        lines.extend(set_changes("labels", &labels(&old, &new), &labels(&new, &old)));
+        lines.extend(set_changes("labels", &differing(&old, &new), &differing(&new, &old)));
     }
     lines
 }
@@ -369,6 +370,7 @@ fn policy_changes(old: &PolicySpec, new: &PolicySpec) -> Vec<String> {
     let mut lines = set_changes("sources", &old.sources, &new.sources);
     lines.extend(set_changes("networks", &old.networks, &new.networks));
     lines.extend(set_changes("allow", &old.allow, &new.allow));
+    // The controller writes `standard` into every closed PeerPolicy, also for a quarantined member.
     let profile = |spec: &PolicySpec| if spec.closed { "standard" } else { "cluster-meshed" };
     lines.extend(value_change("isolationProfile", profile(old), profile(new)));
     lines.extend(set_changes("deny", &old.deny, &new.deny));

@@ -44,7 +44,7 @@ pub(super) struct Finding {
     pub(super) path: Path,
     pub(super) interface: Option<String>,
     pub(super) rule: String,
-    /// The reason, or a hint for troubleshooting.
+    /// The reason for the plan's verdict, or a hint for troubleshooting.
     pub(super) message: String,
 }
 
@@ -60,16 +60,16 @@ pub(super) struct Row {
     pub(super) unanswered: Vec<Finding>,
     /// Sockets that the plan denies and that answer, except those of `on_underlay`.
     pub(super) violations: Vec<Finding>,
-    /// Sockets that the plan denies and that answer on the underlay, if the underlay is not checked for this source.
+    /// Sockets that the plan denies and that answer on the underlay, if [`Classifier::is_underlay_checked`] is false.
     pub(super) on_underlay: Vec<Finding>,
-    /// Sockets that the plan denies and that refuse the connection: no process listens, or a firewall rejects the packets. On an
-    /// underlay that is not checked for this source they are left out.
+    /// Sockets that the plan denies and that refuse the connection: no process listens, or a firewall rejects the packets.
+    /// Without those on the underlay, if [`Classifier::is_underlay_checked`] is false.
     pub(super) refused: Vec<Finding>,
     /// Sockets that answer and for which the plan gives no verdict.
     pub(super) unknown: Vec<Finding>,
 }
 
-/// The interface through which each node reaches each address, by cluster and node. `None` = the node has no route.
+/// The interface through which each node reaches each address, by cluster and node (see [`Answer::interface`]).
 pub(super) type InterfacesByNode = BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>;
 
 /// Collects the interfaces from the Jobs in the host network of each node.
@@ -103,11 +103,11 @@ pub(super) struct Classifier<'a> {
 }
 
 impl Classifier<'_> {
-    /// Classifies the answers of `sockets`, which are in the cluster `to`.
+    /// Classifies the answers of `sockets`, which are in the cluster with the name `to`.
     pub(super) fn classify(
         &self,
         to: &str,
-        identity: &ClusterIdentity,
+        to_identity: &ClusterIdentity,
         sockets: &BTreeMap<SocketAddr, &Socket>,
     ) -> Row {
         let mut row = Row {
@@ -121,7 +121,7 @@ impl Classifier<'_> {
             refused: Vec::new(),
             unknown: Vec::new(),
         };
-        let planned = self.explanations(identity, sockets);
+        let planned = self.explanations(to_identity, sockets);
         for ((address, socket), planned) in sockets.iter().zip(planned) {
             let Some(answer) = self.answers.by_socket.get(address) else {
                 continue;
@@ -135,7 +135,7 @@ impl Classifier<'_> {
                 rule: planned.rule.to_string(),
                 message,
             };
-            match (&*answer.answer, planned.verdict()) {
+            match (&*answer.outcome, planned.verdict()) {
                 ("open", Verdict::Allowed) => row.open.push(finding(planned.message.clone())),
                 ("open", Verdict::Unknown) => row.unknown.push(finding(planned.message.clone())),
                 ("open", Verdict::Denied) if path == Path::Underlay && !self.is_underlay_checked => {
@@ -156,16 +156,18 @@ impl Classifier<'_> {
     }
 
     /// Returns the explanation of each socket, in the same order.
-    fn explanations(&self, identity: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
+    fn explanations(&self, to_identity: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
         let explain = |address: IpAddr, node: Option<String>, port| {
-            let mut addresses = self.answers.addresses.iter();
+            let mut source_addresses = self.answers.addresses.iter();
             let source = Source {
                 cluster: self.from.clone(),
                 node: Some(self.source.node.clone()),
-                address: addresses.find(|own| own.is_ipv4() == address.is_ipv4()).copied(),
+                address: source_addresses
+                    .find(|source| source.is_ipv4() == address.is_ipv4())
+                    .copied(),
             };
             let destination = Destination {
-                cluster: identity.clone(),
+                cluster: to_identity.clone(),
                 node,
                 address,
                 port: Some(port),
@@ -216,7 +218,7 @@ impl Classifier<'_> {
                 );
             }
         }
-        match (&*answer.answer, path) {
+        match (&*answer.outcome, path) {
             ("refused", _) => {
                 "the connection is refused: no process listens, the Service has no ready endpoint, or a NetworkPolicy of that \
                  cluster rejects the connection"
@@ -231,24 +233,26 @@ impl Classifier<'_> {
                     "Node {node} has no route to the address: wg-agent blocks it or refused the Peer; see `wg-agent status` on the Node"
                 ),
             },
+            // No route in the plan: the source is a sandbox, whose packets go through a gateway.
             (_, Path::Tunnel | Path::Unknown) if planned.route.is_none() => format!(
                 "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway up \
                  (`wg-agent status` on the Node)? Is the SandboxAccess applied, without refused grants (kubectl get \
                  sandboxgateways -A -o wide)? Does a NetworkPolicy block traffic from the gateways to the Service?",
-                answer.answer
+                answer.outcome
             ),
             (_, Path::Tunnel | Path::Unknown) => format!(
                 "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the destination's node up \
                  (`wg-agent status` on both)? Does a NetworkPolicy block the packets? Has wg-agent on the destination's node applied \
                  the PeerPolicy?",
-                answer.answer
+                answer.outcome
             ),
         }
     }
 }
 
-/// Combines the explanations of a socket and of its backends. A socket is allowed if its address and, if there are backends, at least
-/// one of them are allowed. For a mirror ([`Socket::is_local_mirror`]) `parts` has only backends, and one allowed backend is enough.
+/// Combines the explanations of a socket and of its backends. A socket with backends is allowed if its address and
+/// at least one backend are allowed; without backends, its address decides. For a mirror ([`Socket::is_local_mirror`]) `parts` has only
+/// backends, and one allowed backend is enough.
 fn combine(mut parts: Vec<Explanation>, socket: &Socket) -> Explanation {
     // `Allowed` is the smallest verdict.
     let take_best = |parts: &mut Vec<Explanation>| {

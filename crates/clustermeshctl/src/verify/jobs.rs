@@ -62,7 +62,8 @@ pub(super) struct Answers {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Answer {
     /// `open`, `refused`, `unreachable`, `silent` or an error.
-    pub(super) answer: String,
+    #[serde(rename = "answer")]
+    pub(super) outcome: String,
     /// The interface by which the probe's packets to the socket leave its network namespace. `None` = no route, or an address of the
     /// namespace itself. Only a probe in the host network shows the node's route.
     #[serde(rename = "way")]
@@ -136,6 +137,7 @@ pub(super) fn build<'o>(
             nodes.len()
         ));
     }
+    // Each `RandomState` has random keys, so each run has another id.
     let run_id = RandomState::new().hash_one(name);
     let mut jobs = Vec::new();
     for (number, node) in nodes.into_iter().take(max_nodes).enumerate() {
@@ -293,8 +295,8 @@ fn manifest(
     serde_json::from_value(job).expect("the JSON above is a Job")
 }
 
-/// The timeout of all probes of one pod. `wg-agent probe` opens 400 connections at once, each with a timeout of 2.5 s; this timeout
-/// allows twice that time, and 30 s.
+/// The timeout of all probes of one pod: 30 s, and 5 s for every 400 sockets. `wg-agent probe` opens 400 connections at once, each with a
+/// timeout of 2.5 s.
 fn probe_timeout(arguments: &[String]) -> Duration {
     let sockets: usize = arguments.iter().map(|argument| argument.split(',').count()).sum();
     Duration::from_secs(30) + Duration::from_millis((sockets / 400) as u64 * 5000)
@@ -373,7 +375,7 @@ async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     })
 }
 
-/// Parses the log of a pod. The log must contain the number of answers, otherwise it is incomplete.
+/// Parses the log of a pod. A complete log contains the number of answers, and as many answers.
 fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     let mut answers = BTreeMap::new();
     let mut expected = None;
@@ -468,7 +470,7 @@ mod tests {
     fn incomplete_pod_log_is_refused() {
         let line = r#"{"socket":"10.0.0.1:80","answer":"open","way":"kilo0"}"#;
         let answer = Answer {
-            answer: "open".to_owned(),
+            outcome: "open".to_owned(),
             interface: Some("kilo0".to_owned()),
         };
         let complete = parse_log(&format!("{line}\n{{\"tried\":1}}\n"));

@@ -1,5 +1,5 @@
-//! Collects the addresses and TCP ports at which a cluster may answer, from its objects: pods, endpoints, Services, Nodes, gateways
-//! and API server.
+//! Collects the addresses and TCP ports of a cluster to probe, from its objects: pods, endpoints, Services, Nodes, gateways and API
+//! server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -47,8 +47,8 @@ fn parse_address(text: &str) -> Option<IpAddr> {
 struct Collector(Sockets);
 
 impl Collector {
-    /// Adds a socket, except at port 0 or at an unspecified address. A socket that exists at the address and port stays; only its
-    /// `should_answer` is set if it is set in `socket`.
+    /// Adds a socket, except at port 0 or at an unspecified address. The first socket at an address and port stays. It should answer if
+    /// any socket added there should.
     fn add(&mut self, address: IpAddr, port: u16, socket: Socket) {
         if port == 0 || address.is_unspecified() {
             return;
@@ -234,7 +234,7 @@ fn add_service(
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = backends(&read.member, name, Some((Protocol::Tcp, number)));
-        // The endpoints of a mirrored Service are in another cluster. Only the sockets of `collect_mirrored` have them.
+        // The endpoints of a mirrored Service are in another cluster, which only `collect_mirrored` has.
         let is_mirrored = read
             .member
             .services
@@ -369,7 +369,7 @@ pub(super) fn collect_mirrored(
     sockets.0
 }
 
-/// Addresses that are not probed from a cluster: the cluster's own addresses, and the addresses of `--underlay-allows`.
+/// The addresses, sockets and networks that are not probed from a cluster: its own, and those of `--underlay-allows`.
 pub(super) struct ExcludedAddresses {
     addresses: BTreeSet<IpAddr>,
     sockets: BTreeSet<SocketAddr>,

@@ -39,11 +39,11 @@ fn classify_hub_sockets(
     (cluster, node, pod): (&str, &str, &str),
     answer: impl Fn(SocketAddr) -> &'static str,
 ) -> Row {
-    let identity = |name: &str| {
+    let identity_of = |name: &str| {
         let (identity, _) = outcome.inputs.names.iter().find(|(_, other)| *other == name).unwrap();
         identity
     };
-    let hub = identity("mgmt");
+    let hub = identity_of("mgmt");
     let all = sockets::collect(
         outcome.inputs.cluster(hub).unwrap(),
         &outcome.settings,
@@ -55,7 +55,7 @@ fn classify_hub_sockets(
         is_host: false,
     };
     let answer_of = |address: &SocketAddr| Answer {
-        answer: answer(*address).to_owned(),
+        outcome: answer(*address).to_owned(),
         interface: None,
     };
     let answers = Answers {
@@ -81,14 +81,14 @@ fn classify_hub_sockets(
     let classifier = Classifier {
         explainer: &outcome.explainer(),
         source: &source,
-        from: identity(cluster),
+        from: identity_of(cluster),
         is_underlay_checked: cluster == "notebooks",
         device: "kilo0",
         answers: &answers,
         interfaces: Some(&interfaces),
     };
     let by_reference: BTreeMap<SocketAddr, &Socket> = all.iter().map(|(address, socket)| (*address, socket)).collect();
-    classifier.classify("mgmt", identity("mgmt"), &by_reference)
+    classifier.classify("mgmt", hub, &by_reference)
 }
 
 /// The sockets whose packets use this path.
@@ -105,8 +105,8 @@ async fn socket_open_to_sandbox_without_grant_is_a_violation() {
     let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "open");
     assert_eq!(sockets_on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
     let tunnel = sockets_on(&row.violations, Path::Tunnel);
-    // Two ports of the endpoint itself, the gateway port of a grant that is in the cluster but not in the plan, and the gateway's
-    // admin port.
+    // Two ports of the endpoint itself, a gateway port that only the existing SandboxAccess has (the planned one has 24040), and the
+    // gateway's admin port.
     for socket in [
         "10.244.1.20:5432",
         "10.244.1.20:9187",
@@ -151,7 +151,7 @@ async fn silent_gateway_is_reported_with_a_hint() {
 }
 
 #[tokio::test]
-async fn infrastructure_port_is_probed_on_every_node() {
+async fn infrastructure_port_is_probed_on_nodes_and_gateways() {
     let outcome = planned().await;
     let read = outcome.inputs.clusters.get("mgmt").unwrap();
     // Only TCP ports are probed.
@@ -193,7 +193,7 @@ async fn refused_socket_without_grant_is_no_violation() {
 }
 
 #[tokio::test]
-async fn own_and_allowed_addresses_are_not_probed() {
+async fn own_and_underlay_allowed_addresses_are_not_probed() {
     let outcome = planned().await;
     let notebooks = outcome.inputs.clusters.get("notebooks").unwrap();
     let allowed: Vec<UnderlayAllowed> = ["192.0.2.7", "10.96.0.10:53"]
@@ -201,15 +201,18 @@ async fn own_and_allowed_addresses_are_not_probed() {
         .to_vec();
     let excluded = ExcludedAddresses::new(notebooks, vec!["100.80.16.0/20".parse().unwrap()], &allowed);
     for (socket, is_excluded) in [
+        // Own: pod CIDR, allowedNetworks, Node, ClusterIP; of the API server only its port.
         ("10.243.0.77:80", true),
         ("100.80.16.9:22", true),
         ("172.18.0.7:10250", true),
         ("10.95.0.1:443", true),
         ("198.51.100.30:6443", true),
         ("198.51.100.30:22", false),
+        // Allowed: every port of one address, one port of another.
         ("192.0.2.7:1", true),
         ("10.96.0.10:53", true),
         ("10.96.0.10:9153", false),
+        // Neither.
         ("10.244.1.20:5432", false),
     ] {
         assert_eq!(excluded.contains(socket.parse().unwrap()), is_excluded, "{socket}");

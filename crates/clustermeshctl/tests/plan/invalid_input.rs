@@ -1,4 +1,4 @@
-//! Tests the errors for invalid input: each names the file, the line, the object and the field.
+//! Tests the errors for invalid input. An error about an object names the file, the line, the object and the field.
 
 use super::*;
 
@@ -41,14 +41,14 @@ fn wrong_field_is_reported_with_its_document() {
     let object = |kind: &str, name: &str, spec: &str| {
         format!("apiVersion: v1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec: {spec}\n")
     };
-    let nodes = [
+    let documents = [
         object("Node", "n1", "{}"),
         object("Node", "n2", "{}"),
         object("Node", "n3", "\n  taints:\n  - key: a\n    effect: [NoSchedule]"),
         object("Node", "n4", "{unschedulable: 1}"),
         "kind: 7\n".to_owned(),
     ];
-    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &nodes[..4].join("---\n"));
+    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &documents[..4].join("---\n"));
     assert_eq!(
         run.err,
         "error: -:17 (document 3): Node n3: spec.taints[0].effect: invalid type: sequence, expected a string: correct it, or save the \
@@ -56,7 +56,7 @@ fn wrong_field_is_reported_with_its_document() {
          error: -:22 (document 4): Node n4: spec.unschedulable: invalid type: integer `1`, expected a boolean: correct it, or save \
          the object again; `kubectl explain node.spec.unschedulable` describes the field\n"
     );
-    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &nodes[3..].join("---\n"));
+    let run = plan_with_stdin("-f agents/mesh.yaml --cluster mgmt=-", &documents[3..].join("---\n"));
     assert_eq!(
         run.err,
         "error: -:6 (document 2): is not a Kubernetes object: kind: invalid type: integer `7`, expected a string: save the objects \

@@ -1,4 +1,4 @@
-//! Tests the built binary with `clustermeshctl plan` on files.
+//! Runs the built program as `clustermeshctl plan` on files.
 
 mod invalid_input;
 
@@ -290,13 +290,13 @@ fn exit_code_distinguishes_changes_from_errors() {
 
 #[test]
 fn meshes_in_several_documents_share_a_cluster() {
-    let second = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: lab, namespace: meshes}\nspec:\n  clusters:\n  \
+    let lab = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: lab, namespace: meshes}\nspec:\n  clusters:\n  \
                   - name: hub\n    local: true\n    allowedNetworks: [10.244.0.0/16, 100.66.0.0/16, 10.96.0.0/12]\n  \
                   - name: tenant-b\n    kubeconfigSecretRef: {name: b}\n    allowedNetworks: [10.30.0.0/16]\n---\n";
-    let first = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
+    let prod = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
     let run = plan_with_stdin(
         "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a -o json",
-        &format!("{second}{first}"),
+        &format!("{lab}{prod}"),
     );
     let both = run.json();
     let names: Vec<&Value> = both["meshes"]
@@ -315,7 +315,7 @@ fn meshes_in_several_documents_share_a_cluster() {
     assert_eq!(both["meshes"][1], alone["meshes"][0]);
     let twice = plan_with_stdin(
         "-f - --cluster mgmt=agents/mgmt.yaml --cluster hub=agents/mgmt.yaml",
-        &format!("{second}{first}"),
+        &format!("{lab}{prod}"),
     );
     let refusal = "error: --cluster hub and --cluster mgmt are the same cluster (the local cluster): give one of them";
     assert_eq!(twice.err.lines().last(), Some(refusal));
@@ -395,8 +395,11 @@ fn sandbox_grants_and_their_changes_are_shown() {
     assert!(run.out.contains(granted), "{}{}", run.out, run.err);
 
     let applied = Applied::new(&plan_with_stdin(&format!("{clusters} -o json"), &sandbox).json());
-    let other = sandbox.replace("      ports: [{port: 5432}]\n", "");
-    let run = plan_with_stdin(&format!("{clusters}{}", applied.flags(&["mgmt", "tenant-a"])), &other);
+    let with_all_ports = sandbox.replace("      ports: [{port: 5432}]\n", "");
+    let run = plan_with_stdin(
+        &format!("{clusters}{}", applied.flags(&["mgmt", "tenant-a"])),
+        &with_all_ports,
+    );
     let change = "        through gateways at TCP/24040 -> Service team-x/postgres-rw sql -> through gateways at
           TCP/24040 -> Service team-x/postgres-rw sql, TCP/26929 -> Service team-x/postgres-rw
           metrics

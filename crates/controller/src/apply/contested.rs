@@ -53,7 +53,7 @@ impl ObjectWrites {
         }
         self.changes += 1;
         (self.recorded_at, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
-        // A single change causes no backoff.
+        // The backoff starts one change before the object is contested.
         if self.changes + 1 >= CONTESTED_AFTER {
             match &mut self.backoff {
                 Some(backoff) => backoff.record_failure(now),

@@ -1,8 +1,8 @@
 //! Decides which step of one member is sent next. It makes no requests, and the caller passes the current time.
 //!
 //! Each pass replaces the steps of the pass before. Steps are grouped by source ([`clustermesh_core::lanes`]), and each group has two
-//! lanes, in which the groups take turns. Steps of `revoking`, which may revoke something, are sent first and are not rate limited. For
-//! `rest` each group has a token bucket, so that one source cannot use up the share of the others; deletes take no token. The
+//! lanes. Lanes of the same kind take turns. Steps of `revoking`, which may revoke something, are sent first and are not rate limited.
+//! For `rest` each group has a token bucket, so that one source cannot use up the share of the others; deletes take no token. The
 //! `revoking` lanes of all groups share one limit of concurrent requests, and their `rest` lanes another. Failed steps wait here until
 //! their backoff ends; no pass is needed to send them again.
 
@@ -88,8 +88,8 @@ pub(super) struct Queue {
     batch_in_flight: BTreeMap<(LaneKind, Source), (u64, usize)>,
     /// For each kind of lane: the group that sent last.
     last_group: BTreeMap<LaneKind, Source>,
-    /// Objects that were written, or found to be as planned, after the last pass began to observe. A step of that pass may repeat the same
-    /// write.
+    /// Objects that were written, or found to be as planned, after the last pass began to observe. A step of that pass that
+    /// repeats the same write is skipped.
     written: BTreeMap<Key, (Instant, Item)>,
     buckets: BTreeMap<Source, TokenBucket>,
     /// The backoff and the reason while the member does not answer or refuses the credentials.
@@ -131,6 +131,7 @@ impl Queue {
         self.refused.retain(&wanted);
         self.object_writes.retain(|key, object| {
             let is_recent = now.saturating_duration_since(object.recorded_at) < CONTEST_WINDOW;
+            // Without a step now, a later step may still repeat our last write, which shows that another client undid it.
             is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
         self.throttled.retain(|lane, _| self.lanes.contains_key(lane));

@@ -1,4 +1,5 @@
-//! Remembers the objects that the member refused, with the reason, until their steps have another outcome or are not planned any more.
+//! Remembers the objects that the member's API server refused, with the reason, until their steps have another outcome or are not
+//! planned any more.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +12,7 @@ use tokio::time::Instant;
 use super::queue::Key;
 use crate::backoff::Backoff;
 
-/// The longest pause, before jitter, after a refusal, or after repeated changes by another client.
+/// The longest pause after a refusal or after repeated changes by another client. Jitter can double it.
 pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
 
 /// Why an object is refused: the source of its step (mesh and entry), its kind, and the reason.

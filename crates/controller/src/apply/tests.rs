@@ -224,7 +224,7 @@ async fn source_with_many_steps_delays_no_other_source() {
     let requests = fixture.requests();
     let count_of = |source: &str| requests.iter().filter(|line| line.contains(source)).count();
     assert_eq!(count_of("other"), 900);
-    // A burst of a thousand requests, then fifty per second for 20 s.
+    // The token bucket of the source: a burst of a thousand requests, then fifty per second for 20 s.
     assert!((1980..=2010).contains(&count_of("busy")), "{}", count_of("busy"));
 }
 
@@ -256,7 +256,7 @@ async fn refused_objects_are_retried_without_a_pass_each() {
     // The first pass, one pass that reports the refusal, and perhaps one pass when the task ends.
     assert!(fixture.passes <= 3, "{} passes", fixture.passes);
     let requests = fixture.requests().len();
-    // A burst of a thousand requests, then fifty per second for 60 s.
+    // At least two attempts for each object. At most what the token bucket admits: a thousand, then fifty per second for 60 s.
     assert!((2_000..=4_000).contains(&requests), "{requests} requests");
     let problem = "Peer a-0: the account may not create it (403): apply the member's RBAC manifests; and 999 more";
     assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
@@ -282,7 +282,7 @@ async fn refusal_by_admission_policy_names_its_config_map() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn conflicts_back_off_and_name_the_other_field_manager() {
+async fn retries_after_409_back_off_and_name_other_field_manager() {
     let mut fixture = Fixture::new(|method, path| match method {
         "GET" => (200, Some(existing_peer(path))),
         _ => failure(409),
@@ -301,9 +301,9 @@ async fn conflicts_back_off_and_name_the_other_field_manager() {
     assert_eq!(fixture.writer.problem(&mesh()), None);
 }
 
-/// Two clients that take turns to overwrite an object never cause a 409.
+/// The writer must detect this without a 409: two clients that take turns to overwrite an object never cause one.
 #[tokio::test(start_paused = true)]
-async fn object_changed_back_by_another_client_backs_off() {
+async fn writes_of_object_that_another_client_reverts_back_off() {
     let mut fixture = Fixture::new(|method, path| match method {
         "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
@@ -390,7 +390,7 @@ async fn retries_of_refused_objects_do_not_delay_first_attempts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_step_that_was_replaced_is_not_sent_again() {
+async fn failed_step_that_is_no_longer_planned_is_not_sent_again() {
     for code in [403, 409, 429, 503] {
         let mut fixture = Fixture::new(move |method, path| match method {
             "GET" => (200, Some(existing_peer(path))),
@@ -398,6 +398,7 @@ async fn failed_step_that_was_replaced_is_not_sent_again() {
         });
         fixture.set_steps(&[peer_step("a", 1, Action::Update)]);
         tokio::time::sleep(Duration::from_millis(15)).await;
+        // The PUT of a-1 is in flight. The next pass does not plan it again.
         fixture.set_steps(&[peer_step("a", 2, Action::Update)]);
         tokio::time::sleep(Duration::from_secs(60)).await;
         let requests = fixture.requests();
@@ -422,7 +423,7 @@ async fn cleared_writer_sends_no_further_request() {
 }
 
 #[test]
-fn error_500_counts_as_refusal_of_the_object() {
+fn error_classes_tell_refused_object_from_unavailable_member() {
     let one = peer_step("a", 1, Action::Update);
     let answer = |code| {
         kube::Error::Api(Box::new(kube::core::Status {

@@ -46,7 +46,7 @@ impl Claims {
     }
 }
 
-/// The value of a feed's row. The labels of its object may name an owner.
+/// An object in a feed. Its labels may name an owner.
 trait Owned {
     /// `None` = a Service or EndpointSlice that is not mirrored.
     fn owner(&self) -> Option<&Owner>;
@@ -233,6 +233,7 @@ where
         match (self.api.get_opt(&self.name.name).await?, new) {
             (Some(existing), _) => self.replace(existing, update, claims).await,
             (None, Some(new)) => self.create(new(), update).await,
+            // `create` failed because the object existed, and the object was deleted since.
             (None, None) => Ok(Outcome::Conflict { by: None }),
         }
     }

@@ -15,12 +15,13 @@ use tokio::{sync::watch, time::Instant};
 use super::{Feed, List, Trust, identity};
 use crate::api_error;
 
-/// Objects in one page of a list; a page of Nodes has about 1 MB. If a page is over the budget, it is requested again, and it and the
-/// later pages have half as many objects, down to one object. So the limit for one response does not limit the number of objects.
+/// Objects in one page of a list; a page of Nodes has about 1 MB. If a page exceeds a memory limit ([`OverBudget`]), it is requested
+/// again with half as many objects, down to one; later pages keep this size. So the limit of one response does not limit the number of
+/// objects.
 const PAGE_SIZE: u32 = 50;
 /// At most this many objects of one kind are read. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
-/// At most this many pages of one list are read. A page may be almost empty.
+/// At most this many pages of one list are read. [`MAX_OBJECTS`] alone does not limit the pages, because a server may send empty ones.
 const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
 /// The longest `continue` token. The next request contains it in the URL.
 const MAX_TOKEN: usize = 16 * 1024;
@@ -92,7 +93,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Resets the failures after a watch was established.
+    /// Resets the backoff and the count of 410 responses after a watch was established.
     fn reset(&mut self) {
         self.backoff = new_backoff();
         self.expired = 0;

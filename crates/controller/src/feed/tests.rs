@@ -160,7 +160,7 @@ fn older_event_or_list_does_not_undo_our_own_write() {
 }
 
 #[test]
-fn list_with_older_versions_replaces_rows_of_a_list() {
+fn older_list_replaces_rows_that_came_from_a_list() {
     let feed = feed();
     replace(
         &feed,

@@ -94,9 +94,9 @@ impl TestHub {
         &self,
         name: &str,
         finalizer: Option<FinalizerChange>,
-        ready: Option<&'static str>,
+        ready_reason: Option<&'static str>,
     ) -> (MeshId, Desired) {
-        let report = ready.map(|reason| {
+        let report = ready_reason.map(|reason| {
             let ready = Condition {
                 kind: "Ready",
                 status: true,
@@ -194,8 +194,8 @@ async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
 async fn failed_writes_of_all_meshes_share_one_backoff() {
     let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    // The shared backoff ends at most ten times within the minute. A 403 may concern one object only, so all twenty meshes are then tried
-    // again. A 503 is an outage of the hub, so only the first `MAX_IN_FLIGHT` (4) requests are then sent.
+    // The shared backoff ends at most ten times within the minute. After each of its ends, all twenty meshes are tried again if the code
+    // was 403, which may concern one object only. If it was 503, an outage of the hub, only `MAX_IN_FLIGHT` (4) requests are sent.
     for (code, max_requests) in [(403, 20 * 10), (503, 4 * 10)] {
         let hub = TestHub::new(&names, code, Duration::ZERO);
         let writer = hub.writer();

@@ -45,7 +45,7 @@ impl Reconciler {
         };
         let is_writing =
             |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
-        let entries_removed = loaded.mesh.clusters.iter().all(|entry| {
+        let are_entries_clean = loaded.mesh.clusters.iter().all(|entry| {
             let may_be_left_behind = may_be_left_behind(object, &entry.name);
             // Objects may be left behind only in a member to which nothing can be written now. In all others they are deleted.
             let is_writable = pass
@@ -63,7 +63,7 @@ impl Reconciler {
         });
         // `meshes.removed` contains the clusters that were removed from the mesh and still have objects of it, `unlocatable` the
         // removed entries whose cluster is not known.
-        entries_removed
+        are_entries_clean
             && self.meshes.removed.is_empty(id)
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
     }

@@ -20,7 +20,7 @@ pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
 #[derive(Debug)]
 struct LinkReport {
     links: Vec<BrokenTunnels>,
-    since: Instant,
+    reported_at: Instant,
     /// The links have changed since the report.
     is_outdated: bool,
 }
@@ -31,7 +31,7 @@ impl LinkReports {
     pub(super) fn throttle(&mut self, mesh: &MeshId, links: Vec<BrokenTunnels>, now: Instant) -> Vec<BrokenTunnels> {
         let new_report = |links: Vec<BrokenTunnels>| LinkReport {
             links,
-            since: now,
+            reported_at: now,
             is_outdated: false,
         };
         match self.0.get_mut(mesh) {
@@ -39,11 +39,11 @@ impl LinkReports {
             None => drop(self.0.insert(mesh.clone(), new_report(links.clone()))),
             Some(report) if report.links == links => {
                 report.is_outdated = false;
-                if links.is_empty() && now - report.since >= INTERVAL {
+                if links.is_empty() && now - report.reported_at >= INTERVAL {
                     self.0.remove(mesh);
                 }
             }
-            Some(report) if now - report.since < INTERVAL => {
+            Some(report) if now - report.reported_at < INTERVAL => {
                 report.is_outdated = true;
                 return report.links.clone();
             }
@@ -55,7 +55,7 @@ impl LinkReports {
     /// The next time at which an outdated report may change.
     pub(super) fn due(&self) -> Option<Instant> {
         let outdated = self.0.values().filter(|report| report.is_outdated);
-        outdated.map(|report| report.since + INTERVAL).min()
+        outdated.map(|report| report.reported_at + INTERVAL).min()
     }
 
     /// Forgets all meshes except these.
@@ -70,7 +70,7 @@ mod tests {
 
     // threat: false-report
     #[test]
-    fn broken_link_is_reported_at_once_then_every_ten_seconds() {
+    fn report_of_links_changes_at_most_every_ten_seconds() {
         let mesh = MeshId {
             namespace: "ns".into(),
             name: "m".into(),

@@ -22,15 +22,15 @@ use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
 pub(super) struct LoadedMesh {
     /// The object, in the last version that parses. `None` = this process has seen no such version.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// The planner's input. A refused mesh has its last valid content (empty if there is no `object`), and is paused unless it is in
-    /// deletion.
+    /// The planner's input. A refused mesh has its last valid content (empty if there is no `object`). It is paused, except that a mesh in
+    /// deletion is paused only if its `object` is.
     pub(super) mesh: Mesh,
     /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,
     /// Reason and message of the condition if the mesh is refused.
     pub(super) refused: Option<(&'static str, String)>,
-    /// Names of entries with accepted networks in the status that `mesh` does not contain, so that their cluster is unknown. Empty if the
-    /// mesh is not refused.
+    /// Names of the entries that have accepted networks in the status but are missing in `mesh`. It is unknown which clusters they are.
+    /// Empty if the mesh is not refused.
     pub(super) unlocatable: BTreeSet<String>,
 }
 
@@ -77,7 +77,7 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         Ok((mut mesh, warnings)) => match hub.namespaces.find_refusal(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
-                // A mesh in deletion is not refused for its namespace, so it may exceed what the namespace allows.
+                // A mesh in deletion is not refused for its namespace, so it is reduced to what the namespace allows.
                 hub.namespaces.reduce_to_allowed(&mut mesh);
                 last_valid.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return LoadedMesh {
@@ -106,12 +106,13 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
     }
 }
 
-/// Returns a refused mesh with its last valid content, paused unless it is in deletion. If that content is not known, as after a
-/// restart, the mesh is built from its spec and status: each entry keeps its identity, and its networks are the accepted ones. Entries
-/// without accepted networks are left out, unless the mesh is in deletion.
+/// Returns a refused mesh with its last valid content. It is paused, except that a mesh in deletion is paused only if `object` says so.
 ///
-/// It stays in the planner's input because other meshes must not take over its accepted networks, and because a mesh in deletion still
-/// has objects to remove.
+/// If the last valid content is not known, as after a restart, the mesh is built from its spec and status: each entry keeps its
+/// identity, and its networks are the accepted ones. Entries without accepted networks are left out, unless the mesh is in deletion.
+///
+/// A refused mesh stays in the planner's input because other meshes must not take over its accepted networks, and because a mesh in
+/// deletion still has objects to remove.
 fn last_valid_mesh(object: &ClusterMesh, last_valid: &LastValidMeshes) -> Mesh {
     let id = MeshId {
         namespace: object.metadata.namespace.clone().unwrap_or_default(),

@@ -35,7 +35,7 @@ use crate::{
 /// The longest time that a report waits for outstanding objects and for members without a fresh observation.
 const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
-/// The message for an entry that has accepted networks but is not in the spec any more.
+/// The message about an entry in `LoadedMesh::unlocatable`, for a mesh that is being deleted.
 fn unlocatable_message(entry: &str) -> String {
     format!(
         "the spec no longer contains its entry, so the cluster is unknown and its objects cannot be removed. Put the entry back, or annotate \
@@ -149,7 +149,7 @@ impl Reconciler {
         all_reported
     }
 
-    /// Returns the links with tunnels down that the report of a mesh lists.
+    /// Returns the links with broken tunnels that the report of a mesh lists ([`LinkReports::throttle`]).
     fn broken_links(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<BrokenTunnels> {
         let members = plan.identities.iter();
         let reported: BTreeMap<_, _> = members
@@ -163,9 +163,9 @@ impl Reconciler {
             .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait, because objects of the mesh do not match the plan yet (unless it is paused), or because a
-    /// member has had no fresh observation for a short time ([`Session::is_settling`](crate::session::Session::is_settling)). It waits
-    /// [`MAX_REPORT_DELAY`] at most.
+    /// Whether the report of a mesh has to wait, at most [`MAX_REPORT_DELAY`]. One reason is a member that has had no fresh observation for
+    /// a short time ([`Session::is_settling`](crate::session::Session::is_settling)). The other is an object that does not match the plan
+    /// yet, if the mesh is not paused.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
@@ -213,7 +213,7 @@ impl Reconciler {
                 .is_some_and(|counts| counts.keys().any(|(mesh, _)| mesh == id));
             let key = (id.clone(), entry.clone());
             if is_fresh && !is_outstanding && !member.writer.is_busy() {
-                let before = || {
+                let stored_or_now = || {
                     let row = object
                         .status
                         .iter()
@@ -221,7 +221,7 @@ impl Reconciler {
                         .find(|row| row.name == *entry);
                     row.and_then(|row| row.last_sync.clone()).unwrap_or_else(|| now.clone())
                 };
-                self.reports.synced.entry(key.clone()).or_insert_with(before);
+                self.reports.synced.entry(key.clone()).or_insert_with(stored_or_now);
             } else if is_outstanding {
                 // While objects are outstanding, each pass sets the current time. After the last one is written, the time stays.
                 self.reports.synced.insert(key.clone(), now.clone());
@@ -232,7 +232,7 @@ impl Reconciler {
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
             // For a gateway, the revision is `APPLIED`, or the list of its outdated SandboxAccesses.
-            let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
+            let enforced = seen.map(enforcement::outdated_accesses).unwrap_or_default();
             let current = is_fresh.then_some(enforcement::APPLIED);
             let gateways = (self.reports.outdated_gateways).update(identity, current, enforced, Instant::now());
             // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then a node with a bypass or without

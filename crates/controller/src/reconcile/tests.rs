@@ -82,6 +82,7 @@ fn unreferenced_secret_of_the_same_cluster_deletes_nothing() {
     // Objects that the plan does not contain are deleted through the Secret that the entry references.
     let same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &same), vec![new.clone()]);
+    // If a UID is unknown, both Secrets may be of one cluster.
     for (old_uid, new_uid) in [(None, Some("u")), (Some("u"), None), (None, None)] {
         let unknown = [(old.clone(), with_peer(old_uid)), (new.clone(), with_peer(new_uid))];
         assert_eq!(deleted(&plan, &unknown), vec![new.clone()], "{old_uid:?} {new_uid:?}");
@@ -102,12 +103,13 @@ fn removed_cluster_or_deleted_mesh_is_cleaned_up() {
     let kept_mesh = plan_of(&[("a", new.clone())], false);
     assert_eq!(deleted(&kept_mesh, &both), [new.clone(), old.clone()]);
     let deleted_mesh = plan_of(&[("a", new.clone())], true);
-    let same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(None))];
-    assert_eq!(deleted(&deleted_mesh, &same), [new, old]);
+    // Of a deleted mesh, all objects are deleted, even if both Secrets may be of one cluster.
+    let maybe_same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(None))];
+    assert_eq!(deleted(&deleted_mesh, &maybe_same), [new, old]);
 }
 
 #[test]
-fn objects_are_deleted_through_the_secret_key_of_the_entry() {
+fn of_two_keys_in_a_secret_only_the_referenced_one_deletes() {
     let key = |key: &str| ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "s".into(),

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::NamesByMember;
 
-/// The wanted names of all members. Each name is either waiting or in progress.
+/// The names of all members. Each name is either waiting or in progress.
 #[derive(Debug, Default)]
 pub(super) struct LookupQueue(BTreeMap<ClusterIdentity, MemberQueue>);
 
@@ -44,11 +44,12 @@ impl LookupQueue {
 
     /// Returns the next name that is due. It is in progress until [`Self::finish`].
     pub(super) fn next(&mut self, now: Instant) -> Option<(ClusterIdentity, String)> {
-        let due = self
+        let due_members = self
             .0
             .iter_mut()
             .filter(|(_, queue)| queue.waiting.first().is_some_and(|(at, _)| *at <= now));
-        let (member, queue) = due.min_by_key(|(_, queue)| (queue.in_progress.len(), queue.waiting.first().cloned()))?;
+        let (member, queue) =
+            due_members.min_by_key(|(_, queue)| (queue.in_progress.len(), queue.waiting.first().cloned()))?;
         let (_, name) = queue.waiting.pop_first()?;
         queue.in_progress.insert(name.clone());
         Some((member.clone(), name))

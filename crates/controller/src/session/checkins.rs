@@ -1,8 +1,9 @@
 //! Detects nodes on which kg has stopped checking in.
 //!
 //! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for [`SILENT_AFTER`]. A
-//! new or removed value wakes the reconcile loop only if the node was silent. The time of arrival is measured with the clock of this
-//! process, so a wrong clock makes no node silent. Exception: the first values of the nodes are compared with each other ([`ages`]).
+//! new or removed value wakes the reconcile loop only if the node was silent. The controller measures the time of arrival with its own
+//! clock, so a wrong clock of a node does not matter. Exception: the age of a node's first value comes from a comparison with the other
+//! nodes' values ([`ages`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},

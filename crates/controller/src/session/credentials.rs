@@ -53,6 +53,7 @@ pub(super) fn follow(
     } = identity.clone()
     else {
         let (sender, receiver) = watch::channel(Credentials::Ready(hub.client.clone()));
+        // Keeps the sender, because without it `changed` of the receiver fails.
         tasks.spawn(async move { sender.closed().await });
         return receiver;
     };

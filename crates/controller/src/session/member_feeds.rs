@@ -131,7 +131,7 @@ impl MemberFeeds {
             let node = parse::<core_v1::Node>(o)?;
             let name = node.metadata.name.as_deref().unwrap_or_default();
             let mut check_ins = check_ins_of_feed.lock().unwrap_or_else(PoisonError::into_inner);
-            // The row does not contain the check-in, so the feed does not wake the loop for it.
+            // The row does not contain the check-in, so a check-in wakes the loop only here: when a silent node is silent no more.
             if check_ins.record(name, convert::node::last_seen(&node), Instant::now()) {
                 changed.notify_one();
             }
@@ -161,8 +161,8 @@ impl MemberFeeds {
         self.on_demand.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks all feeds as not current: for a new connection, or because the API server answers again. Their rows stay until they are
-    /// read again.
+    /// Marks all feeds as not current, except those that are still [`Trust::Pending`]: for a new connection, or because the API server
+    /// answers again. Their rows stay until they are read again.
     pub(super) fn mark_unconfirmed(&self) {
         fn mark<V: Clone + PartialEq>(feed: &Feed<V>) {
             feed.forget_writes();
@@ -211,8 +211,8 @@ impl MemberFeeds {
         }
     }
 
-    /// Creates the tasks of the feeds that every member has.
-    pub(super) fn required_tasks(&self, client: &Client) -> Vec<FeedTask> {
+    /// Creates the tasks of the permanent feeds: those that every member has.
+    pub(super) fn permanent_tasks(&self, client: &Client) -> Vec<FeedTask> {
         let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
         let gateways = format!("{}={}", names::LABEL_APP, names::GATEWAY_APP);
         let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
@@ -303,8 +303,8 @@ impl MemberFeeds {
         trusts
     }
 
-    /// Whether all feeds, except those on demand, have an answer ([`Feed::has_answer`]), and Nodes were listed. Kinds other than Nodes and
-    /// Peers do not count if the ServiceAccount may not read them.
+    /// Whether all permanent feeds have an answer ([`Feed::has_answer`]). For Nodes, 404 is no answer. Kinds other than Nodes and Peers
+    /// do not count if the ServiceAccount may not read them.
     pub(super) fn have_answers(&self) -> bool {
         self.nodes.has_answer()
             && self.nodes.trust() != Trust::Absent
@@ -320,8 +320,8 @@ impl MemberFeeds {
 
     /// Converts the feeds to the planner's input.
     pub(super) fn member(&self, uid: Option<String>, interest: &Interest) -> Member {
-        let mut services = values(&self.mirrored_services);
-        let mut slices = values(&self.mirrored_slices);
+        let mut services = rows_by_object_name(&self.mirrored_services);
+        let mut slices = rows_by_object_name(&self.mirrored_slices);
         let mut pods = BTreeMap::new();
         let mut unlisted = Unlisted::default();
         let on_demand = self.on_demand();
@@ -465,7 +465,7 @@ impl MemberFeeds {
     }
 }
 
-fn values<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectName, V> {
+fn rows_by_object_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectName, V> {
     feed.read(|rows| {
         rows.iter()
             .map(|(name, row)| (name.clone(), row.value.clone()))
@@ -473,7 +473,7 @@ fn values<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectName, V> {
     })
 }
 
-fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
+fn rows_by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     feed.read(|rows| {
         rows.iter()
             .map(|(name, row)| (name.name.clone(), row.value.clone()))
@@ -481,7 +481,7 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
-/// Returns whether a feed that is not required is current. A forbidden kind counts as absent.
+/// Returns whether a feed of a kind other than Nodes and Peers is current. A forbidden kind counts as absent.
 fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     if feed.is_forbidden() {
         Trust::Absent
@@ -492,5 +492,5 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
 
 /// Returns the rows of a feed. `None` = the kind does not exist, or the ServiceAccount was never allowed to read it.
 fn rows_if_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
-    (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| by_name(feed))
+    (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| rows_by_name(feed))
 }

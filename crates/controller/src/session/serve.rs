@@ -20,7 +20,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(3);
 /// The API server is unresponsive after this many failures in a row. A single failure has no effect.
 const MAX_FAILURES: u32 = 2;
 
-/// Runs a connection. Returns when the caller has to start a new one.
+/// Runs a connection. Returns if one of its tasks panicked, so that the caller connects again, or if the sender of `wanted` was dropped.
 pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: watch::Receiver<Interest>) {
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone());
@@ -32,7 +32,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
 
     let (resume, resumed) = watch::channel(0);
     let mut tasks = JoinSet::new();
-    for task in shared.feeds.required_tasks(client) {
+    for task in shared.feeds.permanent_tasks(client) {
         tasks.spawn(task.run(resumed.clone()));
     }
     let mut on_demand: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
@@ -49,17 +49,17 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                 }
                 let interest = wanted.borrow_and_update().clone();
                 let needed: BTreeMap<String, FeedTask> = shared.feeds.on_demand_tasks(client, &interest);
-                on_demand.retain(|what, (feed_id, handle)| {
+                on_demand.retain(|feed_name, (feed_id, handle)| {
                     // A feed that was dropped and created again needs a new task, even if it watches the same objects.
-                    let keep = needed.get(what).is_some_and(|task| task.feed_id == *feed_id);
+                    let keep = needed.get(feed_name).is_some_and(|task| task.feed_id == *feed_id);
                     if !keep {
                         handle.abort();
                     }
                     keep
                 });
-                for (what, task) in needed {
+                for (feed_name, task) in needed {
                     on_demand
-                        .entry(what)
+                        .entry(feed_name)
                         .or_insert_with(|| (task.feed_id, tasks.spawn(task.run(resumed.clone()))));
                 }
             }
@@ -73,8 +73,8 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     }
 }
 
-/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to resume, because their watches may
-/// use dead connections.
+/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to open new watches, because the TCP
+/// connections of their old watches may be dead.
 async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
     let (mut failures, mut has_uid) = (0, false);
     loop {
@@ -102,7 +102,7 @@ async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
     }
 }
 
-/// Resets the failures after a response. If the server was unresponsive, resumes the feeds and clears that state.
+/// Resets the failures after a response. If the server was unresponsive, clears that state and signals the feeds to open new watches.
 fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
     if std::mem::take(failures) < MAX_FAILURES {
         return;
@@ -119,7 +119,8 @@ async fn update_version_and_uid(shared: &Shared, client: &Client, version: Strin
     let version = truncate(&api_error::sanitize(&version), 64);
     let mut uid = shared.connection().uid.clone();
     if !*has_uid {
-        // If the ServiceAccount may not read kube-system, the UID stays unknown. Then fewer objects are deleted (`may_have_other_secret`).
+        // If the ServiceAccount may not read kube-system, the UID stays unknown. Then no objects are deleted that may belong to a mesh
+        // with another Secret for this cluster (`reconcile::may_have_other_secret`).
         let namespaces: Api<Namespace> = Api::all(client.clone());
         let answer = with_timeout(namespaces.get("kube-system")).await;
         *has_uid = answer.is_ok();

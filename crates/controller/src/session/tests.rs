@@ -24,9 +24,9 @@ struct Server {
     forbidden_path: Mutex<String>,
     /// The latency of every response.
     latency: Mutex<Duration>,
-    /// Number of list requests.
+    /// Number of list requests that succeeded.
     lists: AtomicUsize,
-    /// Number of list requests for `services` in namespace `team`.
+    /// Number of those for `services` in namespace `team`.
     team_lists: AtomicUsize,
     /// Number of requests for `/version`.
     probes: AtomicUsize,
@@ -118,7 +118,8 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     (session, task.abort_handle())
 }
 
-fn services_of(namespace: &str) -> Interest {
+/// An interest in the Service `db` of the namespace.
+fn interest_in(namespace: &str) -> Interest {
     let name = ObjectName {
         namespace: namespace.into(),
         name: "db".into(),
@@ -141,7 +142,7 @@ async fn seconds(seconds: u64) {
 const FRESH: (&str, bool) = ("Fresh", false);
 
 #[tokio::test(start_paused = true)]
-async fn probe_that_is_refused_or_fails_once_has_no_effect() {
+async fn refused_probes_and_a_single_failed_probe_have_no_effect() {
     let server = Arc::new(Server::default());
     let (session, _task) = session(&server);
     seconds(1).await;
@@ -194,7 +195,7 @@ async fn objects_of_a_restored_interest_are_listed_again() {
     let server = Arc::new(Server::default());
     *server.latency.lock().expect("not poisoned") = Duration::from_secs(2);
     let (session, _task) = session(&server);
-    session.set_interest(&services_of("team"));
+    session.set_interest(&interest_in("team"));
     seconds(13).await;
     assert_eq!(state(&session), FRESH);
     let listed = server.team_lists.load(Ordering::Relaxed);
@@ -202,7 +203,7 @@ async fn objects_of_a_restored_interest_are_listed_again() {
     assert_eq!((listed, unlisted(&session)), (1, Unlisted::default()));
     for round in 1..=12 {
         session.set_interest(&Interest::default());
-        session.set_interest(&services_of("team"));
+        session.set_interest(&interest_in("team"));
         let why = "it is being read for the first time".to_owned();
         let services = [("team".to_owned(), why)].into();
         let pods = Default::default();
@@ -222,8 +223,8 @@ async fn forbidden_namespace_leaves_the_member_fresh() {
     let server = Arc::new(Server::default());
     *server.forbidden_path.lock().expect("not poisoned") = "/namespaces/team/".into();
     let (session, _task) = session(&server);
-    let mut interest = services_of("team");
-    interest.services.extend(services_of("open").services);
+    let mut interest = interest_in("team");
+    interest.services.extend(interest_in("open").services);
     interest.pods.insert("team".into());
     session.set_interest(&interest);
     seconds(15).await;

@@ -1,5 +1,5 @@
-//! Orders the writes of one member's Peers. A prefix that moves is added to its new Peer before the old one loses it, except if the
-//! Peer is renamed: then it is deleted under its old name before it is created under the new one.
+//! Orders the writes of one member's Peers. A prefix that moves to another Peer is added to that Peer before the old Peer loses it. The
+//! exception is a renamed Peer: the Peer with the old name is deleted before the one with the new name is created.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::{
     observe::{ObservedPeer, PeerSpec},
 };
 
-/// The prefixes and keys that move between Peers, which decide the order of the writes.
+/// The prefixes and keys that decide the order of the writes.
 pub(crate) struct PeerOrder {
     /// Prefixes that one Peer loses and another gains.
     pub(crate) moving_prefixes: BTreeSet<IpNet>,
@@ -55,7 +55,7 @@ pub(crate) fn lost_prefixes<'a>(
 }
 
 impl PeerOrder {
-    /// Collects the prefixes and keys that move between Peers; steps of other kinds are ignored.
+    /// Collects the moving prefixes and the keys of created Peers; steps of other kinds are ignored.
     pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &BTreeMap<String, ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
         let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();

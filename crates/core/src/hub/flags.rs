@@ -15,8 +15,8 @@ pub struct HubNamespace {
     /// The least restrictive profile that a non-local entry of a mesh in the namespace may have: cluster-meshed is the least
     /// restrictive, then sandbox, then standard.
     pub profile_limit: Profile,
-    /// Networks that non-local entries of a mesh in the namespace may list, without host bits. Empty = every network if `profile_limit`
-    /// is cluster-meshed, else none.
+    /// Networks that non-local entries of a mesh in the namespace may list; the host bits are zero. Empty = every network if
+    /// `profile_limit` is cluster-meshed, else none.
     pub networks: Vec<IpNet>,
 }
 
@@ -25,12 +25,12 @@ pub struct HubNamespace {
 pub struct MemberNamespace {
     /// The namespace, or `*` for all.
     pub namespace: String,
-    /// Networks that the entries of a mesh in the namespace may list, without host bits; at least one.
+    /// Networks that the entries of a mesh in the namespace may list, at least one; the host bits are zero.
     pub networks: Vec<IpNet>,
 }
 
-/// One network of `--hub-network`, without host bits: a network of the hub's own cluster. If a flag limits the networks of a namespace,
-/// only the local entry of a mesh in the namespace may list this one.
+/// One network of `--hub-network`: a network of the hub's own cluster; the host bits are zero. If `--hub-namespace` or
+/// `--member-namespace` limits the networks of a namespace, only the local entry of a mesh there may list addresses of this network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HubNetwork(pub IpNet);
 

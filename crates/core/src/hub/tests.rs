@@ -14,7 +14,7 @@ fn secret(namespace: &str) -> ClusterIdentity {
     }
 }
 
-/// A mesh with two entries: the hub, with 10.1.0.0/16, and a member, with 100.80.1.0/24.
+/// A mesh with two entries: the cluster-meshed hub, with 10.1.0.0/16, and a member with `profile` and 100.80.1.0/24.
 fn mesh(namespace: &str, profile: Profile) -> Mesh {
     Mesh {
         id: MeshId {
@@ -110,8 +110,8 @@ fn restricted_mesh_outside_listed_networks_is_refused() {
         refusal(&member_nets(&["100.80.16.0/20", "128.0.0.0/1"])),
         Some("NetworksNotAllowed")
     );
+    // Only a part of each of these two networks is listed.
     assert_eq!(refusal(&member_nets(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
-    // Only a part of this network is listed.
     assert_eq!(refusal(&member_nets(&["fd00::/16"])), Some("NetworksNotAllowed"));
     assert_eq!(refusal(&hub_nets(&["10.1.2.0/24"])), None);
     assert_eq!(
@@ -152,7 +152,8 @@ fn restricted_mesh_outside_listed_networks_is_refused() {
         reason(&too_wide, &member_nets(&["10.0.0.0/8"])),
         Some("NetworksNotAllowed")
     );
-    // A list of networks applies with every profile. A cluster-meshed namespace without a list may use any network.
+    // A list of networks applies with every profile. A namespace that allows cluster-meshed members and has no list may use
+    // any network.
     let meshed = |flag: &str| {
         reason(
             &hub(&[flag]),
@@ -176,7 +177,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         let mut closing = mesh("t", Profile::Sandbox);
         change(&mut closing.clusters[0]);
         assert_eq!(reason(&listed, &closing), Some("ProfileNotAllowed"));
-        // Meshes of a namespace without a list of networks may close the hub.
+        // Without a flag, the controller's own namespace has no list of networks, so its meshes may close the hub.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
         // A refused mesh still takes part in the plan, but `reduce_to_allowed` resets the hub's entry in it.
@@ -230,6 +231,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
 #[test]
 fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
     let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
+    // `gone` is not an entry of the mesh, so its networks are dropped, too.
     let mut mesh = mesh("t", Profile::Sandbox);
     mesh.accepted = BTreeMap::from([
         ("hub".to_owned(), nets(&["10.1.0.0/16", "10.9.0.0/16"])),
@@ -252,6 +254,7 @@ fn unlisted_accepted_networks_of_restricted_mesh_are_dropped() {
     );
     assert_eq!(reduced(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
     assert_eq!(reduced(&["t"]), (None, mesh.accepted.clone()));
+    // Without a flag for its namespace, the mesh may use no network.
     assert_eq!(reduced(&["other"]), (None, BTreeMap::new()));
 }
 
@@ -270,25 +273,27 @@ fn profile_limit_of_namespace_confines_its_meshes() {
 }
 
 #[test]
-fn malformed_namespace_flag_is_refused() {
-    let hub = |text: &str| text.parse::<HubNamespace>().unwrap_err();
-    assert_eq!(hub("=sandbox"), FlagError::MalformedHubNamespace("=sandbox".into()));
+fn malformed_flag_is_refused_and_host_bits_are_cleared() {
+    let hub_error = |text: &str| text.parse::<HubNamespace>().unwrap_err();
     assert_eq!(
-        hub("a,10.0.0.0/8"),
+        hub_error("=sandbox"),
+        FlagError::MalformedHubNamespace("=sandbox".into())
+    );
+    assert_eq!(
+        hub_error("a,10.0.0.0/8"),
         FlagError::MalformedHubNamespace("a,10.0.0.0/8".into())
     );
-    assert_eq!(hub("a=wide"), FlagError::Profile("a=wide".into()));
-    assert_eq!(hub("a=,10.0.0.0/8"), FlagError::Profile("a=,10.0.0.0/8".into()));
-    assert_eq!(hub("a=sandbox,"), FlagError::Network(String::new()));
-    assert_eq!(hub("a=sandbox,10.0.0.0"), FlagError::Network("10.0.0.0".into()));
-    let members = |text: &str| text.parse::<MemberNamespace>().unwrap_err();
-    assert_eq!(members("a"), FlagError::MalformedMemberNamespace("a".into()));
+    assert_eq!(hub_error("a=wide"), FlagError::Profile("a=wide".into()));
+    assert_eq!(hub_error("a=,10.0.0.0/8"), FlagError::Profile("a=,10.0.0.0/8".into()));
+    assert_eq!(hub_error("a=sandbox,"), FlagError::Network(String::new()));
+    assert_eq!(hub_error("a=sandbox,10.0.0.0"), FlagError::Network("10.0.0.0".into()));
+    let member_error = |text: &str| text.parse::<MemberNamespace>().unwrap_err();
+    assert_eq!(member_error("a"), FlagError::MalformedMemberNamespace("a".into()));
     assert_eq!(
-        members(",10.0.0.0/8"),
+        member_error(",10.0.0.0/8"),
         FlagError::MalformedMemberNamespace(",10.0.0.0/8".into())
     );
-    assert_eq!(members("a,x"), FlagError::Network("x".into()));
-    // Host bits are cleared.
+    assert_eq!(member_error("a,x"), FlagError::Network("x".into()));
     let network = "10.1.2.3/16".parse::<HubNetwork>().unwrap();
     assert_eq!(network, HubNetwork("10.1.0.0/16".parse().unwrap()));
 }

@@ -14,8 +14,8 @@ use crate::{
     observe::{Member, Observation, Observations},
 };
 
-/// The networks that an earlier plan anchored by default and that stay anchored. A later claim of a Node must not take such a
-/// network, or a part of it, away from its anchor. Exception: [`unanchor_node_addresses`] removes networks from the list.
+/// The networks that an earlier plan anchored and that stay anchored; none if the member has anchoredNetworks or is masqueraded. A later
+/// claim of a Node must not take such a network, or a part of it, away from its anchor. Exception: [`unanchor_node_addresses`].
 fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
     let networks = cluster.previous_anchors.keys().copied();
@@ -61,7 +61,8 @@ pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistr
 /// The largest number of parts into which a network is split.
 const MAX_ANCHORS: u16 = 64;
 
-/// Splits each anchored network into one part per requested anchor, rounded up to a power of two; a small one into its addresses.
+/// Splits each anchored network into one part for each requested anchor (the number is rounded up to a power of two). A network with
+/// fewer addresses is split into single addresses.
 pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
     let networks = anchored_networks(cluster, Some(registry)).into_iter();
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
@@ -76,8 +77,8 @@ fn split(net: IpNet, anchor_count: u16) -> Vec<IpNet> {
     net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
 }
 
-/// Adds the nodes whose Peers contain each anchored network to the reports. A network that no Peer contains is reported only if an
-/// earlier plan anchored it, because while no node of a member is registered, all its networks look anchored.
+/// Adds the nodes whose Peers contain each anchored network to the reports. Removes the networks that no Peer contains and no earlier
+/// plan anchored: while no node of a member is registered, all its networks look anchored.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
@@ -101,7 +102,7 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
             continue;
         };
         let Some(source) = member(&cluster.identity).filter(|_| !planned.paused) else {
-            // The mesh is paused or the member was not observed, so its status stays as it is.
+            // The mesh is paused or the member was not observed, so the member's anchors in the status stay as they are.
             report.anchored = cluster.previous_anchors.clone();
             continue;
         };

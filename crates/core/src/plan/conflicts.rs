@@ -181,7 +181,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 /// Reports targets with too many Peers.
 pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    let mut gateways = registered.clone();
+    let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, target_plan) in &planned.targets {
         // The Peers in a sandbox describe gateways, not Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);

@@ -104,7 +104,8 @@ fn node_families(node: &Node) -> Option<Families> {
     known
 }
 
-/// Whether the Node has an address or endpoint. A cloud provider adds the addresses of a new Node only after some time.
+/// Whether the Node has an address or endpoint. A new Node of a cloud provider has none for some time, which does not show that it is
+/// behind NAT.
 pub(super) fn has_any_address(node: &Node) -> bool {
     let has_explicit = explicit_annotations(node)
         .into_iter()
@@ -123,8 +124,8 @@ fn explicit_annotations(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
     ]
 }
 
-/// Refuses a Node if its explicit endpoint annotation with the highest priority is malformed, or cannot be an endpoint in any
-/// target.
+/// Refuses a Node if its explicit endpoint annotation with the highest priority is malformed, or has an address that no
+/// target can use.
 pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
     for (name, claim) in explicit_annotations(node) {
         match claim {
@@ -219,9 +220,9 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Chooses the endpoints of a gateway of `member` for a sandbox's nodes, best first. An address inside the networks of the
-/// gateway's cluster is usable only if a node of `member` has it, or if `endpointNetworks` of the sandbox contains it: the sandbox's
-/// nodes are in that network themselves.
+/// Chooses the endpoints of a gateway for a sandbox's nodes, best first. `member` is the gateway's cluster, and `context.source` its
+/// entry. An address inside allowedNetworks of this cluster is usable only if a node of the cluster has it, or if `endpointNetworks`
+/// of the sandbox contains it: then the sandbox's nodes are in that network themselves.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
@@ -255,8 +256,8 @@ pub(super) fn choose_for_gateway(
 /// Chooses the endpoint candidates of a node, best first. If an explicit annotation has an address to which this target must not
 /// send, the node is refused in this target.
 ///
-/// Explicit endpoints come first, whatever their family is, because the target's nodes may have more families than their Nodes list. The
-/// other endpoints are sorted by the families of the target's nodes, because kg uses only the first candidate.
+/// Explicit endpoints come first, whatever their family is, because the target's nodes may have more families than the addresses in
+/// their Nodes show. The other endpoints are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
     let mut addresses = Vec::new();
@@ -290,7 +291,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         .value()
         .map_or(context.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    // Each node of the target may see this node at another address, because each has its own NAT binding. All are candidates.
+    // A NAT may give this node another address toward each node of the target. All these addresses are candidates.
     let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));

@@ -81,7 +81,7 @@ pub(super) struct GatewayAccess<'a> {
     pub(super) exhausted: BTreeSet<Protocol>,
     /// Why the sandbox can use no gateway.
     pub(super) unusable_because: Option<String>,
-    /// Grants that gateways refuse, by protocol and gateway port: each reason with the names of the gateways that report it.
+    /// Grants that gateways refuse, by protocol and gateway port: each message with the names of the gateways that report it.
     pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
@@ -147,7 +147,7 @@ impl<'a> MeshInputs<'a> {
         });
         let existing = self.existing_access(member, sandbox);
         let mut refused: BTreeMap<_, BTreeMap<&str, Vec<String>>> = BTreeMap::new();
-        for (gateway, (access, protocol, port), message) in ready.iter().flat_map(|(name, gateway)| {
+        for (gateway_name, (access, protocol, port), message) in ready.iter().flat_map(|(name, gateway)| {
             gateway
                 .refused
                 .iter()
@@ -155,13 +155,13 @@ impl<'a> MeshInputs<'a> {
         }) {
             if existing.is_some_and(|(name, _)| name == access) {
                 let by_message = refused.entry((*protocol, *port)).or_default();
-                by_message.entry(message).or_default().push(gateway.to_string());
+                by_message.entry(message).or_default().push(gateway_name.to_string());
             }
         }
         let taken = self.taken_ports(
             mesh_member,
             member,
-            &self.naming.sandbox(&sandbox_member.cluster.identity),
+            &self.naming.sandbox_id(&sandbox_member.cluster.identity),
         );
         let protocols: BTreeSet<Protocol> = taken.iter().map(|(protocol, _)| *protocol).collect();
         GatewayAccess {
@@ -187,12 +187,12 @@ impl<'a> MeshInputs<'a> {
         sandbox: &MeshMember<'_>,
         gateway: &Gateway,
     ) -> Result<(BTreeSet<IpNet>, Vec<SocketAddr>), (Reason, String)> {
-        let source = &mesh_member.cluster.name;
+        let cluster = &mesh_member.cluster.name;
         let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host_route(*ip)).collect();
         prefixes.retain(|net| mesh_member.accepted.iter().any(|accepted| accepted.contains(net)));
         if prefixes.is_empty() {
             let message = format!(
-                "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
+                "its WireGuard addresses lie outside allowedNetworks of cluster {cluster:?}: add its --gateway-cidr there"
             );
             return Err((Reason::WGIPOutOfRange, message));
         }
@@ -208,7 +208,7 @@ impl<'a> MeshInputs<'a> {
             let named: Vec<String> = gateway.endpoints.iter().map(ToString::to_string).collect();
             let message = format!(
                 "none of its endpoints can be reached from there ({}): give it a hostPort, or name an address of a load balancer in \
-                 spec.endpoints of its SandboxGateway; if nodes of cluster {sandbox:?} are pods of cluster {source:?}, \
+                 spec.endpoints of its SandboxGateway; if nodes of cluster {sandbox:?} are pods of cluster {cluster:?}, \
                  list that pod network in endpointNetworks of cluster {sandbox:?}",
                 named.join(", "),
                 sandbox = sandbox.cluster.name
@@ -218,11 +218,11 @@ impl<'a> MeshInputs<'a> {
         Ok((prefixes, endpoints))
     }
 
-    /// Plans the SandboxAccess of the sandbox `source` in the member `name`. `None` = the member was not observed, or the
-    /// SandboxAccess CRD is not installed there, or may not be read.
+    /// Plans the SandboxAccess of the sandbox `source` in the member `target_name`. `None` = the member was not observed, or its
+    /// SandboxAccesses are unknown ([`Member::accesses`]).
     pub(super) fn plan_access(
         &self,
-        name: &str,
+        target_name: &str,
         target: &'a MeshMember<'a>,
         source: &str,
         sandbox: &'a MeshMember<'a>,
@@ -230,7 +230,7 @@ impl<'a> MeshInputs<'a> {
         let member = target.last_observed()?;
         let accesses = member.accesses.as_ref()?;
         let existing = self.existing_access(member, source).map(|(_, spec)| spec);
-        let id = self.naming.sandbox(&sandbox.cluster.identity);
+        let id = self.naming.sandbox_id(&sandbox.cluster.identity);
         let spec = AccessSpec {
             sandbox: source.to_owned(),
             networks: sandbox.cluster.allowed.iter().copied().collect(),
@@ -238,25 +238,27 @@ impl<'a> MeshInputs<'a> {
             grants: if sandbox.cluster.quarantine || target.cluster.quarantine {
                 BTreeMap::new()
             } else {
-                self.planned_grants(name, target, sandbox, member, &id, existing)
+                self.planned_grants(target_name, target, sandbox, member, &id, existing)
             },
             id,
         };
-        let readable = self.naming.policy(self.mesh, source, false);
-        let foreign = accesses.get(&readable).is_some_and(|access| {
+        let access_name = |is_name_taken| self.naming.policy(self.mesh, source, is_name_taken);
+        let plain_name = access_name(false);
+        let is_foreign = accesses.get(&plain_name).is_some_and(|access| {
             ownership::of(&access.owner, &self.seen.hub, self.claimants) != Ownership::Mesh(self.mesh)
         });
-        let access_name = if foreign || self.used_names(target).accesses.contains_key(&readable) {
-            self.naming.policy(self.mesh, source, true)
+        let access_name = if is_foreign || self.used_names(target).accesses.contains_key(&plain_name) {
+            access_name(true)
         } else {
-            readable
+            plain_name
         };
         let source = source.to_owned();
         Some((access_name, PlannedAccess { source, spec }))
     }
 
-    /// The sandbox's registered nodes. A node of the existing SandboxAccess is kept while the sandbox's observation is not Fresh or the
-    /// node is held, unless its addresses are no longer allowed or a registered node has its key, name or address.
+    /// The sandbox's registered nodes, and kept nodes of the existing SandboxAccess. A node can be kept for one of two reasons: the
+    /// sandbox's observation is not Fresh, or the node is held. It is not kept if the sandbox's networks no longer contain its
+    /// addresses, or another node here has its key, its name or one of its addresses.
     fn planned_nodes(
         &self,
         source: &str,
@@ -282,13 +284,13 @@ impl<'a> MeshInputs<'a> {
             .collect();
         let is_held = |node: &AccessNode| held.contains(&node.name);
         for (key, node) in existing.into_iter().flat_map(|access| &access.nodes) {
-            let free = |nodes: &BTreeMap<_, AccessNode>| {
+            let is_distinct = |nodes: &BTreeMap<_, AccessNode>| {
                 nodes
                     .values()
                     .all(|other| other.name != node.name && other.addresses.is_disjoint(&node.addresses))
             };
             let inside = node.addresses.iter().all(|ip| sandbox.cluster.allows(IpNet::from(*ip)));
-            if (!fresh || is_held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
+            if (!fresh || is_held(node)) && inside && !nodes.contains_key(key) && is_distinct(&nodes) {
                 nodes.insert(*key, node.clone());
             }
         }
@@ -311,7 +313,7 @@ impl<'a> MeshInputs<'a> {
     /// [`GatewayAccess::exhausted`] brings this into the status of the grant.
     fn planned_grants(
         &self,
-        name: &str,
+        target_name: &str,
         target: &'a MeshMember<'a>,
         sandbox: &'a MeshMember<'a>,
         member: &'a Member,
@@ -319,9 +321,11 @@ impl<'a> MeshInputs<'a> {
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
-        // A SandboxAccess has the granted ports whatever the state of the gateways is; only the endpoints of a mirror depend on it.
+        // A SandboxAccess has the granted ports whatever the state of the gateways is; only the endpoints of the
+        // mirrored Service depend on it.
         let no_gateways = GatewayAccess::default();
-        for grant in sandbox.cluster.egress.iter().filter(|grant| grant.cluster == name) {
+        let egress = sandbox.cluster.egress.iter();
+        for grant in egress.filter(|grant| grant.cluster == target_name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // The Services of this namespace are not known: existing grants for this Service are kept, and no grant is added.
                 let ports = existing.into_iter().flat_map(|access| &access.grants);
@@ -390,6 +394,7 @@ impl<'a> PeerPlanner<'a, '_> {
             let all = member.gateways.iter();
             all.filter(|(_, gateway)| gateway.serves(self.name))
         };
+        // The names that the naming rule gives to the gateways' Peers. A Peer does not keep the name of another gateway's Peer.
         let names = serving().map(|(name, _)| {
             self.inputs
                 .naming

@@ -8,7 +8,7 @@ use crate::{
     observe::{Claim, Member, Node, Server},
 };
 
-/// How a source is connected to a target.
+/// How a source is connected to a target. `Sandbox` and `Grantor` are roles of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Link {
     /// Both are cluster-meshed.
@@ -34,7 +34,7 @@ pub enum NotConnected {
     NoGrant(String),
 }
 
-/// Decides how `source` is connected to `target`. Two sandboxes are never connected.
+/// Decides how `source` is connected to `target`.
 ///
 /// # Errors
 /// Why the two members are not connected.
@@ -53,6 +53,7 @@ pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result
     if members_with(Profile::Sandbox).count() == 2 {
         return Err(NotConnected::Sandboxes);
     }
+    // Neither is standard, so a member that cannot connect has no accepted network.
     if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.can_connect) {
         return Err(NotConnected::NoNetworks(mesh_member.cluster.name.clone()));
     }
@@ -83,10 +84,10 @@ fn registered_and_held<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&
     registered.map(|node| node.node).chain(held_names.copied()).collect()
 }
 
-/// Whether all nodes of a member that have a tunnel enforce PeerPolicies in both directions. Every node of a cluster configures all
-/// Peers in it, so a single node that does not enforce policies is enough to admit their traffic. A node in policy mode does not
-/// count as enforcing, because it filters only packets from the tunnel. A Node that has just joined and published no key has no
-/// tunnel. False if no node has a tunnel, or if the PeerPolicies of the member are not known.
+/// Whether all nodes of a member that have a tunnel enforce PeerPolicies in both directions. Each node of a
+/// cluster configures all Peers of the cluster, so one node that does not enforce policies is enough to admit the traffic of these
+/// Peers. A node in policy mode does not count as enforcing, because it filters only packets from the tunnel. A Node without a key
+/// has no tunnel, unless it is registered or held. False if no node has a tunnel, or if the PeerPolicies of the member are not known.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let registered_or_held = registered_and_held(registry);
     let has_tunnel =

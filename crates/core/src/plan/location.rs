@@ -1,5 +1,5 @@
 //! Finds the leader of each location under Kilo's `location` granularity: its Peer contains the prefixes of all nodes of the
-//! location.
+//! location. Kilo's word for a leader and the nodes that follow it is segment.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,12 +44,15 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
     }
     for nodes in locations.into_values() {
         // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
-        // has just lost the lead. The leader is a node that publishes an address and checks in, chosen by kg's own order. If there
-        // is none, it is a held node, on which kg is restarting; if there is none either, it is a silent node.
+        // has just lost the lead. The leader is the first that exists of:
+        // - a node that publishes an address and is not silent, chosen by kg's own order
+        // - a held node, on which kg is restarting
+        // - a silent node that publishes an address
+        // If no granularity is published, only a held node can lead.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
         let kg_order =
-            |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.prefers_leader, !is_public(node), *name);
+            |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.is_preferred_leader, !is_public(node), *name);
         let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(kg_order);
         let held = || nodes.iter().find(|(name, node)| !claims(node) && can_hold(name, node));
         let silent = || claiming().min_by_key(kg_order);

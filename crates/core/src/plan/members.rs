@@ -80,7 +80,7 @@ impl<'a> MeshMembers<'a> {
 
 impl<'m> MemberView<'m> {
     /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without the networks of
-    /// gateways: only sandboxes send to these.
+    /// the member's gateways: only sandboxes send to gateways.
     #[must_use]
     pub const fn cluster(&self) -> &'m Cluster {
         &self.member.cluster

@@ -71,7 +71,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         } = &prepared;
         for (name, mesh_member) in mesh_members {
             let registry = registries.get(name);
-            // A sandbox gets Peers of a member's gateways, not of its nodes. So a member's link into a sandbox does not count.
+            // In a sandbox, a member's gateways have Peers and its nodes have none (`Link::Grantor`).
             let needs_registration = mesh_members
                 .values()
                 .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
@@ -165,6 +165,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             }
             let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let member = observed.and_then(Observation::last);
+            // All accepted networks. The next lines remove those of gateways from `cluster.allowed`.
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
                 gateways::remove_gateway_networks(&mut cluster, member);
@@ -288,15 +289,16 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         registries
     }
 
-    fn is_ours(&self, peer: &ObservedPeer) -> bool {
-        self.has_our_labels(&peer.owner)
+    fn is_peer_of_this_mesh(&self, peer: &ObservedPeer) -> bool {
+        self.is_owned_by_this_mesh(&peer.owner)
     }
 
-    fn has_our_labels(&self, owner: &Owner) -> bool {
+    fn is_owned_by_this_mesh(&self, owner: &Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
 
-    /// The existing Peers of this mesh for one node, in all members for which [`is_trusted`] is true.
+    /// The existing Peers of this mesh for one node, in all members for which [`is_trusted`] is true. In each member the Peer
+    /// has one of two names ([`Naming::peer`]).
     fn existing_peers(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -310,21 +312,22 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter_map(target::MeshMember::last_observed);
         let peers = members.filter_map(|member| member.peers.as_ref());
         let named = peers.flat_map(|peers| names.iter().filter_map(|name| peers.get(name)));
-        named.filter(|peer| self.is_ours(peer)).collect()
+        named.filter(|peer| self.is_peer_of_this_mesh(peer)).collect()
     }
 
-    /// Gives each public key to one node of all members (rule 3). The Nodes' timestamps are not compared, because each member
-    /// chooses them itself. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node that
-    /// already has the key in an existing Peer or SandboxAccess, then the order of the entries.
+    /// Gives each public key to one node, even if nodes of several members claim it (rule 3). The Nodes' timestamps are not
+    /// compared, because each member chooses them itself. The order is: the local cluster first, then cluster-meshed members before
+    /// sandboxes, then the node that already has the key in an existing Peer or SandboxAccess, then the order of the entries.
     ///
     /// An existing object that describes a sandbox wins only over other sandboxes. If it also won over cluster-meshed members, a sandbox
-    /// could copy a key, get an entry in a SandboxAccess for it while the real Node briefly publishes none, and keep it.
+    /// could copy a Node's key, get an entry in a SandboxAccess while that Node briefly publishes no key, and keep the key.
     fn resolve_duplicate_keys(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
         registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
-        // (is not local, profile, has no existing object, position of the entry, entry, node): the smallest claim wins.
+        // (is not local, profile, has no existing object, position of the entry, entry, name of the node or of its existing
+        // Peer): the smallest claim wins.
         type KeyClaim = (bool, Profile, bool, usize, String, String);
         let peers = mesh_members
             .values()
@@ -337,12 +340,12 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
         let mut existing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
-        for (name, peer) in peers.flatten().filter(|(_, peer)| self.is_ours(peer)) {
+        for (name, peer) in peers.flatten().filter(|(_, peer)| self.is_peer_of_this_mesh(peer)) {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
                 existing.entry(source).or_default().insert(spec.public_key, name);
             }
         }
-        for (_, access) in accesses.filter(|(_, access)| self.has_our_labels(&access.owner)) {
+        for (_, access) in accesses.filter(|(_, access)| self.is_owned_by_this_mesh(&access.owner)) {
             if let (Some(source), Ok(spec)) = (&access.owner.source_cluster, &access.spec) {
                 let nodes = spec.nodes.iter().map(|(key, node)| (*key, &*node.name));
                 existing.entry(source).or_default().extend(nodes);
@@ -355,14 +358,14 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             };
             let existing = existing.get(&*entry.name);
             let local = target::is_local(entry);
-            let mut claim = |key: PublicKey, exists: bool, node: &str| {
+            let mut claim = |key: PublicKey, exists: bool, name: &str| {
                 let claim = (
                     !local,
                     mesh_member.cluster.profile,
                     !exists,
                     position,
                     entry.name.clone(),
-                    node.to_owned(),
+                    name.to_owned(),
                 );
                 claims.entry(key).or_default().push(claim);
             };
@@ -380,7 +383,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     existing
                         .into_iter()
                         .flatten()
-                        .for_each(|(key, peer)| claim(*key, true, peer));
+                        .for_each(|(key, name)| claim(*key, true, name));
                 }
                 None => {}
             }
@@ -411,7 +414,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
 }
 
 /// Whether existing objects in this member prove which keys and Peers other members have. Objects in a sandbox prove nothing,
-/// because its administrator can write any Peer there.
+/// because its administrator can write any Peer there. Into a member with the profile standard no objects are written.
 fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }

@@ -1,5 +1,5 @@
-//! Finds networks that are listed for one member although Nodes of another member have addresses in them, or its kg routes them
-//! into its own interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
+//! Finds networks that are listed for one member although another member uses them: its Nodes have addresses in them, or its kg
+//! routes them into kg's interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -66,7 +66,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 .filter(|other| !other.cluster.identity.same_cluster(&cluster.identity));
             other.is_some() && !hosted
         };
-        // By network: (its member, number of Nodes with addresses in the network, the first such Node, its address or kg network).
+        // By network: (its owner, number of this member's Nodes that use the network, the first such Node, its address or kg network).
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
         let mut inside_kg_networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
         for (node_name, node) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {

@@ -222,8 +222,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         owned
     }
 
-    /// Whether a Node that fails for `reason` keeps its last Peer. At each restart kg removes the Node's annotations,
-    /// and publishes a new WireGuard address late, so these failures may be temporary.
+    /// Whether a Node that is not registered for `reason` keeps its last Peer. A restart of kg removes the Node's annotations, and kg
+    /// publishes a new WireGuard address late. So a missing key, a missing address and, with kg, a duplicate address may be temporary.
     fn is_held(&self, name: &str, node: &Node, reason: Reason) -> bool {
         let is_temporary = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
@@ -233,7 +233,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         is_temporary && self.can_hold(name, node)
     }
 
-    /// Whether the node has an existing Peer, and its hold has not expired.
+    /// Whether the node has an existing Peer in a cluster-meshed member, and its hold has not expired. A sandbox's node has only entries
+    /// in SandboxAccesses, so it is not held.
     fn can_hold(&self, name: &str, node: &Node) -> bool {
         node.held_for.is_none_or(|age| age < HOLD) && !(self.existing)(name).is_empty()
     }
@@ -459,8 +460,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// Whether `net`, the address of an exported pod, may be published. Like [`is_claimable`], but without `anchoredNetworks`, `net` may
-    /// also lie inside a network that the planner anchored by default: the entry selects the exported pods, so no Node claims `net`.
+    /// Whether `net`, the address of an exported pod, may be published. If the entry sets `anchoredNetworks`, this is [`is_claimable`].
+    /// Otherwise `net` may also lie inside a network that the planner anchored by default, because the entry selects the exported pods.
     fn is_exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_claimable(net))
     }

@@ -72,8 +72,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
             // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (such as
-            // that of a laptop), one without a mesh label, or one whose source was not observed, or whose mesh is paused or does not exist.
-            // If its key were free, a member that copies the key could replace the Peer.
+            // that of a laptop), one without a mesh label, or one whose source was not observed, or whose mesh is paused or does not exist
+            // (see the exception below). If its key were free, a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),
@@ -146,7 +146,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    fn is_ours_from(&self, source: &str, peer: &ObservedPeer) -> bool {
+    fn is_our_peer_of(&self, source: &str, peer: &ObservedPeer) -> bool {
         peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.is_ours(&peer.owner)
     }
 
@@ -170,13 +170,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .map(|r| self.inputs.naming.peer(self.inputs.mesh, source, r.node, false))
             .collect();
         let keepalive = self.keepalive(mesh_member);
-        let has_all_exports = !mesh_member
+        let is_missing_exports = mesh_member
             .last_observed()
             .is_some_and(|member| has_unlisted_exports(mesh_member, member));
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &registry.registered {
             let mut prefixes = node.prefixes.clone();
-            if !has_all_exports {
+            if is_missing_exports {
                 prefixes.extend(self.existing_host_routes(source, mesh_member, registry, node));
             }
             let candidates = self.candidates(source, mesh_member, node);
@@ -264,9 +264,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         self.readopt(source, node);
         if let Some(owner) = self.taken_keys.get(&node.key) {
             let mesh_member = self.inputs.mesh_members.get(source);
-            let kept_by_other = self.kept_by_other_meshes.get(&node.key);
-            if kept_by_other.is_some_and(|other| {
-                mesh_member.is_some_and(|mesh_member| other.same_cluster(&mesh_member.cluster.identity))
+            let source_of_kept = self.kept_by_other_meshes.get(&node.key);
+            if source_of_kept.is_some_and(|kept| {
+                mesh_member.is_some_and(|mesh_member| kept.same_cluster(&mesh_member.cluster.identity))
             }) {
                 // The existing Peer describes the same node, and another mesh keeps it.
                 return None;
@@ -348,7 +348,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         self.add_named_peer(source, name, spec, own_names);
     }
 
-    /// Host routes that the node's existing Peer contains and no node claims. They are kept while namespaces with exported
+    /// Host routes that the node's existing Peer contains and no registered node has. They are kept while namespaces with exported
     /// pods are not listed, because they may belong to such pods.
     fn existing_host_routes(
         &self,
@@ -370,27 +370,28 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let names = self.by_key.get(key).into_iter().flatten();
         let ours = names
             .filter_map(|name| self.existing.get(name))
-            .find(|peer| self.is_ours_from(source, peer))?;
+            .find(|peer| self.is_our_peer_of(source, peer))?;
         ours.spec.as_ref().ok()
     }
 
-    /// Chooses the name of a Peer and adds the Peer to the plan. If a managed Peer already has this key, its name is kept even if the
-    /// naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes. `own_names` are the names
-    /// that the rule gives to the nodes of `source`: a Peer does not keep a name that belongs to another node.
+    /// Chooses the name of a Peer and adds the Peer to the plan. If a Peer of this mesh and `source` already has this key, its name is
+    /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
+    /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`: a Peer does not keep the name of another.
     fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.inputs.naming;
         let readable = naming.peer(self.inputs.mesh, source, node, false);
         let kept = self.by_key.get(&spec.public_key).into_iter().flatten().find(|name| {
-            let free = ***name == *readable || !own_names.contains(**name);
-            free && self
-                .existing
-                .get(*name)
-                .is_some_and(|peer| self.is_ours_from(source, peer))
+            let can_keep = ***name == *readable || !own_names.contains(**name);
+            can_keep
+                && self
+                    .existing
+                    .get(*name)
+                    .is_some_and(|peer| self.is_our_peer_of(source, peer))
         });
         let kept = kept
             .map(|name| (*name).to_owned())
             .or_else(|| self.readopted.remove(&spec.public_key));
-        let free = |name: &String| {
+        let is_free = |name: &String| {
             let existing = self.existing.get(&**name);
             let foreign = existing.is_some_and(|peer| !self.inputs.is_ours(&peer.owner));
             let used = self.inputs.used_names(self.target).peers.contains(name);
@@ -400,7 +401,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let long = naming.peer(self.inputs.mesh, source, node, true);
             let further = (1u32..).map(|number| format!("{long}-{number}"));
             let mut names = [readable, long.clone()].into_iter().chain(further);
-            names.find(free).unwrap_or_default()
+            names.find(is_free).unwrap_or_default()
         });
         self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
         self.taken_prefixes
@@ -416,9 +417,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         name
     }
 
-    /// The keepalive of a source's Peers: the highest `persistentKeepalive` of all entries (as in the predecessor), and at least
-    /// [`NAT_KEEPALIVE`] if nodes of this target are behind a NAT, because they must keep their NAT binding alive. A node is
-    /// considered behind a NAT if it publishes a keepalive, or if it has addresses, but none that can be an endpoint in the source.
+    /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
+    /// predecessor), and at least [`NAT_KEEPALIVE`] if nodes of this target are behind a NAT, because they must keep their NAT binding
+    /// alive. A node is considered behind a NAT if it publishes a keepalive, or if it has addresses but none that can be an endpoint in the
+    /// source. For Peers without an endpoint, [`Self::add_source`] uses at least [`NAT_KEEPALIVE`].
     fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let floor = self
             .inputs

@@ -13,8 +13,8 @@ use crate::{
     ownership::Claimant,
 };
 
-/// The reason why a Node or gateway has no Peer (rule 3 of docs/design/planner.md). The name of the variant is shown in Events, conditions,
-/// metrics and `skipped`.
+/// The reason why a Node has neither a Peer nor an entry in a SandboxAccess, or a gateway has no Peer (rule 3 of docs/design/planner.md).
+/// The name of the variant is shown in Events, conditions, metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Reason {
@@ -39,7 +39,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// A Node or gateway that has no Peer, with the reason.
+/// A Node or gateway that is left out of one target or of all, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Skipped {
     /// `metadata.name` of the Node, or the name of a gateway.
@@ -48,7 +48,7 @@ pub struct Skipped {
     pub reason: Reason,
     /// The invalid value and the remedy, for people.
     pub message: String,
-    /// The target in which the Peer is missing. `None` = it is missing in all targets.
+    /// The target that the Node or gateway is left out of. `None` = all targets.
     pub target: Option<String>,
 }
 
@@ -297,7 +297,7 @@ pub struct ClusterReport {
     pub registered: usize,
     /// How many of its gateways have a Peer in a sandbox.
     pub gateways: usize,
-    /// The nodes and gateways that have no Peer in one target or in any, sorted by name.
+    /// The nodes and gateways that are left out of one target or of all, sorted by name.
     pub skipped: Vec<Skipped>,
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
     /// network. Sorted by the age of the nodes.

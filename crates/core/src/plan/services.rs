@@ -95,7 +95,7 @@ impl GrantResolver<'_> {
             );
             return outcome_of(None, false, message);
         }
-        let Some(member) = self.exporter_state.and_then(Observation::last) else {
+        let Some(exporter_state) = self.exporter_state.and_then(Observation::last) else {
             return outcome_of(
                 None,
                 true,
@@ -113,11 +113,12 @@ impl GrantResolver<'_> {
         };
         let importer_unlisted =
             (self.importer_state).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
-        if let Some(message) = unlisted(member, &grant.service.namespace, &grant.cluster).or(importer_unlisted) {
+        if let Some(message) = unlisted(exporter_state, &grant.service.namespace, &grant.cluster).or(importer_unlisted)
+        {
             return outcome_of(None, true, message);
         }
-        if let Some(existing) = self.importer_state
-            && existing.services.contains_key(&grant.local)
+        if let Some(importer_state) = self.importer_state
+            && importer_state.services.contains_key(&grant.local)
             && !(self.is_ours)(&grant.local)
         {
             let message = format!(
@@ -126,7 +127,7 @@ impl GrantResolver<'_> {
             );
             return outcome_of(None, false, message);
         }
-        match resolve_endpoints(grant, self.importer, exporter, member, &self.access_path) {
+        match resolve_endpoints(grant, self.importer, exporter, exporter_state, &self.access_path) {
             Err(message) => outcome_of(None, false, message),
             Ok(Resolved { ports, groups, message }) => {
                 let slices = pack_slices(self.mesh, &grant.local, groups, naming);
@@ -157,7 +158,7 @@ pub(super) struct Resolved {
     pub(super) message: String,
 }
 
-/// Resolves a grant against the observed state of the member that has the Service.
+/// Resolves a grant against the observed state of the exporting member.
 ///
 /// Endpoints of an IP family in which the importer has no network are left out, because its nodes have no source address for them.
 /// A message reports this only if no endpoint remains, because the same pods usually have endpoints of the other family.
@@ -168,12 +169,12 @@ pub(super) fn resolve_endpoints(
     grant: &Grant,
     importer: &Cluster,
     exporter: &Cluster,
-    member: &Member,
+    exporter_state: &Member,
     access_path: &AccessPath<'_>,
 ) -> Result<Resolved, String> {
     let is_sandbox = !matches!(access_path, AccessPath::Direct);
     let describe = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
-    let service = member.services.get(&grant.service);
+    let service = exporter_state.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
         // The message is the same if the Service does not exist, so that it does not reveal which Services exist.
         && !service.is_some_and(|service| service.allowed_from.contains(namespace))
@@ -203,7 +204,7 @@ pub(super) fn resolve_endpoints(
             describe()
         ));
     }
-    if !matches!(access_path, AccessPath::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
+    if !is_sandbox && exporter.effective_addressing() == Addressing::Masqueraded {
         return Err(format!(
             "cluster {:?} is masqueraded: its pods have no addresses in the mesh",
             grant.cluster
@@ -245,7 +246,7 @@ pub(super) fn resolve_endpoints(
     let mut groups = EndpointGroups::new();
     let mut has_other_family = false;
     let mut outside = BTreeSet::new();
-    for (_, slice) in member
+    for (_, slice) in exporter_state
         .slices
         .iter()
         .filter(|(name, slice)| is_slice_of(name, slice, &grant.service))

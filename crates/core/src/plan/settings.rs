@@ -59,11 +59,11 @@ pub struct InfrastructurePort {
 /// Why a setting is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
-    /// The text is not a port.
+    /// The text is not a port with an optional protocol.
     #[error(
         "{0:?}: write PORT or PORT/PROTOCOL, such as 8132/TCP: a number from 1 to 65535, and TCP (default), UDP or SCTP"
     )]
-    NoPort(String),
+    MalformedPort(String),
     /// There are more ports than a PeerPolicy can hold.
     #[error("--infrastructure-port: {all} ports with the built-in ones, and a PeerPolicy holds {most}: name fewer")]
     TooManyPorts {
@@ -78,7 +78,7 @@ impl FromStr for InfrastructurePort {
     type Err = SettingsError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let refused = || SettingsError::NoPort(text.to_owned());
+        let refused = || SettingsError::MalformedPort(text.to_owned());
         let (number, protocol) = text.split_once('/').unwrap_or((text, "TCP"));
         let protocols = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
         let protocol = protocols
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_infrastructure_port_is_refused_with_example() {
+    fn infrastructure_port_is_parsed_or_refused_with_an_example() {
         let parsed = ["8132", "8132/TCP", "53/udp", "65535/SCTP"].map(str::parse::<InfrastructurePort>);
         let want = [
             port(Protocol::Tcp, 8132),

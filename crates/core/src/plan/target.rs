@@ -26,8 +26,8 @@ use crate::{
 
 /// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without the networks of
-    /// gateways: only sandboxes send to these.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, and not the
+    /// networks of gateways, because only sandboxes send to gateways.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
@@ -65,10 +65,10 @@ impl<'a> MeshMember<'a> {
             .unwrap_or_default()
     }
 
-    /// The member's own networks in the mesh. For a routed member or a sandbox these are `cluster.allowed`, for another masqueraded
-    /// member the WireGuard networks of its nodes, or only their addresses if allowedNetworks do not contain the network. The networks of
-    /// a sandbox must not depend on its Nodes, because these could put thousands of networks into a policy, and change the policy
-    /// whenever a Node is added or deleted.
+    /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox. For a masqueraded member that is no
+    /// sandbox: the WireGuard network of each node, or only the node's WireGuard address if allowedNetworks do not contain that network.
+    /// The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of networks into a policy,
+    /// and each added or deleted Node would change the policy.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -168,8 +168,8 @@ impl<'a> MeshInputs<'a> {
         };
         outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // A connected source whose observation is not Fresh keeps its objects. This does not protect the objects of a source that
-            // is not connected, nor those of a sandbox: its grants come from the ClusterMesh, not from its observed state.
+            // A connected source whose observation is not Fresh keeps its objects. A source that is not connected does not. A sandbox
+            // does not need it: its grants come from the ClusterMesh, and `planned_nodes` keeps its nodes.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
@@ -271,9 +271,9 @@ impl<'a> MeshInputs<'a> {
             })
     }
 
-    /// Whether an existing Peer of another mesh is kept regardless of that mesh's plan: the mesh is paused, or the Peer's source was
-    /// not observed since this controller started. `None` = the Peer is not kept. `Some` contains the source's identity, if that
-    /// mesh has an entry for it.
+    /// Whether an existing Peer of another mesh is kept regardless of that mesh's plan: the mesh is paused, or it is not being
+    /// deleted and the Peer's source was not observed since this controller started. `None` = the Peer is not kept. `Some` contains the
+    /// source's identity, if that mesh has an entry for it.
     pub(super) fn kept_source(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
         let mesh = self.all_meshes.iter().find(|other| other.id == *mesh)?;
         let label = peer.owner.source_cluster.as_deref();
@@ -309,6 +309,7 @@ impl<'a> MeshInputs<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))
             };
+            // A cluster-meshed source without link has no accepted networks, so it gets no policy.
             if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
             {
                 continue;
@@ -395,6 +396,7 @@ impl<'a> MeshInputs<'a> {
         }
     }
 
+    /// The name of the PeerPolicy that limits `source` in this target, with a hash if the name without it is taken.
     fn policy_name(
         &self,
         target: &MeshMember<'_>,
@@ -407,9 +409,9 @@ impl<'a> MeshInputs<'a> {
             ownership == Ownership::Mesh(self.mesh)
                 || ownership == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
         };
-        let foreign = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
+        let is_name_taken = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
             || self.used_names(target).policies.contains(&readable);
-        if foreign {
+        if is_name_taken {
             self.naming.policy(self.mesh, source, true)
         } else {
             readable

@@ -1,4 +1,4 @@
-//! Tests the planner by examples; `tests/properties` tests its rules with generated input.
+//! Tests the planner by examples; `crates/core/tests/properties` tests its rules with generated input.
 //!
 //! This file has the shared fixture: a mesh of two clusters, and helpers that plan the mesh and write the plan.
 
@@ -49,7 +49,7 @@ impl Naming for TestNaming {
         format!("{}--{cluster}{tail}", mesh.name)
     }
 
-    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+    fn sandbox_id(&self, identity: &ClusterIdentity) -> String {
         identity.to_string()
     }
 
@@ -75,13 +75,13 @@ fn secret(name: &str) -> ClusterIdentity {
     }
 }
 
-pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> Cluster {
+pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed_networks: &[&str]) -> Cluster {
     Cluster {
         name: name.into(),
         identity,
         profile: Profile::ClusterMeshed,
         addressing: Addressing::Routed,
-        allowed: nets(allowed),
+        allowed: nets(allowed_networks),
         anchored: None,
         previous_anchors: BTreeMap::new(),
         anchors: 1,
@@ -179,6 +179,7 @@ fn plan_mesh(mesh: &Mesh, seen: &Observations) -> (Plan, MeshPlan) {
     (plan, mesh_plan)
 }
 
+/// The allowed IPs of a Peer in a target.
 fn allowed<'a>(plan: &'a MeshPlan, target: &str, peer: &str) -> &'a BTreeSet<IpNet> {
     &plan.targets[target].peers[peer].spec.allowed_ips
 }

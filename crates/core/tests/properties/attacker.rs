@@ -90,6 +90,7 @@ fn healthy() -> impl Strategy<Value = Scenario> {
             }
         }
         let hub = scenario.seen.members[&identity(0)].last().unwrap().clone();
+        // `c1` starts as a copy of the hub, with addresses and a key of its own.
         for n in [0u8, 1] {
             let mut member = hub.clone();
             member.nodes.retain(|name, _| name == "good");

@@ -58,11 +58,11 @@ proptest! {
             let mut prefixes = BTreeSet::new();
             let existing = scenario.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
             for (name, peer) in &existing {
-                // Foreign Peers, Peers of a paused mesh, Peers of an unobserved member, and orphaned Peers that overlap no network of a
-                // source keep their keys and prefixes.
+                // These Peers keep their keys and prefixes: foreign and unlabelled ones, those of a paused mesh, those that describe
+                // an unobserved member, and orphaned ones that overlap no network of a member connected to this target.
                 let kept = match ownership_of(&plan, &peer.owner) {
                     Ownership::Foreign => true,
-                    // Kept, unless a mesh plans this Peer and so adopts it.
+                    // Exception: a mesh that plans this Peer adopts it.
                     Ownership::Unlabelled => {
                         let mut targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
                         !targets.any(|target| target.peers.contains_key(name))
@@ -101,7 +101,7 @@ proptest! {
 
     // threat: hostile-member-root
     #[test]
-    fn policy_allows_only_networks_of_the_target_itself(scenario in scenario()) {
+    fn policy_allows_only_own_networks_and_denies_api_servers(scenario in scenario()) {
         let plan = planned(&scenario);
         for mesh in plan.meshes.values() {
             for (name, target) in &mesh.targets {
@@ -185,11 +185,7 @@ proptest! {
         match how {
             0 => bad.public_key = Claim::Invalid("x".into()),
             1 => bad.wireguard_ip = Claim::Valid("203.0.113.1/32".parse().unwrap()),
-            2 => {
-                // Only the annotation with the highest priority makes a Node invalid.
-                bad.clustermesh_endpoint = Claim::Absent;
-                bad.force_endpoint = Claim::Invalid("x".into());
-            }
+            2 => bad.force_endpoint = Claim::Invalid("x".into()),
             _ => bad.public_key = Claim::Absent,
         }
         // The youngest Node: it gets no key or prefix that another Node has.
@@ -197,7 +193,7 @@ proptest! {
         if bad.public_key.value().is_some() {
             bad.public_key = Claim::Valid(PublicKey::new([200; 32]));
         }
-        // A network that contains all addresses would make even the bad address valid.
+        // Removes networks that contain all addresses: with them, the WireGuard address of case 1 would be valid.
         let mut scenario = scenario;
         for mesh in &mut scenario.meshes {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.retain(|net| net.prefix_len() > 0));
@@ -208,12 +204,13 @@ proptest! {
         let scenario = after_writes(scenario);
         let mut worse = scenario.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
-        // The bad Node gets the addresses of a Node without an explicit endpoint, if one exists, because the IP families of a target's
-        // nodes, and a node behind a NAT, legitimately affect the Peers of other nodes.
+        // A Node's IP families, and whether it is behind a NAT, affect the Peers of other nodes. So the bad Node gets the addresses of
+        // another Node, if one exists without an explicit endpoint: the family of an explicit endpoint would count too.
         let has_explicit = |node: &Node| node.clustermesh_endpoint != Claim::Absent || node.force_endpoint != Claim::Absent;
         let mut without_explicit = member.nodes.values().filter(|node| !has_explicit(node));
         let model = without_explicit.next().cloned().unwrap_or_default();
         (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (model.internal_ips, model.external_ips, model.kilo_endpoint);
+        // This annotation has priority: with it, the invalid `force_endpoint` of case 2 would be ignored.
         bad.clustermesh_endpoint = Claim::Absent;
         if how != 2 {
             bad.force_endpoint = Claim::Absent;
@@ -224,7 +221,7 @@ proptest! {
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
         let is_agent = |node: &Node| node.server == Server::Agent;
         // For each mesh: whether wg-agent serves all nodes with a tunnel; `None` = no node has a tunnel.
-        let agents: Vec<Option<bool>> = reports
+        let only_agents: Vec<Option<bool>> = reports
             .map(|report| {
                 let has_tunnel = |(name, node): &(&String, &Node)| {
                     node.public_key != Claim::Absent || report.held.contains_key(*name)
@@ -233,8 +230,9 @@ proptest! {
                 with_tunnel.peek().is_some().then(|| with_tunnel.all(|(_, node)| is_agent(node)))
             })
             .collect();
-        let same_in_all = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
-        // If the meshes have no common answer, the bad Node gets no key, so it has no tunnel and changes no answer. The planner also
+        let first = only_agents.first().copied().flatten();
+        let same_in_all = first.filter(|value| only_agents.iter().all(|other| *other == Some(*value)));
+        // If the meshes have no common value, the bad Node gets no key, so it has no tunnel and changes no value. The planner also
         // checks whether wg-agent serves any Node, with or without a tunnel: if none, it assumes kg. So wg-agent serves the bad Node
         // only if it serves another one.
         let is_bad_agent = same_in_all.unwrap_or_else(|| {
@@ -389,7 +387,7 @@ fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
                 reports().any(|report| report.anchored.values().any(|nodes| !nodes.is_empty())),
             ),
             (
-                "a previous anchor",
+                "a previously anchored network",
                 entries_of_all_meshes
                     .into_iter()
                     .any(|entry| !entry.previous_anchors.is_empty() && entry.anchored.is_none()),
@@ -433,7 +431,7 @@ fn generated_scenarios_cover_the_required_cases() {
         ("a skipped node next to a Peer", 80),
         ("a held node", 16),
         ("an anchor", 60),
-        ("a previous anchor", 30),
+        ("a previously anchored network", 30),
         ("a quarantine", 40),
         ("a shared address", 7),
         ("a mirrored Service", 10),

@@ -10,7 +10,8 @@ use clustermesh_scenarios::{Scenario, identity, member, planned, sandboxed, scen
 use ipnet::IpNet;
 use proptest::prelude::*;
 
-/// The profile that applies: the most restrictive one of all meshes that are not being deleted.
+/// The profile that applies: the most restrictive one of the cluster's entries in meshes that are not being deleted. Standard if it
+/// has no entry.
 fn profile(scenario: &Scenario, identity: &ClusterIdentity) -> Profile {
     let meshes = scenario.meshes.iter().filter(|mesh| !mesh.deleting);
     let entries = meshes.flat_map(|mesh| &mesh.clusters);
@@ -51,8 +52,8 @@ pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
                 .map(|(name, service)| format!("{target} {name} {service:?}")),
         );
     }
-    let egress = mesh.egress.iter().filter(|grant| grant.cluster != sandbox);
-    state.extend(egress.map(|grant| format!("{grant:?}")));
+    let egress = mesh.egress.iter().filter(|report| report.cluster != sandbox);
+    state.extend(egress.map(|report| format!("{report:?}")));
     state
 }
 
@@ -80,7 +81,7 @@ proptest! {
                     }
                 }
                 for access in target.accesses.values() {
-                    // Two sandboxes are never connected.
+                    // A SandboxAccess is always in a cluster-meshed member and for a sandbox.
                     prop_assert_eq!((target_profile, profile(&scenario, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
                     let accepted = &mesh.clusters[&access.source].accepted;
                     let addresses = access.spec.nodes.values().flat_map(|node| &node.addresses);

@@ -203,7 +203,7 @@ fn for_each_parallel(all: &[SocketAddr], probe: impl Fn(&SocketAddr) + Sync) {
     });
 }
 
-/// Sends up to three datagrams, because a loaded machine may drop one.
+/// Waits for an echo. Sends up to three datagrams, because a loaded machine may drop one.
 fn echoes(address: &SocketAddr) -> std::io::Result<()> {
     let socket = UdpSocket::bind(bind_address(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(address)?;
@@ -349,7 +349,7 @@ fn connect_watch(address: &str) -> Outcome {
     }
 }
 
-/// Waits for each echo as long as the connection exists.
+/// Waits for each echo without a timeout, as long as the connection exists.
 fn stream_watch(address: &str) -> Outcome {
     let mut stream = dial(address)?;
     stream.set_nodelay(true)?;

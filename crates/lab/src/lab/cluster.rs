@@ -150,7 +150,7 @@ impl<'a> Cluster<'a> {
             kubectl,
             format!("--kubeconfig={}", directory.join("admin.kubeconfig").display()),
         ];
-        // kubectl's default cache is in the user's home directory.
+        // Without this option kubectl writes its cache to the user's home directory.
         all.push(format!("--cache-dir={}", directory.join("kubectl-cache").display()));
         all.extend(words);
         Ok(all)
@@ -182,7 +182,7 @@ impl<'a> Cluster<'a> {
         self.lab.log(&format!("{}-apiserver", self.plan.name))
     }
 
-    /// Makes the nodes continue their boot: they wait for this file before they start kubelet.
+    /// Writes the file for which booting nodes wait before they start kubelet.
     pub(super) fn release_nodes(&self) -> Result<()> {
         std::fs::write(self.directory().join("api-ready"), "").map_err(Error::io("write api-ready"))
     }
@@ -221,8 +221,8 @@ impl<'a> Cluster<'a> {
         Ok(Node::new(self.lab, plan))
     }
 
-    /// Loads an image (a docker archive, see [`crate::ImageSpec`]) on all nodes, and on nodes that join later. Pods
-    /// that use it need `imagePullPolicy: IfNotPresent`.
+    /// Loads an image (a docker archive, see [`crate::ImageSpec`]) on all powered-on nodes. Other nodes, and nodes that
+    /// join later, load it when they boot. Pods that use it need `imagePullPolicy: IfNotPresent`.
     ///
     /// # Errors
     /// When a node cannot import the image.

@@ -50,13 +50,13 @@ impl Lab {
         self.connect(plan).await?;
         self.publish_worker_pod(plan).await?;
         let program = run::lab_program()?.display().to_string();
-        let run = self.directory().display().to_string();
+        let lab_directory = self.directory().display().to_string();
         let argv = argv([
             "nsenter",
             &format!("--net={}", self.namespace(&plan.name).display()),
             &program,
             "machine",
-            &run,
+            &lab_directory,
             &plan.name,
             "--",
             "setsid",
@@ -177,7 +177,7 @@ impl<'a> Node<'a> {
     }
 
     /// Runs a host program that the pod's image lacks (`ip`, `ping`, `curl`) in the network namespace of the pod with
-    /// this address. A failure of the program is no error.
+    /// this address. As for [`Node::try_exec`], a failure of the program is no error.
     ///
     /// # Errors
     /// When the node is down.
@@ -211,7 +211,7 @@ impl<'a> Node<'a> {
             let pid = pid.ok_or_else(|| Error::Other(format!("{} has no power", self.plan.name)))?;
             let target = pid.to_string();
             all.extend(argv(["-t", &target, "-m", "-u", "-i", "-n", "-p", "-C"]));
-            // Otherwise a program in another pid namespace outlives the nsenter that is its parent.
+            // The program is a child of nsenter, which forks to enter the pid namespace. It must not outlive a killed nsenter.
             all.extend(argv(["setpriv", "--pdeathsig", "KILL"]));
         }
         all.push("--".into());
@@ -389,7 +389,7 @@ impl Cluster<'_> {
 }
 
 impl Lab {
-    /// The path of the underlay's network namespace (bridge `br0`, API servers), to open or for `nsenter --net=`.
+    /// The path of the underlay's network namespace, which contains the bridge `br0` and the API servers.
     pub fn underlay_netns(&self) -> PathBuf {
         self.namespace(UNDERLAY)
     }

@@ -150,7 +150,8 @@ spec:
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
         self.ip_batch(name, &inside).await?;
-        // The underlay's bridge has the addresses of all API servers. `src` makes packets to the worker come from its own one.
+        // The underlay's bridge has the addresses of all API servers. `src` makes packets to the worker come from the address of the
+        // worker's API server.
         let back = format!("route replace {address} via {} src {api}\n", host_node.address);
         self.ip_batch(UNDERLAY, &back).await
     }

@@ -24,7 +24,8 @@ impl Lab {
             }
         }
         self.ip_batch(UNDERLAY, &batch).await?;
-        // With forwarding, clusters would reach each other without any mesh, and tests of connections would prove nothing.
+        // With forwarding, clusters would reach each other without any mesh, also directly after an ICMP redirect, and tests
+        // of connections would prove nothing.
         let off = "for f in ipv4/ip_forward ipv4/conf/all/send_redirects ipv4/conf/br0/send_redirects ipv6/conf/all/forwarding; \
                    do [ ! -e /proc/sys/net/$f ] || echo 0 > /proc/sys/net/$f; done";
         self.underlay_exec(["sh", "-c", off]).await?;
@@ -69,6 +70,7 @@ impl Lab {
         Ipv4Addr::new(a, b, c, 1)
     }
 
+    /// Deletes a node's uplink and its network namespace.
     pub(super) async fn disconnect(&self, node: &NodePlan) -> Result<()> {
         let (namespace, port) = uplink_port(node);
         self.ip_batch(namespace, &format!("link del {port}\n")).await?;

@@ -51,7 +51,7 @@ impl Archive {
         self.entries += 1;
         let links = 1 + u32::from(mode & 0o040_000 != 0);
         let (size, name_size) = (content.len() as u32, name.len() as u32 + 1);
-        // inode, mode, owner, group, links, time, size, device (2), special device (2), length of the name, checksum
+        // inode, mode, owner, group, links, time, size, device (major, minor), special device (major, minor), name size, checksum
         let fields = [self.entries, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0];
         self.bytes.extend(b"070701");
         fields

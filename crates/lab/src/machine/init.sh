@@ -7,7 +7,7 @@ $B mount -t proc proc /proc
 $B mount -t sysfs sys /sys
 for module in /modules/*; do $B insmod "$module" || say "cannot load $module"; done
 options=trans=virtio,version=9p2000.L,msize=524288
-# With `cache=loose` the guest may miss changes that the host makes to these files meanwhile. It needs none of them.
+# With `cache=loose` the guest may miss later changes of these files on the host. It needs no such change.
 $B mount -t 9p -o $options,cache=loose,ro host /host || say "cannot mount the host's files"
 $B mount -t tmpfs -o mode=755,size=75% upper /upper
 $B mkdir /upper/files /upper/work

@@ -1,5 +1,5 @@
-//! Provides the guest's kernel: unpacks one pinned Debian package into the cache, with the modules that network tests
-//! need.
+//! Provides the kernel of the virtual machine (the guest): unpacks it, and the modules that network tests need, from one
+//! pinned Debian package into the cache.
 //!
 //! The pin is a version and its hash. Debian's archive keeps a version for months, and its snapshot archive keeps it
 //! forever, so an old checkout still finds its kernel. To upgrade, change [`PACKAGE`], [`SHA256`], [`RELEASE`] and the date
@@ -18,7 +18,7 @@ use crate::{Error, Result, lab_home};
 const PACKAGE: &str = "linux-image-6.12.117+deb12-amd64_6.12.117-1~deb12u1_amd64.deb";
 const SHA256: &str = "803d36a7cda13355ae8152122470288b2636f19f1cb58162dd9d8b408af9b1b4";
 const RELEASE: &str = "6.12.117+deb12-amd64";
-/// URLs of the package, in the order in which they are tried.
+/// URLs of directories that contain the package, in the order in which they are tried.
 const ARCHIVES: [&str; 2] = [
     "https://deb.debian.org/debian-security/pool/updates/main/l/linux-signed-6.12-amd64",
     "https://snapshot.debian.org/archive/debian-security/20261121T000000Z/pool/updates/main/l/linux-signed-6.12-amd64",
@@ -171,8 +171,8 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     let _ = std::fs::remove_dir_all(&unfinished);
     for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let old = name.starts_with("machine-") || (name.starts_with("linux-image-") && name != PACKAGE);
-        if old && entry.path() != directory {
+        let is_cached = name.starts_with("machine-") || (name.starts_with("linux-image-") && name != PACKAGE);
+        if is_cached && entry.path() != directory {
             let _ = std::fs::remove_dir_all(entry.path()).or_else(|_| std::fs::remove_file(entry.path()));
         }
     }
@@ -216,7 +216,8 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     })
 }
 
-/// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1 and 0x248).
+/// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1, 0x248 and
+/// 0x24c).
 /// QEMU boots the uncompressed kernel, because the guest would need seconds to decompress it.
 fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;

@@ -21,7 +21,7 @@ for port in /sys/class/virtio-ports/*; do
   read -r name <"$port/name"
   case $name in out) out=/dev/${port##*/} ;; err) err=/dev/${port##*/} ;; esac
 done
-# The command writes to pipes, because a port can be opened only once: opening /dev/stderr would fail.
+# The command writes to pipes. A port can be opened only once: if it were the command's stderr, opening /dev/stderr would fail.
 mkfifo $m/out $m/err
 cat <$m/out >"$out" & copies=$!
 cat <$m/err >"$err" & copies="$copies $!"

@@ -67,7 +67,7 @@ fn update(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(is_same_family)?))
         })
         .collect();
-    // All families or none: code that waits for the routes to a node then waits for both families.
+    // All families or none: a name in the file `routes` means that the node's routes of all families exist.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),
@@ -117,7 +117,8 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     run_with_stdin(&["nft", "-f", "-"], &table)
 }
 
-/// Runs a program with this text as its standard input, unless the text is empty. A failure is an error, except with `-force`.
+/// Runs a program with this text as its standard input; does not run it if the text is empty. A failure is an error, except with
+/// `-force`.
 pub(super) fn run_with_stdin(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());

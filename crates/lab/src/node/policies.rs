@@ -1,5 +1,5 @@
-//! Enforces NetworkPolicies for this node's pods with an nftables table. It watches the objects and applies the table
-//! that [`table`] renders from them.
+//! Enforces NetworkPolicies for this node's pods: watches NetworkPolicies, Pods and Namespaces, and applies the nftables
+//! table that [`table`] renders from them.
 
 mod table;
 
@@ -79,7 +79,6 @@ where
     /// Waits for one event and processes it. Cancellation loses no event.
     async fn next(&mut self) -> Result<()> {
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
-        // After an error the watch continues, with a backoff.
         match self.events.next().await {
             Some(Ok(watcher::Event::Init)) => self.listed.clear(),
             Some(Ok(watcher::Event::InitApply(object))) => drop(self.listed.insert(key(&object), object)),
@@ -90,6 +89,7 @@ where
             Some(Ok(watcher::Event::Delete(object))) => {
                 self.known.get_or_insert_default().remove(&key(&object));
             }
+            // The watch continues, with a backoff.
             Some(Err(error)) => eprintln!("watch {}: {error}", K::kind(&())),
             None => anyhow::bail!("the watch of {} ended", K::kind(&())),
         }

@@ -15,27 +15,28 @@ const NONE: Option<&str> = None;
 
 pub(super) fn enter(settings: &Settings) -> Result<()> {
     let cgroups = Cgroups::detect()?;
-    // The mount namespace is private, so processes outside do not see this mount.
     let base = settings.directory().join("root");
     fs::create_dir_all(&base)?;
-    filesystem("tmpfs", &base, "mode=755,size=6g")?;
+    // This process has a private mount namespace, so the host's processes do not see its mounts.
+    mount_filesystem("tmpfs", &base, "mode=755,size=6g")?;
     let [upper, work, root] = ["upper", "work", "root"].map(|name| base.join(name));
     for directory in [&upper, &work, &root] {
         fs::create_dir(directory)?;
     }
     let layers = format!("lowerdir=/,upperdir={},workdir={}", upper.display(), work.display());
-    filesystem("overlay", &root, &layers)?;
-    filesystem("proc", &root.join("proc"), "")?;
-    filesystem("sysfs", &root.join("sys"), "")?;
+    mount_filesystem("overlay", &root, &layers)?;
+    mount_filesystem("proc", &root.join("proc"), "")?;
+    mount_filesystem("sysfs", &root.join("sys"), "")?;
     bind(Path::new("/dev"), &root.join("dev"), MsFlags::MS_REC)?;
     mount_cgroups(&cgroups, &root.join("sys/fs/cgroup"))?;
     for name in ["run", "tmp", "var/lib", "var/log"] {
         let target = root.join(name);
         fs::create_dir_all(&target)?;
-        filesystem("tmpfs", &target, if name == "tmp" { "mode=1777" } else { "mode=755" })?;
+        mount_filesystem("tmpfs", &target, if name == "tmp" { "mode=1777" } else { "mode=755" })?;
     }
     fs::create_dir(root.join("run/netns"))?;
-    // The overlay contains only the root file system. These directories may be on other file systems, so they are bind-mounted.
+    // The overlay contains only the host's root file system. The directories of programs and the run directory may be on other file
+    // systems, so they are bind-mounted.
     for outside in settings.programs.iter().chain([&settings.run]) {
         let inside = under(&root, outside);
         fs::create_dir_all(&inside)?;
@@ -63,9 +64,9 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
 
 fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     let Cgroups::V1(hierarchies) = cgroups else {
-        return filesystem("cgroup2", target, "");
+        return mount_filesystem("cgroup2", target, "");
     };
-    filesystem("tmpfs", target, "mode=755")?;
+    mount_filesystem("tmpfs", target, "mode=755")?;
     for hierarchy in hierarchies {
         let target = target.join(hierarchy.mount.file_name().unwrap_or_default());
         fs::create_dir(&target)?;
@@ -75,13 +76,13 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
         } else {
             option.clone()
         };
-        filesystem("cgroup", &target, &option)?;
+        mount_filesystem("cgroup", &target, &option)?;
     }
     Ok(())
 }
 
-/// kubelet sets these sysctls if they have other values, and exits if that fails. They have no namespace, so kubelet would
-/// change those of the host. Therefore files with the expected values are bind-mounted over them.
+/// The sysctls that kubelet sets if they differ from the values here. They have no namespace, so kubelet would change the
+/// host's, and it exits if it cannot. So [`sysctls`] bind-mounts files with these values over them.
 const GLOBAL_SYSCTLS: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),
@@ -115,7 +116,7 @@ fn under(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-fn filesystem(kind: &str, target: &Path, options: &str) -> Result<()> {
+fn mount_filesystem(kind: &str, target: &Path, options: &str) -> Result<()> {
     let options = (!options.is_empty()).then_some(options);
     mount(Some(kind), target, Some(kind), MsFlags::empty(), options)
         .with_context(|| format!("mount {kind} on {} ({options:?})", target.display()))

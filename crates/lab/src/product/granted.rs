@@ -31,20 +31,20 @@ pub struct Gateway {
 pub struct Granted {
     /// The gateways, sorted by name.
     pub gateways: Vec<Gateway>,
-    /// Granted TCP ports.
+    /// Gateway ports of the TCP grants.
     pub tcp_ports: BTreeSet<u16>,
-    /// Granted UDP ports.
+    /// Gateway ports of the UDP grants.
     pub udp_ports: BTreeSet<u16>,
 }
 
 impl Granted {
-    /// Granted TCP sockets at all gateways.
+    /// The TCP gateway ports at the WireGuard addresses of all gateways.
     #[must_use]
     pub fn tcp_sockets(&self) -> BTreeSet<SocketAddr> {
         self.sockets(&self.tcp_ports)
     }
 
-    /// Granted UDP sockets at all gateways.
+    /// The UDP gateway ports at the WireGuard addresses of all gateways.
     #[must_use]
     pub fn udp_sockets(&self) -> BTreeSet<SocketAddr> {
         self.sockets(&self.udp_ports)
@@ -68,7 +68,7 @@ impl Granted {
     }
 
     /// Adds sockets to `all`, which contains the sockets of a scan and their labels. At every gateway's WireGuard address, it adds
-    /// the granted ports and every port that `all` already contains at any address.
+    /// the gateway ports and every port that `all` already contains at any address.
     pub fn add_gateway_sockets(&self, all: &mut BTreeMap<SocketAddr, String>) {
         let mut ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
         ports.extend(self.tcp_ports.union(&self.udp_ports));

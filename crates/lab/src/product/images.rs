@@ -123,7 +123,7 @@ fn debian_base(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     scratch.write_settings()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
-    // Packages are unpacked, not configured: the programs that run in the image and its Containerfile work without that.
+    // `extract` unpacks the packages and does not configure them: the programs that the Containerfiles and the images run need no more.
     bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
     bootstrap
         .arg(format!("--include={PACKAGES}"))
@@ -176,7 +176,8 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Writes settings with which buildah keeps its images and temporary files in this directory, not in the user's.
+    /// Writes settings with which buildah keeps its images and temporary files in this directory, not in
+    /// those of the user.
     fn write_settings(&self) -> Result<()> {
         let text = format!(
             "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
@@ -184,7 +185,7 @@ impl Scratch {
             self.path("run").display()
         );
         fs::write(self.path("storage.conf"), text).map_err(Error::io("write storage.conf"))?;
-        // buildah creates this directory and a lock in it even if it uses no network.
+        // buildah creates its directory for networks, with a lock, even if it uses no network. So that directory is here too.
         let text = format!("[network]\nnetwork_config_dir = \"{}\"\n", self.path("net.d").display());
         fs::write(self.path("containers.conf"), text).map_err(Error::io("write containers.conf"))?;
         create(&self.path("tmp"))
@@ -194,7 +195,8 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// Sets the environment for buildah. The isolation `chroot` needs no runtime, user namespace or cgroup.
+    /// Sets the environment of a command that runs buildah or writes temporary files. The isolation `chroot` needs no runtime, user
+    /// namespace or cgroup.
     fn environment<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command
             .env("CONTAINERS_CONF", self.path("containers.conf"))

@@ -6,8 +6,8 @@ use nix::sched::{CloneFlags, setns};
 
 /// Starts to forward and returns the port. Forwards until the process exits.
 pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<u16> {
-    // A socket belongs to the network namespace of the thread that creates it: this thread listens, another thread
-    // connects.
+    // A socket belongs to the network namespace of the thread that creates it. So this thread creates the listening socket, and a
+    // thread inside `namespace` accepts from it and creates the sockets that connect to `to`.
     let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();

@@ -1,4 +1,4 @@
-//! Reaps exited processes: pid 1 inherits every orphan of its pid namespace.
+//! Reaps exited processes. The supervisor is pid 1, so it inherits every orphan of its pid namespace.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -59,7 +59,7 @@ impl Reaper {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner).contains(&pid)
     }
 
-    /// Whether there was no child at the last check.
+    /// Whether the last `wait` found no child, and [`Self::spawn`] has started none since.
     pub(super) fn is_childless(&self) -> bool {
         self.childless.load(Ordering::SeqCst)
     }

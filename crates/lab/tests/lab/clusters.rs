@@ -128,10 +128,10 @@ async fn check_workloads(cluster: &Cluster<'_>) {
             .unwrap();
         assert_eq!(status.stdout, "Seccomp:\t2\n");
 
-        let token = "/var/run/secrets/kubernetes.io/serviceaccount";
+        let credentials = "/var/run/secrets/kubernetes.io/serviceaccount";
         let read = async |file: &str| {
             cluster
-                .kubectl(["exec", &from.name, "--", "cat", &format!("{token}/{file}")])
+                .kubectl(["exec", &from.name, "--", "cat", &format!("{credentials}/{file}")])
                 .await
                 .unwrap()
                 .stdout
@@ -410,6 +410,7 @@ fn leftovers(directory: &Path) -> Vec<String> {
     if directory.exists() {
         left.push(directory.display().to_string());
     }
+    // The hierarchies of cgroup v1 are folders in /sys/fs/cgroup. The only one of cgroup v2 is /sys/fs/cgroup itself.
     let hierarchies = std::fs::read_dir("/sys/fs/cgroup")
         .unwrap()
         .map(|entry| entry.unwrap().path());

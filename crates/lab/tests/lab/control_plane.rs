@@ -54,13 +54,13 @@ async fn two_api_servers_are_separate_and_leave_nothing_behind() {
 }
 
 #[tokio::test]
-async fn killed_api_server_restarts_with_same_objects_and_address() {
+async fn killed_api_server_starts_again_with_same_objects_and_address() {
     let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
     let cluster = lab.cluster("mgmt");
     let before = cluster.kubeconfig().unwrap();
     cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
     cluster.kill_api().unwrap();
-    // Not with kubectl, which would retry for 50 s when the forwarded port closes the connection.
+    // kubectl would retry for 50 s when the forwarded port closes the connection, so this request does not use it.
     assert!(cluster.client().await.unwrap().apiserver_version().await.is_err());
     cluster.start_api().await.unwrap();
     assert_eq!(
@@ -74,14 +74,14 @@ async fn killed_api_server_restarts_with_same_objects_and_address() {
     assert_eq!(cluster.kubeconfig().unwrap(), before);
 
     cluster.freeze_api().unwrap();
-    let silent = cluster
+    let response = cluster
         .try_kubectl(["get", "--raw", "/readyz", "--request-timeout=1s"])
         .await
         .unwrap();
     assert!(
-        !silent.status.success(),
+        !response.status.success(),
         "a frozen API server answered: {}",
-        silent.stdout
+        response.stdout
     );
     cluster.thaw_api().unwrap();
     cluster.wait_for_api().await.unwrap();
@@ -128,7 +128,7 @@ async fn underlay_connects_hosts_but_forwards_nothing() {
     one.restore_link().await.unwrap();
     one.exec(["ping", "-c", "1", "-W", "2", "172.30.1.102"]).await.unwrap();
 
-    // The underlay, which is the default gateway of "one", has a route to 10.99.0.1 on "two". It must not forward packets there.
+    // The default gateway of "one" is the underlay's namespace. It has a route to 10.99.0.1 on "two", but must not forward packets.
     lab.node("two")
         .exec(["ip", "addr", "add", "10.99.0.1/32", "dev", "lo"])
         .await

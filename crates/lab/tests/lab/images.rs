@@ -27,6 +27,7 @@ fn archive_entries(archive: impl Read) -> Vec<(PathBuf, Vec<u8>)> {
         entry.read_to_end(&mut bytes).unwrap();
         let path = entry.path().unwrap().into_owned();
         (
+            // The path of a directory ends with a slash.
             if entry.header().entry_type().is_dir() {
                 path.join("")
             } else {
@@ -114,7 +115,7 @@ fn named_by(manifest: &str) -> String {
 #[test]
 fn program_with_newer_libc_is_refused_with_remedy() {
     let scratch = tempfile::tempdir().unwrap();
-    // The loader compares version names. No libc has the name below, so this program looks as if it needed a newer libc.
+    // The loader compares version names. No libc has the version GLIBC_9, so a program that names it seems to need a newer libc.
     let mut program = fs::read("/bin/true").unwrap();
     let version = program
         .windows(9)

@@ -44,11 +44,11 @@ fn truncated_datagram_gives_only_its_whole_messages() {
     for cut in 1..datagram.len() {
         let whole = split(&datagram[..cut]).filter(Result::is_ok).count();
         assert!(whole <= 1, "{cut}");
-        // A cut in the padding of the first message leaves it whole.
-        let is_whole = (HEADER + 5..=HEADER + 8).contains(&cut);
+        // The first message needs no padding: a cut between its payload and the second message leaves no partial message.
+        let ends_after_first = (HEADER + 5..=HEADER + 8).contains(&cut);
         assert_eq!(
             split(&datagram[..cut]).all(|message| message.is_ok()),
-            is_whole,
+            ends_after_first,
             "{cut}"
         );
     }
@@ -99,6 +99,7 @@ fn encoded_request_is_split_and_parsed() {
     assert_eq!(parse::<RouteNetlinkMessage>(&header, payload).unwrap(), request);
     let message = Message::from_parts(header, payload);
     assert_eq!(message.parse::<RouteNetlinkMessage>().unwrap(), request);
+    // A message of an unknown type.
     Message::new(9_999, Vec::new())
         .parse::<RouteNetlinkMessage>()
         .unwrap_err();

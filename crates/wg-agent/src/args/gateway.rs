@@ -163,8 +163,8 @@ pub enum GatewayArgsError {
 }
 
 impl GatewayFlags {
-    /// Address N + 1 of the range for `ordinal` N; in an IPv4 /31 or /32, address N. `hosts` leaves out the network and broadcast address
-    /// of a larger IPv4 range, but not the first address of an IPv6 range.
+    /// Address N + 1 of the range for `ordinal` N; in an IPv4 /31 or /32, address N. Address 0 is the network address. `hosts` leaves
+    /// it out in larger IPv4 ranges, but not in IPv6 ranges.
     fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
         range.hosts().nth(
             usize::try_from(ordinal)
@@ -181,8 +181,9 @@ impl GatewayFlags {
         if families.len() < self.gateway_cidr.len() {
             return Err(GatewayArgsError::TwoRanges);
         }
-        let each = self.gateway_cidr.iter();
-        each.map(|range| Self::address(&range.trunc(), ordinal).ok_or(GatewayArgsError::RangeFull(*range, ordinal)))
+        let ranges = self.gateway_cidr.iter();
+        ranges
+            .map(|range| Self::address(&range.trunc(), ordinal).ok_or(GatewayArgsError::RangeFull(*range, ordinal)))
             .collect()
     }
 

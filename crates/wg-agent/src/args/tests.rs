@@ -51,7 +51,7 @@ fn range_without_usable_addresses_is_refused() {
 }
 
 #[test]
-fn cache_file_defaults_to_the_keys_directory() {
+fn cache_file_is_next_to_the_key_file_by_default() {
     let cache_file = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_file;
     assert_eq!(cache_file(""), Path::new("/var/lib/kilo/wg-agent.cache"));
     assert_eq!(
@@ -131,7 +131,7 @@ fn systemd_unit_has_valid_flags_and_minimal_privileges() {
 }
 
 #[test]
-fn cache_max_age_defaults_to_a_day() {
+fn cache_max_age_is_a_day_by_default_and_never_negative() {
     let age = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_max_age;
     assert_eq!(age(""), Duration::from_secs(24 * 3600));
     assert_eq!(age("--cache-max-age=1h30m"), Duration::from_secs(5400));
@@ -195,7 +195,7 @@ fn gateway_has_the_address_of_its_ordinal_in_each_family() {
 }
 
 #[test]
-fn missing_gateway_flags_are_named_with_a_remedy() {
+fn missing_and_wrong_gateway_flags_are_named() {
     let without = |part: &str| gateway(&GATEWAY.replace(part, "")).unwrap_err().to_string();
     let cases = [
         ("--pod-name g-1", "--pod-name and --pod-namespace are not set"),

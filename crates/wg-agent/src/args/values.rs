@@ -71,7 +71,7 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     Duration::try_from(span).map_err(|_| wrong("it must not be negative".to_owned()))
 }
 
-/// Parses a duration of at least 10 s and rounds it down to whole seconds, in which the agent writes nftables timeouts.
+/// Parses the timeout of a gateway's grants: at least 10 s, rounded down to whole seconds, the unit of the agent's nftables timeouts.
 pub(super) fn parse_grant_timeout(text: &str) -> Result<Duration, String> {
     const MINIMUM_SECONDS: u64 = 10;
     match parse_duration(text)? {

@@ -127,7 +127,8 @@ fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
     }
 }
 
-/// Replaces the file atomically. On an error the old file stays, except if only the last step fails, the sync of the directory.
+/// Replaces the file atomically. If the sync of the directory fails, which is the last step, the new file is in place. After any other
+/// error the old file stays.
 pub(super) fn write(cache_file: &CacheFile, content: &CacheContent) -> Result<(), CacheError> {
     let CacheFile { path, node, .. } = cache_file;
     let text = format::write(node, content).map_err(|error| failed("encode", path)(error.into()))?;
@@ -140,7 +141,7 @@ pub(super) fn write(cache_file: &CacheFile, content: &CacheContent) -> Result<()
 }
 
 fn replace(new: &Path, path: &Path, text: &[u8]) -> Result<(), CacheError> {
-    // A process that was killed while it wrote leaves this file. No other agent runs on this node, so it is unused.
+    // A process that is killed while it writes leaves the file `new`. No other agent runs on this node, so no process uses that file.
     match fs::remove_file(new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("replace", new)(error)),
         _ => {}

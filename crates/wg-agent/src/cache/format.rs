@@ -1,4 +1,4 @@
-//! Defines the format of the cache: a header line in JSON, and a line with the values as serde writes them.
+//! Defines the format of the cache: two lines of JSON, the header and the values.
 //!
 //! The types in [`SavedObjects`] are part of the format, so a change of one of them needs a new [`VERSION`]. A test compares
 //! the written cache with the golden file of the version, and fails until the version is raised.
@@ -38,6 +38,7 @@ pub(super) enum Unusable {
     Exposed(String),
 }
 
+/// The first line. Other versions may lack the fields with a default; the error is then still [`Unusable::Version`].
 #[derive(Serialize, Deserialize)]
 struct Head {
     format: String,

@@ -90,8 +90,8 @@ pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 pub struct CacheContent {
     /// `None` = this process has not applied anything yet, so the file must not be overwritten.
     pub saved: Option<Arc<SavedObjects>>,
-    /// When the API server last confirmed `saved`. It advances only when `saved` changes or after
-    /// [`CacheFile::max_lag`], so that not every pass writes the file.
+    /// When the API server last confirmed `saved`. It changes only when `saved` changes, after
+    /// [`CacheFile::max_lag`], or when the clock was set back, so that not every pass writes the file.
     pub confirmed: UnixTime,
     /// Live endpoints.
     pub live: LiveEndpoints,
@@ -101,7 +101,8 @@ impl CacheContent {
     /// Records that the API server confirmed `saved` at the time `now`. Returns whether the file must be written.
     pub fn confirm(&mut self, saved: SavedObjects, now: UnixTime, max_lag: Duration) -> bool {
         let changed = self.saved.as_deref() != Some(&saved);
-        let is_due = now.since(self.confirmed) >= max_lag || now < self.confirmed;
+        let was_clock_set_back = now < self.confirmed;
+        let is_due = now.since(self.confirmed) >= max_lag || was_clock_set_back;
         if changed {
             self.saved = Some(Arc::new(saved));
         }

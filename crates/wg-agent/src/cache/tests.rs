@@ -100,7 +100,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn written_cache_is_loaded_without_short_lived_values() {
+fn written_cache_is_loaded() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
@@ -115,6 +115,7 @@ fn written_cache_is_loaded_without_short_lived_values() {
             problem: None
         }
     );
+    // Not saved: the unreadable Peer, and the own Node's last check-in of kg and published annotations.
     assert_eq!(saved.peers.keys().collect::<Vec<_>>(), ["address", "name"]);
     assert_eq!(
         saved.nodes["n"].own,
@@ -244,7 +245,7 @@ fn with_unknown_field(whole: &str) -> String {
 
 // threat: forged-cache
 #[test]
-fn cache_that_other_users_can_access_is_not_used() {
+fn cache_open_to_others_or_behind_a_symlink_is_not_used() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
@@ -265,7 +266,7 @@ fn cache_that_other_users_can_access_is_not_used() {
     assert!(problem.contains("it is a symbolic link"), "{problem}");
 }
 
-/// `file::write` itself; the writer task deletes the old file (next test).
+/// This is true for `file::write` alone. The writer task then deletes the old file (next test).
 #[test]
 fn failed_cache_write_leaves_the_old_file() {
     let directory = tempfile::tempdir().unwrap();
@@ -318,13 +319,14 @@ fn cleanup_removes_all_cache_files() {
     file::write(&file, &content()).unwrap();
     fs::write(directory.path().join("cache.damaged"), "").unwrap();
     fs::write(directory.path().join("key"), "").unwrap();
-    assert_eq!(remove(&file.path).len(), 0);
+    let errors = remove(&file.path);
+    assert_eq!(errors.len(), 0);
     assert_eq!(names(directory.path()), ["key"]);
 }
 
 #[test]
 fn changed_objects_are_written_sooner_than_changed_endpoints() {
-    let roamed = CacheContent {
+    let other_endpoints = CacheContent {
         live: LiveEndpoints::new(),
         ..content()
     };
@@ -338,6 +340,7 @@ fn changed_objects_are_written_sooner_than_changed_endpoints() {
     };
     let milliseconds = |n| Some(Duration::from_millis(n));
     let seconds = |n| Some(Duration::from_secs(n));
+    // The arguments: the content, the content that was written last, and the time since the last write.
     assert_eq!(write_delay(&content(), &CacheContent::default(), None), seconds(0));
     assert_eq!(write_delay(&content(), &content(), None), None);
     assert_eq!(
@@ -345,14 +348,13 @@ fn changed_objects_are_written_sooner_than_changed_endpoints() {
         None,
         "the file of the last run is kept"
     );
-    // The last argument is the time since the last write.
     assert_eq!(
         write_delay(&other_objects, &content(), milliseconds(400)),
         milliseconds(600)
     );
     assert_eq!(write_delay(&other_objects, &content(), seconds(4)), seconds(0));
-    assert_eq!(write_delay(&roamed, &content(), seconds(4)), seconds(6));
-    assert_eq!(write_delay(&roamed, &content(), seconds(11)), seconds(0));
+    assert_eq!(write_delay(&other_endpoints, &content(), seconds(4)), seconds(6));
+    assert_eq!(write_delay(&other_endpoints, &content(), seconds(11)), seconds(0));
 }
 
 #[tokio::test]
@@ -375,7 +377,7 @@ fn cache_unconfirmed_for_too_long_is_renamed() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
     file::write(&file, &content()).unwrap();
-    // After the clock was set back, the file is not old.
+    // The file is used at exactly the maximum age, and also after the clock was set back to 0.
     for now in [NOW.0 + 100, NOW.0, 0] {
         assert_eq!(load(&file, UnixTime(now)).problem, None, "{now}");
     }

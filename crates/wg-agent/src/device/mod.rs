@@ -192,13 +192,13 @@ pub fn open(
     if interface.parse::<InterfaceName>().is_err() {
         return Err(DeviceError::Name(interface.to_owned()));
     }
-    let reason = match backend {
+    let reason_without_fallback = match backend {
         Backend::Kernel => "set by --backend=kernel",
         Backend::Userspace => "set by --backend=userspace",
         Backend::Auto => "--backend=auto: this node's kernel has WireGuard",
     };
     let reason = match backend {
-        Backend::Userspace => reason,
+        Backend::Userspace => reason_without_fallback,
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
                 // If the control socket of a killed userspace device exists, `wg show` uses it and not the kernel.
@@ -207,7 +207,7 @@ pub fn open(
                 }
                 return Ok(Opened {
                     device: Box::new(device),
-                    reason,
+                    reason: reason_without_fallback,
                 });
             }
             Err(DeviceError::NoKernelWireguard) if backend == Backend::Auto => {

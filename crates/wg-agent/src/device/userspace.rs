@@ -96,8 +96,8 @@ pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     Ok(wg_userspace::remove_control_socket(interface)?)
 }
 
-/// Removes the interface of that name if it exists and has the agent's alias; `false` = it has another alias or none, and stays;
-/// `true` also if it does not exist.
+/// Removes the interface of that name if it has the agent's alias. `true` = no such interface exists any more; `false` = the
+/// interface has another alias, or none, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

@@ -120,7 +120,8 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Whether the table in the kernel is the one that this manager wrote last.
+    /// Whether the table in the kernel is the one that this manager wrote or recognized last. Also true if it did neither and
+    /// the kernel has no table.
     ///
     /// # Errors
     /// The table cannot be listed.
@@ -140,8 +141,8 @@ impl<B: Backend> FirewallManager<B> {
         listing == self.written.as_ref().map(|(_, written)| written)
     }
 
-    /// If the kernel's table is not the one written last, sets `written` to `None`, or to `desired` if the record shows that
-    /// an earlier process wrote the kernel's table as `desired`.
+    /// Updates `written` if the kernel's table is another one: to `desired` if the record shows that an earlier process wrote
+    /// `desired` and the kernel's table is unchanged since then, else to `None`.
     fn recognize(&mut self, desired: &Firewall, listing: Option<&Listing>) {
         if !self.is_last_listing(listing) {
             let is_known = |listing: &&Listing| {
@@ -155,9 +156,8 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Makes the kernel's table equal to `desired`. Changes only set elements if [`update`] finds that this is enough, and replaces the
-    /// whole table otherwise, after an external change, or if the change of elements fails. Returns what was written; `None` = the table
-    /// was already equal.
+    /// Makes the kernel's table equal to `desired`. Replaces the whole table after an external change, if [`update`] finds that a change
+    /// of set elements is not enough, or if that change fails. Returns what was written; `None` = the table was already equal.
     ///
     /// # Errors
     /// The table cannot be listed or written. The kernel then has the old table, or a part or all of the update. The next

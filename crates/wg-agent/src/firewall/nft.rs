@@ -19,7 +19,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug, Clone)]
 pub struct Nft {
     program: PathBuf,
-    /// The last listing, and its generation.
+    /// The ruleset generation of the last listing, and the listing (`None` = no table). `None` = the table has to be listed again.
     listed: Option<(Generation, Option<Listing>)>,
 }
 
@@ -141,8 +141,8 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     Ok(Listing(Value::Array(objects)))
 }
 
-/// Removes what is not part of the rules: handles, counters and the remaining time of elements. Sorts elements, because their order can
-/// change without a write.
+/// Removes the values that the kernel sets: handles, the values of counters, and the remaining time of elements. Sorts elements, because
+/// their order can change without a write.
 fn strip(value: &mut Value) {
     match value {
         Value::Object(map) => {

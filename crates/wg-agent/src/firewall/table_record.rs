@@ -1,8 +1,8 @@
-//! Records, in a file next to the agent's cache, a digest of the desired table and of the kernel's listing after it was written.
-//! With it, the next process recognizes an unchanged table and does not write it again.
+//! Records, in a file next to the agent's cache, a digest of the desired table and of the kernel's listing after the write.
+//! If the digest still matches, the next process does not write the table again.
 //!
-//! Replacing a whole table drops packets that traverse it at that moment, because the old rules look up sets that are
-//! already empty.
+//! This avoids lost packets: replacing a whole table drops packets that traverse it at that moment, because the old rules
+//! look up sets that are already empty.
 
 use std::{
     ffi::OsString,

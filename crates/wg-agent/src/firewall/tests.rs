@@ -51,7 +51,7 @@ async fn policy_change_writes_only_elements() {
         matches!(
             step,
             Some(Update::Elements {
-                removed: 2,
+                removed: 2, // one element each of `mesh4` and `allow4`
                 added: 2,
                 ..
             })

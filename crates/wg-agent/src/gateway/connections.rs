@@ -1,6 +1,6 @@
-//! Deletes conntrack entries whose grant or endpoint was removed, in this network namespace. The firewall drops their
-//! packets anyway. But a UDP client that keeps sending would keep its entry alive, and with it the translation to the removed
-//! endpoint.
+//! Deletes conntrack entries of this network namespace whose grant or endpoint was removed. The firewall drops their packets,
+//! but even dropped packets keep an entry alive. A UDP client that keeps sending would stay translated to the removed endpoint
+//! and never reach another one.
 
 use std::{
     collections::BTreeSet,

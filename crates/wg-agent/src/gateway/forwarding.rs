@@ -17,10 +17,10 @@ pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
     let desired = desired_settings(interfaces, networks.iter().any(|net| net.addr().is_ipv6()));
-    let missing = sysctl::ensure(&desired).await;
-    missing
+    let wrong = sysctl::ensure(&desired).await;
+    wrong
         .iter()
-        .map(|missing| Trouble::new("forwarding", missing))
+        .map(|setting| Trouble::new("forwarding", setting))
         .collect()
 }
 

@@ -170,17 +170,17 @@ async fn run_loop(
         let began = Instant::now();
         let pass = gateway.pass(&store.snapshot()).await;
         let took = began.elapsed();
-        let again = Instant::now() + pass.pause();
+        let next_pass = Instant::now() + pass.pause();
         heartbeat.beat();
-        let settle = loop {
+        let delay = loop {
             tokio::select! {
                 // The first ready branch is taken, so that a due renewal of the grants comes before the next pass: a large table is
                 // written in several passes without a pause between them.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
                 Ok(()) = last_contact.changed() => {
-                    let answered = *last_contact.borrow_and_update();
-                    if let Some(answered) = answered && !gateway.renew(answered).await {
+                    let answered_at = *last_contact.borrow_and_update();
+                    if let Some(answered_at) = answered_at && !gateway.renew(answered_at).await {
                         break RETRY;
                     }
                     // If the table is not written yet, the pass may have waited for this answer.
@@ -188,7 +188,7 @@ async fn run_loop(
                         break Duration::ZERO;
                     }
                 }
-                () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                () = tokio::time::sleep_until(next_pass.into()) => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
                 _ = poll.tick() => gateway.poll_peers(),
                 () = nftables.changed() => {
@@ -204,7 +204,7 @@ async fn run_loop(
         };
         tokio::select! {
             () = stop.cancelled() => {}
-            () = tokio::time::sleep(settle) => {}
+            () = tokio::time::sleep(delay) => {}
         }
     }
 }

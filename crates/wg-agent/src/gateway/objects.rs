@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn malformed_access_has_no_networks_and_is_reported() {
+    fn malformed_access_or_value_becomes_an_error() {
         let object = |spec| {
             serde_json::from_value(json!({
                 "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",

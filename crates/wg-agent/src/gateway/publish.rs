@@ -30,7 +30,7 @@ const RETRY: Duration = Duration::from_secs(3);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The limit of entries in `status.refused`.
+/// The CRD's limit of entries in `status.refused`.
 const MAX_REFUSED: usize = 20;
 /// The limit of characters in the message of an entry in `status.refused`; `status.message` may have four times as many.
 const MAX_MESSAGE: usize = 1000;
@@ -191,7 +191,7 @@ mod tests {
 
     // threat: refusals-hidden
     #[test]
-    fn refused_parts_of_every_sandbox_are_shown() {
+    fn refused_grants_alternate_and_precede_other_refusals() {
         let refused = |access: &str, field: u16, grant: bool| Refused {
             access: access.to_owned(),
             field: format!("spec.x[{field}]"),

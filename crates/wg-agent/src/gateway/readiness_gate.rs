@@ -17,7 +17,7 @@ use crate::status::Trouble;
 /// down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The public keys of the nodes of each sandbox that are desired peers, by the name of the sandbox's SandboxAccess.
+/// Name of a sandbox's SandboxAccess -> public keys of the sandbox's nodes. Contains only nodes that are desired peers.
 pub(super) type NodeKeys = BTreeMap<String, BTreeSet<PublicKey>>;
 
 /// Keeps the gateway unready until one node of each sandbox with peers on the device has completed a handshake, but at most
@@ -66,10 +66,11 @@ impl ReadinessGate {
         self.wait(now + CONNECT_TIMEOUT, sandboxes);
     }
 
-    /// Records completed handshakes.
+    /// Stops waiting for the sandboxes that have connected or have no peers any more. Opens the gate when none is left, or
+    /// after the timeout.
     pub(super) fn observe(&mut self, peers: &ObservedPeers, now: Instant) {
         let connected = |peer: &&ObservedPeer| peer.stats.handshake_age.is_some();
-        // The sandboxes that have peers, none of which has connected.
+        // Keeps the sandboxes that have a peer on the device, but no peer that has connected.
         let unconnected = |sandboxes: &NodeKeys| {
             let mut unconnected = sandboxes.clone();
             unconnected.retain(|_, keys| {

@@ -82,10 +82,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn saved_endpoint_is_used_after_a_restart() {
+    fn saved_endpoint_is_used_again_and_invalid_lines_are_ignored() {
         let directory = tempfile::tempdir().unwrap();
         let key_file = directory.path().join("key");
-        let [known, silent] = [1, 2].map(|n| PublicKey::new([n; 32]));
+        let [known, unknown] = [1, 2].map(|n| PublicKey::new([n; 32]));
         let peer = |endpoint: Option<&str>| ObservedPeer {
             configured: PeerSpec::default(),
             stats: PeerStats {
@@ -93,11 +93,11 @@ mod tests {
                 ..PeerStats::default()
             },
         };
-        let observed = [(known, peer(Some("[2001:db8::7]:4000"))), (silent, peer(None))].into();
+        let observed = [(known, peer(Some("[2001:db8::7]:4000"))), (unknown, peer(None))].into();
         SavedEndpoints::load(&key_file).save(&observed);
 
         let endpoints = || {
-            let mut changes = [known, silent].map(|key| PeerChange::Add(key, PeerSpec::default()));
+            let mut changes = [known, unknown].map(|key| PeerChange::Add(key, PeerSpec::default()));
             SavedEndpoints::load(&key_file).set_endpoints(&mut changes);
             changes.map(|change| match change {
                 PeerChange::Add(_, spec) => spec.endpoint,
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(endpoints(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
         let file = directory.path().join("endpoints");
         let text = fs::read_to_string(&file).unwrap();
-        fs::write(&file, format!("nonsense\n{silent} nowhere\n{text}")).unwrap();
+        fs::write(&file, format!("nonsense\n{unknown} nowhere\n{text}")).unwrap();
         assert_eq!(endpoints(), [Some("[2001:db8::7]:4000".parse().unwrap()), None]);
         fs::write(&file, [0xff]).unwrap();
         assert_eq!(endpoints(), [None, None]);

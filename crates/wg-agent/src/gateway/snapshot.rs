@@ -38,9 +38,9 @@ struct Namespace {
     slices: WatchedKind<ParsedSlice>,
     /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
-    /// The failure, once it has lasted so long that no Service of the namespace is served. If access is denied, this takes
-    /// [`watches::DENIAL_GRACE`] if the namespace is listed, else no time. With any other error it takes [`Store::timeout`], and the
-    /// API server must have answered other requests all that time.
+    /// The failure, once it has lasted so long that no Service of the namespace is served:
+    /// - access denied: [`watches::DENIAL_GRACE`]; no time if Services or EndpointSlices were never listed
+    /// - another error: [`Store::timeout`], in which the API server answers other requests all the time
     lasting_failure: Option<Failure>,
 }
 
@@ -124,10 +124,10 @@ impl GatewaySnapshot {
     pub(super) fn services(&self, home: &str) -> BTreeMap<ObjectName, Service> {
         let granted = self.accesses.objects().flat_map(|(_, seen)| &seen.access.grants);
         let names: BTreeSet<&ObjectName> = granted.map(|grant| &grant.service).collect();
-        let mut endpoints: BTreeMap<(&str, &str), Vec<&ParsedSlice>> = BTreeMap::new();
+        let mut slices_by_service: BTreeMap<(&str, &str), Vec<&ParsedSlice>> = BTreeMap::new();
         for (name, namespace) in &self.namespaces {
             for (_, slice) in namespace.slices.objects() {
-                endpoints.entry((name, &slice.service)).or_default().push(slice);
+                slices_by_service.entry((name, &slice.service)).or_default().push(slice);
             }
         }
         let service = |name: &ObjectName| {
@@ -157,7 +157,7 @@ impl GatewaySnapshot {
             let Some(seen) = services.get(&name.name) else {
                 return Service::Absent;
             };
-            let slices = endpoints.get(&(&*name.namespace, &*name.name));
+            let slices = slices_by_service.get(&(&*name.namespace, &*name.name));
             Service::Observed(ObservedService {
                 has_selector: seen.has_selector,
                 is_external_name: seen.is_external_name,
@@ -196,7 +196,8 @@ pub(super) struct Store {
     notify: Arc<Notify>,
     wanted: watch::Sender<BTreeSet<String>>,
     metrics: Metrics,
-    /// How long the Services of a namespace are served after its watches started to fail with an error other than 403.
+    /// How long the Services of a namespace are served after its watches started to fail with an error other than 403, although the
+    /// API server answers other requests.
     timeout: Duration,
 }
 

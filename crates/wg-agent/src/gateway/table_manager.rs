@@ -60,8 +60,8 @@ impl TableManager {
         self.open_until.is_some()
     }
 
-    /// Whether no other program has changed nftables since the last write. Also true before the first write and after a
-    /// failed one. Otherwise false if the generation cannot be read.
+    /// Whether no other program has changed nftables since the last write; false if the generation cannot be read. True if there is
+    /// no such write: before the first one and after a failed one.
     pub(super) fn is_current(&self) -> bool {
         let now = generation::current().ok();
         self.written

@@ -250,7 +250,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn chosen_address_is_usable_and_unclaimed(
+        fn chosen_address_is_usable_and_has_no_earlier_claim(
             net in net(), node in "[a-z]{1,8}", created in 0i64..4,
             claims in proptest::collection::vec((0i64..4, "[a-z]{1,2}", any::<u64>()), 0..12),
             published in proptest::option::of(any::<u64>()),

@@ -72,7 +72,7 @@ impl InitiationListener {
                         store.wake();
                         return;
                     }
-                    // Copies can get lost during a flood, but a peer repeats its initiation.
+                    // Initiations for other keys. During a flood, one for this key can get lost, but the peer repeats it.
                     Ok(_) => {}
                     Err(error) => {
                         tracing::warn!(%error, "cannot detect handshakes for this node's new key any more");

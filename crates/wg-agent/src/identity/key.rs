@@ -132,7 +132,7 @@ pub fn next_path(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Creates the next key. Fails if there is one already, or no key to replace.
+/// Creates the next key. Fails if a next key already exists, or if there is no key to replace.
 pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
     let directory = path
         .parent()
@@ -244,8 +244,8 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
     Ok(Some(NodeKey(StaticSecret::from(*secret))))
 }
 
-/// Writes a temporary file and hard-links it to `path`, which fails if `path` exists. So a crash leaves no partial key in
-/// `path`, and two processes that start at the same time use the same key.
+/// Creates a key in a temporary file and makes `path` a hard link to it, so that a crash leaves no partial key in `path`. If another
+/// process has created `path` in the meantime, returns the key of that process.
 fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
     let mut secret = Zeroizing::new([0u8; 32]);
     let mut suffix = [0u8; 8];

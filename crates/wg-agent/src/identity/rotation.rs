@@ -12,9 +12,10 @@
 //!     |--------------|------------------------|--------------------------------|
 //!     device: old key, all sessions continue  | new key: a handshake with each peer that knows it
 //! ```
-//! A node behind NAT receives no initiations. It switches when no peer has answered a due rekey, which takes two to three
-//! minutes. A node that cannot detect initiations switches as soon as the new key is published,
-//! which interrupts its traffic with every peer that does not know the new key yet.
+//! A node behind NAT receives no initiations. It switches when no peer answers its rekeys ([`NO_REPLY_MARGIN`]). A rekey is due
+//! two minutes after the last handshake, so the switch follows two to three minutes after this handshake. A node that cannot
+//! detect initiations switches as soon as the new key is published. This interrupts its traffic with every peer that does not
+//! know the new key yet.
 
 use std::{fmt, path::Path, time::Duration};
 
@@ -161,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn new_key_is_used_after_an_initiation_or_an_unanswered_rekey() {
+    fn device_switches_only_for_one_of_three_triggers() {
         let seconds = |n| Some(Duration::from_secs(n));
         let trigger = |initiation_seen, is_published, unanswered_for| {
             find_trigger(&Evidence {
@@ -178,6 +179,7 @@ mod tests {
             "no peer can know the new key"
         );
         assert_eq!(trigger(Some(false), true, seconds(13)), Some(Trigger::NoReply));
+        // An initiation proves that the new key is published, even if this agent has not observed its annotation yet.
         assert_eq!(trigger(Some(true), false, None), Some(Trigger::Initiation));
         assert_eq!(trigger(None, false, seconds(60)), None);
         assert_eq!(trigger(None, true, None), Some(Trigger::CannotListen));

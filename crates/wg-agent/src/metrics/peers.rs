@@ -1,5 +1,5 @@
-//! Metrics of each peer (`--metrics-per-peer`), rendered from the last poll at each scrape, so that a removed peer
-//! disappears with the next poll. A peer's counters restart at 0 with the device, which Prometheus treats as a counter reset.
+//! Metrics of each peer (`--metrics-per-peer`). A scrape shows the peers of the last poll, so a removed peer disappears with the next
+//! poll. A peer's counters restart at 0 with the device, which Prometheus treats as a counter reset.
 
 use std::{
     fmt,
@@ -30,7 +30,7 @@ struct PeerState {
     state: &'static str,
 }
 
-/// The peers of the last poll. Cheap to clone; all clones share them.
+/// The peers of the last poll that have metrics, and the number of peers beyond [`MAX_PEERS`]. Cheap to clone; all clones share them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Peers(Arc<Mutex<(Vec<PeerSample>, usize)>>);
 

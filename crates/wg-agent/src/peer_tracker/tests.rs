@@ -87,12 +87,13 @@ fn live_endpoint_is_kept_while_it_is_a_candidate() {
 }
 
 #[test]
-fn removed_peer_keeps_its_live_endpoint_for_one_session() {
+fn removed_peer_without_candidates_keeps_live_endpoint() {
     let start = Instant::now();
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[], start);
     tracker.update(&observed(Some(1), Some("203.0.113.5:777"), 1, 1), start);
-    let remove_all = |tracker: &mut PeerTracker, at| tracker.sync([].into_iter(), at);
+    let remove_all = |tracker: &mut PeerTracker, now| tracker.sync([].into_iter(), now);
+    // The live endpoint is kept for `SESSION_LIFETIME` after the removal.
     let last = start + SESSION_LIFETIME - Duration::from_secs(1);
     for now in [start, last] {
         remove_all(&mut tracker, now);
@@ -174,7 +175,11 @@ fn unanswered_rekey_counts_only_while_no_peer_answers() {
     tracker.update(&two((100, 100, 228), (100, 100, 100)), after(100));
     assert_eq!(tracker.unanswered_for(after(120)), None, "keepalives alone");
     tracker.update(&two((140, 100, 400), (100, 100, 100)), after(140));
-    assert_eq!(tracker.unanswered_for(after(150)), None, "the other peer has a session");
+    assert_eq!(
+        tracker.unanswered_for(after(150)),
+        None,
+        "the other peer needs no rekey yet"
+    );
     tracker.update(&two((150, 100, 600), (150, 100, 100)), after(150));
     assert_eq!(tracker.unanswered_for(after(153)), Some(Duration::from_secs(13)));
     tracker.update(&two((155, 100, 700), (155, 132, 100)), after(155));

@@ -59,13 +59,13 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
     } = facts;
     let own = node.own.clone().unwrap_or_default();
     let internal = node.internal_ips.first().copied();
-    let prefix = |ip: &IpAddr| underlay.get(ip).copied().unwrap_or(if ip.is_ipv4() { 32 } else { 128 });
+    let prefix_length = |ip: &IpAddr| underlay.get(ip).copied().unwrap_or(if ip.is_ipv4() { 32 } else { 128 });
     let address = own.external_ips.first().copied().or(internal);
     let identity = NodeIdentity {
         public_key,
         wireguard_ip,
         endpoint: address.map(|ip| SocketAddr::new(ip, port)),
-        internal_ip: internal.map(|ip| IpNet::new_assert(ip, prefix(&ip))),
+        internal_ip: internal.map(|ip| IpNet::new_assert(ip, prefix_length(&ip))),
         discovered: BTreeMap::new(),
         agent,
     };
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn internal_address_is_published_in_kilos_formats() {
+    fn desired_annotations_have_kilos_formats() {
         let some = |text: &str| Some(text.to_owned());
         let want: Annotations = [
             (

@@ -1,4 +1,4 @@
-//! Publishes this node: writes its Node's annotations when they differ from the current ones.
+//! Publishes this node: writes the desired annotations of its Node that differ from the current ones.
 
 use std::{
     collections::BTreeMap,
@@ -48,20 +48,20 @@ struct WriteHistory {
 
 impl WriteHistory {
     /// The annotations to write now, and after which time to check again.
-    fn due(&self, wanted: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
+    fn due(&self, desired: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
         let mut due = Annotations::new();
         let mut next_check: Option<Duration> = None;
         let mut check_after = |wait: Duration| next_check = Some(next_check.map_or(wait, |next| next.min(wait)));
         let status_wait = self
             .status_written
             .map_or(Duration::ZERO, |at| STATUS_EVERY.saturating_sub(now - at));
-        let all = wanted
+        let all = desired
             .identity
             .iter()
             .map(|kv| (kv, Duration::ZERO))
-            .chain(wanted.status.iter().map(|kv| (kv, status_wait)));
+            .chain(desired.status.iter().map(|kv| (kv, status_wait)));
         for ((key, value), mut wait) in all {
-            if wanted.seen.get(key).unwrap_or(&None) == value {
+            if desired.seen.get(key).unwrap_or(&None) == value {
                 continue;
             }
             // The agent's watch may lag behind its own write.
@@ -89,11 +89,11 @@ impl WriteHistory {
     }
 }
 
-/// Writes annotations when they change, until the token is cancelled.
+/// Writes annotations when they change, until the token is cancelled or the sender of the desired annotations is dropped.
 pub async fn run(
     client: Client,
     node: String,
-    mut wanted: watch::Receiver<DesiredAnnotations>,
+    mut receiver: watch::Receiver<DesiredAnnotations>,
     metrics: Metrics,
     stop: CancellationToken,
 ) {
@@ -110,7 +110,7 @@ pub async fn run(
     let mut backoff = new_backoff();
     let mut last_error = String::new();
     loop {
-        let desired = wanted.borrow_and_update().clone();
+        let desired = receiver.borrow_and_update().clone();
         let (due, mut next_check) = written.due(&desired, Instant::now());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
@@ -137,7 +137,7 @@ pub async fn run(
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(next_check.unwrap_or(Duration::from_secs(3600))) => {}
-            changed = wanted.changed() => if changed.is_err() { return },
+            changed = receiver.changed() => if changed.is_err() { return },
         }
     }
 }
@@ -195,18 +195,18 @@ mod tests {
 
     #[test]
     fn current_annotations_are_not_written() {
-        let wanted = DesiredAnnotations {
+        let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "1")]),
             seen: some(&[("key", "a"), ("agent", "1")]),
         };
         assert_eq!(
-            WriteHistory::default().due(&wanted, Instant::now()),
+            WriteHistory::default().due(&desired, Instant::now()),
             (Annotations::new(), None)
         );
         let other = DesiredAnnotations {
             seen: some(&[("key", "b"), ("agent", "1")]),
-            ..wanted
+            ..desired
         };
         assert_eq!(
             WriteHistory::default().due(&other, Instant::now()),
@@ -215,21 +215,21 @@ mod tests {
     }
 
     #[test]
-    fn status_is_written_every_ten_seconds_and_identity_at_once() {
+    fn status_waits_ten_seconds_and_identity_is_written_at_once() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut written = WriteHistory::default();
         written.record(&some(&[("agent", "1")]), &some(&[("agent", "1")]), start);
-        let wanted = DesiredAnnotations {
+        let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "2")]),
             seen: some(&[("agent", "1")]),
         };
         assert_eq!(
-            written.due(&wanted, at(4)),
+            written.due(&desired, at(4)),
             (some(&[("key", "a")]), Some(Duration::from_secs(6)))
         );
-        assert_eq!(written.due(&wanted, at(10)).0, some(&[("key", "a"), ("agent", "2")]));
+        assert_eq!(written.due(&desired, at(10)).0, some(&[("key", "a"), ("agent", "2")]));
     }
 
     #[test]
@@ -237,11 +237,11 @@ mod tests {
         let start = Instant::now();
         let mut written = WriteHistory::default();
         written.record(&some(&[("key", "a")]), &Annotations::new(), start);
-        let wanted = DesiredAnnotations {
+        let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             ..DesiredAnnotations::default()
         };
-        assert_eq!(written.due(&wanted, start), (Annotations::new(), Some(SETTLE)));
-        assert_eq!(written.due(&wanted, start + SETTLE), (some(&[("key", "a")]), None));
+        assert_eq!(written.due(&desired, start), (Annotations::new(), Some(SETTLE)));
+        assert_eq!(written.due(&desired, start + SETTLE), (some(&[("key", "a")]), None));
     }
 }

@@ -132,7 +132,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.tracker.reset();
             }
         }
-        let changes = diff(&observed.peers, &desired).unwrap_or_default();
+        let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }

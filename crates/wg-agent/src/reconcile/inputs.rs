@@ -51,7 +51,7 @@ pub(super) struct GatheredInputs {
     pub(super) host_names: BTreeSet<String>,
     /// The member of each Peer, by the Peer's public key.
     pub(super) members: BTreeMap<PublicKey, Member>,
-    /// Objects that cannot be parsed, and why.
+    /// Objects that cannot be parsed, and why. Such a Peer is left out; such a PeerPolicy is replaced by one that allows nothing.
     pub(super) unreadable: BTreeMap<String, String>,
 }
 

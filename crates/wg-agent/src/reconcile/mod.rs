@@ -1,10 +1,10 @@
 //! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
 //! a pass may begin, `poll_peers` polls the peers after and between passes, and `run` decides when to run passes and polls.
 //!
-//! The order of a pass keeps packets for the mesh from leaving unencrypted. In a pass that opens the device, or fails to:
-//! the device, the firewall (drops packets to mesh prefixes that leave by another device), the routes (with `unreachable` routes
-//! of a higher metric), then the peers. In other passes: the firewall, the peers, then the routes, so that the peer of a
-//! new route always exists. If the firewall cannot be written, the pass ends before routes and peers.
+//! The order of a pass keeps packets for the mesh from leaving unencrypted: the firewall drops packets to mesh networks if they
+//! would leave by another device than the tunnel, and `unreachable` routes have a higher metric than the tunnel's routes. A pass
+//! that opens the device, or tries and fails, applies: device, firewall, routes, peers. Any other pass applies: firewall, peers,
+//! routes, so that the peer of a new route always exists. If the firewall cannot be written, the pass ends before routes and peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -104,7 +104,7 @@ pub(crate) struct Kernel<R, F> {
 
 /// The input of the task that writes the cache file.
 pub(crate) struct CacheWriter {
-    /// The content. At the start it contains only the live endpoints of an earlier process's peers.
+    /// The content. At the start it contains only the live endpoints that an earlier process saved.
     pub(crate) content: watch::Sender<CacheContent>,
     /// When the API server last confirmed the cache of an earlier process.
     pub(crate) confirmed: UnixTime,
@@ -191,9 +191,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         ));
         let config = self.deps.config.clone();
         let own = find_own_node(&snapshot, &config.node_name)?;
-        if let Err(kg) = self.kg.check(&own, SystemTime::now()) {
+        if let Err(kg_runs) = self.kg.check(&own, SystemTime::now()) {
             self.withdraw(&own).await?;
-            return Err(kg);
+            return Err(kg_runs);
         }
         self.kg.is_withdrawn = false;
         troubles.extend(self.advance_rotation(&own).await);
@@ -230,8 +230,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.peer_mtus = sizes.peer_mtus.clone();
         // Firewall and routes are applied even if the device cannot be opened: they keep packets for the mesh from
-        // leaving unencrypted. But as long as no pass has applied anything, nothing is applied while another program may own
-        // the tunnel, because this would interrupt the tunnel of that program.
+        // leaving unencrypted. Exception: before this process applies them for the first time, another program that occupies
+        // the interface or port may still use its tunnel. The firewall and routes would interrupt that tunnel.
         let opened = self.ensure_device(sizes.device);
         if self.device.is_occupied && self.applied.is_none() {
             return opened.map(drop);
@@ -285,7 +285,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Returns the node's own network; reads it only if it may have changed.
+    /// Returns the node's underlay; reads it from the kernel only if it may have changed.
     async fn read_underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
         let now = Instant::now();
         if let Some(known) = self.underlay.get(&internal, now) {
@@ -355,7 +355,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
         let max_lag = self.deps.cache.max_lag;
         self.deps.cache.content.send_if_modified(|content| {
-            // Unchanged objects without a confirmation keep their confirmation time, so the cache expires.
+            // If the API server no longer confirms unchanged objects, their confirmation time stays, so the cache expires.
             let unchanged = content.saved.as_deref() == Some(&saved);
             (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
         });
@@ -392,7 +392,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
     }
 
-    /// Reports objects that are left out.
+    /// Reports objects that are unreadable or refused.
     fn report_left_out(&mut self, gathered: &GatheredInputs, compiled: &Compiled) {
         let unreadable = gathered
             .unreadable

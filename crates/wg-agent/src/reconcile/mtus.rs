@@ -55,6 +55,7 @@ pub(super) fn packet_sizes(
         .iter()
         .map(|(key, endpoint)| (*key, endpoint.ip().to_canonical()))
         .collect();
+    // A later entry replaces an earlier one: the destination of outer packets replaces the endpoint from which the peer last sent.
     for (key, endpoint) in tracker
         .live_endpoints()
         .iter()
@@ -75,8 +76,8 @@ pub(super) fn packet_sizes(
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Whether packet sizes differ from those of the last pass: a peer roamed, or the kernel learned a smaller path MTU,
-    /// for which it sends no notification. False if the lookup fails or no pass has applied sizes.
+    /// Whether packet sizes differ from those of the last pass, because a peer roamed or a path MTU changed. The kernel sends
+    /// no notification of a new path MTU. False if the lookup fails or no pass has applied sizes.
     pub(crate) fn packet_sizes_changed(&self) -> bool {
         let Some(applied) = &self.applied else { return false };
         match packet_sizes(

@@ -52,7 +52,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
             None => return,
         };
-        if self.tracker.update(&observed.peers, now) {
+        let endpoint_changed = self.tracker.update(&observed.peers, now);
+        if endpoint_changed {
             if let Err(trouble) = self.apply_peers(&applied.compiled) {
                 tracing::debug!(error = trouble.message, "cannot try another endpoint");
             }

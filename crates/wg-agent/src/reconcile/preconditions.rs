@@ -17,8 +17,8 @@ const KG_ALIVE_SECONDS: i64 = 60;
 /// same time the controller keeps the Peers of a node without annotations.
 const KG_GONE: Duration = Duration::from_secs(300);
 
-/// Returns an error while a kind is pending: neither listed nor cached, and its CRD does not count as missing. Then a pass must not
-/// change anything.
+/// Returns an error while a kind is pending: neither listed nor cached, and its CRD does not count as missing. After this error
+/// a pass must not change anything.
 pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Trouble> {
     let pending: Vec<String> = snapshot
         .pending_kinds()

@@ -12,14 +12,14 @@ use clustermesh_agent_core::{
 
 use crate::route::sysctl;
 
-/// Counts repairs. Contains the state that the last pass applied; `None` = that part was not applied, or not completely. Each `count_*`
+/// Counts repairs. Contains the state that the previous pass applied; `None` = that part was not applied, or not completely. Each `count_*`
 /// method also records what the pass applied.
 #[derive(Debug, Default)]
 pub(super) struct RepairCounter {
     firewall: Option<Firewall>,
     routes: Option<Routes>,
     peers: Option<Peers>,
-    /// Settings that had an accepted value after the last pass.
+    /// Settings that had an accepted value after the previous pass.
     settings: BTreeSet<Name>,
 }
 
@@ -75,7 +75,7 @@ impl RepairCounter {
     }
 }
 
-/// Whether the change adds an object that was already applied, or deletes one that was not.
+/// Whether the change writes an object that the previous pass had applied, or deletes one that it had not applied.
 fn is_route_repair(last: &Routes, change: &Change) -> bool {
     match change {
         Change::AddAddress(address) => last.addresses.contains(address),
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn route_change_without_new_desired_state_is_a_repair() {
+    fn route_change_that_restores_the_previous_state_is_counted() {
         let (one, two) = (routes(&["10.1.0.0/24"]), routes(&["10.1.0.0/24", "10.1.1.0/24"]));
         let all = diff(&Routes::default(), &one).unwrap();
         let added = diff(&one, &two).unwrap();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn peer_change_without_new_desired_state_is_a_repair() {
+    fn peer_change_that_restores_the_previous_state_is_counted() {
         let key = |n| PublicKey::new([n; 32]);
         let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
         let one: Peers = [(key(1), PeerSpec::default())].into();

@@ -132,7 +132,7 @@ fn missing_node_is_named_in_the_error() {
 }
 
 #[test]
-fn pass_is_refused_only_while_kg_is_alive() {
+fn pass_is_refused_while_last_seen_is_recent() {
     let seen = |kg_seen| ParsedNode {
         own: Some(OwnNode {
             kg_seen,
@@ -169,9 +169,10 @@ fn agent_waits_five_minutes_after_kg_stopped() {
             // SIGTERM: kg removes the annotation.
             may_begin(None, 1001),
             may_begin(None, 1299),
-            // kg restarts and exits again. Its old `last-seen` value, as a killed kg would leave it, changes nothing.
+            // kg restarts: the five minutes begin again at 1310.
             may_begin(Some(1300), 1310),
             may_begin(None, 1311),
+            // An old `last-seen` value does not count as alive, so it does not prolong the wait.
             may_begin(Some(1300), 1609),
             may_begin(None, 1610),
         ],
@@ -180,7 +181,7 @@ fn agent_waits_five_minutes_after_kg_stopped() {
 }
 
 #[test]
-fn underlay_and_node_addresses_are_gathered() {
+fn addresses_of_node_and_cluster_are_gathered() {
     let mut snapshot = snapshot();
     let node = |n: u8| ParsedNode {
         internal_ips: vec![IpAddr::from([192, 0, 2, n])],
@@ -199,7 +200,7 @@ fn underlay_and_node_addresses_are_gathered() {
         inputs.api_servers,
         ["10.95.0.1:443", "192.0.2.1:6443"].map(|a| a.parse().unwrap()).into()
     );
-    // Includes this node's new WireGuard address before its Node has it.
+    // 100.66.0.9 is the agent's new WireGuard address. Its Node still has the old one, 100.66.0.7.
     let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
     assert_eq!(inputs.all_node_addresses, addresses.map(|a| a.parse().unwrap()).into());
     assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());

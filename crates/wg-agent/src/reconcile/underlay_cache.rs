@@ -1,5 +1,5 @@
 //! Caches the [`Underlay`]: the node's network without the mesh. Reading it dumps the main routing table, so it is read
-//! again only after an event, when the Node's InternalIPs change, or after 30 seconds.
+//! again only after an event that may have changed it, when the Node's InternalIPs change, or after 30 seconds.
 
 use std::{
     collections::BTreeSet,
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn underlay_is_read_again_after_an_event_or_30_seconds() {
+    fn reading_expires_by_age_event_or_changed_internal_ips() {
         let underlay = Underlay {
             interface: "eth0".parse().unwrap(),
             mtu: 1500,
@@ -61,8 +61,8 @@ mod tests {
         };
         let (now, internal) = (Instant::now(), BTreeSet::from(["192.0.2.1".parse().unwrap()]));
         let mut underlay_cache = UnderlayCache::default();
-        let is_known = |known: &UnderlayCache, ips: &BTreeSet<IpAddr>, seconds| {
-            known.get(ips, now + Duration::from_secs(seconds)).is_some()
+        let is_known = |cache: &UnderlayCache, ips: &BTreeSet<IpAddr>, seconds| {
+            cache.get(ips, now + Duration::from_secs(seconds)).is_some()
         };
         assert!(!is_known(&underlay_cache, &internal, 0));
         underlay_cache.set(internal.clone(), underlay.clone(), now);

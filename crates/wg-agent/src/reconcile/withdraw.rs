@@ -29,8 +29,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // If the node has neither rules nor routes of the agent, and this process does not know the firewall table, an
-        // agent in policy mode wrote it. Then the table stays, because an agent in policy mode may start again.
+        // An agent in policy mode writes a firewall table, but no rules and no routes. Its table stays, because such an agent may
+        // start again.
         let has_full_mode_state = !observed.routes.is_empty() || !observed.rules.is_empty() || firewall.knows_table();
         // kg already uses the interface's addresses, so only they stay.
         let addresses_only = Routes {

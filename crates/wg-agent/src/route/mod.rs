@@ -2,7 +2,7 @@
 //! an rtnetlink and an in-memory implementation. Also applies kernel settings and looks up path MTUs.
 //!
 //! Ownership: `observe` returns only the routes in the agent's tables with its protocol number, the rules with its protocol
-//! number, and the addresses of its device. So a diff cannot touch anything else.
+//! number, and the addresses of its device. So a diff changes no other objects of the node.
 
 use std::{future::Future, net::IpAddr};
 
@@ -120,8 +120,8 @@ pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<O
     apply_changes(routing, desired, |_| true).await
 }
 
-/// Like [`converge`], for a device that could not be opened: nothing is added to it, because an interface of that name may
-/// belong to another program. Desired objects that are on the device stay, because its tunnels may work.
+/// Like [`converge`], while the agent's device is not open: adds no address or route to an interface of its name, because it may
+/// belong to another program. Desired objects that exist already stay, because the device may still forward packets.
 pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     apply_changes(routing, desired, |change| !change.adds_to_device()).await
 }
@@ -177,7 +177,7 @@ mod tests {
                 "route add unreachable 10.1.0.0/16 table 5182 metric 4096: File exists (os error 17); another program's route has this key in table 5182, which must contain only wg-agent's routes: remove it"
             ]
         );
-        assert_eq!(outcome.done.len(), 4);
+        assert_eq!(outcome.done.len(), 4, "two routes and two rules");
         kernel.refuse.clear();
         let outcome = converge(&mut kernel, &routes()).await.unwrap();
         assert_eq!(
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn failure_to_bring_the_device_up_names_it_and_the_remedy() {
+    fn error_for_a_down_device_names_device_and_remedy() {
         let error = Error::SetUp {
             device: "kilo0".parse().unwrap(),
             source: NetlinkError::Kernel {

@@ -99,7 +99,8 @@ fn route_info(route: &RouteMessage) -> Option<RouteInfo> {
     (route.header.kind == RouteType::Unicast).then_some((interface, mtu))
 }
 
-/// Looks up the route to each address; addresses without a route are left out.
+/// Looks up the route to each address. Leaves out addresses of this node and addresses without a route, which the kernel answers with an
+/// error.
 fn routes(socket: &Socket, to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, RouteInfo>, Error> {
     let mut routes = BTreeMap::new();
     for to in to {

@@ -61,7 +61,7 @@ impl Netlink {
     }
 
     /// The index of the device, if it exists.
-    fn index(&self) -> Result<Option<u32>, Error> {
+    fn find_device_index(&self) -> Result<Option<u32>, Error> {
         match link::by_name(&self.socket, self.device.as_str()) {
             Ok(link) => Ok(link.map(|link| link.header.index)),
             Err(source) => Err(Error::Read {
@@ -71,11 +71,12 @@ impl Netlink {
         }
     }
 
-    fn device_index(&self) -> Result<u32, Error> {
-        self.index()?.ok_or_else(|| Error::NoDevice(self.device.clone()))
+    fn require_device_index(&self) -> Result<u32, Error> {
+        self.find_device_index()?
+            .ok_or_else(|| Error::NoDevice(self.device.clone()))
     }
 
-    /// Reads all objects of a kind. A family or table that the kernel does not have is empty.
+    /// Reads all objects of a kind: none if the kernel does not have the family or the table.
     fn dump<T>(
         &self,
         what: &'static str,
@@ -136,16 +137,16 @@ impl Netlink {
         let socket = &self.socket;
         match change {
             Change::AddAddress(address) => {
-                let mut message = address_message(self.device_index()?, *address);
-                // No other host can have this address on this device; duplicate address detection would delay IPv6 by a
-                // second.
+                let mut message = address_message(self.require_device_index()?, *address);
+                // Without duplicate address detection, an IPv6 address can be used a second earlier. No other host can have this
+                // address on this device.
                 message.header.flags = AddressHeaderFlags::Nodad;
                 message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
                 socket.create(&M::NewAddress(message))?;
             }
             Change::DeleteAddress(address) => {
                 // If the device does not exist, its addresses do not exist either.
-                if let Some(index) = self.index()? {
+                if let Some(index) = self.find_device_index()? {
                     socket.change(&M::DelAddress(address_message(index, *address)))?;
                 }
             }
@@ -176,7 +177,9 @@ impl Netlink {
                 if matches!(route.prefix, IpNet::V4(_)) {
                     message.header.scope = RouteScope::Link;
                 }
-                message.attributes.push(RouteAttribute::Oif(self.device_index()?));
+                message
+                    .attributes
+                    .push(RouteAttribute::Oif(self.require_device_index()?));
                 message
                     .attributes
                     .extend(source.map(|a| RouteAttribute::PrefSource(RouteAddress::from(a))));
@@ -193,7 +196,7 @@ impl Netlink {
 
     /// Brings the device up; the kernel accepts no route to a device that is down.
     fn set_up(&self) -> Result<(), Error> {
-        link::set_up(&self.socket, self.device_index()?).map_err(|source| Error::SetUp {
+        link::set_up(&self.socket, self.require_device_index()?).map_err(|source| Error::SetUp {
             device: self.device.clone(),
             source,
         })
@@ -202,7 +205,7 @@ impl Netlink {
 
 impl Routing for Netlink {
     async fn observe(&mut self) -> Result<Routes, Error> {
-        let index = self.index()?;
+        let index = self.find_device_index()?;
         let addresses = match index {
             Some(index) => self.addresses(index)?,
             None => Vec::new(),
@@ -260,7 +263,7 @@ fn address_message(index: u32, address: IpAddr) -> AddressMessage {
     message
 }
 
-/// Parses an address of the device; `None` = the agent never writes such an address, but the kernel may (link-local).
+/// Parses an address of the device; `None` = its scope or prefix length is not that of the agent's addresses, for example link-local.
 fn parse_address(message: &AddressMessage) -> Option<IpAddr> {
     let find = |local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {
@@ -275,8 +278,8 @@ fn parse_address(message: &AddressMessage) -> Option<IpAddr> {
     has_our_form.then_some(address)
 }
 
-/// A message with the key of a route and the agent's protocol number. As a delete request it removes only the agent's
-/// route, even if the route's other attributes were changed.
+/// A message with the key of a route and the agent's protocol number. As a delete request it removes no route of another program,
+/// and it removes the agent's route whatever its other attributes are.
 fn key_message(route: &Route) -> RouteMessage {
     let mut message = RouteMessage::default();
     message.header.address_family = address_family(Family::of(&route.prefix));
@@ -325,7 +328,7 @@ fn parse_route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option
             None
         }
     });
-    // A plain route has only attributes that the agent writes.
+    // Other metrics than the agent writes are an external change.
     is_plain &= mtu.map_or_else(Vec::new, |mtu| mtu_metrics(family, mtu)) == observed_metrics;
     let kind = match message.header.kind {
         RouteType::Unicast if is_plain && oif.is_some() && oif == index => Kind::Device { source, mtu },
@@ -342,8 +345,8 @@ fn parse_route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option
     })
 }
 
-/// A route's MTU metric. For forwarded IPv6 packets some kernels ignore it unless it is locked (6.18 does not ignore it);
-/// for IPv4 a lock would disable path MTU discovery.
+/// A route's MTU metric. For IPv6 it is locked, because some kernels (not 6.18) ignore an MTU without a lock for forwarded packets.
+/// For IPv4 a lock would disable path MTU discovery.
 fn mtu_metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
     const RTAX_MTU: u32 = 2;
     let lock = (family == Family::V6).then_some(RouteMetric::Lock(1 << RTAX_MTU));

@@ -35,11 +35,12 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// Decodes a rule; `None` = the rule is ignored. Rules without the agent's protocol number are ignored.
+/// Decodes a rule of the agent. `None` = the rule does not have the agent's protocol number, or is ignored as described below.
 ///
 /// A rule with another action than a table lookup, or with an attribute that [`rule_message`] never writes, becomes
-/// [`Action::Other`]. To delete it, all rules with the agent's protocol number at its priority are deleted. At
-/// [`RULE_TUNNEL`] and [`RULE_MESH`] these would include the rules that the agent needs, so it is ignored there.
+/// [`Action::Other`]. Attributes that netlink-packet-route does not know are ignored. To delete an `Action::Other`, all rules
+/// of the agent at its priority are deleted. At the priorities [`RULE_TUNNEL`] and [`RULE_MESH`] this would delete rules that
+/// the agent needs, so at these priorities such a rule is ignored.
 pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,

@@ -50,9 +50,10 @@ pub async fn ensure(wanted: &[Sysctl]) -> Vec<WrongSetting> {
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     let Outcome { mut written, mut wrong } = Outcome::default();
     for sysctl in wanted {
-        if let Err(found) = check(sysctl) {
+        if let Err(before) = check(sysctl) {
             let error = if sysctl.write { write(sysctl).err() } else { None };
-            if let Err(found) = check(sysctl).map_err(|now| if error.is_some() { found } else { now }) {
+            if let Err(now) = check(sysctl) {
+                let found = if error.is_some() { before } else { now };
                 wrong.push(WrongSetting {
                     sysctl: sysctl.clone(),
                     found,
@@ -66,11 +67,15 @@ pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     Outcome { written, wrong }
 }
 
-fn path(name: &Name, interface: Option<&str>) -> String {
-    match (name, interface) {
+/// The file of a setting. `instead` = an interface that replaces the one in the name.
+fn path(name: &Name, instead: Option<&str>) -> String {
+    match (name, instead) {
         (Name::Global(path), _) => format!("/proc/sys/net/{path}"),
-        (Name::Interface(own, key), other) => {
-            format!("/proc/sys/net/ipv4/conf/{}/{key}", other.unwrap_or(own.as_str()))
+        (Name::Interface(interface, key), instead) => {
+            format!(
+                "/proc/sys/net/ipv4/conf/{}/{key}",
+                instead.unwrap_or(interface.as_str())
+            )
         }
     }
 }
@@ -82,9 +87,9 @@ fn read(path: &str) -> io::Result<u8> {
         .map_err(|_| io::Error::other(format!("contains {:?}", text.trim())))
 }
 
-/// Checks the effective value. For an interface's rp_filter and src_valid_mark (Documentation/networking/ip-sysctl.rst) and
-/// ignore_routes_with_linkdown (tested on Linux 6.18), this is the greater of the interface's own value and the value of `all`. For
-/// `forwarding`, it is the interface's own value.
+/// Checks the effective value. For a global setting, and for `forwarding` of an interface, it is the setting's own value. For the other
+/// settings of an interface it is the greater of the interface's own value and the value of `all`: rp_filter and src_valid_mark
+/// (Documentation/networking/ip-sysctl.rst), ignore_routes_with_linkdown (tested on Linux 6.18).
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
         Ok(own) => own,
@@ -112,6 +117,7 @@ fn write(sysctl: &Sysctl) -> io::Result<()> {
         return Ok(());
     };
     match &sysctl.name {
+        // `NotFound` = the interface or setting does not exist, so netlink cannot write it either.
         Name::Interface(interface, key) if error.kind() != io::ErrorKind::NotFound => {
             set_devconf(interface, key, sysctl.value)
         }

@@ -132,7 +132,8 @@ fn classify(device: &InterfaceName, event: &Event) -> Option<RoutingEvent> {
     }
 }
 
-/// Classifies a change of an interface's settings (linux/netconf.h). Interfaces of new pods cause such messages, too.
+/// Classifies a change of an interface's settings (linux/netconf.h). Those of other single interfaces are
+/// ignored: every new pod's interface causes some.
 fn classify_netconf(device: &InterfaceName, message: &Message) -> Option<RoutingEvent> {
     const IF_INDEX: u16 = 1;
     const ALL: i32 = -1;
@@ -168,8 +169,8 @@ fn classify_route(route: &RouteMessage) -> Option<RoutingEvent> {
     }
 }
 
-/// A /32 or /128 may be an address of the agent, which assigns no others. Addresses on any interface count, since the agent's device
-/// may have been created anew with another index. Link-local addresses are ignored: every new pod's interface gets one.
+/// A /32 or /128 may be an address of the agent, which assigns no other prefix lengths. Addresses on any interface count, since
+/// the agent's device may have been created anew with another index. Link-local addresses are ignored: every new pod's interface gets one.
 fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     match (address.header.scope, address.header.prefix_len) {
         (AddressScope::Universe, 32 | 128) => Some(RoutingEvent::Ours),

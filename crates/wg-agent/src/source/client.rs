@@ -34,7 +34,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Its address, if it is configured by address.
+    /// The socket address of the server; `None` = it is configured by host name.
     #[must_use]
     pub fn address(&self) -> Option<SocketAddr> {
         self.host.as_ref().ok().map(|ip| SocketAddr::new(*ip, self.port))
@@ -53,7 +53,7 @@ pub enum ClientError {
          automountServiceAccountToken, or set --kubeconfig"
     )]
     InCluster(#[source] kube::config::InClusterError),
-    /// The client cannot be built, for example because of TLS.
+    /// The configuration is read, but kube cannot build a client from it, for example because of its TLS settings.
     #[error("cannot set up the client for the API server: {0}")]
     Client(#[source] kube::Error),
 }

@@ -86,7 +86,7 @@ pub(crate) async fn check_once(client: impl AsyncFnOnce() -> Result<Client, Stri
     most_urgent(cilium, interface_exists(KUBE_IPVS))
 }
 
-/// Chooses the problem to report: the one to fix first.
+/// Chooses the problem to report: a bypass by Cilium, else IPVS, else that Cilium's settings are unknown.
 fn most_urgent(cilium: Option<DatapathProblem>, ipvs: bool) -> Option<DatapathProblem> {
     match cilium {
         Some(DatapathProblem::Unknown(_)) | None if ipvs => Some(DatapathProblem::Ipvs),

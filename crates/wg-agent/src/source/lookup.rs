@@ -21,8 +21,9 @@ const CONCURRENCY: usize = 16;
 /// An address for each name that has one.
 pub type Addresses = BTreeMap<String, IpAddr>;
 
-/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while the answers contain it or
-/// there is no answer, so that round-robin DNS does not move a peer. `known` contains the answers of an earlier process.
+/// Resolves the names in `wanted` until the token is cancelled. Calls `report` with all addresses when they change. A name keeps its
+/// address while the answers contain it, so that round-robin DNS does not move a peer, and while there is no answer. `known` contains
+/// the addresses that an earlier process found.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,

@@ -25,12 +25,12 @@ pub mod watch;
 const PEER_POLICY: &str = "PeerPolicy";
 
 /// Starts the watches of all Peers, PeerPolicies and Nodes, and of the API server's endpoints. They update `store` until the
-/// token is cancelled. `keys` are the annotations that this agent writes on its own Node `me`.
+/// token is cancelled. `own_annotations` are those that this agent writes on its own Node `me`.
 pub fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,
     me: &str,
-    keys: &'static [&'static str],
+    own_annotations: &'static [&'static str],
     store: &Store,
     stop: &CancellationToken,
 ) {
@@ -63,7 +63,7 @@ pub fn start_watches(
     tasks.spawn(watch::watch_kind(
         Api::<Node>::all(client.clone()),
         default_config(),
-        move |node| ParsedNode::new(&node, &me, keys),
+        move |node| ParsedNode::new(&node, &me, own_annotations),
         StoreSink {
             store: store.clone(),
             kind: "Node",

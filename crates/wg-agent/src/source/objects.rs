@@ -1,5 +1,5 @@
-//! Parses objects into the values that the agent uses, or into a message that says why they cannot be used.
-//! `clustermesh_api` defines their format.
+//! Parses Kubernetes objects, whose format `clustermesh_api` defines, into the values that the agent uses. An invalid object
+//! gives a message that says why it cannot be used.
 
 use std::{
     collections::BTreeSet,
@@ -29,7 +29,7 @@ pub struct ParsedPeer {
     pub cluster: String,
     /// Namespace and name of the ClusterMesh; empty if the Peer has no such labels.
     pub mesh: (String, String),
-    /// Its resourceVersion, which orders Peers by their last write.
+    /// Its resourceVersion, which orders Peers by their last write; 0 if it is missing or no number.
     pub revision: u64,
     /// Its values, or why they cannot be used.
     pub spec: Result<PeerSpec, String>,
@@ -132,7 +132,7 @@ pub struct OwnNode {
     pub external_ips: Vec<IpAddr>,
     /// `kilo.squat.ai/force-endpoint`.
     pub force_endpoint: Option<Endpoint>,
-    /// `kilo.squat.ai/last-seen`, Unix seconds: when kg, not this agent, last wrote it.
+    /// `kilo.squat.ai/last-seen`, Unix seconds. Only kg writes it.
     #[serde(skip)]
     pub kg_seen: Option<i64>,
     /// The current values of the annotations that this agent writes.
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn last_seen_of_another_node_is_ignored() {
+    fn only_the_own_node_gets_last_seen_and_annotations() {
         let node = |seen: &str| -> Node {
             serde_json::from_value(serde_json::json!({
                 "metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen, "kilo.squat.ai/wireguard-ip": "10.4.0.1/16"}},

@@ -82,7 +82,7 @@ impl ClusterSnapshot {
         .collect()
     }
 
-    /// Uses the cached objects of each pending kind. Returns whether there was one.
+    /// Uses the cached objects of each pending kind. Returns whether a kind was pending.
     fn fill_from_cache(&mut self, saved: SavedObjects) -> bool {
         fn fill<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
             let pending = matches!(seen, WatchedKind::Pending);
@@ -141,7 +141,7 @@ pub struct Store {
     snapshot: Arc<Mutex<ClusterSnapshot>>,
     notify: Arc<Notify>,
     /// Notified for PeerPolicies only.
-    policies: Arc<Notify>,
+    policies_notify: Arc<Notify>,
     metrics: Metrics,
     /// The cached objects, until they are used.
     saved: Arc<Mutex<Option<SavedObjects>>>,
@@ -172,14 +172,15 @@ impl Store {
         self.lock().clone()
     }
 
-    /// Waits until the snapshot has changed, or `wake` was called, since the last call returned. Only one task may wait.
+    /// Waits until the objects or addresses have changed, a watch has failed, or `wake` was called, since the last call returned. The
+    /// end of an error alone does not count. Only one task may wait.
     pub async fn changed(&self) {
         self.notify.notified().await;
     }
 
     /// Waits until a PeerPolicy has changed since the last call returned. Only one task may wait.
     pub async fn policies_changed(&self) {
-        self.policies.notified().await;
+        self.policies_notify.notified().await;
     }
 
     /// Wakes the waiter of [`Self::changed`] although no object has changed.
@@ -215,7 +216,7 @@ impl<V> WatchSink<V> for StoreSink<V> {
         if changed {
             self.store.notify.notify_one();
             if self.kind == super::PEER_POLICY {
-                self.store.policies.notify_one();
+                self.store.policies_notify.notify_one();
             }
         }
         if recovered {

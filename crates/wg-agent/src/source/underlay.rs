@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn best_default_route_outside_the_mesh_is_the_fallback() {
+    fn best_default_route_outside_the_tunnel_is_the_fallback() {
         let got = choose_underlay(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &hops()).unwrap();
         assert_eq!((got.interface.as_str(), got.mtu), ("eth0", 1500));
         assert_eq!(

@@ -1,6 +1,6 @@
 //! Watches one kind of object: lists the objects, then receives changes, and retries after errors.
 //!
-//! Listed objects stay until newer ones are known or the CRD counts as missing, so an unreachable API server changes nothing.
+//! Known objects stay until newer ones arrive or the CRD counts as missing, so an unreachable API server changes nothing.
 
 use std::{
     collections::BTreeMap,
@@ -61,8 +61,8 @@ const UNKNOWN_KIND_RETRY: Duration = Duration::from_secs(3);
 /// How long a kind must be unknown until its CRD counts as missing. A starting API server may not know its CRDs yet, and
 /// the next pass removes the state of all objects of a missing kind.
 const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
-/// Replaces [`CRD_MISSING_AFTER`] for a pending kind. It is shorter, because no pass changes anything while a kind is pending:
-/// until it is listed or counts as missing, only the kernel state of an earlier process works.
+/// Replaces [`CRD_MISSING_AFTER`] for a pending kind. It is shorter, because passes change nothing while a kind is pending:
+/// meanwhile only the kernel state of an earlier process is in force.
 const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
 /// When the API server first answered that it does not know a kind; `None` = its last answer was different.
@@ -93,7 +93,7 @@ impl<V> WatchedKind<V> {
 }
 
 fn backoff() -> impl Iterator<Item = Duration> {
-    // At most a few seconds: requests are cheap, and the node waits for the answer.
+    // At most a few seconds: requests are cheap, and the node's configuration is outdated until one succeeds.
     ExponentialBuilder::default()
         .with_min_delay(Duration::from_millis(250))
         .with_max_delay(Duration::from_secs(5))
@@ -184,7 +184,8 @@ fn handle_event<K: Resource, V: PartialEq + Send>(
                     objects.insert(name, value);
                     true
                 }
-                WatchedKind::Pending | WatchedKind::CrdMissing | WatchedKind::Cached(_) => false, // a watcher lists first
+                // Not reached: a watcher lists first.
+                WatchedKind::Pending | WatchedKind::CrdMissing | WatchedKind::Cached(_) => false,
             });
         }
         Event::Delete(object) => {
@@ -210,8 +211,8 @@ fn is_unknown_kind(error: &watcher::Error) -> bool {
 mod tests {
     use super::*;
 
-    /// Whether a kind in state `seen` becomes missing at each answer. An answer is the seconds since the start, and whether
-    /// the API server answered 404 (unknown kind) or nothing.
+    /// For each answer, whether a kind in the state `seen` becomes missing. An answer is the seconds since the start, and `true`
+    /// for 404 (unknown kind) or `false` for no response.
     fn missing_after_each(seen: &WatchedKind<()>, answers: &[(u64, bool)]) -> Vec<bool> {
         let start = Instant::now();
         let mut unknown_since = UnknownSince::default();
@@ -226,13 +227,13 @@ mod tests {
     }
 
     #[test]
-    fn kind_unknown_at_the_start_is_missing_after_ten_seconds() {
+    fn pending_kind_counts_as_missing_after_ten_seconds() {
         let answers = [(0, true), (3, true), (9, true), (12, true)];
         assert_eq!(
             missing_after_each(&WatchedKind::Pending, &answers),
             [false, false, false, true]
         );
-        // The API server restarts after 3 s, and may not know its CRDs for a while afterwards.
+        // The API server does not respond after 3 s because it restarts, and may not know its CRDs for a while afterwards.
         let answers = [(0, true), (3, false), (12, true), (15, true), (24, true)];
         assert_eq!(
             missing_after_each(&WatchedKind::Pending, &answers),
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn kind_unknown_after_a_list_is_missing_after_a_minute() {
+    fn listed_or_cached_kind_counts_as_missing_after_a_minute() {
         let answers = [(0, true), (12, true), (60, true), (63, true)];
         assert_eq!(
             missing_after_each(&WatchedKind::Listed(BTreeMap::new()), &answers),

@@ -30,8 +30,8 @@ enum Output {
     Json,
 }
 
-/// Prints the state. The exit code is 0 if the node is healthy, 1 if it has problems, 2 if the agent did not answer or has another
-/// version. In a table, peers that `--cluster` and `--peer` exclude do not count.
+/// Prints the state. The exit code is 0 if the node is healthy, 1 if it has problems, 2 if the agent did not answer, or if it has
+/// another version and its state cannot be parsed. In a table, peers that `--cluster` and `--peer` exclude do not count.
 pub(crate) fn run(args: StatusArgs) -> ExitCode {
     let StatusArgs { output, cluster, peer } = args;
     let answer = query().map_err(|error| error.to_string()).and_then(|state| {

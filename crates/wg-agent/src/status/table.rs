@@ -288,7 +288,7 @@ Left out
     }
 
     #[test]
-    fn node_is_healthy_without_down_peers_or_troubles() {
+    fn down_peer_bypass_or_trouble_makes_a_node_unhealthy() {
         let mut view = view();
         view.refused.clear();
         view.troubles[0].harmless = true;
@@ -313,7 +313,7 @@ Left out
     }
 
     #[test]
-    fn gateway_shows_what_it_publishes() {
+    fn gateway_status_shows_key_addresses_and_counts() {
         let gateway = serde_json::json!({
             "publicKey": "F5rh=", "wireguardIPs": ["100.80.1.0"], "endpoints": ["10.10.1.7:51820", "192.0.2.7:30820"],
             "version": "1.2.3", "backend": "kernel", "sandboxes": 2, "grants": 3,

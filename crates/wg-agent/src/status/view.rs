@@ -1,5 +1,5 @@
-//! The format of the agent's state in `/debug/state` and `wg-agent status`. Parsing is lenient, because the other side
-//! may have another version. Never contains a secret.
+//! The format of the agent's state in `/debug/state` and `wg-agent status`. Parsing is lenient, because the
+//! agent may have another version than the command. The state never contains a secret.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
-    /// The agent's annotation of the Node.
+    /// The status that the agent writes into an annotation of its Node.
     pub(crate) agent: Option<AgentStatus>,
     pub(crate) node: Option<NodeView>,
     /// In gateway mode, the status of the SandboxGateway. Then `agent` and `node` are `None`.

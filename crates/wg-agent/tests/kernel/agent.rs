@@ -7,7 +7,7 @@ use clustermesh_tests::{
 };
 
 #[test]
-fn changed_interface_is_restored_and_counted_by_kind() {
+fn interface_changes_are_repaired_and_counted_by_kind() {
     let sites = start_nodes();
     let [a, b] = &sites;
     let _agents = sites.each_ref().map(|site| site.agent("userspace"));

@@ -1,4 +1,5 @@
-//! Runs the tests that every device backend must pass (`clustermesh_tests::contract`) with the userspace backend. Needs root.
+//! Runs the tests that every device backend must pass (`clustermesh_tests::contract`) with the userspace backend, and tests
+//! which backend `auto` chooses. Needs root.
 
 use clustermesh_tests::{contract, netns};
 use wg_agent::device::{self, Backend, Configuration, DeviceError};

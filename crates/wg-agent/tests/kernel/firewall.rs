@@ -32,8 +32,8 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// A table that allows packets from `sources` to `to`, but not to the first address of each network of `to` at `ports`. `ports`
-/// are also the infrastructure ports.
+/// A table that allows packets from `sources` to `to`, except TCP packets to the first address of each network of `to` with the
+/// number of one of `ports`. `ports` are also the infrastructure ports.
 fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
     let denied = |net: &IpNet| {
         let address = net.addr();
@@ -162,11 +162,11 @@ fn repeated_update_is_empty_and_changed_sets_update_elements() {
             Some(Update::Whole { .. })
         ));
         assert_eq!(manager.converge(&example()).await.unwrap(), None);
-        let mut wider = example();
+        let mut changed = example();
         let net: IpNet = "10.242.0.0/15".parse().unwrap();
-        (wider.v4.mesh, wider.v6.mesh) = ([net].into(), BTreeSet::new());
-        wider.v4.pairs = [(net, net)].into();
-        let step = manager.converge(&wider).await.unwrap();
+        (changed.v4.mesh, changed.v6.mesh) = ([net].into(), BTreeSet::new());
+        changed.v4.pairs = [(net, net)].into();
+        let step = manager.converge(&changed).await.unwrap();
         assert!(matches!(step, Some(Update::Elements { .. })), "{step:?}");
         assert!(manager.matches_kernel().await.unwrap());
     });
@@ -396,7 +396,8 @@ fn denied_packets_never_pass_during_table_updates() {
     });
 
     std::thread::scope(|scope| {
-        let (_guard, ended) = mpsc::channel::<()>();
+        // The sending thread ends when `_running` is dropped, also after a panic.
+        let (_running, ended) = mpsc::channel::<()>();
         let socket = member.enter(|| UdpSocket::bind("10.243.0.1:9")).unwrap();
         scope.spawn(move || {
             while ended.try_recv() == Err(mpsc::TryRecvError::Empty) {

@@ -14,7 +14,7 @@ use clustermesh_tests::{
 };
 
 use worker::{
-    worker_forwards_node_port_connections_into_the_tunnel, worker_in_the_hub_reaches_its_api_server_without_tunnel,
+    worker_forwards_node_port_connections_into_the_tunnel, worker_in_the_hub_reaches_its_api_server_by_eth0,
     worker_in_the_hub_replies_on_the_path_of_the_request,
 };
 
@@ -38,7 +38,7 @@ both! {
     spoofed_mesh_source_is_not_forwarded
     mss_fits_the_smaller_device_mtu
     worker_in_the_hub_replies_on_the_path_of_the_request
-    worker_in_the_hub_reaches_its_api_server_without_tunnel
+    worker_in_the_hub_reaches_its_api_server_by_eth0
     worker_forwards_node_port_connections_into_the_tunnel
 }
 
@@ -195,13 +195,14 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     for port in [9090, 9091] {
         serve(&mesh.hub_pod, f.denied, port);
     }
+    // At the address `denied`, only port 9090 is denied.
     assert_eq!(source_of(&mesh.hub, f.denied, 9090), f.hub_bridge);
     assert_eq!(source_of(&mesh.member_pod, f.denied, 9091), f.hub_bridge);
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
-    // Addresses of another node, in its Node object or not, are reachable through this node, except for the
-    // infrastructure ports.
+    // The member reaches addresses of another node through the hub's node, whether the Node object has them or not. Port 10250 is open
+    // inside the hub, and closed to the member below.
     for other in [f.hub2, f.hub2_bridge] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
@@ -261,8 +262,8 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         ip = f.ip(),
         pod = f.url(f.hub_pod),
     ));
-    // The WireGuard address, the address on the pods' bridge and the NodePort work inside the cluster, and the policy allows
-    // their networks.
+    // Inside the cluster, the listeners are reached at the WireGuard address, at the address on the pods' bridge and by NodePort. The
+    // policy allows the networks of both addresses, so it is not the policy that drops the member's packets below.
     for address in [f.hub_wireguard, f.hub_bridge] {
         assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
     }
@@ -293,7 +294,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         assert_eq!(received(address), None, "{address}");
         assert!(mesh.member_pod.pings(address), "{address}");
     }
-    // The node receives the replies to connections that it opened from its WireGuard address.
+    // The node opens a connection with its WireGuard address as the source, and receives the replies.
     serve(&mesh.member_pod, f.member_pod, 8080);
     assert_eq!(source_of(&mesh.hub, f.member_pod, 8080), f.hub_wireguard);
 }
@@ -428,7 +429,7 @@ fn mesh_packets_never_leave_unencrypted_without_a_tunnel(f: &'static Family) {
 fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
-    // Another machine on the hub's underlay sends from an address of the member.
+    // hub2, a machine on the hub's underlay, sends from an address of the member.
     mesh.hub2
         .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
     let reaches_hub_pod = |ns: &NetNs| {
@@ -438,7 +439,7 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
             .success()
     };
     assert!(mesh.hub2.pings(f.hub));
-    // Let only the chain path_in drop the packet: empty the chain `leave`, and route the address to the sender.
+    // Let only the chain path_in drop packets: empty the chain `leave`, which drops the replies, and route the replies to hub2.
     mesh.hub.sh("nft flush chain inet clustermesh leave");
     mesh.hub.ip(&format!(
         "route add {}/{} via {} table 99",

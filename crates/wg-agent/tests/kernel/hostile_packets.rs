@@ -104,7 +104,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     let messages = messages(&testbed);
     let before = resident_memory();
     let conversation = Conversation::start(&testbed);
-    let (stop, sources) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (stop, sockets) = (AtomicBool::new(false), AtomicU64::new(0));
     let attacker = &testbed.attacker;
     let flood = || {
         let mut next = messages.iter().cycle();
@@ -114,7 +114,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
                 // Errors of a full queue are ignored.
                 let _ = socket.send_to(message, victim_endpoint);
             }
-            if sources.fetch_add(1, Ordering::Relaxed) >= SOURCES.into() {
+            if sockets.fetch_add(1, Ordering::Relaxed) >= SOURCES.into() {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
@@ -129,7 +129,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
         scope.spawn(|| attacker.enter(flood));
         let _stop = Stop(&stop);
         wait_until("a message from every source", Duration::from_secs(60), || {
-            sources.load(Ordering::Relaxed) >= SOURCES.into()
+            sockets.load(Ordering::Relaxed) >= SOURCES.into()
         });
         println!("first round: {:?}", testbed.device.observe().expect("observe").drops);
         // A configured peer connects for the first time. Under load it needs a cookie.
@@ -149,10 +149,10 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     let grown = resident_memory().saturating_sub(before);
     println!(
         "{} sources, {:?}, {grown} bytes",
-        sources.load(Ordering::Relaxed),
+        sockets.load(Ordering::Relaxed),
         testbed.device.observe().expect("observe").drops
     );
-    assert!(sources.load(Ordering::Relaxed) >= SOURCES.into());
+    assert!(sockets.load(Ordering::Relaxed) >= SOURCES.into());
     assert!(testbed.dropped(&["under_load"]) > 1_000 && testbed.dropped(&["invalid"]) > 100);
     assert!(grown < MAX_MEMORY_GROWTH, "{grown} bytes more");
 }
@@ -188,8 +188,8 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
         testbed.dropped(&["replayed"]) == replayed + 1_000
     });
 
-    // A replayed initiation, from the same and from another address, gets no response and does not affect the session. An
-    // initiation within 20 ms after the handshake is dropped with the reason `under_load`.
+    // A replayed initiation, from the same and from another address, gets no response and does not affect the session. The device
+    // answers an initiation of a peer at most every 20 ms and counts earlier ones as `under_load`, before it detects a replay.
     let refused = || testbed.dropped(&["replayed", "under_load"]);
     let before = refused();
     for _ in 0..10 {
@@ -365,7 +365,7 @@ fn stalled_interface_counts_drops_and_recovers(outer: &'static Outer) {
     raw_peer.handshake();
     let conversation = Conversation::start(&testbed);
     let before = resident_memory();
-    // This socket is never read: the kernel keeps packets until its buffer is full.
+    // The test never reads from this socket, so the kernel queues packets until the socket's buffer is full.
     let inner = testbed.inner_socket(9);
     let packet = udp([10, 9, 0, ATTACKER], 9, &[7; 1_200]);
     let mut flood = |packets: u64| {

@@ -27,7 +27,7 @@ fn inputs_with_one_open_address(mesh: &Mesh) -> Inputs {
 
 /// If a node accepts the IP option "source route", it forwards a packet with this option to an address that its netfilter rules
 /// have not checked. One open port of the node would then open the same port of every other address.
-/// (`conf.all.accept_source_route` is 0 by default, `conf.default.accept_source_route` is 1.)
+/// The kernel accepts the option if `accept_source_route` is 1 on the interface (the default) and in `conf/all` (0 by default).
 // threat: ip-source-route
 #[test]
 fn accepted_source_route_reaches_no_closed_address() {

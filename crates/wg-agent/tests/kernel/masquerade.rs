@@ -31,19 +31,23 @@ enum Loader {
 }
 
 /// The values that replace the placeholders in the rules of one node.
-struct Rules<'a> {
+struct Placeholders<'a> {
     /// The IP family of the rules.
     f: &'a Family,
-    /// The pod network of the node, and the pod network of its cluster.
+    /// The node's pod CIDR.
     pods: &'a str,
+    /// The pod network of the cluster.
     net: &'a str,
-    /// A ClusterIP, its only endpoint, and the Service network.
+    /// A ClusterIP.
     service: &'a str,
+    /// The only endpoint of `service`.
     endpoint: &'a str,
+    /// The Service network.
     services: &'a str,
 }
 
-impl Rules<'_> {
+impl Placeholders<'_> {
+    /// Loads the rules in `text` into `ns`.
     fn load(&self, ns: &NetNs, loader: Loader, text: &str) {
         let f = self.f;
         let v6 = f.n == 6;
@@ -78,18 +82,18 @@ impl Rules<'_> {
 
 /// Replaces the simple CNI rules of the other tests by real ones. `load` loads them on the member's node, where a
 /// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of the Service network.
-fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
+fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Placeholders<'_>)) -> Mesh {
     let mesh = Mesh::new(f);
-    let local = format!("{}/{}", f.local_service, f.host);
-    let member = Rules {
+    let member_services = format!("{}/{}", f.local_service, f.host);
+    let member = Placeholders {
         f,
         pods: f.member_pods,
         net: f.member_pod_net,
         service: f.local_service,
         endpoint: f.hub_pod,
-        services: &local,
+        services: &member_services,
     };
-    let hub = Rules {
+    let hub = Placeholders {
         f,
         pods: f.hub_pods,
         net: f.hub_pod_net,
@@ -97,15 +101,15 @@ fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Rules<'_>)) -> Mesh {
         endpoint: f.hub2_pod,
         services: f.services,
     };
-    for (ns, rules) in [(&mesh.member, &member), (&mesh.hub, &hub)] {
+    for (ns, placeholders) in [(&mesh.member, &member), (&mesh.hub, &hub)] {
         ns.sh(&format!("nft delete table {} cni", f.ip()));
-        load(ns, rules);
+        load(ns, placeholders);
     }
     mesh
 }
 
-/// Checks the flows. Then removes the agent's rules and checks that one flow no longer keeps its source: the loaded rules
-/// masquerade it, and so it may also fail.
+/// Checks the flows. Then flushes the agent's chains that translate and check sources, and checks that a request no longer
+/// arrives with the pod's address: the loaded rules masquerade it, or it gets no response.
 fn check_flows(f: &'static Family, mesh: &Mesh) {
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub2_pod, f.hub2_pod, 8080);
@@ -121,7 +125,7 @@ fn check_flows(f: &'static Family, mesh: &Mesh) {
     // A remote Service through its anchor, where kube-proxy masquerades sources outside the anchor's cluster.
     assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
-    // All packets are inside the tunnel.
+    // The packets of a flow to the remote endpoint are all inside the tunnel.
     let capture = Capture::start(
         &mesh.member,
         "eth0",
@@ -144,40 +148,40 @@ fn check_flows(f: &'static Family, mesh: &Mesh) {
 }
 
 fn flows_pass_kube_proxy_and_flannel_nftables_rules(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| {
-        rules.load(ns, Loader::Nft, include_str!("rules/kube-proxy.nft"));
-        rules.load(ns, Loader::Nft, include_str!("rules/flannel.nft"));
+    let mesh = mesh(f, |ns, placeholders| {
+        placeholders.load(ns, Loader::Nft, include_str!("rules/kube-proxy.nft"));
+        placeholders.load(ns, Loader::Nft, include_str!("rules/flannel.nft"));
     });
     check_flows(f, &mesh);
 }
 
 fn flows_pass_kube_proxy_and_flannel_iptables_nft_rules(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "nft"));
+    let mesh = mesh(f, |ns, placeholders| load_flannel_iptables(ns, placeholders, "nft"));
     check_flows(f, &mesh);
 }
 
 fn flows_pass_kube_proxy_and_flannel_iptables_legacy_rules(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| load_flannel_iptables(ns, rules, "legacy"));
+    let mesh = mesh(f, |ns, placeholders| load_flannel_iptables(ns, placeholders, "legacy"));
     check_flows(f, &mesh);
 }
 
-fn load_flannel_iptables(ns: &NetNs, rules: &Rules<'_>, kind: &'static str) {
-    rules.load(ns, Loader::Iptables(kind), include_str!("rules/kube-proxy.iptables"));
-    rules.load(ns, Loader::Iptables(kind), include_str!("rules/flannel.iptables"));
+fn load_flannel_iptables(ns: &NetNs, placeholders: &Placeholders<'_>, kind: &'static str) {
+    placeholders.load(ns, Loader::Iptables(kind), include_str!("rules/kube-proxy.iptables"));
+    placeholders.load(ns, Loader::Iptables(kind), include_str!("rules/flannel.iptables"));
 }
 
 fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| {
+    let mesh = mesh(f, |ns, placeholders| {
         let family = if f.n == 6 { "inet6" } else { "inet" };
         for set in ["masq", "all"] {
             let name = format!("cali{}0{set}-ipam-pools", f.n);
             ns.sh(&format!(
                 "ipset create {name} hash:net family {family}; ipset add {name} {}",
-                rules.net
+                placeholders.net
             ));
         }
-        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
-        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/calico.iptables"));
+        placeholders.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
+        placeholders.load(ns, Loader::Iptables("nft"), include_str!("rules/calico.iptables"));
     });
     check_flows(f, &mesh);
 }
@@ -185,11 +189,12 @@ fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
 /// Cilium's programs write the pod's security identity into the mark of its packets. Two of the identity's bits are
 /// within the agent's `MARK_MASK`.
 fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
-    let mesh = mesh(f, |ns, rules| {
-        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
-        rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
+    let mesh = mesh(f, |ns, placeholders| {
+        placeholders.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
+        placeholders.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
     });
-    // Cilium marks packets of the host, including the tunnel's outer packets, whose endpoint is in a mesh network.
+    // Cilium marks packets of the host, and so the tunnel's outer packets. They must still leave on the underlay, although
+    // the hub node's address is in a mesh network.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
     wait_for("an outer packet", Duration::from_secs(5), || {

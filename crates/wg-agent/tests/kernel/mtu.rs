@@ -59,7 +59,7 @@ fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
     check_sizes(&star, 2, largest);
     // The device's MTU is at least 1280, the minimum for IPv6. So on an underlay with MTU 1280, outer packets of large IPv6 packets
-    // are fragmented.
+    // are fragmented. IPv4 routes have the path's own, smaller MTU.
     if mtu > 1280 {
         assert_eq!(
             star.sites.iter().map(|s| s.fragments()).sum::<u64>(),
@@ -85,6 +85,7 @@ underlays! {
     every_size_passes_or_is_refused_on_a_1280_underlay 1280: [1216, 1280], [1200, 1280];
 }
 
+/// A forged ICMP error has the effect of node 3's small path MTU. It must not reduce the packets between nodes 1 and 2.
 // threat: forged-path-mtu
 #[test]
 fn peers_of_different_path_mtu_share_one_device() {
@@ -99,11 +100,11 @@ fn peers_of_different_path_mtu_share_one_device() {
     }
     star.reconcile();
     star.wait_until_connected();
-    let sizes = |n: usize| star.sites[n].sizes();
+    let sizes = |node: usize| star.sites[node - 1].sizes();
     // `sizes` computes the MTUs again, as `reconcile` did.
     // The path from node 1 to node 3 carries 1320 bytes. A peer's MTU is a multiple of 16, because WireGuard pads packets.
-    assert_eq!((sizes(0).device, sizes(0).peer_mtus), (1440, [(key(3), 1312)].into()));
-    assert_eq!((sizes(2).device, sizes(2).peer_mtus), (1320, [].into()));
+    assert_eq!((sizes(1).device, sizes(1).peer_mtus), (1440, [(key(3), 1312)].into()));
+    assert_eq!((sizes(3).device, sizes(3).peer_mtus), (1320, [].into()));
     check_sizes(&star, 2, [1440, 1440]);
     let assert_no_fragments = |what: &str| {
         let fragments: Vec<u64> = star.sites.iter().map(path::real::Site::fragments).collect();
@@ -181,6 +182,7 @@ fn check_ipv4_sizes(star: &Star, largest: u16) {
 fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
     let mut star = Star::new(&[1500, 1500], |_, _| outer);
     for (site, other) in star.sites.iter_mut().zip([2, 1]) {
+        // The strict reverse path filter must not drop packets between addresses that are also reached over the underlay.
         for which in ["all", "default", "eth0"] {
             site.ns.set_sysctl(&format!("net/ipv4/conf/{which}/rp_filter"), "1");
         }

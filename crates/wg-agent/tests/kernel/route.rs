@@ -146,7 +146,7 @@ fn converge_writes_the_desired_state_of_both_families() {
 }
 
 #[test]
-fn change_of_one_peer_writes_one_route() {
+fn change_of_peer_or_underlay_writes_only_affected_routes() {
     let ns = node("one");
     converge_fully(&ns, &desired(&plan()));
     let mut less = plan();
@@ -220,7 +220,8 @@ fn obsolete_rules_of_the_agent_are_removed() {
     ] {
         ns.ip(rule);
     }
-    // A rule of another program, and a manual rule with the priority of one of the agent's rules.
+    // These rules are kept. The first is of another program. The second has the agent's protocol number, but a form that the agent
+    // never writes, and the priority of a rule that the agent needs: a deletion could remove that rule (`parse_rule`).
     for rule in [
         "rule add pref 996 from 192.0.2.0/24 lookup 99",
         "rule add pref 1001 from 192.0.2.7 protocol 117 lookup 99",

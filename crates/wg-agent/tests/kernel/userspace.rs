@@ -30,12 +30,12 @@ macro_rules! tests {
             endpoints::changed_endpoint_of_unreachable_peer_is_tried_at_once
             endpoints::outer_packets_carry_the_current_fwmark
             endpoints::failed_mtu_change_does_not_block_a_second_attempt
-            interface::foreign_interfaces_are_kept_and_reported
+            interface::open_refuses_foreign_interface_used_port_and_bad_name
             interface::interface_remains_after_process_and_is_reused
-            interface::interface_with_older_flags_is_recreated
-            traffic::ping_and_tcp_pass_and_wg_shows_the_peer
+            interface::tunnel_works_despite_interface_of_older_version
+            traffic::traffic_passes_and_wg_can_show_but_not_change_peers
             traffic::tunnel_works_over_an_ipv6_underlay
-            traffic::peer_changes_do_not_affect_other_sessions
+            traffic::session_survives_changes_of_its_peer_and_another
             traffic::large_datagrams_arrive_whole_and_in_order_in_both_families
             traffic::many_flows_to_one_peer_cause_no_deadlock
         }

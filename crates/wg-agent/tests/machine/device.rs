@@ -29,7 +29,7 @@ macro_rules! case {
 clustermesh_tests::each_device_test!(case);
 
 #[test]
-fn process_restart_loses_no_packet_and_no_session() {
+fn reopened_device_loses_no_packet_and_no_session() {
     run_in_machine!();
     let [mut a, b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
@@ -38,6 +38,7 @@ fn process_restart_loses_no_packet_and_no_session() {
     let mut ping =
         a.ns.spawn_command(Command::new("ping").args(words).stdout(Stdio::piped()));
     for _ in 0..20 {
+        // As in a restart of the agent, the device is dropped without `close`.
         drop(a.device.take());
         a.open(Backend::Auto);
         let peer = a.peer(2);
@@ -67,7 +68,7 @@ fn backend_switch_leaves_nothing_of_old_device() {
         (Backend::Userspace, "tun", true),
         (Backend::Kernel, "wireguard", false),
     ] {
-        // As in a restart, the old device is dropped without `close`.
+        // As in a restart of the agent, the old device is dropped without `close`.
         drop(a.device.take());
         a.open(backend);
         a.add_addresses();
@@ -108,7 +109,7 @@ fn foreign_wireguard_interface_is_kept() {
             .map(drop);
         assert!(matches!(error, Err(DeviceError::Exists(_))), "{backend:?}");
     }
-    // `false` = the interface has another alias and stays. A name without an interface needs no removal: `true`.
+    // `false` = the interface does not have our alias and stays. `true` = our interface is removed, or there is none of this name.
     let removed = |name: &str| ns.enter(|| userspace::remove_interface(name)).expect("an answer");
     assert_eq!(["kilo0", &ours, "missing"].map(removed), [false, true, true]);
     assert_eq!(links(ns), ["kilo0", "lo"]);
@@ -157,17 +158,21 @@ fn check_mixed_backends(outer: Family, largest: u16) {
     );
     for family in Family::BOTH {
         let (here, there) = (pod(1, family), pod(2, family));
-        for (from, to, at, other) in [(kernel, userspace, there, here), (userspace, kernel, here, there)] {
+        for (from, to, to_address, from_address) in [(kernel, userspace, there, here), (userspace, kernel, here, there)]
+        {
             transfer(
                 &from.pod,
                 &to.pod,
-                &std::net::SocketAddr::new(at, 9002).to_string(),
+                &std::net::SocketAddr::new(to_address, 9002).to_string(),
                 1 << 20,
             );
             let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
-            assert_eq!(probe_sizes(&from.pod, at, sizes), Some(64..=largest), "to {at}");
-            // Pings to the pods' own addresses in both directions: the addresses are not translated.
-            assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
+            assert_eq!(
+                probe_sizes(&from.pod, to_address, sizes),
+                Some(64..=largest),
+                "to {to_address}"
+            );
+            assert!(from.pod.pings(&to_address.to_string()) && to.pod.pings(&from_address.to_string()));
         }
     }
     for site in [kernel, userspace] {

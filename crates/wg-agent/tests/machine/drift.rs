@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 
 use crate::virtual_machine::run_in_machine;
 
-/// The configuration of a device as `wg` and `ip` show it, sorted.
+/// The configuration of a device: the sorted words of `wg showconf`, then MTU and flags of the link.
 fn device_config(site: &Site) -> Vec<String> {
     let text = site.ns.run("wg", &["showconf", &site.interface]);
     let mut words: Vec<String> = text.split([' ', ',', '\n']).map(str::to_owned).collect();
@@ -96,6 +96,7 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     b.wait_until_reaches(a);
     a.wait_until_reaches(b);
 
+    // Not `check_repair`: a link that is down also loses its routes, and their repairs can be counted too.
     let before = a.repairs();
     let (config, start) = (device_config(a), std::time::Instant::now());
     a.ns.ip(&format!("link set {} down", a.interface));

@@ -1,6 +1,5 @@
-//! Tests a gateway with the kernel's WireGuard: its tunnel continues without the gateway's process, which the
-//! userspace device's does not, and it serves grants behind kube-proxy in IPVS mode. `tests/node/gateway.rs` has the other tests
-//! of gateways.
+//! Tests a gateway with the kernel's WireGuard: its tunnel works without the gateway's process (the userspace device's tunnel does
+//! not), and the gateway serves grants behind kube-proxy in IPVS mode. `tests/node/gateway.rs` has the other tests of gateways.
 
 mod kube_proxy;
 
@@ -67,7 +66,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     assert!(connection.request().is_some());
 
     // If the API server does not answer when the container restarts, the kernel state of the previous process remains.
-    testbed.api.set_stalled(true);
+    testbed.api.set_unresponsive(true);
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.wait(TIMEOUT);
     assert!(connection.request().is_some(), "without a process");
@@ -83,7 +82,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     );
     testbed.wait_for_answer(at(GATEWAY[1], GATEWAY_PORT));
     let key = testbed.status()["publicKey"].clone();
-    testbed.api.set_stalled(false);
+    testbed.api.set_unresponsive(false);
     wait_until("the next process to be ready", TIMEOUT, || testbed.readyz() == "ok\n");
     assert!(
         connection.request().is_some(),
@@ -109,13 +108,15 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     let _proxy = KubeProxy::start(&testbed.node);
     let from_pod =
         |to: SocketAddr| TcpConnection::open(&testbed.pod, to).and_then(|mut connection| connection.request());
-    for ((service, db), pod) in CLUSTER_IPS.into_iter().zip(DB).zip(POD) {
+    for (service, pod) in CLUSTER_IPS.into_iter().zip(POD) {
+        // The database's answer contains the client's address.
         wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
         });
         // In mode ipvs, kube-proxy assigns the ClusterIPs to the interface kube-ipvs0.
         let links = testbed.node.ip(&format!("addr show to {service}"));
-        assert!(links.contains("kube-ipvs0"), "{db}: {links}");
+        assert!(links.contains("kube-ipvs0"), "{service}: {links}");
+        // So that the sandbox's packets to the Service, which is not granted, enter the tunnel.
         testbed.sandbox.ip(&format!("route add {service} dev ks0"));
     }
     for node in NODE {

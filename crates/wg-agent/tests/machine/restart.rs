@@ -1,5 +1,5 @@
-//! Restarts and upgrades real agents with the kernel's WireGuard, and rotates a key. A capture on the link checks that
-//! no packet leaves unencrypted.
+//! Restarts and upgrades real agents, changes their backend and rotates a key. A capture on the link checks that no packet
+//! leaves unencrypted.
 
 use std::{fs, path::Path};
 
@@ -31,7 +31,7 @@ fn longest_gaps_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u3
 }
 
 /// Checks the kind of the site's interface and returns its index.
-fn link_index(site: &Site, kind: &str) -> u64 {
+fn check_kind_and_get_index(site: &Site, kind: &str) -> u64 {
     let link = site.ns.ip_json(&format!("-d link show {}", site.interface));
     assert_eq!(link[0]["linkinfo"]["info_kind"], kind);
     link[0]["ifindex"].as_u64().expect("a number")
@@ -51,7 +51,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     a.wait_until_ready();
     b.wait_until_ready();
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
-    let (index, handshake) = (link_index(a, "wireguard"), a.wg_show("latest-handshakes"));
+    let (index, handshake) = (check_kind_and_get_index(a, "wireguard"), a.wg_show("latest-handshakes"));
 
     let newer = a.file("wg-agent");
     fs::copy(agent_program(), &newer).expect("copy the program");
@@ -72,7 +72,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     assert_eq!(gaps, [0, 0], "killed, stopped, upgraded");
     assert!(!agent.log().contains("firewall table written"), "{}", agent.log());
     assert_eq!(
-        (link_index(a, "wireguard"), a.wg_show("latest-handshakes")),
+        (check_kind_and_get_index(a, "wireguard"), a.wg_show("latest-handshakes")),
         (index, handshake)
     );
     assert_eq!(a.repairs(), [].into());
@@ -97,7 +97,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     assert!(gaps.iter().all(|gap| *gap < 80), "{gaps:?}");
     assert_eq!(b.wg_show("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
     a.wait_until_ready();
-    assert_eq!(link_index(a, "wireguard"), index);
+    assert_eq!(check_kind_and_get_index(a, "wireguard"), index);
 
     // Both agents stop, and one node is cleaned up.
     other.end(Signal::SIGTERM);
@@ -138,7 +138,7 @@ fn backend_change_at_restart_leaves_nothing_behind() {
         a.wait_until_reaches(b);
         b.wait_until_reaches(a);
         a.wait_until_ready();
-        link_index(a, kind);
+        check_kind_and_get_index(a, kind);
         let names: Vec<String> = links(a);
         assert_eq!(names, ["cni0", "eth0", &a.interface, "lo"]);
         assert_eq!(Path::new(&socket).exists(), kind == "tun", "{backend}");

@@ -1,7 +1,7 @@
 //! Sends packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes. Each packet must arrive
 //! or cause an error at its sender. Because the processor is emulated, these tests check only every 97th size and the five
-//! around the largest, with underlay MTUs of 1400 and 1280. `device.rs` checks 1500 together with the userspace device, and
-//! `tests/kernel/mtu.rs` checks every size and underlay MTU with the userspace device.
+//! around the largest, with underlay MTUs of 1400 and 1280. `machine/device.rs` checks an underlay MTU of 1500 between a kernel
+//! device and a userspace device. `kernel/mtu.rs` checks every size with userspace devices and more underlay MTUs.
 
 use std::net::SocketAddr;
 
@@ -16,8 +16,8 @@ use crate::virtual_machine::run_in_machine;
 
 /// Checks that the largest IPv4 and IPv6 packets that pass have exactly the sizes `largest`, and that TCP transfers a
 /// megabyte in each direction.
-fn check_sizes(mtu: u16, outer: Family, largest: [u16; 2]) {
-    let mut star = Star::with_backends(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
+fn check_sizes(underlay_mtu: u16, outer: Family, largest: [u16; 2]) {
+    let mut star = Star::with_backends(&[underlay_mtu, underlay_mtu], |_| Backend::Kernel, |_, _| outer);
     star.reconcile();
     star.wait_until_connected();
     let [one, two] = &star.sites[..] else {
@@ -32,7 +32,7 @@ fn check_sizes(mtu: u16, outer: Family, largest: [u16; 2]) {
     }
     // With an underlay MTU of 1280 the device's MTU is also 1280, the least for IPv6, so outer packets of large IPv6 packets are
     // fragmented.
-    if mtu > 1280 {
+    if underlay_mtu > 1280 {
         let fragments: u64 = star.sites.iter().map(Site::fragments).sum();
         assert_eq!(fragments, 0, "something was fragmented");
     }

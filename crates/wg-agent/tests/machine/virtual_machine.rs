@@ -21,8 +21,8 @@ macro_rules! run_in_machine {
 }
 pub(crate) use run_in_machine;
 
-/// Returns true when the test passed in the virtual machine, and false inside the machine. Panics when the test failed.
-/// `here` is the path of an item in the test.
+/// Inside the virtual machine, returns false, so that the test runs. Outside, returns true if the test passed inside, and
+/// panics if it failed or if the machine did not finish. `here` is the path of an item in the test.
 pub(crate) fn passed_in_machine(here: &str) -> bool {
     static OUTPUT: OnceLock<Result<String, String>> = OnceLock::new();
     if env::var_os(IN_MACHINE).is_some() {

@@ -24,7 +24,7 @@ pub struct Coalescer {
     tcp: bool,
     udp: bool,
     items: Vec<Item>,
-    /// The payloads after the first packet of each item, each with the index of the next piece of that item.
+    /// The payloads of the second and later packets of each item, each with the index of the item's next piece.
     pieces: Vec<(Range<usize>, u32)>,
 }
 
@@ -214,7 +214,7 @@ impl Item {
         self.is_open = payload == self.size && !self.has_push;
     }
 
-    /// Turns the headers of the first packet into those of the joined packet.
+    /// Turns the headers of the first packet into those of the joined packet. Returns the joined packet's virtio-net header.
     fn write_joined_headers(&self, buffer: &mut [u8]) -> Header {
         let Some(parsed) = self.parsed.filter(|_| self.count > 1) else {
             return Header::default();

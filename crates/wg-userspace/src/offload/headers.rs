@@ -54,7 +54,7 @@ pub(super) struct Parsed {
     pub(super) transport: usize,
     /// Length of all headers.
     pub(super) header: usize,
-    /// Whether the packet may be joined with others of its flow.
+    /// Whether the packet may be coalesced, that is, joined with others of its flow.
     pub(super) can_join: bool,
 }
 

@@ -25,7 +25,7 @@ pub fn complete_checksum(header: &Header, packet: &mut [u8]) -> Result<(), Malfo
     if at + 2 > rest.len() {
         return Err(Malformed);
     }
-    // The checksum field contains the sum of the pseudo header, so it is part of the sum.
+    // The checksum field contains the sum of the pseudo header, so the sum over `rest` includes the pseudo header.
     let sum = Sum::default().bytes(rest).finish();
     // A UDP checksum of 0 would mean "no checksum" (RFC 768). For TCP, 0 and 0xffff are equivalent.
     let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };

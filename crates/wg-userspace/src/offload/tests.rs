@@ -158,7 +158,7 @@ fn consecutive_segments_are_joined_until_a_push() {
 }
 
 #[test]
-fn packets_with_different_headers_are_not_joined() {
+fn packet_that_does_not_continue_the_first_is_not_joined() {
     let first = tcp(100, &[1; 100]).packet();
     let next = || tcp(200, &[2; 100]);
     let patched = |at: usize, value: u8| {
@@ -307,7 +307,7 @@ fn payload(length: usize) -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Packets of four flows, mostly consecutive and with 100 bytes of payload. Oddities: 1 = another sequence number, 2 = a changed last
-/// byte, 3 = a changed second byte.
+/// byte, 3 = a changed second byte; any other number = none.
 fn flows() -> impl Strategy<Value = Vec<Vec<u8>>> {
     let step = (
         0..4_u16,
@@ -378,6 +378,7 @@ proptest! {
             packet
         }).collect();
         let header = Header { gso_type: kind, flags: 1, ..Header::decode(&header) };
+        // The second header passes more checks: its checksum is where TCP over IPv4 has it.
         for header in [header, Header { checksum_start: 20, checksum_offset: 16, gso_size: header.gso_size % 50, ..header }] {
             if let Ok(mut segments) = Segments::new(&header, &packets[0]) {
                 let mut out = vec![0; segments.upcoming().unwrap_or_default()];

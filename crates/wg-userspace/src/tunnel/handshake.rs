@@ -1,7 +1,7 @@
 //! Decides when a tunnel sends an initiation or a response.
 //!
-//! The initiations of two peers cross if each is sent before the other arrives. Then the response is held for up to [`RESPONSE_HOLD`]; the
-//! documentation of the module `tunnel` gives the reason.
+//! The initiations of two peers cross if each is sent before the other arrives. Then our response is held for up to
+//! [`RESPONSE_HOLD`]; the documentation of the module `tunnel` gives the reason.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ impl Tunnel {
         self.initiation.is_some_and(|(own, _)| own == index)
     }
 
-    /// Whether our last initiation is unanswered and may be repeated now.
+    /// Whether our last initiation is unanswered, a new session is still wanted, and an initiation may be sent now.
     pub(crate) fn is_initiation_retry_due(&self, now: Instant) -> bool {
         self.initiation.is_some()
             && self.wanted_since.is_some()
@@ -52,6 +52,7 @@ impl Tunnel {
         }
     }
 
+    /// Sends a response. As after an initiation, our next initiation is delayed.
     pub(super) fn respond(&mut self, response: &[u8; RESPONSE], now: Instant, out: &mut impl Output) {
         self.delay_next_initiation(response, now);
         out.send_datagram(response);

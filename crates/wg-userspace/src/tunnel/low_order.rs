@@ -1,12 +1,12 @@
 //! Recognizes public keys of low order, whose shared secret with every private key is zero. WireGuard refuses them (whitepaper §5.1, the
 //! kernel's `curve25519`), but boringtun does not check.
 
-/// The points of order 1, 2, 4 and 8 as little-endian coordinates, and the coordinates that are equal to one of them modulo
-/// p = 2^255 - 19. The highest bit of a key is ignored (RFC 7748 §5).
+/// Every public key of low order, in little-endian: 0, 1, p - 1 and the two of order 8, where p = 2^255 - 19. Keys count modulo p, so
+/// p and p + 1 are other encodings of 0 and 1. The highest bit of a key is ignored (RFC 7748 §5).
 const POINTS: [[u8; 32]; 7] = [
     [0; 32],
     with_ends([1, 0], 0, [0, 0]),
-    // Order 8.
+    // The two of order 8.
     [
         0xe0, 0xeb, 0x7a, 0x7c, 0x3b, 0x41, 0xb8, 0xae, 0x16, 0x56, 0xe3, 0xfa, 0xf1, 0x9f, 0xc4, 0x6a, 0xda, 0x09,
         0x8d, 0xeb, 0x9c, 0x32, 0xb1, 0xfd, 0x86, 0x62, 0x05, 0x16, 0x5f, 0x49, 0xb8, 0x00,

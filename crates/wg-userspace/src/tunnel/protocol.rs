@@ -1,7 +1,7 @@
 //! Wraps boringtun for one peer: messages, handshakes, keys and the replay window. [`super::Tunnel`] decides when a message is sent.
 //!
-//! boringtun's timers only expire its sessions here. An initiation that they return is sent only if the tunnel has also requested one. The
-//! tunnel does not use boringtun's own decisions about when to send, because boringtun
+//! boringtun's timers are used only to expire sessions, handshakes and cookies. An initiation that they return is sent only if the tunnel
+//! has also requested one. The tunnel does not use boringtun's own decisions about when to send, because boringtun
 //! - initiates a handshake for a packet without a session, even if it has just answered the peer's initiation and the peer has not
 //!   confirmed that session yet;
 //! - does not send a passive keepalive if data was sent in both directions between two ticks (cloudflare/boringtun#495);
@@ -153,12 +153,13 @@ impl Protocol {
         }
     }
 
-    /// Creates an initiation; `None` = the peer's key has a low order.
+    /// Creates an initiation. `None` = the peer's key has a low order, or boringtun creates none.
     pub(super) fn initiate(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
         if is_low_order(self.peer.as_bytes()) {
             return None;
         }
-        // Expire first: boringtun deletes a handshake in progress when it finds that the last handshake is nine minutes old.
+        // Expire before the new handshake is created: when boringtun finds that the last session is nine minutes old, it also deletes
+        // handshakes in progress.
         if let Some(initiation) = self.expire(buffer) {
             return Some(initiation);
         }
@@ -169,7 +170,7 @@ impl Protocol {
     }
 
     /// Encrypts a packet to the beginning of `datagram`, which is at least [`OVERHEAD`] longer; returns the datagram's length. There must
-    /// be a session.
+    /// be a session: without one the result is `None`.
     pub(super) fn seal(&mut self, packet: &[u8], datagram: &mut [u8]) -> Option<usize> {
         match self.tunn().encapsulate(packet, datagram) {
             TunnResult::WriteToNetwork(datagram) if datagram.first() == Some(&kind::DATA) => Some(datagram.len()),

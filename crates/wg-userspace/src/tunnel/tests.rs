@@ -14,7 +14,7 @@ const DATA: u8 = 4;
 #[derive(Default)]
 struct Sent {
     datagrams: Vec<Vec<u8>>,
-    /// The packets that [`TestPeer::receive`] passed to the interface.
+    /// The inner packets that [`TestPeer::receive`] decrypted.
     inner: Vec<Vec<u8>>,
 }
 
@@ -77,7 +77,7 @@ impl TestPeer {
     fn receive(&mut self, datagram: &[u8], now: Instant) -> Sent {
         self.call(|tunnel, scratch, sent| {
             let mut plain = [0; 4096];
-            // Errors are ignored, because a lossy network delivers duplicate and outdated datagrams.
+            // Errors are ignored: some tests deliver duplicate or outdated datagrams.
             if let Ok(received) = tunnel.receive(datagram, now, &mut plain, scratch, sent)
                 && let Inner::Packet(length, _) = received.inner
             {
@@ -159,9 +159,9 @@ fn responder_stages_packets_instead_of_initiating() {
     let response = b.receive(&initiation.datagrams[0], now);
     assert_eq!(b.send(&packet(1), now).kinds(), Vec::<u8>::new());
     let keepalive = a.receive(&response.datagrams[0], now);
-    let queued = b.receive(&keepalive.datagrams[0], now);
-    assert_eq!(queued.kinds(), vec![DATA]);
-    assert_eq!(a.receive(&queued.datagrams[0], now).inner, vec![packet(1)]);
+    let staged = b.receive(&keepalive.datagrams[0], now);
+    assert_eq!(staged.kinds(), vec![DATA]);
+    assert_eq!(a.receive(&staged.datagrams[0], now).inner, vec![packet(1)]);
 }
 
 #[test]
@@ -171,8 +171,8 @@ fn held_response_is_dropped_when_own_initiation_is_answered() {
     let (from_a, from_b) = (a.initiate_handshake(now), b.initiate_handshake(now));
     assert_eq!(a.receive(&from_b.datagrams[0], now).kinds(), Vec::<u8>::new());
     assert_eq!(b.receive(&from_a.datagrams[0], now).kinds(), Vec::<u8>::new());
-    // Both hold their responses (see "Crossed handshakes" in tunnel.rs). wireguard-go would answer at once, so the test makes b answer
-    // before a's hold ends.
+    // Both hold their responses (see "Crossed handshakes" in tunnel.rs). The tick of b comes first, so b's response
+    // arrives before the tick of a, as would the response of wireguard-go, which holds none.
     let response = b.tick(now + RESPONSE_HOLD);
     assert_eq!(response.kinds(), vec![RESPONSE]);
     assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
@@ -195,7 +195,7 @@ fn held_response_is_sent_at_a_scheduled_tick() {
 }
 
 #[test]
-fn missing_reply_causes_a_keepalive_then_a_handshake() {
+fn silence_causes_receiver_keepalive_and_sender_handshake() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(5), now);
     connect(&mut a, &mut b, now);
@@ -275,8 +275,8 @@ fn full_staging_queue_keeps_the_newest_packets() {
         a.send(&packet(number), now);
     }
     let response = b.receive(&initiation.datagrams[0], now);
-    let queued = a.receive(&response.datagrams[0], now);
-    let arrived: Vec<u8> = queued
+    let staged = a.receive(&response.datagrams[0], now);
+    let arrived: Vec<u8> = staged
         .datagrams
         .iter()
         .flat_map(|datagram| b.receive(datagram, now).inner)
@@ -390,8 +390,9 @@ fn replayed_initiation_changes_no_endpoint_or_session() {
         tunnel.set_preshared_key(Some([1; 32]));
     }
     let later = now + Duration::from_secs(1);
+    // b waits for a reply, and a replay is none.
     b.tunnel.unanswered_by_peer = Some(now);
-    // After the change of the preshared key the newest timestamp is unknown, so the recorded initiation is valid again.
+    // With its preshared key, b has also forgotten the newest timestamp of an initiation. So the recorded one is valid again.
     let (received, _) = b.try_receive(&recorded, later).expect("an initiation");
     assert!(!received.moves_endpoint);
     assert_eq!(b.tunnel.unanswered_by_peer, Some(now));

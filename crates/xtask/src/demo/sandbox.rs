@@ -274,6 +274,7 @@ impl<'a> Demo<'a> {
         self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its placeholders filled in");
         println!("{}", without_comments(&boundary.policy()?));
         let Scene { lab, granted, .. } = scene;
+        // The mesh grants none of these: the sandbox's own API server, and the resolver.
         let admitted = boundary.admitted().await?;
         let applied = Instant::now();
         for from in &scene.clients {

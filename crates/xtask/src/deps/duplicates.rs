@@ -1,10 +1,10 @@
-//! Checks that each crate is built in one version, except if a reason is listed.
+//! Checks that the dependencies contain each crate in one version only, unless a reason is listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Package;
 
-/// A crate, its older release series, and the reason for them.
+/// For each crate that has several versions: its name, its older release series, and why these are needed.
 const REASONS: &[(&str, &[&str], &str)] = &[
     ("base64", &["0.22"], "boringtun and kube use it"),
     ("bit-vec", &["0.9"], "only for a feature of rcgen that is off"),
@@ -26,7 +26,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
     (
         "hashbrown",
         &["0.16"],
-        "kube uses it; the newer one is only for a feature that is off",
+        "kube uses it; the newer one is only for the feature borsh of bit-vec, which is off",
     ),
     ("rand_core", &["0.6"], BORINGTUN),
     ("syn", &["2"], "only macros use it, at build time"),
@@ -34,7 +34,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
 
 const BORINGTUN: &str = "boringtun is pinned and uses older RustCrypto crates";
 
-/// Every crate with more than one version for which no reason is listed, and every listed series that is not one of several versions.
+/// Reports crates that have several versions without a listed reason, and listed series that no longer occur or are the only version.
 pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for package in packages {
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crate_in_two_versions_without_reason_is_reported() {
+    fn duplicates_without_reason_and_stale_reasons_are_reported() {
         let package = |name: &str, version: &str| Package {
             name: name.into(),
             version: version.into(),

@@ -77,7 +77,7 @@ const PURE: &[(&str, &[&str])] = &[
     ("clustermesh-agent-core", &["ipnet", "thiserror"]),
 ];
 
-/// Crates that can be used without this project: their tests and examples must not import crates of this workspace, either.
+/// Crates that can be used without this project: even their tests and examples must not import crates of this workspace.
 const STANDALONE: &[&str] = &["wg-userspace"];
 
 /// Every import that is not allowed, and every crate of the workspace that is not in [`ALLOWED`].

@@ -34,7 +34,7 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut used: BTreeSet<&str> = BTreeSet::new();
     for package in packages.iter().filter(|package| package.source.is_some()) {
-        let of_crate = |licence: &&(&str, &str, &str)| licence.0 == package.name;
+        let of_crate = |exception: &&(&str, &str, &str)| exception.0 == package.name;
         let exceptions: Vec<&str> = EXCEPTIONS
             .iter()
             .filter(of_crate)
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_licence_is_reported_with_crate_and_remedy() {
+    fn violations_name_the_crate_and_the_remedy() {
         let packages = [
             package("permissive", Some("MIT")),
             package("copyleft", Some("GPL-3.0-only")),

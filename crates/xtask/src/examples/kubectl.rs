@@ -122,7 +122,7 @@ fn faults(words: &[String], own: &BTreeSet<String>) -> Vec<String> {
     faults
 }
 
-/// The faults of a JSON patch of the agent's DaemonSet: the agent must accept the arguments.
+/// The faults of a JSON patch. If it sets `args`, wg-agent must accept them.
 fn patch_faults(patch: &str) -> Vec<String> {
     let operations: Vec<Operation> = match serde_json::from_str(patch) {
         Ok(operations) => operations,
@@ -143,7 +143,7 @@ fn patch_faults(patch: &str) -> Vec<String> {
 }
 
 #[test]
-fn kubectl_commands_in_the_documents_fit_the_crds() {
+fn kubectl_commands_in_the_documents_have_no_faults() {
     let own = own_resources();
     let mut found = String::new();
     let mut checked = 0;

@@ -1,4 +1,4 @@
-//! Parses every YAML block in the documents: objects and parts of a ClusterMesh with the API types, container arguments with
+//! Parses every YAML or JSON block in the documents: objects and parts of a ClusterMesh with the API types, container arguments with
 //! the controller's argument parser.
 
 use clap::CommandFactory;

@@ -3,7 +3,7 @@
 
 use super::Block;
 
-/// The commands of a block; in a `console` block, only lines with a prompt are commands.
+/// The commands of a block: of `sh` every command, of `console` only lines with a prompt, of another language none.
 pub(super) fn commands(block: &Block) -> Vec<Vec<String>> {
     match &*block.language {
         "sh" => split(&block.text),

@@ -19,7 +19,7 @@ const REPLICAS: usize = 2;
 /// others).
 pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
     (
-        before_policy(),
+        before_admission_policy(),
         vec![service(), budget(), network_policy(), stateful_set()],
     )
 }
@@ -28,7 +28,7 @@ fn gateway_names() -> Vec<String> {
     (0..REPLICAS).map(|ordinal| format!("{NAME}-{ordinal}")).collect()
 }
 
-fn before_policy() -> Vec<Value> {
+fn before_admission_policy() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
         // The names of the gateways in this file. A user who adds a replica adds its name here, and creates its SandboxGateway.
@@ -97,9 +97,9 @@ fn budget() -> Value {
     })
 }
 
-/// Limits a compromised gateway to the pods of all namespaces, and to the ports of API servers (443, 6443) at any address, because
-/// addresses and namespaces differ between clusters. If the CNI enforces NetworkPolicies, restrict it to the addresses of the API server
-/// and to the namespaces that sandboxes may reach.
+/// Limits a compromised gateway, if the CNI enforces NetworkPolicies: it reaches only the pods of all namespaces, and the ports of API
+/// servers (443, 6443) at any address. Addresses and namespaces differ between clusters, so a user has to narrow the policy to the
+/// API server's addresses and to the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",
@@ -204,9 +204,10 @@ fn stateful_set() -> Value {
                         ],
                     }],
                     "volumes": [
-                        // The private key, which the pod creates and which is deleted with it, and the endpoint of each peer: 0.1 MB
-                        // for 1,000 peers, and twice that while the file is replaced.
+                        // The private key, which is deleted with the pod, and the file of the peers' endpoints: 0.1 MB for 1,000
+                        // peers, and twice that while the file is replaced.
                         memory("state", "16Mi"),
+                        // The agent's lock, and the socket of the userspace backend.
                         memory("wireguard", "1Mi"),
                         // Only for the userspace backend: remove it if the kernels of all nodes have WireGuard.
                         {"name": "tun", "hostPath": {"path": "/dev/net/tun", "type": "CharDevice"}},

@@ -1,4 +1,4 @@
-//! Counts tests from the output of test programs. A run also fails if tests are ignored or if too few tests ran.
+//! Counts tests from the output of test programs. A run fails if a test fails or is ignored, or if too few tests ran.
 
 use std::{fmt, iter::Sum};
 

@@ -49,8 +49,9 @@ pub(super) struct JobResult {
     pub(super) time: Duration,
 }
 
-/// Divides all programs into jobs. The jobs of the programs in [`LONGEST`] come first; otherwise jobs with more
-/// tests do. A program of integration tests has a job for each top-level module, unless it is one of [`UNDIVIDED`].
+/// Divides all programs into jobs. A program of integration tests has a job for each top-level module, unless it is one of
+/// [`UNDIVIDED`]. The jobs of the programs in [`LONGEST`] come first. The other jobs are sorted by the number of listed tests, most first;
+/// jobs that run all tests of a program list none.
 pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
@@ -135,10 +136,10 @@ impl Job {
         let start = Instant::now();
         println!("xtask: {} starts", self.name);
         let mut output = tempfile::tempfile().context("a file")?;
-        let again = || output.try_clone().context("a file");
+        let copy = || output.try_clone().context("a file");
         let mut command = self.program.command(bin_directory);
         // Without `--`, which only cargo needs.
-        command.args(&SEQUENTIAL[1..]).stdout(again()?).stderr(again()?);
+        command.args(&SEQUENTIAL[1..]).stdout(copy()?).stderr(copy()?);
         if !self.tests.is_empty() {
             command.arg("--exact").args(&self.tests);
         }
@@ -198,6 +199,7 @@ mod tests {
             let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
             let results = run(jobs, parallel, Path::new("/")).expect("they start");
             let counts: Counts = results.iter().map(|result| result.counts).sum();
+            // A program without a result, or one that only exits with an error, counts as one failure.
             assert_eq!(counts.to_string(), "7 passed, 3 failed");
             let failed = results.into_iter().filter(|result| !result.counts.is_success());
             let mut failed: Vec<_> = failed.map(|result| result.name).collect();
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn integration_tests_run_by_module_and_long_ones_first() {
+    fn integration_tests_are_divided_by_module_longest_first() {
         let directory = tempfile::tempdir().expect("a directory");
         let script = "printf 'b::one: test\\na::x::two: test\\na::three: test\\nalone: test\\n'";
         let programs = ["plan", "mesh"].map(|name| program(directory.path(), name, true, script));

@@ -8,7 +8,7 @@ use std::{
 };
 
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
-/// Time limit of a wait. It includes a download of the kernel.
+/// Time limit of one wait, long enough for a download of the kernel.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
@@ -36,7 +36,7 @@ fn emulator(owner: u32) -> Option<(u32, PathBuf)> {
         let line = String::from_utf8_lossy(&line).into_owned();
         let share = line.split('\0').find(|word| word.contains("mount_tag=run"))?;
         let path = share.split(',').find_map(|part| part.strip_prefix("path="))?;
-        // `setpriv`, which then executes QEMU, has the same arguments.
+        // Before the process executes QEMU, it runs `setpriv`, with the same arguments.
         line.starts_with("qemu").then(|| (pid, path.into()))
     })
 }
@@ -52,7 +52,7 @@ impl Drop for KillOnDrop {
 }
 
 #[test]
-fn machine_stops_with_its_owner_and_next_run_removes_its_files() {
+fn machine_stops_with_its_owner_or_at_limit_and_is_cleaned_up() {
     let vm = |limit: &str| {
         let mut command = Command::new(XTASK);
         command

@@ -1,5 +1,5 @@
-//! Sends crafted packets to a gateway: fragments, IP options, and packets of stale connections. The conntrack entries
-//! of stale connections are forged, so that each rule of the firewall is tested on its own.
+//! Sends crafted packets to a gateway: fragments, IP options, and packets of stale connections. The test inserts the conntrack
+//! entries of these connections itself, because the gateway deletes an entry when it becomes stale.
 
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
@@ -79,7 +79,7 @@ pub(crate) struct ForgedEntry {
 }
 
 impl ForgedEntry {
-    /// An entry of the UDP grant, whose gateway port is [`LOG_PORT`].
+    /// A valid entry of the first sandbox's UDP grant: the grant's own mark and endpoint.
     pub(crate) fn of_udp_grant(testbed: &Testbed, family: usize, port: u16, masqueraded_port: u16) -> Self {
         let mark = mark(testbed, &testbed.sandboxes[0]);
         Self::new(testbed, &mark, family, 0, (port, masqueraded_port))
@@ -138,8 +138,8 @@ impl ForgedEntry {
     }
 }
 
-/// Any host of the underlay can send packets with forged sources to the gateway's pod. Entries for them would fill the
-/// conntrack table.
+/// No packet from the underlay to the gateway's pod may create a conntrack entry. Otherwise a host of the underlay could fill the table
+/// with forged sources.
 // threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.endpoint_pods[0];
@@ -228,8 +228,8 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        // Stale entries: one to an endpoint that the grant does not have, and two with the mark of another sandbox's
-        // grant.
+        // Stale entries. 1: the grant does not have this endpoint. 2 and 3: the mark is that of a grant of the other sandbox, which has
+        // the endpoint of 2, but not that of 3.
         for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
             let entry = forged(mark, pod, number);
             let (requests, replies) = entry.counters(testbed);
@@ -237,14 +237,14 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches a reply by grant and endpoint, not by sandbox, so the reply of entry 2 passes. The reply of entry 3
-            // is not checked.
+            // Only the reply of entry 1 is checked. The table matches a reply by grant and endpoint, not by sandbox, so that of entry 2
+            // passes.
             if *mark == own {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");
             }
         }
-        pods_cannot_open_connections(testbed, &own, family);
+        pods_cannot_use_forged_entries(testbed, &own, family);
     }
     testbed.apply_access("m--b", b.access(&[sql])).await;
 }
@@ -252,7 +252,7 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
 /// Forges three conntrack entries: from a pod to a sandbox; from a pod to another pod; and from a sandbox to a pod
 /// without masquerading, so that the pod replies to the sandbox's own address.
 // threat: gateway-inbound
-fn pods_cannot_open_connections(testbed: &Testbed, mark: &str, family: usize) {
+fn pods_cannot_use_forged_entries(testbed: &Testbed, mark: &str, family: usize) {
     let [db, other] = &testbed.endpoint_pods;
     let a = &testbed.sandboxes[0];
     let (endpoint, sandbox, gateway_pod) = ((DB[family], UDP_PORT), a.addresses[family], GATEWAY_POD[family]);

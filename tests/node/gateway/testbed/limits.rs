@@ -21,8 +21,8 @@ use super::{
     ip, socket_addr,
 };
 
-/// Writes thousands of grants for three other sandboxes. The gateway has to split them: for a single nft transaction,
-/// nft would need more memory than the testbed allows it.
+/// Writes thousands of grants for three sandboxes that have no node in the testbed. The gateway has to split them: for a
+/// single nft transaction, nft would need more memory than the testbed allows it.
 pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let access_of_sandbox = |number: u8, count: u16| {
@@ -40,7 +40,7 @@ pub(crate) async fn thousands_of_grants_are_written_and_removed(testbed: &Testbe
     testbed.apply_access("m--a", a.access(&grants)).await;
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     for count in [2000, 0] {
-        // All three are written before the test waits for the first.
+        // All three are written before the test waits, so the gateway gets their grants at about the same time.
         for number in 0..3 {
             testbed
                 .write_access(&format!("m--c{number}"), access_of_sandbox(number, count))
@@ -138,7 +138,7 @@ pub(crate) async fn connections_to_an_endpoint_are_limited(testbed: &Testbed) {
             connections.len()
         );
         assert!(connections.iter_mut().all(|one| one.request().is_some()));
-        // The limit of another grant is separate.
+        // The grant of the other sandbox leads to another endpoint, and has its own limit.
         b.wait_for_answer_from(to, "other").await;
         connections.truncate(connections.len() / 2);
         a.wait_for_answer_from(to, "db").await;
@@ -178,7 +178,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         "{} connections",
         connections.len()
     );
-    // The limit of the endpoint alone would admit more connections.
+    // The limit for one endpoint would admit all these datagrams; the sandbox's limit has less left.
     let got = Counter::new(&testbed.endpoint_pods[0], "udp dport 5000");
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -208,8 +208,8 @@ const FLOOD: u64 = 100_000;
 /// Number of connections that [`time_connections`] opens.
 const SAMPLES: usize = 100;
 
-/// Root on the node of one sandbox sends as fast as it can: datagrams and SYNs to granted ports, each from another
-/// source port.
+/// Root on the node of one sandbox sends datagrams and SYNs to granted ports as fast as it can, from 60,000 source ports
+/// in turn.
 // threat: gateway-connection-flood
 pub(crate) async fn flood_of_one_sandbox_spares_connections_of_another(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
@@ -273,7 +273,7 @@ fn time_connections(from: &Sandbox, to: SocketAddr) -> String {
     format!("p50 {:.1?}, longest {:.1?}", times[SAMPLES / 2], times[SAMPLES - 1])
 }
 
-/// A SandboxAccess with the maximum number of nodes, which a sandbox's API server could invent. A gateway's memory
+/// A SandboxAccess with 5,000 nodes, the maximum. A sandbox's API server could invent so many Nodes. A gateway's memory
 /// limit is 256 MiB.
 // threat: oversized-access
 pub(crate) async fn largest_sandbox_access_fits_into_the_memory_limit(testbed: &Testbed, gateway: &Gateway) {

@@ -1,4 +1,4 @@
-//! Writes the objects of the testbed, as the controller and the cluster do, and reads the gateway's status.
+//! Writes the objects that otherwise the controller, Kubernetes and users write, and reads the gateway's status.
 
 use clustermesh_lab::wait_until;
 use clustermesh_tests::traffic::{MUTE_PORT, TCP_PORT, UDP_PORT};
@@ -33,7 +33,7 @@ impl Testbed {
         written.metadata.generation.unwrap_or_default()
     }
 
-    /// Writes a SandboxAccess and waits until the gateway reports its generation as applied.
+    /// Writes a SandboxAccess and waits until the gateway reports that it has applied this generation.
     pub(crate) async fn apply_access(&self, name: &str, spec: Value) {
         let generation = self.write_access(name, spec).await;
         self.wait_for_status(&format!("{name} to be in force"), |status| {
@@ -83,7 +83,7 @@ impl Testbed {
             .expect("write a Service");
     }
 
-    /// Writes the EndpointSlices of a Service, with ready endpoints. Each pod is its IPv4 and its IPv6 address.
+    /// Writes the EndpointSlices of a Service, with ready endpoints. `pods` = the IPv4 and the IPv6 address of each pod.
     pub(crate) async fn write_endpoints(&self, service: &str, pods: &[[&str; 2]]) {
         let ready = json!({"ready": true, "serving": true, "terminating": false});
         let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();

@@ -64,7 +64,7 @@ impl Testbed {
     }
 
     /// Returns a PATH with a wrapper around nft. The wrapper delays each write while there is no table, as on a loaded
-    /// node, and limits nft to 100 MB, half of the memory that the container (256 MiB) leaves for it.
+    /// node, and limits nft to 100 MB: nft and the gateway share the container's 256 MiB.
     fn path_with_nft_wrapper(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(

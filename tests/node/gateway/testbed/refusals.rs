@@ -15,6 +15,7 @@ use super::{GATEWAY, LOG_PORT, NAME, NAMESPACE, SQL_PORT, Sandbox, Testbed, gran
 // threat: granted-slice-redirected, gateway-forbidden-endpoint
 pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
+    // A Service without a selector, and one whose only endpoint is outside the endpoint networks.
     testbed.write_service("by-hand", json!({})).await;
     testbed
         .write_service("elsewhere", json!({"selector": {"app": "elsewhere"}}))
@@ -31,11 +32,13 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         json!({"service": {"namespace": "default", "name": "kubernetes"}, "port": "https", "gatewayPort": 20007}),
     ]);
     spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
-    let copied =
+    let copied_key =
         json!({"name": "copied", "publicKey": public_key_of(&testbed.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
-    let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
-    let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
-    for node in [copied, outside, bad] {
+    // The first address is outside the networks, the second belongs to another node.
+    let invalid_addresses =
+        json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
+    let invalid_key = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
+    for node in [copied_key, invalid_addresses, invalid_key] {
         spec["nodes"].as_array_mut().expect("nodes").push(node);
     }
     testbed.apply_access("m--a", spec).await;
@@ -85,8 +88,8 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         .await;
 }
 
-/// If no network of a SandboxAccess is accepted, the gateway applies no part of it, and its status must not list it as
-/// applied.
+/// If no network of a SandboxAccess is accepted, the gateway applies no part of it. The status of the SandboxGateway must not
+/// list it as applied.
 pub(crate) async fn refused_sandbox_access_is_not_applied(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut spec = a.access(&[grant("db", "sql", "TCP", SQL_PORT)]);
@@ -116,7 +119,7 @@ fn key(number: u8) -> String {
 }
 
 // threat: stolen-gateway-token
-pub(crate) async fn stolen_gateway_token_gives_no_access(testbed: &Testbed) {
+pub(crate) async fn stolen_gateway_token_gives_no_other_rights(testbed: &Testbed) {
     let stolen = testbed.gateway_client().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),

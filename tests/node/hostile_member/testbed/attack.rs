@@ -14,7 +14,8 @@ use super::{
     objects::infrastructure,
 };
 
-/// Each forbidden UDP or TCP packet has its own source port, above this one.
+/// Each forbidden UDP or TCP packet has its own source port, above this one, except a packet that only the pod's kernel rejects
+/// ([`source_routed`]).
 const FORBIDDEN_PORT_BASE: u16 = 14_000;
 
 /// All packets of the flood. `wireguard` is the target node's WireGuard address.
@@ -142,8 +143,8 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, final_hop), 0, 0, &body(port())),
-                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. Witnesses count it by
-                    // its source port, which must therefore be an allowed one.
+                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. Before that, the pod's
+                    // witness counts it by its source port, so this is the port of a packet that is allowed to arrive.
                     _ if to == ip(ALLOWED_POD[1]) => v6(
                         from,
                         to,

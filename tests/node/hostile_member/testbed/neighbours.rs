@@ -5,14 +5,16 @@ use clustermesh_tests::{attacker::echo, netns::NetNs};
 
 use super::{TCP_PORT, UDP_PORT, ip};
 
-/// A neighbour on the node's local network, and the node's address there.
+/// The addresses (IPv4, IPv6) of a neighbour on the node's local network.
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
+/// The node's addresses on that network.
 pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
 /// The metadata address at which clouds serve credentials of the node. The IPv4 address is link-local, the IPv6
 /// address (of AWS) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
-/// A container on another bridge of the node, and the node's address there.
+/// A container on another bridge of the node.
 pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
+/// The node's addresses on that bridge.
 pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
 /// A Service of the target with a manual endpoint outside the cluster: the neighbour.
 pub(super) const EXTERNAL_SERVICE: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
@@ -25,7 +27,7 @@ pub(crate) struct Surroundings {
 }
 
 impl Surroundings {
-    /// Each machine answers every request and routes its replies through the node.
+    /// Each machine echoes what arrives at [`UDP_PORT`] and [`TCP_PORT`] of its addresses, and routes its replies through the node.
     pub(super) fn new(node: &NetNs) -> Self {
         let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
         node.ip("link add docker0 type bridge mcast_snooping 0");

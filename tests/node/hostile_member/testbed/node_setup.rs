@@ -32,8 +32,8 @@ pub(super) fn tables(interface: &str) -> String {
     )
 }
 
-/// Sets up the target node: dual-stack pods, each on its own link, and an IPv6 default route, so that packets outside the
-/// tunnel can leave the node.
+/// Sets up the target node and its dual-stack pods, each on its own link. With the IPv6 default route, IPv6 packets can also
+/// leave the node outside the tunnel.
 pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
     node.sh("
         for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
@@ -51,8 +51,8 @@ pub(super) fn set_up_node(node: &NetNs, pods: &[NetNs; 2]) {
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
         }
-        // The attacker's flood contains SYNs, and does not answer the pod's SYN-ACKs. If the pod retransmitted these, half-open
-        // connections would fill its queue for a minute.
+        // The attacker floods the pod with SYNs and does not answer its SYN-ACKs. With the default of five retransmissions,
+        // half-open connections would fill the pod's queue for a minute.
         pod.set_sysctl("net/ipv4/tcp_synack_retries", "1");
         node.ip(&format!(
             "link add {link} type veth peer name eth0 netns {}",

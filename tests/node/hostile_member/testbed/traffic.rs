@@ -7,7 +7,7 @@ use clustermesh_tests::attacker::{
     witness::{Counts, keys},
 };
 
-use super::{ALLOWED_POD, FLOOD_PORTS, MEMBER, MEMBER_PORT, TCP_PORT, UDP_PORT};
+use super::{ALLOWED_POD, FLOOD_PORTS, MEMBER, PROBER_PORT, TCP_PORT, UDP_PORT};
 
 /// Packets that the witnesses ([`clustermesh_tests::attacker::witness`]) have counted at three places.
 #[derive(Debug, Clone, Default)]
@@ -21,11 +21,11 @@ pub(super) struct ObservedTraffic {
 }
 
 impl ObservedTraffic {
-    /// All traffic that is allowed.
+    /// All traffic that is allowed. Only the keys matter, so the counts are 0.
     pub(super) fn allowed() -> Self {
         let mut out = Self::default();
         let ([from, _], [to, _]) = (MEMBER, ALLOWED_POD);
-        let member = format!("{from} udp {MEMBER_PORT} -> {to}:{UDP_PORT}");
+        let member = format!("{from} udp {PROBER_PORT} -> {to}:{UDP_PORT}");
         out.arrived.insert(member, 0);
         out.replies.insert(format!("{to} udp {UDP_PORT}"));
         for (from, to) in MEMBER.iter().zip(ALLOWED_POD) {
@@ -71,7 +71,7 @@ impl ObservedTraffic {
     pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
         let (arrived, passed, forbidden) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
-        let (rounds, kinds) = (flood.rounds(), flood.kinds_per_round());
+        let (rounds, kinds) = (flood.rounds(), flood.flood_packets_per_round());
         println!(
             "{:6.1} s {what}: {arrived} packets arrived, {passed} accepted or forwarded by the node, {forbidden} keys that are not allowed; {rounds} rounds of {kinds}",
             flood.started_at().elapsed().as_secs_f64()

@@ -258,6 +258,7 @@ fn port_stays_with_its_grant_while_service_is_unknown() {
 
 #[test]
 fn same_port_of_another_protocol_or_sandbox_is_served() {
+    // Both sandboxes already have a grant at TCP port 20001.
     let inputs = with(|inputs| {
         let udp = GrantSpec {
             protocol: Protocol::Udp,
@@ -351,7 +352,10 @@ fn only_sandboxes_in_serves_setting_are_served() {
     let serves = |names: &[&str]| {
         let names = names.iter().map(|name| (*name).to_owned()).collect();
         compile(&with(|inputs| {
-            inputs.accesses[1].name = "mesh--b".to_owned();
+            // The setting lists sandboxes (`b`), not SandboxAccesses (`mesh--b`).
+            for access in &mut inputs.accesses {
+                access.name = format!("mesh--{}", access.sandbox);
+            }
             inputs.settings.serves = names;
         }))
     };

@@ -158,7 +158,7 @@ fn ready_endpoints_take_connections_and_draining_ones_keep_them() {
 }
 
 #[test]
-fn draining_endpoints_take_connections_while_none_is_ready() {
+fn draining_endpoint_is_used_if_none_of_its_family_is_ready() {
     let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.6", "fd10:244::6"], &[]));
     let balancer = grant_of_db(&inputs).balancer;
     assert_eq!(balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));
@@ -166,7 +166,7 @@ fn draining_endpoints_take_connections_while_none_is_ready() {
 }
 
 #[test]
-fn endpoint_is_ready_if_any_slice_has_it_as_ready() {
+fn endpoint_listed_several_times_is_ready_if_once_ready() {
     let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.5"], &["10.244.1.5"]));
     let grant = grant_of_db(&inputs);
     assert_eq!(grant.balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));

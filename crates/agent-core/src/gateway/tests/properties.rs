@@ -252,7 +252,7 @@ proptest! {
     }
 
     #[test]
-    fn served_parts_of_accesses_do_not_conflict(inputs in any_inputs(two_texts())) {
+    fn result_has_no_conflict_and_no_forbidden_endpoint(inputs in any_inputs(two_texts())) {
         let Compiled { peers, routes, table, served, .. } = compile(&inputs);
         prop_assert_eq!(&routes, &table.sandboxes.keys().copied().collect());
         prop_assert!(served.iter().all(|name| inputs.accesses.iter().any(|access| access.name == *name)));

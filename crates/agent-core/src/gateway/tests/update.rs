@@ -156,7 +156,7 @@ fn removing_the_last_endpoint_removes_its_chain() {
 }
 
 #[test]
-fn draining_endpoint_keeps_connections_and_gets_no_new_ones() {
+fn draining_endpoint_stays_allowed_and_is_not_chosen() {
     let old = table_with(|table| {
         let with_two_endpoints = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
         table.grants.insert((A, Protocol::Tcp, 20001), with_two_endpoints);
@@ -381,7 +381,7 @@ fn network_moves_after_obsolete_grants_are_removed() {
 }
 
 #[test]
-fn service_name_of_a_grant_is_not_in_the_table() {
+fn renamed_service_of_a_grant_needs_no_transaction() {
     let new = table_with(|table| {
         table.grants.get_mut(&(A, Protocol::Tcp, 20001)).unwrap().service = team("renamed");
     });
@@ -389,7 +389,7 @@ fn service_name_of_a_grant_is_not_in_the_table() {
 }
 
 #[test]
-fn allowed_endpoints_pairs_each_grant_with_each_endpoint() {
+fn allowed_endpoints_pairs_each_grant_with_its_endpoints() {
     let socket = |text: &str| text.parse::<SocketAddr>().unwrap();
     let want = [
         (GrantId(1), socket("10.244.1.5:5432")),

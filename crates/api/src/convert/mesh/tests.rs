@@ -243,8 +243,8 @@ fn ignored_and_changed_values_cause_warnings() {
 
 #[test]
 fn problem_names_the_invalid_field() {
-    let egress = |cluster: &str, name: &str| json!({"service": {"cluster": cluster, "namespace": "d", "name": name}});
-    let port = |port: Value| json!([{"service": {"cluster": "mgmt", "namespace": "d", "name": "s"}, "ports": [{"port": port}]}]);
+    let grant = |cluster: &str, name: &str| json!({"service": {"cluster": cluster, "namespace": "d", "name": name}});
+    let grant_with_port = |port: Value| json!([{"service": {"cluster": "mgmt", "namespace": "d", "name": "s"}, "ports": [{"port": port}]}]);
     let cases = [
         (
             "/clusters/1/name",
@@ -333,32 +333,32 @@ fn problem_names_the_invalid_field() {
         ),
         (
             "/clusters/1/egress",
-            json!([egress("tenant-a", "s")]),
+            json!([grant("tenant-a", "s")]),
             "spec.clusters[1].egress[0].service.cluster: names this cluster itself",
         ),
         (
             "/clusters/1/egress",
-            json!([egress("gone", "s")]),
+            json!([grant("gone", "s")]),
             "spec.clusters[1].egress[0].service.cluster: \"gone\" is not an entry",
         ),
         (
             "/clusters/1/egress",
-            json!([egress("mgmt", "S")]),
+            json!([grant("mgmt", "S")]),
             "spec.clusters[1].egress[0].service.name: \"S\" is not a DNS-1123 label",
         ),
         (
             "/clusters/1/egress",
-            json!([egress("mgmt", "s"), egress("mgmt", "s")]),
+            json!([grant("mgmt", "s"), grant("mgmt", "s")]),
             "spec.clusters[1].egress[1].as: an earlier egress appears as d/s too",
         ),
         (
             "/clusters/1/egress",
-            port(json!(0)),
+            grant_with_port(json!(0)),
             "spec.clusters[1].egress[0].ports[0].port: 0 is not a port",
         ),
         (
             "/clusters/1/egress",
-            port(json!("a b")),
+            grant_with_port(json!("a b")),
             "spec.clusters[1].egress[0].ports[0].port: \"a b\" is not the name",
         ),
     ];

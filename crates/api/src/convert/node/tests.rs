@@ -56,7 +56,7 @@ fn kg_leader_is_converted() {
 }
 
 #[test]
-fn node_with_stopped_kg_claims_only_its_pod_cidr() {
+fn node_of_stopped_kg_has_only_pod_cidr_and_internal_ip() {
     let nodes = recorded(include_str!("../../../tests/fixtures/nodes-after-sigterm.json"));
     assert_eq!(
         nodes["c1n3"],
@@ -86,17 +86,18 @@ fn last_seen_and_leader_annotations_are_read() {
     let seen = |text: &str| last_seen(&with(json!({"kilo.squat.ai/last-seen": text})));
     assert_eq!(seen("1795411942"), Some(1_795_411_942));
     assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
-    let prefers_leader = |annotations| to_core(&with(annotations)).prefers_leader;
+    let is_preferred_leader = |annotations| to_core(&with(annotations)).is_preferred_leader;
     // kg ignores the value of the annotation.
     assert!(
-        prefers_leader(json!({"kilo.squat.ai/leader": "true"}))
-            && prefers_leader(json!({"kilo.squat.ai/leader": "false"}))
+        is_preferred_leader(json!({"kilo.squat.ai/leader": "true"}))
+            && is_preferred_leader(json!({"kilo.squat.ai/leader": "false"}))
     );
-    assert!(!prefers_leader(json!({})));
+    assert!(!is_preferred_leader(json!({})));
 }
 
+/// Malformed items that are no claims (`x`, `garbage`) are left out.
 #[test]
-fn both_families_and_all_annotations_are_read() {
+fn addresses_of_both_families_and_annotations_are_read() {
     let agent = r#"{"version":"0.1.0","mode":"policy","datapathBypassed":"netkit"}"#;
     let read = to_core(&node(json!({
         "metadata": {
@@ -176,7 +177,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
 }
 
 #[test]
-fn malformed_claim_is_invalid_with_a_reason() {
+fn malformed_claims_are_invalid_and_other_values_left_out() {
     let read = to_core(&node(json!({"metadata": {"annotations": {
         "kilo.squat.ai/key": "not a key",
         "kilo.squat.ai/wireguard-ip": "10.4.0.1",

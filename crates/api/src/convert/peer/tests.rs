@@ -79,12 +79,12 @@ fn update_keeps_foreign_metadata_and_replaces_the_spec() {
         persistent_keepalive: 0,
         ..spec()
     };
-    let adopted = Owner {
+    let without_hub = Owner {
         hub: None,
         mesh_namespace: None,
         ..ours()
     };
-    update(&mut peer, &bare, &adopted);
+    update(&mut peer, &bare, &without_hub);
     assert_eq!(
         peer.metadata.labels,
         Some(BTreeMap::from(
@@ -111,7 +111,7 @@ fn update_keeps_foreign_metadata_and_replaces_the_spec() {
 }
 
 #[test]
-fn changed_mesh_peer_is_an_error_that_names_the_field() {
+fn invalid_mesh_peer_is_an_error_that_names_the_field() {
     type Change = fn(&mut Peer);
     let cases: [(Change, &str); 11] = [
         (|p| p.spec.public_key = "x".into(), "spec.publicKey"),

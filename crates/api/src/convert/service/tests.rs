@@ -53,9 +53,9 @@ fn service_is_converted() {
 fn slice_is_converted_with_the_defaults_of_kubernetes() {
     let read = |value: Value| slice_to_core(&serde_json::from_value(value).unwrap());
     let labels = json!({"kubernetes.io/service-name": "db"});
-    let backend = |address: &str, ready, serving, terminating| SliceEndpoint {
+    let endpoint = |address: &str, node: Option<&str>, (ready, serving, terminating)| SliceEndpoint {
         address: address.parse().unwrap(),
-        node: (address == "10.0.0.3").then(|| "worker".to_owned()),
+        node: node.map(str::to_owned),
         ready,
         serving,
         terminating,
@@ -75,9 +75,9 @@ fn slice_is_converted_with_the_defaults_of_kubernetes() {
             v6: false,
             ports: vec![port("pg", 5432, Protocol::Tcp)],
             endpoints: vec![
-                backend("10.0.0.1", true, true, false),
-                backend("10.0.0.3", false, false, false),
-                backend("10.0.0.4", false, true, true),
+                endpoint("10.0.0.1", None, (true, true, false)),
+                endpoint("10.0.0.3", Some("worker"), (false, false, false)),
+                endpoint("10.0.0.4", None, (false, true, true)),
             ],
         })
     );
@@ -92,7 +92,7 @@ fn slice_is_converted_with_the_defaults_of_kubernetes() {
 }
 
 #[test]
-fn api_endpoints_are_those_of_default_kubernetes() {
+fn api_endpoints_come_only_from_the_kubernetes_service() {
     let slice = |namespace: &str, service: &str, address: &str| -> EndpointSlice {
         serde_json::from_value(json!({
             "metadata": {"namespace": namespace, "labels": {"kubernetes.io/service-name": service}},
@@ -228,7 +228,8 @@ fn mirror_becomes_dual_stack_only_for_a_missing_family() {
         after(service_with("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
-    // The policy counts as both families: if the cluster lacks IPv6, another update would not help.
+    // A mirror with `PreferDualStack` counts as dual-stack even without an IPv6 address: the cluster has no IPv6 then, and writing the
+    // policy again would change nothing.
     assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), both);
     assert_eq!(
         after(service_with("IPv4", "RequireDualStack"), V6),

@@ -62,6 +62,7 @@ impl Finder<'_> {
                 "{address} is in the accepted networks of no member, and no object in the input has it: the mesh carries no \
                  packet to or from it"
             ))),
+            // The accepted networks of different clusters are disjoint, so all entries are of the same cluster.
             [(name, cluster), ..] => Ok(AddressOwner {
                 cluster: cluster.clone(),
                 node: None,
@@ -105,6 +106,7 @@ impl Finder<'_> {
                 return owner(Some(node), true, format!("Node {node}"));
             }
         }
+        // Mirrored Services have endpoints in other members.
         for slice in member.slices.values().filter(|slice| slice.managed.is_none()) {
             if let Some(endpoint) = slice.endpoints.iter().find(|endpoint| endpoint.address == address) {
                 let description = format!("an endpoint of Service {}", slice.service);

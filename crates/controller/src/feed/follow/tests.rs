@@ -244,8 +244,8 @@ async fn answer_that_is_not_json_is_not_quoted_in_the_reason() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn page_over_the_budget_is_requested_in_smaller_pages() {
-    // There are ten objects of 1 MiB each. One response may have 4 MiB.
+async fn page_over_the_response_limit_is_requested_in_smaller_pages() {
+    // There are ten objects of 1 MiB each. A response may have at most 4 MiB.
     let (resource, sizes) = bounded_server(10, 1 << 20);
     let feed = feed();
     let list = list(&resource, &feed).await.expect("a list");
@@ -255,7 +255,7 @@ async fn page_over_the_budget_is_requested_in_smaller_pages() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn object_over_the_budget_leaves_the_feed_broken() {
+async fn object_over_the_response_limit_leaves_the_feed_broken() {
     let (resource, sizes) = bounded_server(1, 5 << 20);
     let feed = feed();
     let (_resume, resumed) = watch::channel(0);

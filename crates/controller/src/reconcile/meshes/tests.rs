@@ -55,7 +55,7 @@ fn claims(mesh: &Mesh) -> Vec<(String, ClusterIdentity, String)> {
         .collect()
 }
 
-fn expected() -> Vec<(String, ClusterIdentity, String)> {
+fn expected_claims() -> Vec<(String, ClusterIdentity, String)> {
     let secret = ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "a".into(),
@@ -80,7 +80,7 @@ async fn refused_mesh_is_paused_and_keeps_networks_and_clusters() {
         let loaded = load_mesh(object(&bad, false), &hub(), &mut last_valid);
         assert_eq!(loaded.refused.as_ref().map(|(reason, _)| *reason), Some("SpecInvalid"));
         assert_eq!((loaded.mesh.paused, loaded.mesh.deleting), (true, false));
-        assert_eq!(claims(&loaded.mesh), expected(), "seen before: {seen_before}");
+        assert_eq!(claims(&loaded.mesh), expected_claims(), "seen before: {seen_before}");
         let accepted: Vec<_> = loaded.mesh.accepted.keys().collect();
         assert_eq!(accepted, ["a", "hub"]);
     }
@@ -98,13 +98,14 @@ async fn refused_mesh_in_deletion_keeps_its_clusters() {
         .collect();
     assert_eq!(
         identities,
-        expected()
+        expected_claims()
             .into_iter()
             .map(|(_, identity, _)| identity)
             .collect::<Vec<_>>()
     );
     assert_eq!(loaded.unlocatable, BTreeSet::new());
 
+    // The status still has accepted networks of an entry that is missing in the spec: its cluster is unknown.
     let mut without_entry = ClusterMesh::clone(&object(&json!(["nonsense"]), true));
     without_entry.spec.clusters.pop();
     let loaded = load_mesh(Arc::new(without_entry), &hub(), &mut LastValidMeshes::new());
@@ -150,8 +151,8 @@ async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     };
     let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
 
-    // The mesh was never valid. In the first case its status contains an unlisted network (half of all IPv4 addresses), in the second
-    // case the listed one.
+    // The spec was never valid since the controller started. In the first case the status contains an unlisted network (half of all
+    // IPv4 addresses), in the second case the listed one.
     let never = load_mesh(
         sandbox(&outside, "128.0.0.0/1"),
         &restricted_hub,

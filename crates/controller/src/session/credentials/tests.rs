@@ -57,7 +57,7 @@ fn are_usable(credentials: &mut watch::Receiver<Credentials>) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn secret_forbidden_for_a_short_time_keeps_the_client() {
+async fn client_is_dropped_only_if_its_secret_stays_forbidden() {
     let identity = ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "a".into(),
@@ -71,7 +71,7 @@ async fn secret_forbidden_for_a_short_time_keeps_the_client() {
     credentials.changed().await.expect("watched");
     assert!(are_usable(&mut credentials));
 
-    // The open watch ends after 25 s, so it is refused for 35 s, less than `DENIED_AFTER` (60 s).
+    // The open watch ends after 25 s of these 60 s. In the other 35 s, less than `DENIED_AFTER` (60 s), the Secret is denied.
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(60)).await;
     denied.store(false, Ordering::Relaxed);

@@ -20,8 +20,8 @@ use kube::api::DynamicObject;
 use super::{MemberFeeds, parse};
 use crate::{events::truncate, feed::Trust};
 
-/// The parts of a Node that the planner or the report need. Kilo's annotation `last-seen` is not among them, so its update every 30 s
-/// does not change the row and triggers no pass. [`CheckIns`](super::CheckIns) stores its value.
+/// The parts of a Node that the planner or the status of the ClusterMesh need. Kilo's annotation `last-seen`, which changes every 30 s,
+/// is not among them, because a change of the row triggers a pass. [`CheckIns`](super::CheckIns) stores the annotation's value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NodeRow {
     pub(super) node: Node,
@@ -29,7 +29,7 @@ pub(super) struct NodeRow {
     agent_version: Option<String>,
     /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
-    /// The members to which the node has tunnels that are down.
+    /// Numbers of tunnels to each member to which a tunnel is down. The keys are from [`annotations::member_key`].
     links: BTreeMap<String, Link>,
     /// Revision of the PeerPolicies in force on the node. Empty = the agent does not report it.
     policy_revision: String,
@@ -69,8 +69,8 @@ impl NodeRow {
 }
 
 impl MemberFeeds {
-    /// Counts the nodes: all, with wg-agent in full mode, in policy mode, with kg alone and a key, and with an agent whose version is not
-    /// `version`, the version of the controller.
+    /// Counts the nodes by the program that manages WireGuard, and the nodes whose agent has another version than `version`, the
+    /// controller's. A node of `kg` without a public key counts only in the total.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
@@ -85,14 +85,14 @@ impl MemberFeeds {
                     Server::Kilo if node.public_key != Claim::Absent => counts.kilo += 1,
                     Server::Kilo => {}
                 }
-                counts.outdated += i64::from(agent_version.as_ref().is_some_and(|agent| agent != version));
+                counts.outdated += i64::from(agent_version.as_ref().is_some_and(|reported| reported != version));
             }
         });
         counts
     }
 
-    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report a tunnel as down. Nodes that are not Ready, or
-    /// are being deleted, are ignored: if their agent does not run, its last report would never change.
+    /// Returns, for each node, its numbers of tunnels to those entries of a mesh to which a tunnel is down. Ignores nodes that are not
+    /// Ready or are being deleted: their agents may have stopped, and then their last reports never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {
@@ -124,7 +124,11 @@ impl MemberFeeds {
                     Server::Kilo => drop(unenforced.without_agent.insert(name)),
                     Server::Agent | Server::AgentPolicy => match row.value.node.bypassed {
                         Some(Bypass::Netfilter) => {
-                            drop(unenforced.bypassed.insert(name, row.value.bypass_reason.clone()));
+                            drop(
+                                unenforced
+                                    .without_netfilter
+                                    .insert(name, row.value.bypass_reason.clone()),
+                            );
                         }
                         Some(Bypass::Ipvs) => drop(unenforced.ipvs.insert(name)),
                         None => {}

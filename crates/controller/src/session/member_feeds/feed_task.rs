@@ -6,7 +6,7 @@ use futures::future::BoxFuture;
 use super::OnDemandFeed;
 use crate::feed::{Feed, Resume, WatchedResource, follow};
 
-/// A feed and the resource that it lists and watches.
+/// The task of one feed: lists and watches the feed's resource.
 pub(in crate::session) struct FeedTask {
     /// [`OnDemandFeed::id`]; unused for a feed that every member has.
     pub(in crate::session) feed_id: u64,

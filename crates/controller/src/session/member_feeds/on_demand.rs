@@ -1,5 +1,5 @@
 //! Feeds that exist only while a mesh needs them: Services and EndpointSlices of namespaces with granted or mirrored Services,
-//! and Pods of namespaces with exports.
+//! and Pods of namespaces with exported pods.
 
 use std::{
     collections::BTreeMap,
@@ -11,7 +11,7 @@ use clustermesh_core::{
     observe::{Pod, Service, Slice},
 };
 
-use super::values;
+use super::rows_by_object_name;
 use crate::feed::{Feed, Trust};
 
 /// The feeds, by namespace.
@@ -44,9 +44,10 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
     /// The reason why the feed was not listed yet, or why the ServiceAccount may not read it now.
     pub(super) fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
         match self.feed.trust() {
-            // Rows that were read before the refusal may be outdated.
+            // Rows that were read before the refusal may be outdated, and [`Self::trust`] does not report the refusal. It reports a broken
+            // feed, so the rows of that feed count as stale.
             Trust::Denied(why) => Err(why),
-            _ if self.feed.has_answer() => Ok(values(&self.feed)),
+            _ if self.feed.has_answer() => Ok(rows_by_object_name(&self.feed)),
             Trust::Broken(why) => Err(why),
             Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),
         }

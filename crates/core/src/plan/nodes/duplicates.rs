@@ -52,21 +52,21 @@ impl<'a> ClaimIndex<'a> {
     fn containing(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         let exact = self.prefixes.get_key_value(&net);
         let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
-        let claims = exact.or_else(|| wider.find_map(|net| self.node_networks.get_key_value(&net)));
-        claims.map(|(net, owner)| (*net, *owner))
+        let claim = exact.or_else(|| wider.find_map(|net| self.node_networks.get_key_value(&net)));
+        claim.map(|(net, owner)| (*net, *owner))
     }
 
     /// The result of [`Self::containing`], else a registered podCIDR or WireGuard address inside `net`.
     fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         // `IpNet` sorts a network directly before the networks inside it.
-        let within = || {
+        let first_inside = || {
             self.node_networks
                 .range(net..)
                 .next()
                 .filter(|(other, _)| net.contains(*other))
         };
         self.containing(net)
-            .or_else(|| within().map(|(net, owner)| (*net, *owner)))
+            .or_else(|| first_inside().map(|(net, owner)| (*net, *owner)))
     }
 
     /// Registers the claims of a Node, or returns why the Node gets no Peer. The caller registers older Nodes first.

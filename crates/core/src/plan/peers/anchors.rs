@@ -29,12 +29,12 @@ impl<'a> PeerPlanner<'a, '_> {
         let parts: Vec<IpNet> = parts
             .iter()
             .copied()
-            .filter(|part| !self.has_routing_loop(source, *part))
+            .filter(|part| !self.check_routing_loop(source, *part))
             .collect();
         if parts.is_empty() {
             return;
         }
-        let suitable: Vec<&RegisteredNode<'_>> = registry
+        let ready: Vec<&RegisteredNode<'_>> = registry
             .registered
             .iter()
             .filter(|node| node.observed.ready && !node.observed.deleting)
@@ -43,10 +43,10 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // A silent node is not eligible, unless all suitable nodes are silent: a WireGuard tunnel keeps working without kg, so the network
-        // then stays with its current anchor.
-        let any_active = suitable.iter().any(|node| !node.observed.is_silent());
-        let eligible = suitable.iter().filter(|node| !any_active || !node.observed.is_silent());
+        // Silent nodes are eligible only if all nodes in `ready` are silent: their tunnels keep working without kg, so an anchored network
+        // stays reachable.
+        let any_active = ready.iter().any(|node| !node.observed.is_silent());
+        let eligible = ready.iter().filter(|node| !any_active || !node.observed.is_silent());
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
             if !registry.registered.is_empty() {
@@ -85,9 +85,9 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
-    /// Whether `part` contains the endpoint of one of the member's Peers and kg serves the target. Then kg would route that Peer's
-    /// outer packets into the tunnel, so this is also reported as a fact. wg-agent marks its outer packets, so they are never routed there.
-    fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
+    /// Returns whether kg would route outer packets into the tunnel, and reports it as a fact: kg serves the target, and `part` contains
+    /// the endpoint of one of the member's Peers. wg-agent marks its outer packets and never routes them into the tunnel.
+    fn check_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
         let ips = peers.flat_map(|peer| endpoint::peer_endpoint_ips(&peer.spec));
         let Some(endpoint) = ips.filter(|ip| part.contains(ip)).min() else {

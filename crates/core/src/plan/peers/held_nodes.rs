@@ -25,7 +25,7 @@ impl<'a> PeerPlanner<'a, '_> {
             let peer = self
                 .existing
                 .get(&**name)
-                .filter(|peer| self.is_ours_from(source, peer))?;
+                .filter(|peer| self.is_our_peer_of(source, peer))?;
             Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
         });
         let (name, mut spec) = existing?;
@@ -34,8 +34,8 @@ impl<'a> PeerPlanner<'a, '_> {
         }
         spec.allowed_ips
             .retain(|net| mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net));
-        // In a target that kg serves, an InternalIP that is the Peer's endpoint was left out of its allowed IPs, because kg would route the
-        // tunnel's outer packets into the tunnel. Here this is only recorded.
+        // If a Peer's allowed IPs contain its endpoint, kg routes the outer packets into the tunnel. So the existing Peer was planned
+        // without an InternalIP that is its endpoint. Record the node again, for the fact `HostNetworkNotServed`.
         let is_left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));

@@ -1,4 +1,5 @@
-//! Tests which addresses of a Node are used, and that addresses outside allowedNetworks and duplicates are left out or reported.
+//! Tests which addresses of a Node become endpoints and allowed IPs. Networks outside allowedNetworks and prefixes of other nodes do
+//! not; a newer Node that claims such a prefix as its podCIDR or WireGuard address is skipped.
 
 use super::*;
 
@@ -76,7 +77,7 @@ fn explicit_endpoint_comes_first_whatever_its_family() {
 }
 
 #[test]
-fn node_without_addresses_changes_no_other_peer() {
+fn node_without_underlay_address_changes_no_other_peer() {
     let mesh = two_clusters();
     let mut seen = seen();
     let before = plan_mesh(&mesh, &seen).1.targets;
@@ -96,7 +97,7 @@ fn node_without_addresses_changes_no_other_peer() {
         "the cloud provider has not added the new Node's addresses yet"
     );
 
-    // The agent may start before the Node has addresses. A Peer without an endpoint has a keepalive.
+    // The agent may publish its key before the Node has an underlay address. The Peer then has no endpoint, but a keepalive.
     new.public_key = Claim::Valid(key(99));
     new.wireguard_ip = Claim::Valid("100.66.1.99/24".parse().unwrap());
     new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];
@@ -151,7 +152,7 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
 }
 
 #[test]
-fn pod_cidr_of_family_without_allowed_network_is_no_fact() {
+fn uncovered_pod_cidr_of_family_without_network_adds_no_fact() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
@@ -194,11 +195,11 @@ fn newer_node_with_overlapping_claim_is_skipped() {
         ),
     ];
     let before = plan_mesh(&mesh, &seen()).1.targets;
-    for (name, claim, reason) in cases {
+    for (name, change, reason) in cases {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| {
             let mut overlapping = node(2, 9);
-            claim(&mut overlapping);
+            change(&mut overlapping);
             m.nodes.insert("overlapping".into(), overlapping);
         });
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);

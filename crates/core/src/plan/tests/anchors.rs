@@ -1,4 +1,5 @@
-//! Tests that the status stores anchored networks, and that Nodes cannot claim a part of an anchored network.
+//! Tests that the status stores anchored networks, and that Nodes cannot claim a part of one. Exception: an anchored /32 that is the
+//! InternalIP of a Node.
 
 use super::*;
 
@@ -25,7 +26,7 @@ fn carriers(mesh_plan: &MeshPlan) -> Vec<&str> {
     carrying.map(|peer| peer.node.as_str()).collect()
 }
 
-/// The anchored networks of an entry in the status, each with its nodes.
+/// The anchored networks that the status lists for a member, each with its anchors.
 fn anchored(mesh_plan: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
     let anchored = mesh_plan.clusters[entry].anchored.iter();
     anchored
@@ -96,6 +97,7 @@ fn status_lists_anchored_networks_and_their_nodes() {
             anchored(&mesh_plan, "tenant")
         );
     }
+    // A masqueraded member has no anchored networks, not even those of an earlier plan.
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     assert_eq!(anchored(&plan_mesh(&mesh, &seen).1, "tenant"), vec![]);
 }
@@ -139,7 +141,7 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
         assert_eq!(skipped(&mesh_plan), [("claiming", reason, &*message)]);
         assert_eq!(mesh_plan.targets, before, "{claim}");
     }
-    // For additional addresses and podCIDRs, only the claim is refused and not the Node.
+    // An InternalIP, an allowed location IP or a second podCIDR inside the anchored network is left out. The Node keeps its Peer.
     let mut claiming = node(2, 9);
     claiming.internal_ips.push("10.97.0.10".parse().unwrap());
     claiming.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
@@ -213,6 +215,7 @@ fn network_of_an_invalid_node_is_not_anchored() {
         assert_eq!(skipped(&mesh_plan)[0].0, "x");
         let of_y = allowed(&mesh_plan, "mgmt", "m--tenant--y");
         assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
+        // Only the pod networks: the WireGuard address 100.66.2.1/32 is anchored while `x` has another one.
         assert_eq!(
             anchored(&mesh_plan, "tenant")
                 .iter()
@@ -223,8 +226,9 @@ fn network_of_an_invalid_node_is_not_anchored() {
     }
 }
 
+/// If the status stored networks without an anchor here, the Nodes could not claim their podCIDRs later.
 #[test]
-fn anchored_network_without_peers_is_not_remembered() {
+fn member_without_nodes_stores_no_anchored_networks() {
     let (mut mesh, mut seen) = anchored_tenant();
     let nodes = seen.members[&secret("tenant")].last().unwrap().nodes.clone();
     edit(&mut seen, &secret("tenant"), |m| m.nodes.clear());
@@ -235,8 +239,9 @@ fn anchored_network_without_peers_is_not_remembered() {
     assert_eq!((skipped(&mesh_plan), carriers(&mesh_plan).len()), (vec![], 1));
 }
 
+/// An operator may list a Node's InternalIP in allowedNetworks before the Node joins.
 #[test]
-fn anchored_address_moves_to_node_that_joins_later() {
+fn anchored_internal_ip_moves_to_node_that_joins_later() {
     let (mut mesh, mut seen) = anchored_tenant();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.9/32"]));
     write_plan(&mesh, &mut seen);

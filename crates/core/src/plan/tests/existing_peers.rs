@@ -51,8 +51,9 @@ fn node_without_annotations_keeps_its_peer_for_five_minutes() {
             m.nodes.insert("x".into(), blank);
         });
     };
-    for age in [None, Some(Duration::from_secs(299))] {
-        write(&mut seen, age);
+    // `None` = this plan is the first that holds the node.
+    for held_for in [None, Some(Duration::from_secs(299))] {
+        write(&mut seen, held_for);
         let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
         assert_eq!(
             diff(
@@ -79,7 +80,7 @@ fn node_without_annotations_keeps_its_peer_for_five_minutes() {
 }
 
 #[test]
-fn unresolved_name_keeps_endpoint_and_anchor() {
+fn unresolved_name_of_an_endpoint_causes_no_writes() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
@@ -153,7 +154,7 @@ fn deleted_mesh_and_removed_entry_delete_their_objects() {
 
 /// A mesh is absent if it was moved to another hub, or if a person removed its finalizer.
 #[test]
-fn objects_of_an_absent_mesh_are_kept() {
+fn objects_of_absent_mesh_stay_until_replaced() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -187,7 +188,7 @@ fn absent_mesh_keeps_its_slice_in_another_namespace() {
     let (mut mesh, mut seen) = sandbox::mesh_with_sandbox();
     mesh.clusters[1].egress = vec![sandbox::grant(sandbox::postgres(), &[], "db")];
     write_plan(&mesh, &mut seen);
-    let deleted = |mesh: &Mesh| {
+    let deleted_slices = |mesh: &Mesh| {
         let (plan, _) = plan_mesh(mesh, &seen);
         let tenant = seen.members[&secret("tenant")].fresh().unwrap();
         let steps = diff(&plan, &secret("tenant"), tenant).into_iter();
@@ -197,7 +198,7 @@ fn absent_mesh_keeps_its_slice_in_another_namespace() {
     let mut other = mesh.clone();
     other.id.name = "n".into();
     other.clusters[1].egress[0].local.namespace = "elsewhere".into();
-    assert_eq!(deleted(&other), Vec::<String>::new());
+    assert_eq!(deleted_slices(&other), Vec::<String>::new());
 }
 
 /// A mesh that uses all state that is listed per namespace: `tenant` exports pods; `tenant` and the sandbox `nb` are granted a

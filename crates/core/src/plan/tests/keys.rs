@@ -1,9 +1,10 @@
-//! Tests which mesh or Node gets a key or prefix in a target if several claim it.
+//! Tests which mesh or Node gets a key, prefix or Service name in a target if several claim it, and which Peers without a mesh label
+//! are adopted.
 
 use super::*;
 
-/// A younger mesh that connects the hub and the cluster `third`.
-fn younger() -> Mesh {
+/// A newer mesh that connects the hub and the cluster `third`.
+fn newer_mesh() -> Mesh {
     let mut mesh = two_clusters();
     mesh.id.name = "n".into();
     mesh.created = 2;
@@ -63,7 +64,7 @@ fn skipped(plan: &Plan, mesh: &Mesh, cluster: &str) -> Vec<(String, Reason, Stri
 
 #[test]
 fn key_of_unobserved_member_of_other_mesh_is_not_reused() {
-    let (older, newer) = (two_clusters(), younger());
+    let (older, newer) = (two_clusters(), newer_mesh());
     let mut seen = seen_with_third(key(49));
     write_plans(&[&older, &newer], &mut seen);
     let before = existing_peers(&seen);
@@ -93,7 +94,7 @@ fn key_of_unobserved_member_of_other_mesh_is_not_reused() {
 
 #[test]
 fn key_planned_by_another_mesh_is_refused_with_reason() {
-    let (older, newer) = (two_clusters(), younger());
+    let (older, newer) = (two_clusters(), newer_mesh());
     let mut seen = seen_with_third(key(33));
     let plan = plan_of(&[&older, &newer], &seen);
     let message = format!(
@@ -108,7 +109,7 @@ fn key_planned_by_another_mesh_is_refused_with_reason() {
     let targets: Vec<Option<&str>> = targets.map(|skipped| skipped.target.as_deref()).collect();
     assert_eq!(targets, [Some("mgmt")]);
     assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers, BTreeMap::new());
-    // An existing Peer keeps the key even if its mesh is the younger one.
+    // An existing Peer keeps the key even if its mesh is the newer one.
     write_plans(&[&newer], &mut seen);
     let plan = plan_of(&[&older, &newer], &seen);
     assert_eq!(plan.meshes[&older.id].targets["mgmt"].peers, BTreeMap::new());
@@ -142,23 +143,23 @@ fn existing_peer_of_paused_mesh_keeps_key_and_prefixes() {
     write_plans(&[&older, &newer], &mut seen);
     assert_eq!(seen, before, "no other Peer is written for the same node");
     let plan = plan_of(&[&older, &newer], &seen);
-    assert_eq!(skipped(&plan, &newer, "tenant"), [], "it is the same node");
+    assert_eq!(skipped(&plan, &newer, "tenant"), [], "both describe the same node");
 
     // A node of another cluster that copies the key is refused.
-    let third = younger();
+    let other = newer_mesh();
     seen.members.extend(
         seen_with_third(key(33))
             .members
             .remove(&secret("third"))
             .map(|m| (secret("third"), m)),
     );
-    let plan = plan_of(&[&older, &third], &seen);
+    let plan = plan_of(&[&older, &other], &seen);
     let message = format!(
         "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
     assert_eq!(
-        skipped(&plan, &third, "third"),
+        skipped(&plan, &other, "third"),
         [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
     );
 }

@@ -102,9 +102,9 @@ fn restart_of_the_only_kg_causes_no_writes() {
     assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
-/// The granularity is `full`. In `location`, the Peer of a leader contains the InternalIPs of its followers.
+/// With the granularity `location`, the Peer of a leader also contains the InternalIPs of its followers.
 #[test]
-fn internal_ip_is_never_in_the_peer_of_another_node() {
+fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     // k2 has never published anything.
     edit(&mut seen, &secret("tenant"), |m| {
@@ -191,7 +191,7 @@ fn leader_is_chosen_in_the_order_of_kg() {
         "age does not matter"
     );
     assert_eq!(
-        leader_after(|nodes| nodes.get_mut("k2").unwrap().prefers_leader = true),
+        leader_after(|nodes| nodes.get_mut("k2").unwrap().is_preferred_leader = true),
         "k2"
     );
     // kg treats shared address space as public.
@@ -204,14 +204,14 @@ fn leader_is_chosen_in_the_order_of_kg() {
         leader_after(|nodes| {
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
-            nodes.get_mut("k2").unwrap().prefers_leader = true;
+            nodes.get_mut("k2").unwrap().is_preferred_leader = true;
         }),
         "k2",
         "a node with the leader annotation comes before one with a public endpoint"
     );
     assert_eq!(
         leader_after(|nodes| {
-            nodes.values_mut().for_each(|node| node.prefers_leader = true);
+            nodes.values_mut().for_each(|node| node.is_preferred_leader = true);
             nodes.get_mut("k3").unwrap().kilo_endpoint =
                 Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
         }),
@@ -345,7 +345,7 @@ fn node_without_kg_check_in_is_reported() {
     assert_eq!(degraded(&plan_mesh(&mesh, &seen).1).0, "AllServed");
 }
 
-/// A Peer in a target that kg serves does not contain the node's InternalIP if this is also the Peer's endpoint. Otherwise kg would
+/// In a target that kg serves, a Peer whose endpoint is its node's InternalIP does not contain that InternalIP. Otherwise kg would
 /// route the tunnel's own packets into the tunnel.
 #[test]
 fn internal_ip_that_kg_cannot_route_is_reported() {

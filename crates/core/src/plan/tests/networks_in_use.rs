@@ -57,7 +57,7 @@ fn kg_network_that_contains_other_members_network_is_reported() {
         in_use(&mesh, &seen)
     };
     // kg routes the node's whole WireGuard network into its interface, so the message names this network instead of an address.
-    // wg-agent does not.
+    // wg-agent does not route it.
     let message = "1 Node(s) of cluster \"mgmt\" use addresses of 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
                    addresses are lost or enter the mesh. Give cluster \"tenant\" another network";
     assert_eq!(reported_with(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);

@@ -97,8 +97,8 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
-    // This would be different if kg ran on a node of tenant: kg drops a node of its own cluster if a Peer has the node's key, so the
-    // key of x would count as taken in tenant, and the owner would get no Peer there.
+    // If kg ran on a node of tenant, Node a of mgmt, which owns the key, would get no Peer in tenant: kg drops a node of its own
+    // cluster if a Peer has the node's key.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
         "only the copy is skipped: the owner keeps its Peer in tenant"
@@ -145,7 +145,7 @@ fn copied_key_stays_with_an_unobserved_owner() {
 }
 
 #[test]
-fn existing_peer_key_of_unobserved_member_is_not_reused() {
+fn key_in_peer_of_unobserved_member_stays_taken() {
     let mut mesh = two_clusters();
     mesh.clusters
         .push(entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]));
@@ -264,7 +264,7 @@ fn deleted_mesh_keeps_its_keys_while_it_is_paused() {
 
 // threat: foreign-object
 #[test]
-fn objects_of_another_hub_are_not_changed() {
+fn peers_of_another_hub_change_only_when_adopted() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);

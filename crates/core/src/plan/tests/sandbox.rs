@@ -1,4 +1,4 @@
-//! Tests the objects that are planned for a sandbox, in the target and in the sandbox: it reaches only the Services granted to it.
+//! Tests the objects that are planned for a sandbox, in the target and in the sandbox. A sandbox reaches only the Services granted to it.
 
 use super::*;
 use crate::{
@@ -155,7 +155,7 @@ fn message(plan: &MeshPlan) -> &str {
 
 // threat: sandbox-to-sandbox
 #[test]
-fn sandboxes_and_standard_members_are_not_connected() {
+fn sandbox_is_not_connected_to_sandbox_or_standard_member() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     let mut other = mesh.clusters[2].clone();
     other.name = "nb2".into();
@@ -255,20 +255,20 @@ fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
     // While the Node that owns the key publishes no key, the sandbox gets it. The sandbox loses it when the Node publishes it again.
-    let mut without_key = seen.clone();
-    edit(&mut without_key, &secret("tenant"), |m| {
+    let mut later = seen.clone();
+    edit(&mut later, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
     });
-    write_plan(&mesh, &mut without_key);
+    write_plan(&mesh, &mut later);
     assert_eq!(
-        planned_access(&mesh, &without_key).nodes.keys().collect::<Vec<_>>(),
+        planned_access(&mesh, &later).nodes.keys().collect::<Vec<_>>(),
         [&key(33)]
     );
     let tenant = seen.members.remove(&secret("tenant")).unwrap();
-    without_key.members.insert(secret("tenant"), tenant);
-    let (_, plan) = plan_mesh(&mesh, &without_key);
+    later.members.insert(secret("tenant"), tenant);
+    let (_, plan) = plan_mesh(&mesh, &later);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
-    assert_eq!(planned_access(&mesh, &without_key).nodes.len(), 0);
+    assert_eq!(planned_access(&mesh, &later).nodes.len(), 0);
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn duplicate_key_stays_with_sandbox_that_uses_it() {
     node.public_key = Claim::Valid(*own.keys().next().unwrap());
     seen.members
         .insert(secret("copy"), Observation::Fresh(member(&[("s", node)])));
-    // The owner keeps the key even while it is not observed.
+    // `nb` keeps its key, even while `nb` is not observed.
     for unseen in [false, true] {
         if unseen {
             seen.members

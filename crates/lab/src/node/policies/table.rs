@@ -57,23 +57,23 @@ struct AddressedPod<'a> {
 pub(super) fn render(node: Ipv4Addr, objects: &ClusterObjects<'_>) -> String {
     let mut chains = String::new();
     let mut jumps = [String::new(), String::new()];
-    for (number, local) in objects.pods.values().filter_map(addressed).enumerate() {
-        let host = local.pod.status.as_ref().and_then(|status| status.host_ip.as_deref());
+    for (number, pod) in objects.pods.values().filter_map(addressed).enumerate() {
+        let host = pod.pod.status.as_ref().and_then(|status| status.host_ip.as_deref());
         if host != Some(node.to_string().as_str()) {
             continue;
         }
         for (jumps, direction) in jumps.iter_mut().zip([Direction::Egress, Direction::Ingress]) {
-            let selecting: Vec<_> = objects.selecting(local.pod, direction).collect();
+            let selecting: Vec<_> = objects.selecting(pod.pod, direction).collect();
             if selecting.is_empty() {
                 continue;
             }
-            for address in &local.addresses {
+            for address in &pod.addresses {
                 let chain = format!("{}_{number}_{}", direction.name(), family(*address));
                 let (own, _) = direction.address_fields();
                 let _ = writeln!(jumps, "  {} {own} {address} jump {chain}", family(*address));
                 let _ = writeln!(chains, " chain {chain} {{");
                 for policy in &selecting {
-                    for rule in objects.rules(&local, *address, *policy, direction) {
+                    for rule in objects.rules(&pod, *address, *policy, direction) {
                         let _ = writeln!(chains, "  {rule}return");
                     }
                 }
@@ -123,7 +123,7 @@ impl<'a> ClusterObjects<'a> {
         direction: Direction,
     ) -> Vec<String> {
         let mut out = Vec::new();
-        for (peers, ports) in allowed(spec, direction) {
+        for (peers, ports) in policy_rules(spec, direction) {
             for (condition, peer_pod) in self.peers(peers, address, namespace, direction) {
                 if ports.is_empty() {
                     out.push(condition);
@@ -186,9 +186,10 @@ impl<'a> ClusterObjects<'a> {
     }
 }
 
-type Allowed<'a> = (&'a [NetworkPolicyPeer], &'a [NetworkPolicyPort]);
+/// The peers and the ports of one rule of a policy. An empty list allows all.
+type Rule<'a> = (&'a [NetworkPolicyPeer], &'a [NetworkPolicyPort]);
 
-fn allowed(spec: &NetworkPolicySpec, direction: Direction) -> Vec<Allowed<'_>> {
+fn policy_rules(spec: &NetworkPolicySpec, direction: Direction) -> Vec<Rule<'_>> {
     match direction {
         Direction::Egress => {
             let rules = spec.egress.as_deref().unwrap_or_default().iter();

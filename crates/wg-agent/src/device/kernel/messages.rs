@@ -26,7 +26,7 @@ use netlink_packet_wireguard::{
 };
 use sha2::{Digest, Sha256};
 
-/// The maximum size of the peer entries in one message, so that they fit into a page together with the headers.
+/// The maximum size of the peer entries in one message: about half of a page (4 KiB), which leaves room for the headers.
 const MESSAGE_BYTES: usize = 2_000;
 /// The limit of allowed IPs in one entry; a peer with more has several entries. An IPv6 allowed IP takes 40 bytes, so an entry
 /// is smaller than [`MESSAGE_BYTES`].

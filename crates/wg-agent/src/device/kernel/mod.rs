@@ -151,10 +151,9 @@ impl Kernel {
             peers = peers.len(),
             "took over the device of an earlier process"
         );
-        // Must precede `change`, because `set_key` starts handshakes with these peers.
+        // Must precede `change`: if the key is new, it starts handshakes with these peers.
         *self.configured() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
-        // The configuration in the kernel. Its private key stays that of `wanted`: whether the key must be set is decided
-        // by `is_key_new`.
+        // The configuration in the kernel, except its private key: `is_key_new` decides whether the key is set.
         let mut existing = wanted.clone();
         existing.listen_port = listen_port;
         existing.fwmark = fwmark;
@@ -169,7 +168,8 @@ impl Kernel {
     }
 
     fn change(&mut self, wanted: &Configuration, is_key_new: bool) -> Result<(), DeviceError> {
-        // One request for each value, the port first, so that the old configuration stays if the port is in use.
+        // The port is set first: if it is in use, the old configuration stays. Each value has its own request, so that
+        // `self.configuration` is right after an error.
         if wanted.listen_port != self.configuration.listen_port {
             self.set_port(wanted.listen_port)?;
             self.configuration.listen_port = wanted.listen_port;
@@ -331,14 +331,14 @@ impl Device for Kernel {
                 Altered::PrivateKey,
             ),
         ];
-        let mut configured = self.configured();
+        let mut last_configured = self.configured();
         let peers = peers.into_iter().map(|(key, (live, stats))| {
-            let endpoint = configured.get(&key).map_or(live.endpoint, |spec| spec.endpoint);
+            let endpoint = last_configured.get(&key).map_or(live.endpoint, |spec| spec.endpoint);
             let configured = PeerSpec { endpoint, ..live };
             (key, ObservedPeer { configured, stats })
         });
         let peers: device::ObservedPeers = peers.collect();
-        *configured = peers
+        *last_configured = peers
             .iter()
             .map(|(key, peer)| (*key, peer.configured.clone()))
             .collect();
@@ -360,7 +360,7 @@ impl Device for Kernel {
             drops: drops.into(),
             altered: altered
                 .into_iter()
-                .filter_map(|(is, part)| is.then_some(part))
+                .filter_map(|(is_altered, part)| is_altered.then_some(part))
                 .collect(),
         })
     }

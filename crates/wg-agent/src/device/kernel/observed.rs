@@ -136,7 +136,7 @@ mod tests {
             Attribute::PublicKey([7; 32]),
             Attribute::AllowedIps(vec![allowed("10.2.0.0", 16)]),
         ]);
-        let silent = WireguardPeer(vec![
+        let without_handshake = WireguardPeer(vec![
             Attribute::PublicKey([8; 32]),
             Attribute::LastHandshake(WireguardTimeSpec::default()),
         ]);
@@ -148,7 +148,7 @@ mod tests {
                 WireguardAttribute::PublicKey([9; 32]),
                 WireguardAttribute::Peers(vec![first]),
             ]),
-            message(vec![WireguardAttribute::Peers(vec![rest, silent])]),
+            message(vec![WireguardAttribute::Peers(vec![rest, without_handshake])]),
         ];
         let endpoint = Some("192.0.2.1:51820".parse().unwrap());
         let want = DeviceDump {

@@ -70,11 +70,13 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
     assert!(snapshot.is_complete(), "listed");
 }
 
+/// The gateway stops serving the Services of a namespace with a lasting failure.
 // threat: gateway-api-away
 #[test]
-fn watch_failure_stops_serving_only_if_it_lasts() {
+fn lasting_watch_failure_depends_on_cause_and_duration() {
+    let timeout = 2 * DENIAL_GRACE;
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
-    let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * DENIAL_GRACE);
+    let (store, _wanted) = Store::new(Metrics::register(registry, false), timeout);
     let sink = SnapshotSink::<ParsedService> {
         store: store.clone(),
         kind: "Services of namespace team".to_owned(),
@@ -120,7 +122,7 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         None,
         "failing for less than the timeout"
     );
-    let failing_for_long = || failing_for(2 * DENIAL_GRACE, Failure::Other);
+    let failing_for_long = || failing_for(timeout, Failure::Other);
     assert_eq!(
         lasting_failure_after(failing_for_long(), 503),
         None,
@@ -132,7 +134,7 @@ fn watch_failure_stops_serving_only_if_it_lasts() {
         None,
         "the API server has answered only recently"
     );
-    store.lock().answers_since = Instant::now().checked_sub(2 * DENIAL_GRACE);
+    store.lock().answers_since = Instant::now().checked_sub(timeout);
     assert_eq!(lasting_failure_after(failing_for_long(), 503), Some(Failure::Other));
     store.set_answering(false);
     assert_eq!(
@@ -179,7 +181,7 @@ fn recovered_watch_does_not_clear_failure_of_other_watch() {
 }
 
 #[test]
-fn services_of_a_namespace_that_fails_for_long_are_unknown() {
+fn services_of_namespace_with_lasting_failure_are_unknown() {
     let mut snapshot = granted();
     let lasting_failure = Some(Failure::Other);
     snapshot.namespaces.insert(
@@ -189,7 +191,7 @@ fn services_of_a_namespace_that_fails_for_long_are_unknown() {
             ..listed_namespace()
         },
     );
-    let services = snapshot.services("home");
+    let services = snapshot.services("clustermesh-gateway");
     let service = services.values().next().unwrap();
     assert!(
         matches!(service, Service::Unknown(why) if why.contains("could not be watched")),

@@ -28,13 +28,13 @@ const KEEP_WATCHING: Duration = Duration::from_secs(600);
 /// The number of SandboxAccesses in one page of a list. An object can be larger than a megabyte, and the
 /// container of a gateway has 256 MB.
 const PAGE: u32 = 8;
-/// Pause after a request that failed or was not answered, if the usual interval is longer.
+/// The longest pause of [`probe_api_server`] after a request that failed or was not answered.
 const RETRY: Duration = Duration::from_secs(1);
-/// Timeout of one request.
+/// Timeout of one request of [`probe_api_server`].
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long the Services of a namespace that was listed stay served while the API server denies access to it. A starting API server
-/// denies all requests until it has read the RBAC roles.
+/// If the API server denies access to a namespace that was listed before, the gateway serves the namespace's Services for this time.
+/// A starting API server denies all requests until it has read the RBAC roles.
 pub(super) const DENIAL_GRACE: Duration = Duration::from_secs(30);
 
 pub(super) type KindSelector<V> =
@@ -71,8 +71,9 @@ impl<V> SnapshotSink<V> {
         namespace.failing = failure.map(|failure| (since, failure));
         let is_lasting = |failure: &Failure| match failure {
             Failure::AccessDenied => !namespace.is_listed() || since.elapsed() >= DENIAL_GRACE,
-            // Counts only while the API server answers other requests. If it answers none, the element of `alive` in the gateway's
-            // nftables table expires instead (`--grant-timeout`), which closes all grants. Connections continue when it is renewed.
+            // Counts only while the API server answers other requests. If it answers none, all grants close after `--grant-timeout`:
+            // the element of the set `alive` in the gateway's nftables table expires. When the gateway renews the element,
+            // connections continue.
             Failure::Other => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
         let lasting = failure.filter(is_lasting);
@@ -118,7 +119,7 @@ fn namespace_suffix(namespace: &str) -> String {
     format!(" of namespace {namespace}")
 }
 
-/// Starts all watches until the token is cancelled.
+/// Starts all watches. They end when `stop` is cancelled.
 pub(in crate::gateway) fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,

@@ -123,7 +123,7 @@ fn many_grants_at_once_fit_into_little_memory() {
         table_manager.renew(in_ten_minutes()).await.expect("a renewal");
         assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
         assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
-        // The table stays open.
+        // The table is still open.
         assert_eq!((count_grants(), is_open()), (5000, true));
         assert_eq!(finish(&mut table_manager, &table(1)).await, 4);
         assert_eq!((count_grants(), is_open()), (1, true));
@@ -161,7 +161,7 @@ fn table_deleted_between_steps_is_written_from_the_start() {
 }
 
 #[test]
-fn table_exists_once_any_process_has_written_it() {
+fn table_exists_once_any_manager_has_written_it() {
     in_namespace(async |mut table_manager| {
         let other = TableManager::default();
         assert!(!other.table_exists() && !table_manager.table_exists());

@@ -89,7 +89,7 @@ fn cluster(last_seen_ago: Option<u64>) -> Store {
     store
 }
 
-/// The agent's routes in the kernel, and the address on the interface, which kg also uses.
+/// The agent's routes in the kernel, and the interface's address. kg uses the same address.
 fn agent_routes() -> Routes {
     routes::desired(&routes::Plan {
         addresses: ["100.66.0.9".parse().unwrap()].into(),
@@ -141,6 +141,7 @@ async fn agent_removes_its_state_when_kg_is_back() {
 #[tokio::test]
 async fn table_of_policy_mode_is_not_removed() {
     let (mut agent, ..) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
+    // An agent in policy mode writes a table, but no rules and no routes.
     agent.deps.kernel.firewall.backend().run("table").await.unwrap();
     agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);
@@ -150,7 +151,7 @@ async fn table_of_policy_mode_is_not_removed() {
 #[tokio::test]
 async fn pass_writes_nothing_while_another_program_has_the_device() {
     let (mut agent, published, _directory) = agent(Box::new(|_| Err(DeviceError::Exists("kilo0".to_owned()))));
-    // kg exited long ago, or is about to start; its interface exists.
+    // kg does not check in, but its interface exists: kg left it behind, or is about to start.
     agent.deps.cluster.store = cluster(None);
     agent.underlay.set(BTreeSet::new(), underlay(), Instant::now());
     assert!(!agent.pass().await);

@@ -11,7 +11,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.echo(9091);
     // The worker's firewall (chains `leave` and `into_tunnel`) drops a reply that does not take the path of its request. So each
-    // response proves that its reply took the path of the request: eth0 or the tunnel.
+    // successful request proves that its reply took the same path: eth0 or the tunnel.
     let assert_replies_by_eth0 = |why: &str| {
         assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
         assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");
@@ -43,9 +43,9 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert_replies_by_eth0("the tunnel is restored");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
     w.worker.ip("link del kilo0");
-    // Without the device, TCP works, but a UDP reply from a socket that is not bound to an address fails: its first route lookup
-    // is before netfilter can mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`) precedes
-    // `unreachable`.
+    // Only TCP is tested here. Without the device, a UDP reply from a socket that is not bound to an address fails: its first route
+    // lookup is before netfilter can mark it, and finds `unreachable`. With the device, the fallback route (`METRIC_FALLBACK`)
+    // precedes `unreachable`.
     assert_eq!(
         source_of(&w.mesh.hub_pod, f.worker, 9090),
         f.hub_pod,
@@ -54,7 +54,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     assert!(request(&w.worker_pod, f.hub_pod, 8080).is_err());
 }
 
-pub(crate) fn worker_in_the_hub_reaches_its_api_server_without_tunnel(f: &'static Family) {
+pub(crate) fn worker_in_the_hub_reaches_its_api_server_by_eth0(f: &'static Family) {
     let w = MeshWithWorker::new(f);
     serve(&w.mesh.hub_pod, f.hub_pod, 8080);
     w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub

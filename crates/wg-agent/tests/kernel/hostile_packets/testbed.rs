@@ -57,7 +57,7 @@ pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
     PeerChange::Add(public(number), spec)
 }
 
-/// The outer addresses of one family, and other parameters of a run.
+/// The outer addresses of one family, and the number of workers with which the tests of this family run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outer {
     /// The victim's links to the friend, to the attacker and to a further peer that some tests add: on each, the victim's address and
@@ -67,8 +67,9 @@ pub(crate) struct Outer {
     pub(crate) victim: IpAddr,
     pub(crate) attacker: IpAddr,
     prefix: u8,
-    /// The network of further addresses of the attacker, and a function that returns the n-th of them.
+    /// The network of further addresses of the attacker.
     pub(crate) range: &'static str,
+    /// Returns the n-th address of `range`.
     pub(crate) nth: fn(u32) -> IpAddr,
     /// Number of workers (a thread for each direction) of each device.
     workers: usize,
@@ -142,7 +143,7 @@ impl Testbed {
         }
     }
 
-    /// The victim's WireGuard endpoint for the attacker.
+    /// The outer address and port at which the attacker reaches the victim.
     pub(crate) fn victim_endpoint(&self) -> SocketAddr {
         SocketAddr::new(self.outer.victim, PORT)
     }
@@ -274,7 +275,8 @@ impl Conversation {
 /// Environment variable that is set in a process that runs one test.
 const SINGLE_TEST: &str = "CLUSTERMESH_TEST_ALONE";
 
-/// Runs the test with this path in its own process. Otherwise memory that an earlier test has freed would hide growth.
+/// Runs the test with this path in its own process. In a shared process, the victim could reuse memory that an earlier test
+/// has freed, which would hide memory growth.
 pub(crate) fn run_in_own_process(path: &str, test: impl FnOnce()) {
     if env::var_os(SINGLE_TEST).is_some() {
         return test();

@@ -29,7 +29,7 @@ fn thirty_thousand_foreign_routes_hide_no_event() {
         };
         while next_event(300).is_some() {} // events of the new device
         let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
-        // More events than fit into the socket's buffer. The socket's filter drops all of them.
+        // More events than fit into the socket's buffer, in two tables. The socket's filter drops all of them.
         batch(
             &ns,
             (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
@@ -111,7 +111,7 @@ fn only_changed_routes_of_ten_thousand_are_written() {
         monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
         [""; 0]
     );
-    // The Peer's route, and the default route of the tunnel's table, which has the smallest MTU of all Peers.
+    // The Peer's route, and the default route of the tunnel's table: this route may lead to any Peer, so it has the smallest MTU.
     let replaced = monitor_routes(&ns, || assert_eq!(pass(&ns, &desired(&smaller_mtu)).done.len(), 2));
     assert_eq!(replaced.len(), 2, "{replaced:?}");
     ns.ip(&format!("route del {} table 5182 metric 20", net(1234)));

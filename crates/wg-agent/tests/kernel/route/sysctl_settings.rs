@@ -103,7 +103,7 @@ fn interface_sysctls_are_set_over_netlink_on_read_only_proc() {
 }
 
 #[test]
-fn device_without_ipv6_keeps_its_ipv4_routes() {
+fn device_without_ipv6_gets_its_ipv4_routes() {
     let ns = node("no6");
     ns.set_sysctl("net/ipv6/conf/kilo0/disable_ipv6", "1");
     let got = pass(&ns, &desired(&plan()));

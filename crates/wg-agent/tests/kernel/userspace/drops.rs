@@ -22,7 +22,7 @@ pub(super) fn removed_peer_is_unreachable_and_its_packets_dropped(options: Optio
 
 pub(super) fn packet_without_peer_or_endpoint_gets_an_icmp_error(options: Options) {
     let mut node = Node::new(1, options);
-    // A peer without endpoint, and an address without a peer.
+    // The addresses that end in 2 belong to a peer without endpoint, those that end in 3 to no peer.
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
         let assert_ping_reports = |address: &str, error: &str| {

@@ -1,4 +1,4 @@
-//! Tests endpoints, listen port and fwmark after restarts and changes.
+//! Tests endpoints, listen port, fwmark and MTU after restarts and changes.
 
 use std::time::{Duration, Instant};
 
@@ -52,19 +52,26 @@ pub(super) fn outer_packets_carry_the_current_fwmark(options: Options) {
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
          udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
     );
+    let [with_first_mark, unmarked, with_second_mark] = [0, 1, 2];
     let mut configuration = a.configuration.clone();
     configuration.fwmark = 0x0010_0000;
     a.configure(&configuration);
     let before = counters(&a.ns);
     wait_until("a ping", TIMEOUT, || a.reaches(2));
     let after = counters(&a.ns);
-    assert!(after[0] > before[0] && after[1] == before[1], "{before:?} {after:?}");
+    assert!(
+        after[with_first_mark] > before[with_first_mark] && after[unmarked] == before[unmarked],
+        "{before:?} {after:?}"
+    );
     configuration.fwmark = 7;
     configuration.listen_port = 51999;
     a.configure(&configuration);
     wait_until("a ping from the new port", TIMEOUT, || a.reaches(2));
     let last = counters(&a.ns);
-    assert!(last[2] > 0 && last[1] == after[1], "{last:?}");
+    assert!(
+        last[with_second_mark] > 0 && last[unmarked] == after[unmarked],
+        "{last:?}"
+    );
     assert_eq!(
         b.stats(1).endpoint,
         Some("192.0.2.1:51999".parse().expect("an endpoint"))

@@ -11,8 +11,8 @@ use wg_agent::device::{
 
 use super::{Node, Options, PORT, TIMEOUT, counters, node_pair, secret};
 
-pub(super) fn foreign_interfaces_are_kept_and_reported(options: Options) {
-    let ns = NetNs::new("errors");
+pub(super) fn open_refuses_foreign_interface_used_port_and_bad_name(options: Options) {
+    let ns = NetNs::new("refused");
     let open = |interface: &str, port| {
         let configuration = Configuration {
             private_key: secret(1),
@@ -35,9 +35,9 @@ pub(super) fn foreign_interfaces_are_kept_and_reported(options: Options) {
         .expect("open a device");
     let busy = open(&first, 1).expect_err("the interface is open");
     assert!(matches!(&busy, DeviceError::Exists(name) if *name == first), "{busy}");
-    ns.ip("link add foreign type veth peer name other");
-    ns.ip("tuntap add dev kept mode tun");
-    for interface in ["foreign", "kept"] {
+    ns.ip("link add veth0 type veth peer name veth1");
+    ns.ip("tuntap add dev tun0 mode tun");
+    for interface in ["veth0", "tun0"] {
         let error = open(interface, 1).expect_err("another program's interface");
         assert!(
             error
@@ -106,11 +106,12 @@ pub(super) fn interface_remains_after_process_and_is_reused(options: Options) {
     assert!(!a.ns.enter(|| remove_interface(&a.interface)).expect("not removed"));
 }
 
-pub(super) fn interface_with_older_flags_is_recreated(options: Options) {
+pub(super) fn tunnel_works_despite_interface_of_older_version(options: Options) {
     let [mut a, b] = node_pair(options);
     drop(a.device.take());
     assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
-    // As an older version of the agent created it: without the flags `multi_queue` and `vnet_hdr`.
+    // An older version of the agent created the interface without the flags `multi_queue` and `vnet_hdr`. The kernel refuses to attach
+    // with other flags, so the agent recreates the interface.
     a.ns.sh(&format!(
         "ip tuntap add dev {0} mode tun; ip link set {0} alias 'clustermesh wg-agent'",
         a.interface

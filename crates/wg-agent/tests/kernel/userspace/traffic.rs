@@ -15,7 +15,7 @@ use wg_agent::device::Device;
 
 use super::{Node, Options, TIMEOUT, node_pair, public, spec};
 
-pub(super) fn ping_and_tcp_pass_and_wg_shows_the_peer(options: Options) {
+pub(super) fn traffic_passes_and_wg_can_show_but_not_change_peers(options: Options) {
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || a.reaches(2));
     assert!(b.reaches(1));
@@ -66,7 +66,7 @@ pub(super) fn tunnel_works_over_an_ipv6_underlay(options: Options) {
     );
 }
 
-pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
+pub(super) fn session_survives_changes_of_its_peer_and_another(options: Options) {
     let [mut a, b] = node_pair(options);
     let c = {
         let mut c = Node::new(3, options);
@@ -100,7 +100,7 @@ pub(super) fn peer_changes_do_not_affect_other_sessions(options: Options) {
             for changes in [
                 vec![PeerChange::Add(public(3), spec(3, Some("198.51.100.3:51820")))],
                 vec![PeerChange::Update(public(3), moved)],
-                // Changes of peer 2, to which the flow goes. They must not end its session, either.
+                // Changes of peer 2, the other end of the flow, whose session must survive.
                 vec![PeerChange::Update(
                     public(2),
                     PeerUpdate {
@@ -137,7 +137,7 @@ pub(super) fn large_datagrams_arrive_whole_and_in_order_in_both_families(options
         receiver.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         let sender = a.ns.enter(|| std::net::UdpSocket::bind(from)).expect("bind");
         // Datagrams of equal length, which the kernel may pass to the device as one packet. Lengths: around 64 bytes, around the MTU of
-        // 1420 bytes minus the headers of IPv6 (1372) and IPv4 (1392), and above the MTU.
+        // 1420 bytes minus UDP and IPv6 headers (1372) or UDP and IPv4 headers (1392), and above the MTU.
         for length in [1_u16, 63, 64, 65, 1000, 1372, 1392, 1400, 4000, 60_000] {
             // No more datagrams than fit into the receiver's socket buffer.
             let count = if length > 1500 { 2 } else { 16 };

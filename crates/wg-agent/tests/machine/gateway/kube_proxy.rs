@@ -27,6 +27,7 @@ pub(super) struct KubeProxy {
 impl KubeProxy {
     /// Exposes the gateway at a NodePort and the database at a ClusterIP.
     pub(super) fn start(node: &NetNs) -> Self {
+        // kube-proxy serves a NodePort at the addresses of the node.
         let [v4, v6] = NODE;
         node.sh(&format!(
             "ip addr add {v4}/32 dev lo; ip addr add {v6}/128 dev lo nodad"
@@ -75,7 +76,7 @@ impl KubeProxy {
 }
 
 fn create_service(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port: Value, endpoints: [&str; 2]) {
-    let (number, protocol) = (port["targetPort"].clone(), port["protocol"].clone());
+    let (target_port, protocol) = (port["targetPort"].clone(), port["protocol"].clone());
     let metadata = json!({"name": name, "namespace": "team"});
     let families = ["IPv4", "IPv6"];
     api.put(
@@ -93,7 +94,7 @@ fn create_service(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port:
             ALL_SLICES,
             json!({
                 "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": metadata, "addressType": family,
-                "ports": [{"name": "", "port": number, "protocol": protocol}],
+                "ports": [{"name": "", "port": target_port, "protocol": protocol}],
                 "endpoints": [{"addresses": [address], "conditions": {"ready": true}}],
             }),
         );

@@ -1,5 +1,5 @@
-//! Shows an attack by the administrator of the sandbox, who routes every address into the tunnel and scans all these addresses: with
-//! the grant, and after the revocation of the grant.
+//! Shows an attack by the administrator of the sandbox, who routes every address of the other two clusters into the tunnel and scans
+//! these addresses: with the grant, and after the revocation of the grant.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -41,6 +41,7 @@ impl Demo<'_> {
             .name()
             .to_owned();
         let attacker = Attacker::new(scene.lab, SANDBOX, &node).await?;
+        // `Attacker::new` has run this command.
         println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
         let mut sockets = scene
             .sandbox

@@ -10,8 +10,8 @@ enum ValueKind {
     Port,
     Address,
     Network,
-    Chain,
-    Limit,
+    GotoChain,
+    QuotedLimit,
     Socket,
 }
 
@@ -19,7 +19,7 @@ fn is_8_hex_digits(text: &str) -> bool {
     text.len() == 8 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-fn is_chain(text: &str) -> bool {
+fn is_chain_name(text: &str) -> bool {
     let text = text.strip_suffix("-by-address").unwrap_or(text);
     let count = ["choose4-", "choose6-"]
         .iter()
@@ -27,7 +27,7 @@ fn is_chain(text: &str) -> bool {
     count.is_some_and(|count| count.parse::<usize>().is_ok_and(|count| count > 0))
 }
 
-fn is_limit(text: &str) -> bool {
+fn is_limit_name(text: &str) -> bool {
     text.strip_prefix("sandbox-").is_some_and(is_8_hex_digits)
 }
 
@@ -39,12 +39,12 @@ impl ValueKind {
             Self::Port => text.parse::<u16>().is_ok(),
             Self::Address => text.parse::<IpAddr>().is_ok(),
             Self::Network => text.parse::<IpNet>().is_ok(),
-            Self::Chain => text.strip_prefix("goto ").is_some_and(is_chain),
+            Self::GotoChain => text.strip_prefix("goto ").is_some_and(is_chain_name),
             Self::Socket => is_key(&[Self::Address, Self::Port], text),
-            Self::Limit => text
+            Self::QuotedLimit => text
                 .strip_prefix('"')
                 .and_then(|text| text.strip_suffix('"'))
-                .is_some_and(is_limit),
+                .is_some_and(is_limit_name),
         }
     }
 }
@@ -53,8 +53,8 @@ impl ValueKind {
 fn kinds_of(set: &str) -> Option<(&'static [ValueKind], Option<ValueKind>)> {
     use ValueKind::*;
     Some(match set {
-        "limits" => (&[Mark], Some(Limit)),
-        "services4" | "services6" => (&[Mark], Some(Chain)),
+        "limits" => (&[Mark], Some(QuotedLimit)),
+        "services4" | "services6" => (&[Mark], Some(GotoChain)),
         "backends4" | "backends6" => (&[Mark, Mark], Some(Socket)),
         "sandboxes4" | "sandboxes6" => (&[Network], Some(Mark)),
         "grants" => (&[Mark, Protocol, Port], Some(Mark)),
@@ -65,7 +65,7 @@ fn kinds_of(set: &str) -> Option<(&'static [ValueKind], Option<ValueKind>)> {
     })
 }
 
-/// A command of a script, after the lines of `render::base_table`. A line with several elements is one command for each of them.
+/// One command of a script, except those of `render::base_table`. A line with several elements is one command for each of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Command<'a> {
     /// Set or map, key, and the data of a map.
@@ -145,18 +145,18 @@ impl<'a> Command<'a> {
                 let elements = elements(rest, false)?.into_iter();
                 return Some(elements.map(|(set, key, _)| Self::DeleteElement(set, key)).collect());
             }
-            "add chain" if is_chain(rest) => Self::AddChain(rest),
-            "flush chain" if is_chain(rest) => Self::FlushChain(rest),
-            "delete chain" if is_chain(rest) => Self::DeleteChain(rest),
+            "add chain" if is_chain_name(rest) => Self::AddChain(rest),
+            "flush chain" if is_chain_name(rest) => Self::FlushChain(rest),
+            "delete chain" if is_chain_name(rest) => Self::DeleteChain(rest),
             "add rule" => {
                 let (chain, rule) = rest.split_once(' ')?;
-                (is_chain(chain) && is_rule(chain, rule)?).then_some(Self::AddRule(chain, rule))?
+                (is_chain_name(chain) && is_rule(chain, rule)?).then_some(Self::AddRule(chain, rule))?
             }
             "add limit" => {
                 let (limit, rate) = rest.split_once(' ')?;
-                (is_limit(limit) && is_rate(rate)?).then_some(Self::AddLimit(limit, rate))?
+                (is_limit_name(limit) && is_rate(rate)?).then_some(Self::AddLimit(limit, rate))?
             }
-            "delete limit" if is_limit(rest) => Self::DeleteLimit(rest),
+            "delete limit" if is_limit_name(rest) => Self::DeleteLimit(rest),
             _ => return None,
         };
         Some(vec![one])
@@ -172,8 +172,8 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    /// Applies a script at least as strictly as the kernel does. An element, chain or limit that is added must not exist, and all that it
-    /// refers to must exist. One that is deleted must exist, and nothing may refer to it.
+    /// Applies a script at least as strictly as the kernel does. An added element, chain or limit must be new, and what it refers to must
+    /// exist. A deleted element, chain or limit must exist, and nothing may refer to it.
     pub(super) fn apply(&mut self, script: &str) -> Result<(), String> {
         for line in script.lines() {
             let parsed = Command::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
@@ -221,7 +221,7 @@ impl Kernel {
         match command {
             Command::AddElement(set, key, data) => {
                 self.is_free(set, key)
-                    && self.has_references(set, key, data)
+                    && self.references_exist(set, key, data)
                     && self
                         .elements
                         .insert((set.to_owned(), key.to_owned()), data.map(str::to_owned))
@@ -230,8 +230,8 @@ impl Kernel {
             Command::DeleteElement(set, key) => {
                 let removed = self.elements.remove(&(set.to_owned(), key.to_owned())).is_some();
                 let used = match set {
-                    "open" => self.elements.iter().any(|((set, port), data)| {
-                        set == "grants" && data.as_ref().is_some_and(|id| format!("{port} . {id}") == key)
+                    "open" => self.elements.iter().any(|((other, grant), data)| {
+                        other == "grants" && data.as_ref().is_some_and(|mark| format!("{grant} . {mark}") == key)
                     }),
                     _ => false,
                 };
@@ -255,7 +255,7 @@ impl Kernel {
         }
     }
 
-    /// Whether the kernel accepts a new key: a network must belong to the map of its family, and overlap no other element of it.
+    /// Whether the kernel accepts a new key. A network must be in the map of its family, and overlap no other network in that map.
     fn is_free(&self, set: &str, key: &str) -> bool {
         let Ok(network) = key.parse::<IpNet>() else { return true };
         let others = self.elements.keys().filter(|(other, _)| other == set);
@@ -267,8 +267,8 @@ impl Kernel {
         set == family && others.map(|(_, key)| net(key)).all(|other| !overlap(&other, &network))
     }
 
-    /// Whether everything exists that an element refers to: its chain or limit, or the element of `open` that belongs to a grant.
-    fn has_references(&self, set: &str, key: &str, data: Option<&str>) -> bool {
+    /// Whether everything exists to which an element refers: its chain or limit, or the element of `open` that belongs to a grant.
+    fn references_exist(&self, set: &str, key: &str, data: Option<&str>) -> bool {
         let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
         let Some(data) = data else { return true };
         match set {

@@ -1,5 +1,5 @@
-//! Property tests for members that kg serves: restarts of kg on any of their nodes cause no writes, and no anchored network in a Peer
-//! contains the InternalIP of a node, with two exceptions.
+//! Property tests for members whose tunnels kg owns (kg alone, or with wg-agent in policy mode): restarts of kg on any of their nodes
+//! cause no writes, and no anchored network in a Peer contains the InternalIP of a node, with two exceptions.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use proptest::{collection, prelude::*, sample::select};
 
 use super::*;
 
-/// A generated member that kg serves.
+/// A generated member whose tunnels kg owns.
 #[derive(Debug, Clone)]
 struct Tenant {
     nodes: Vec<Node>,
@@ -16,12 +16,12 @@ struct Tenant {
     anchors: u16,
     /// For each node: whether its kg is stopped.
     stopped: Vec<bool>,
-    /// Whether kg serves the hub, too.
+    /// Whether kg serves the hub.
     hub_has_kg: bool,
 }
 
 fn tenant() -> impl Strategy<Value = Tenant> {
-    let listed = collection::vec(
+    let allowed = collection::vec(
         select(vec!["172.30.2.1/32", "172.30.2.2/32", "172.30.2.3/32", "172.30.2.0/24"]),
         0..4,
     );
@@ -38,11 +38,11 @@ fn tenant() -> impl Strategy<Value = Tenant> {
         any::<bool>(),
     );
     let stopped = collection::vec(any::<bool>(), 5);
-    (kind, 1..5u8, listed, anchored, 1u16..4, stopped).prop_map(
-        |((location, two_locations, server, hub_has_kg), count, mut allowed, anchored, anchors, stopped)| {
+    (kind, 1..5u8, allowed, anchored, 1u16..4, stopped).prop_map(
+        |((by_location, two_locations, server, hub_has_kg), count, mut allowed, anchored, anchors, stopped)| {
             let nodes = (1..=count).map(|n| {
                 let west = two_locations && n > 2;
-                let node = match (location, n == 1 || (west && n == 3)) {
+                let node = match (by_location, n == 1 || (west && n == 3)) {
                     (false, _) => kg_node(n, Granularity::Full),
                     (true, true) => kg_node(n, Granularity::Location),
                     (true, false) => follower(n),
@@ -133,8 +133,9 @@ proptest! {
                 let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
                 let contained = addresses.find(|address| net.contains(*address));
                 // First exception: an operator may anchor the nodes' network if wg-agent serves the hub. wg-agent marks its outer packets,
-                // so they do not use the route. Second exception: the /32 of an InternalIP, in the Peer of this node or, unless
-                // the granularity of this node is full, of a node in its location.
+                // so they do not use the route. Second exception: the /32 of an InternalIP. The Peer of the address's node may
+                // contain it. The Peer of another node in the same location may contain it, too, unless the address's node has
+                // granularity full.
                 let may_anchor_node_network = tenant.anchored.is_some() && !tenant.hub_has_kg;
                 prop_assert!(
                     contained.is_none_or(|address| {

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The states of the member `nb` in the hub, before the first write and after each write that changes them: (its policy exists and is
-/// not closed, it has Peers, it has a SandboxAccess).
+/// The states of the member `nb` in the hub: before the first write, and after each write that changes the state. A state is (`nb` has
+/// a policy that is not closed, `nb` has Peers, `nb` has a SandboxAccess).
 fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();
@@ -81,9 +81,9 @@ fn stricter_profile_closes_an_unobserved_member() {
             (false, false, true)
         ]
     );
-    let (_, plan) = plan_mesh(&sandbox, &seen);
+    let (_, mesh_plan) = plan_mesh(&sandbox, &seen);
     assert_eq!(
-        plan.targets["mgmt"].policies["m--nb"].spec.sources,
+        mesh_plan.targets["mgmt"].policies["m--nb"].spec.sources,
         net_set(&["10.3.0.0/16", "100.66.3.0/24"])
     );
 }
@@ -121,10 +121,11 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
         mesh.clusters[2].profile = profile;
         write_plan(&mesh, &mut seen);
         write_plan(&mesh, &mut seen);
-        let count = |plan: &MeshPlan| ["mgmt", "tenant", "nb"].map(|t| sources(plan, t).len());
-        let before = count(&plan_mesh(&mesh, &seen).1);
+        let peer_counts =
+            |mesh_plan: &MeshPlan| ["mgmt", "tenant", "nb"].map(|target| sources(mesh_plan, target).len());
+        let before = peer_counts(&plan_mesh(&mesh, &seen).1);
         mesh.clusters[2].quarantine = true;
-        let (_, plan) = plan_mesh(&mesh, &seen);
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         if profile == Profile::ClusterMeshed {
             let networks = net_set(&["10.3.0.0/16", "100.66.3.0/24"]);
             let closed = PolicySpec {
@@ -132,13 +133,14 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
                 networks,
                 ..closed_policy()
             };
-            assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, closed);
+            assert_eq!(mesh_plan.targets["mgmt"].policies["m--nb"].spec, closed);
         } else {
             assert_eq!(granted(&mesh, &seen), []);
         }
-        assert_eq!(count(&plan), before);
+        assert_eq!(peer_counts(&mesh_plan), before);
         assert!(
-            plan.facts
+            mesh_plan
+                .facts
                 .iter()
                 .any(|fact| matches!(fact, Fact::Quarantined { cluster, .. } if cluster == "nb"))
         );
@@ -151,8 +153,8 @@ fn member_set_to_standard_is_closed_before_peer_deletion() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     mesh.clusters[1].profile = Profile::Standard;
-    let (plan, planned) = plan_mesh(&mesh, &seen);
-    let spec = &planned.targets["mgmt"].policies["m--tenant"].spec;
+    let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
+    let spec = &mesh_plan.targets["mgmt"].policies["m--tenant"].spec;
     assert!(spec.closed && spec.allow.is_empty(), "{spec:?}");
     let Some(Observation::Fresh(member)) = seen.members.get(&ClusterIdentity::Local) else {
         unreachable!()

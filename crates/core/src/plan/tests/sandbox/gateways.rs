@@ -10,8 +10,10 @@ fn access(seen: &Observations) -> AccessSpec {
 }
 
 fn postgres_port(access: &AccessSpec) -> u16 {
-    let mut grants = access.grants.iter().filter(|(_, port)| **port == postgres_grant("pg"));
-    grants.next().unwrap().0.1
+    let is_postgres = |granted: &GrantedPort| *granted == postgres_grant("pg");
+    let mut grants = access.grants.iter().filter(|(_, granted)| is_postgres(granted));
+    let ((_, gateway_port), _) = grants.next().unwrap();
+    *gateway_port
 }
 
 // threat: sandbox-forged-endpoint

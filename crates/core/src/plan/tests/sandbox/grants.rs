@@ -1,4 +1,4 @@
-//! Tests which Services can be granted, which of their endpoints are mirrored, and why others are refused.
+//! Tests which Services can be granted, why other Services are refused, and which endpoints are mirrored.
 
 use std::ops::Range;
 
@@ -97,7 +97,7 @@ fn unresolved_grant_is_reported_and_affects_no_other_grant() {
 }
 
 #[test]
-fn unreachable_endpoints_are_left_out_of_the_mirror() {
+fn endpoints_outside_allowed_networks_are_left_out() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[1].egress = mesh.clusters[2].egress.clone();
     let set_endpoints = |seen: &mut Observations, addresses: &[&str]| {
@@ -117,7 +117,8 @@ fn unreachable_endpoints_are_left_out_of_the_mirror() {
     let (found, message) = report(&seen);
     assert_eq!(found, 1);
     assert!(message.contains("(192.0.2.9)"), "{message}");
-    // Endpoints of the other family usually belong to the same pods, so they are left out without a message.
+    // The tenant has only IPv4. An IPv6 endpoint usually belongs to a pod that also has an IPv4 endpoint, so leaving it out needs no
+    // message.
     set_endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
     set_endpoints(&mut seen, &["fd00:1:0:2::9"]);
@@ -127,7 +128,7 @@ fn unreachable_endpoints_are_left_out_of_the_mirror() {
 }
 
 #[test]
-fn sandbox_reaches_service_in_shared_pod_network() {
+fn grant_of_service_in_shared_pod_network_is_ready() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[0].pod_network = PodNetwork::Shared;
     write_plan(&mesh, &mut seen);

@@ -1,4 +1,4 @@
-//! Tests that a revocation that is not known to be in effect in a member is reported, with the member and the reason.
+//! Tests the report of revocations that may not be in effect yet: it names the member and the reason.
 
 use super::*;
 use crate::pending::{PendingReason, PendingRevocation, find_pending};
@@ -76,7 +76,7 @@ fn quarantine_is_pending_until_the_closed_policy_exists() {
 }
 
 #[test]
-fn revocation_in_unobserved_member_is_unknown() {
+fn quarantine_in_unreachable_member_is_reported_as_unknown() {
     let (mut mesh, mut seen) = written_mesh();
     mesh.clusters[2].quarantine = true;
     write_plan(&mesh, &mut seen);

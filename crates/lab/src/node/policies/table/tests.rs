@@ -101,7 +101,7 @@ fn pods() -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn only_allowed_traffic_of_selected_pod_passes() {
+fn chains_of_selected_pod_drop_all_but_allowed_traffic() {
     let spec = json!({
         "podSelector": {"matchLabels": {"kubevirt.io": "virt-launcher"}},
         "policyTypes": ["Ingress", "Egress"],
@@ -164,7 +164,7 @@ fn egress_policies_of_pod_add_up_and_leave_ingress_open() {
 }
 
 #[test]
-fn policy_without_types_restricts_egress_only_with_egress_rules() {
+fn policy_restricts_only_its_given_or_default_types() {
     let has_chains = |spec: serde_json::Value| {
         let rendered = TestCluster::new(&pods(), &[policy(spec)]).render();
         ["egress_2_ip", "ingress_2_ip"].map(|chain| rendered.contains(&format!("chain {chain}")))

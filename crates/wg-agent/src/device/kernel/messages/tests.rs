@@ -103,6 +103,7 @@ fn removed_allowed_ip_moves_to_a_temporary_peer() {
     let changes = [
         PeerChange::Update(key(1), update),
         PeerChange::Remove(key(2)),
+        // No peer has this key, so both changes are ignored.
         PeerChange::Remove(key(3)),
         PeerChange::Update(key(3), PeerUpdate::default()),
     ];

@@ -14,8 +14,8 @@ pub(crate) struct RawPeer {
 }
 
 impl RawPeer {
-    /// A peer with the private key `own` and its own source port.
-    pub(crate) fn new(testbed: &Testbed, own: StaticSecret) -> Self {
+    /// A peer with this private key, at a free source port.
+    pub(crate) fn new(testbed: &Testbed, private_key: StaticSecret) -> Self {
         let socket = testbed.attacker.enter(|| {
             let socket = UdpSocket::bind((testbed.outer.attacker, 0)).expect("bind");
             socket.connect(testbed.victim_endpoint()).expect("connect");
@@ -24,7 +24,7 @@ impl RawPeer {
         socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         let victim = x25519_dalek::PublicKey::from(&secret(VICTIM));
         Self {
-            core: Tunn::new(own, victim, None, None, 1, None),
+            core: Tunn::new(private_key, victim, None, None, 1, None),
             socket,
         }
     }
