@@ -384,8 +384,9 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(flow.request().is_some());
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // These connections are used again after the grant is restored. The gateway then masquerades them anew. If a connection gets a new
-    // source port, the database resets it; if it gets its old port, only the gateway can. Most likely at least one of eight gets it.
+    // These connections send again after the grant is restored, and the gateway must reset them. A gateway that translated their
+    // packets again could choose another source port, and then the database would reset the connection. With the old port, the
+    // connection would continue. With eight connections, most likely at least one would get its old port, and the test would fail.
     let mut others =
         [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;

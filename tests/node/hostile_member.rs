@@ -82,7 +82,7 @@ async fn unavailable_api_server_changes_nothing(testbed: &mut Testbed) {
     testbed.assert_only_allowed_traffic("an API server outage").await;
 }
 
-/// Packets that pass while the target node has no nftables table are ignored: only the table protects the node from a member.
+/// Packets that pass while the agent's nftables table is deleted are ignored: only this table protects the node from a member.
 async fn deleted_tables_are_restored(testbed: &mut Testbed) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         match how {

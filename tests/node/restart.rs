@@ -252,8 +252,8 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
         .await
         .expect("replace the Peer");
-    // After the restart, the agent can know the peer's endpoint only from the session before the restart. The pings go from
-    // this node to the peer, so the agent must have kept that endpoint.
+    // The cached Peer has no endpoint any more. The cache also contains the live endpoint of each peer, from which it last sent. After
+    // the restart, only this tells the agent where to send its pings.
     wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("the agent exits").success(),

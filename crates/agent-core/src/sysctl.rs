@@ -79,7 +79,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         },
         on(
             Name::Interface(device.clone(), "ignore_routes_with_linkdown"),
-            "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",
+            "without an agent a userspace tunnel has no carrier; senders must then get an ICMP error, not a timeout",
         ),
         on(
             Name::Interface(underlay.clone(), "src_valid_mark"),
@@ -96,7 +96,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         // So `wg-agent prepare` sets the default, which the device inherits.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
-            "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",
+            "without an agent a userspace tunnel has no carrier; senders must then get an ICMP error, not a timeout",
         ));
     }
     out

@@ -31,16 +31,17 @@ pub enum Ownership<'a> {
     Mesh(&'a MeshId),
     /// This hub wrote the object for a mesh that does not exist.
     Orphan,
-    /// This hub wrote the object, and the mesh label was removed later. The object is not deleted. A mesh adopts it if it plans an
-    /// object of the same name (a Peer also with the same key) and the remaining labels allow it ([`can_readopt`]).
+    /// This hub wrote the object, and the mesh label was removed later. The object is not deleted. A mesh adopts a Peer or PeerPolicy
+    /// if it plans an object of the same name (a Peer also with the same public key) and the remaining labels allow it
+    /// ([`can_readopt`]).
     Unlabelled,
     /// Another hub, a person or another program wrote the object.
     Foreign,
 }
 
 /// Finds the owner of an object among `claimants`, which are sorted by age. The predecessor wrote neither the hub nor the
-/// namespace label, so its objects belong to the oldest mesh with the name in their mesh label. If no mesh has this name they are
-/// foreign, because the predecessor in another hub may own them.
+/// namespace label, so its objects belong to the oldest mesh, in any namespace, that has the name in their mesh label. If no mesh has
+/// this name they are foreign, because the predecessor in another hub may own them.
 #[must_use]
 pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<'a> {
     let Some(name) = &owner.mesh else {

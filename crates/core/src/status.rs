@@ -206,8 +206,8 @@ pub fn describe_broken_link(link: &BrokenTunnels) -> String {
         total,
     } = link;
     format!(
-        "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` there lists \
-         them. Most likely UDP is blocked, an endpoint is wrong, or a node is down"
+        "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` on \
+         each node of {from:?} lists its own. Most likely UDP is blocked, an endpoint is wrong, or a node is down"
     )
 }
 

@@ -92,7 +92,9 @@ impl SocketInventory {
                         .and_then(|net| net.parse::<IpNet>().ok())
                         .and_then(|net| net.hosts().next())
                     {
-                        self.add_address(&default_gateway.to_string(), || format!("pods' gateway on node {name}"));
+                        self.add_address(&default_gateway.to_string(), || {
+                            format!("pods' default gateway on node {name}")
+                        });
                     }
                 }
             }

@@ -35,8 +35,8 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
              set other{n} {{ type {family} . {family} . inet_proto; size 65535; flags dynamic; }}\n"
         );
     }
-    out += "set errors4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
-            set errors6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
+    out += "set icmp4 { type ipv4_addr . ipv4_addr . icmp_type . icmp_code; size 65535; flags dynamic; }
+            set icmp6 { type ipv6_addr . ipv6_addr . icmpv6_type . icmpv6_code; size 65535; flags dynamic; }\n";
     // At arrival, neighbour discovery and multicast listener discovery are not counted. Neither are fragments other than the
     // first, because they have no ports. `AfterFilters` sees no fragments, because conntrack has reassembled the packets.
     let uncounted = match at {
@@ -53,8 +53,8 @@ pub fn rules(at: CountingPoint, interface: &str) -> String {
          {uncounted}
          meta l4proto {{ tcp, udp }} add @seen4 {{ ip saddr . ip daddr . meta l4proto . th sport . th dport counter }}
          meta l4proto {{ tcp, udp }} add @seen6 {{ ip6 saddr . ip6 daddr . meta l4proto . th sport . th dport counter }}
-         icmp type 0-255 add @errors4 {{ ip saddr . ip daddr . icmp type . icmp code counter }} accept
-         icmpv6 type 0-255 add @errors6 {{ ip6 saddr . ip6 daddr . icmpv6 type . icmpv6 code counter }} accept
+         icmp type 0-255 add @icmp4 {{ ip saddr . ip daddr . icmp type . icmp code counter }} accept
+         icmpv6 type 0-255 add @icmp6 {{ ip6 saddr . ip6 daddr . icmpv6 type . icmpv6 code counter }} accept
          meta l4proto != {{ tcp, udp }} add @other4 {{ ip saddr . ip daddr . meta l4proto counter }}
          meta l4proto != {{ tcp, udp }} add @other6 {{ ip6 saddr . ip6 daddr . meta l4proto counter }}
         "
@@ -129,7 +129,7 @@ impl Witness {
         let mut out = Counts::new();
         for ((set, parts), count) in elements {
             let parts: Vec<Value> = serde_json::from_str(&parts).expect("a key");
-            let key = if set.starts_with("errors") {
+            let key = if set.starts_with("icmp") {
                 icmp_key(&parts)
             } else {
                 key(&parts)

@@ -63,10 +63,14 @@ mod tests {
         let first = ids.allocate("x", &["same"]);
         assert_eq!(ids.allocate("x", &["same"]), first);
         assert_eq!(ids.allocate("y", &["same"]), first + 1);
-        let mut full = IdAllocator {
-            assigned: [(u32::MAX, "z")].into(),
-        };
-        full.assigned.insert(hash(&["same"]), "z");
-        assert_ne!(full.allocate("x", &["same"]), 0);
+    }
+
+    #[test]
+    fn next_number_after_the_highest_is_1() {
+        // The hash of this text is the highest number.
+        let parts = ["mcldtwz"];
+        let mut ids = IdAllocator::default();
+        assert_eq!(ids.allocate("x", &parts), u32::MAX);
+        assert_eq!(ids.allocate("y", &parts), 1);
     }
 }

@@ -170,7 +170,7 @@ pub struct UncoveredNetwork {
     pub network: String,
 }
 
-/// Numbers of the nodes of a member, by the program that manages WireGuard.
+/// Numbers of the nodes of a member, by the agents that run on them: wg-agent, `kg`, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentCounts {

@@ -186,10 +186,10 @@ mod tests {
             (vec!["dead".to_owned()], Some(665))
         );
         assert_eq!(fixture.silent(true, 665), ["a", "dead"]);
-        let gone = fixture
+        let silent = fixture
             .check_ins
             .silent(|node| node == "a", true, fixture.start, START_UNIX)
             .clone();
-        assert!(!gone.contains("dead"), "the Node does not exist: {gone:?}");
+        assert!(!silent.contains("dead"), "a deleted Node is not silent: {silent:?}");
     }
 }

@@ -64,7 +64,7 @@ impl Namespace {
 
 impl GatewaySnapshot {
     /// Whether the SandboxAccesses are listed.
-    pub(super) const fn is_listed(&self) -> bool {
+    pub(super) const fn are_accesses_listed(&self) -> bool {
         matches!(self.accesses, WatchedKind::Listed(_))
     }
 
@@ -76,7 +76,7 @@ impl GatewaySnapshot {
             let namespace = self.namespaces.get(name);
             failed || namespace.is_some_and(Namespace::is_listed)
         };
-        self.is_listed() && self.granted_namespaces().iter().all(answered)
+        self.are_accesses_listed() && self.granted_namespaces().iter().all(answered)
     }
 
     /// A message that names the objects for which the gateway waits.

@@ -1,5 +1,5 @@
-//! Changes the interface of a real agent with the userspace backend. The agent must restore it and count the repair. The
-//! tests in `tests/machine` do the same with the kernel backend. Needs root.
+//! Changes the interface of a real agent that uses userspace WireGuard on the host's kernel. The agent must restore it and count the
+//! repair. The tests in `tests/machine` do the same with the kernel's WireGuard, in a virtual machine. Needs root.
 
 use clustermesh_tests::{
     netns::wait_until,

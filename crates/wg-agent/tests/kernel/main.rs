@@ -1,4 +1,5 @@
-//! Tests the backends of the agent and its data path on the real kernel, in network namespaces. Needs root.
+//! Tests the backends of the agent and its data path on the host's kernel, in network namespaces. This kernel may have no WireGuard, so
+//! the tunnels are userspace devices or veth pairs; the tests in `tests/machine` use the kernel's WireGuard. Needs root.
 
 mod agent;
 mod device;

@@ -14,8 +14,8 @@ use super::{
     objects::infrastructure,
 };
 
-/// Each forbidden UDP or TCP packet has its own source port, above this one, except a packet that only the pod's kernel rejects
-/// ([`source_routed`]).
+/// Each forbidden UDP or TCP packet has its own source port, above this one. Exception: [`source_routed`] uses an allowed port for a
+/// packet that only the pod's kernel rejects.
 const FORBIDDEN_PORT_BASE: u16 = 14_000;
 
 /// All packets of the flood. `wireguard` is the target node's WireGuard address.
@@ -143,8 +143,8 @@ fn source_routed(family: usize, port: &mut impl FnMut() -> u16) -> Vec<FloodPack
                 let body = |port| udp_body(from, to, (port, UDP_PORT), b"by the way");
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, final_hop), 0, 0, &body(port())),
-                    // The firewall lets this packet pass, and the pod's kernel rejects its routing header. Before that, the pod's
-                    // witness counts it by its source port, so this is the port of a packet that is allowed to arrive.
+                    // This packet is allowed to arrive in the pod: only the pod's kernel rejects its routing header. So it has the
+                    // source port of the allowed datagrams, FLOOD_PORTS[0].
                     _ if to == ip(ALLOWED_POD[1]) => v6(
                         from,
                         to,

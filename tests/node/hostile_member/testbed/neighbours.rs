@@ -68,8 +68,8 @@ impl Surroundings {
         // kube-proxy in iptables mode sets this sysctl. So the firewall, not the kernel default, must protect the
         // loopback addresses.
         node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
-        // Some SYNs arrive while the node has no nftables table. If the node retransmitted its SYN-ACKs, it would answer these
-        // SYNs for up to a minute, also when it has its table again.
+        // Some SYNs arrive while the agent's nftables table is deleted. If the node retransmitted its SYN-ACKs, it would answer
+        // these SYNs for up to a minute, also when the agent has restored the table.
         node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
         Self { neighbour, container }
     }

@@ -29,7 +29,8 @@ pub(super) struct NodeRow {
     agent_version: Option<String>,
     /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
-    /// Numbers of tunnels to each member to which a tunnel is down. The keys are from [`annotations::member_key`].
+    /// The numbers of tunnels (up, down, total) to each member that the agent reports: those to which at least one tunnel is down. The
+    /// keys are from [`annotations::member_key`].
     links: BTreeMap<String, Link>,
     /// Revision of the PeerPolicies in force on the node. Empty = the agent does not report it.
     policy_revision: String,
@@ -69,8 +70,8 @@ impl NodeRow {
 }
 
 impl MemberFeeds {
-    /// Counts the nodes by the program that manages WireGuard, and the nodes whose agent has another version than `version`, the
-    /// controller's. A node of `kg` without a public key counts only in the total.
+    /// Counts the nodes with wg-agent in full mode, with wg-agent in policy mode and with `kg` alone, and the nodes whose wg-agent has
+    /// another version than `version`, the controller's. A node with `kg` alone and no public key counts only in the total.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
@@ -91,8 +92,9 @@ impl MemberFeeds {
         counts
     }
 
-    /// Returns, for each node, its numbers of tunnels to those entries of a mesh to which a tunnel is down. Ignores nodes that are not
-    /// Ready or are being deleted: their agents may have stopped, and then their last reports never change.
+    /// Returns, for each node that reports links, the numbers of its tunnels (up, down, total) to each entry of `mesh` in its report. An
+    /// agent reports only the members to which at least one tunnel is down. Ignores nodes that are not Ready or are being deleted:
+    /// their agents may have stopped, and then their last reports never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {

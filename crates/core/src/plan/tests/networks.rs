@@ -20,9 +20,10 @@ fn anchored_network_moves_only_when_its_node_is_not_ready() {
     assert_eq!(first.len(), 1);
 
     let mut later = seen.clone();
+    // Neither its age nor its name, which sort first, make the added node the anchor.
     edit(&mut later, &ClusterIdentity::Local, |m| {
         m.nodes.insert(
-            "0-older".into(),
+            "0-added".into(),
             Node {
                 created: 0,
                 ..node(1, 3)
@@ -30,7 +31,7 @@ fn anchored_network_moves_only_when_its_node_is_not_ready() {
         );
     });
     write_plan(&mesh, &mut later);
-    assert_eq!(anchors(&later), first, "a new node does not replace the anchor");
+    assert_eq!(anchors(&later), first, "an added node does not replace the anchor");
 
     let anchor = first[0].rsplit("--").next().unwrap().to_owned();
     edit(&mut later, &ClusterIdentity::Local, |m| {

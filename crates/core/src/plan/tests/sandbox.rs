@@ -144,7 +144,7 @@ fn postgres_grant(port: &str) -> GrantedPort {
     }
 }
 
-fn sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
+fn peer_sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
     let peers = plan.targets[target].peers.values();
     peers.map(|peer| &*peer.source).collect()
 }
@@ -213,7 +213,7 @@ fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
         write_plan(&mesh, &mut seen);
         let (_, plan) = plan_mesh(&mesh, &seen);
         assert_eq!(granted(&mesh, &seen), [postgres_grant("pg")]);
-        assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
+        assert_eq!(peer_sources(&plan, "nb"), ["mgmt", "mgmt"]);
         assert!(plan.egress[0].ready, "{}", message(&plan));
     }
 }
@@ -235,7 +235,7 @@ fn target_without_gateway_is_reported_with_remedy() {
         "{reported:?}"
     );
     assert_eq!(Some(message(&plan)), reported.as_deref());
-    assert_eq!(sources(&plan, "nb"), Vec::<&str>::new());
+    assert_eq!(peer_sources(&plan, "nb"), Vec::<&str>::new());
 }
 
 // threat: sandbox-copies-key
@@ -250,7 +250,7 @@ fn duplicate_key_goes_to_meshed_member_before_sandbox() {
         node.created = -1;
     });
     let (_, plan) = plan_mesh(&mesh, &seen);
-    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert_eq!(peer_sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(planned_access(&mesh, &seen).nodes.len(), 0);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
@@ -267,7 +267,7 @@ fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     let tenant = seen.members.remove(&secret("tenant")).unwrap();
     later.members.insert(secret("tenant"), tenant);
     let (_, plan) = plan_mesh(&mesh, &later);
-    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert_eq!(peer_sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(planned_access(&mesh, &later).nodes.len(), 0);
 }
 

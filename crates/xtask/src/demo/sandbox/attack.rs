@@ -19,12 +19,12 @@ const SILENCE: Duration = Duration::from_secs(1);
 const KINDS: [(&str, &str); 8] = [
     ("node ", "of nodes"),
     ("WireGuard ", "of nodes' tunnels"),
-    ("pods' gateway ", "of pods' gateways"),
+    ("pods' default gateway ", "of pods' default gateways"),
     ("pod ", "of pods"),
     ("Service ", "of Services and load balancers"),
     ("the API server", "of API servers"),
     ("an endpoint ", "of other endpoints"),
-    ("gateway ", "of gateways in the tunnel"),
+    ("gateway ", "of gateways for sandboxes"),
 ];
 
 impl Demo<'_> {
@@ -60,7 +60,8 @@ impl Demo<'_> {
             let kept_on_underlay = attacker.route_through(peer, &addresses).await?;
             for ip in &kept_on_underlay {
                 println!(
-                    "  The agent of notebooks keeps {ip} on eth0, although a Peer contains it: it is the next hop. It was scanned above."
+                    "  The agent of notebooks keeps {ip} on eth0, although a Peer contains it, because it is \
+                     the node's next hop. The scan with unchanged routes included it."
                 );
             }
             scanned = sockets.clone();

@@ -122,7 +122,7 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
         write_plan(&mesh, &mut seen);
         write_plan(&mesh, &mut seen);
         let peer_counts =
-            |mesh_plan: &MeshPlan| ["mgmt", "tenant", "nb"].map(|target| sources(mesh_plan, target).len());
+            |mesh_plan: &MeshPlan| ["mgmt", "tenant", "nb"].map(|target| mesh_plan.targets[target].peers.len());
         let before = peer_counts(&plan_mesh(&mesh, &seen).1);
         mesh.clusters[2].quarantine = true;
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);

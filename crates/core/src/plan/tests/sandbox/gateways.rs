@@ -25,7 +25,7 @@ fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     assert!(target.peers.values().all(|peer| peer.source != "nb"));
     assert!(target.policies.values().all(|policy| policy.source != "nb"));
     // A member that grants the sandbox nothing gets no object of the sandbox.
-    assert_eq!(sources(&planned, "tenant"), ["mgmt", "mgmt"]);
+    assert_eq!(peer_sources(&planned, "tenant"), ["mgmt", "mgmt"]);
     assert_eq!(
         planned.targets["tenant"].policies.keys().collect::<Vec<_>>(),
         ["m--mgmt"]
@@ -282,7 +282,7 @@ fn gateway_network_is_not_routed_to_other_members() {
     let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(routed_and_open(&plan), (false, false));
     assert!(plan.clusters["mgmt"].accepted.contains(&range) && !plan.clusters["mgmt"].anchored.contains_key(&range));
-    assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
+    assert_eq!(peer_sources(&plan, "nb"), ["mgmt", "mgmt"]);
     // A gateway that publishes an address of the Service network does not remove that network from other members.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let gateway = m.gateways.values_mut().next().unwrap();
