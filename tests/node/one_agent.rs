@@ -393,6 +393,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
             .expect("remove the interface");
     };
     delete_link("cilium_host").await;
+    // The fixed text of `annotations::IPVS`: IPVS changes a packet's destination after the PeerPolicies have checked the packet.
     let why = "kube-proxy in mode ipvs translates after the policies looked";
     wait_for_bypass(&clusters, site, why).await;
     assert_reported(why, "`ip link delete kube-ipvs0`").await;

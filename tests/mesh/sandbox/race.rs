@@ -1,5 +1,5 @@
 //! Adds, revokes and changes grants faster than they can be applied, while the attacker scans continuously. A port that
-//! no grant names must stay closed in every intermediate state of controller and gateways.
+//! none of these grants names must stay closed in every intermediate state of controller and gateways.
 
 use std::{
     net::SocketAddr,
@@ -31,8 +31,9 @@ spec:
 ";
 /// The port of the pods to which the Service port `at-times` leads. Some of [`grant_sets`] contain that Service port.
 const SOMETIMES_GRANTED: u16 = 8081;
-/// The port of the pods to which the Service port `never` leads. None of [`grant_sets`] contains that Service port.
-const NEVER_GRANTED: u16 = 8082;
+/// The port of the pods to which the Service port `never` leads. That Service port is granted once before the race; none of
+/// [`grant_sets`], which the race applies, contains it.
+const NOT_GRANTED_IN_RACE: u16 = 8082;
 /// A socket without an echo for this long counts as closed.
 const SILENCE: Duration = Duration::from_millis(500);
 /// Number of changes. Except after [`AWAITED_CHANGE`], each follows the one before as fast as the API server accepts it.
@@ -49,7 +50,7 @@ pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>,
     let mut servers = Vec::new();
     // Every pod needs the servers, because a gateway picks any endpoint of a Service.
     for web in env.hub.web_pods().await.unwrap() {
-        for port in [SOMETIMES_GRANTED, NEVER_GRANTED] {
+        for port in [SOMETIMES_GRANTED, NOT_GRANTED_IN_RACE] {
             let args = [&*probe, "udp-echo", &format!(":{port}")];
             let node = env.lab.node(&web.node);
             let mut server = node.pod_spawn(&format!("aside-{port}"), web.ip, args).unwrap();
@@ -72,7 +73,7 @@ pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>,
         let change = Patch::<Value>::Json(serde_json::from_value(change).unwrap());
         meshes.patch(MESH, &PatchParams::default(), &change).await.unwrap();
     };
-    // First grant both ports, to learn their gateway ports and to prove that the probes get answers.
+    // Before the race, both ports are granted once, to learn their gateway ports and to prove that the probes get answers.
     apply_grants(&json!([
         grant("web", "hub-web", &[]),
         grant("aside", "hub-aside", &[81, 82])
@@ -114,6 +115,7 @@ pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>,
     for echo in &at_times {
         echo.wait_for_silence(SILENCE).await.unwrap();
     }
+    // `never` got no answer since the race began.
     assert_eq!(seen(&never), echoes_before[1], "no grant names this port");
     assert_ne!(
         access_version(env).await,

@@ -87,8 +87,8 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
 }
 
 /// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
-/// of the surrounding cluster do. Replies pass: the lab's API servers share a network namespace and connect to all kubelets
-/// from the address of the hub's API server, so the replies of the sandbox's kubelet go to that address.
+/// of the surrounding cluster do. It must not drop replies: all API servers of the lab share a network namespace, and connect to
+/// kubelets from the address of the hub's API server. That address is in the rule, and the sandbox's kubelet must reply to it.
 async fn close_the_underlay(env: &TestEnv<'_>) {
     let mut others = BTreeSet::new();
     for cluster in [&env.hub, &env.member] {

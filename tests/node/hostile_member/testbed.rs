@@ -245,8 +245,8 @@ impl Testbed {
         for witness in &mut self.arrival_witnesses {
             arrived.extend(witness.new_counts());
         }
-        // If the node cannot route a reply, it sends an ICMP error to the replying pod. It sends one to a neighbour whose reply is to
-        // a packet that passed while the test had deleted the agent's nftables table.
+        // ICMP errors of the node itself are not the attacker's traffic. The node sends them to pods and neighbours whose replies it
+        // cannot route. Neighbours reply to packets that passed while the test had deleted the agent's nftables table.
         arrived.retain(|key, _| {
             ![NODE_ON_POD_LINKS, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
                 .iter()

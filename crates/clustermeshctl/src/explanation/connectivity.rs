@@ -144,8 +144,8 @@ impl<'q> Query<'q> {
         Explanation::new(Rule::DestinationNotGranted, message)
     }
 
-    /// Why the planner plans no Peer for a gateway in the sandbox, although the SandboxAccess exists. `None` = the Peer is planned, or the
-    /// SandboxAccess does not exist yet: the planner plans the Peer only after that.
+    /// Why no Peer for this gateway of the destination is planned in the source (a sandbox), although the SandboxAccess exists.
+    /// `None` = the Peer is planned, or the SandboxAccess does not exist yet: the planner plans the Peer only after that.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.destination_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);

@@ -394,18 +394,19 @@ impl<'a> PeerPlanner<'a, '_> {
             let all = member.gateways.iter();
             all.filter(|(_, gateway)| gateway.serves(self.name))
         };
-        // The names that the naming rule gives to the gateways' Peers. A Peer does not keep the name of another gateway's Peer.
+        // The names that the naming rule gives to the Peers of these gateways. An existing Peer with a gateway's key keeps its name,
+        // unless the rule gives that name to another of these gateways.
         let names = serving().map(|(name, _)| {
             self.inputs
                 .naming
                 .peer(self.inputs.mesh, source, &name.to_string(), false)
         });
-        let own_names: BTreeSet<String> = names.collect();
+        let names_by_rule: BTreeSet<String> = names.collect();
         let serving: Vec<_> = serving().collect();
         for (name, gateway) in serving {
             match self.inputs.peer_parameters(mesh_member, member, self.target, gateway) {
                 Ok((prefixes, endpoints)) => {
-                    self.add_gateway_peer(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
+                    self.add_gateway_peer(source, &name.to_string(), gateway, prefixes, endpoints, &names_by_rule);
                 }
                 Err((reason, message)) => self.skip(source, &format!("gateway {name}"), reason, &message),
             }

@@ -29,9 +29,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // An agent in policy mode writes a firewall table, but no rules and no routes. Its table stays, because such an agent may
-        // start again.
-        let has_full_mode_state = !observed.routes.is_empty() || !observed.rules.is_empty() || firewall.knows_table();
+        // Without routes and rules, a table that this process did not apply may be that of an agent in policy mode. It stays, because
+        // such an agent may start again.
+        let has_applied_table = firewall.knows_table();
+        let has_full_mode_state = !observed.routes.is_empty() || !observed.rules.is_empty() || has_applied_table;
         // kg already uses the interface's addresses, so only they stay.
         let addresses_only = Routes {
             addresses: observed.addresses,

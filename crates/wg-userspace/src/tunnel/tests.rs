@@ -392,7 +392,7 @@ fn replayed_initiation_changes_no_endpoint_or_session() {
     let later = now + Duration::from_secs(1);
     // b waits for a reply, and a replay is none.
     b.tunnel.unanswered_by_peer = Some(now);
-    // With its preshared key, b has also forgotten the newest timestamp of an initiation. So the recorded one is valid again.
+    // The change of the preshared key has deleted the newest timestamp of an initiation in b, so the recorded one is valid again.
     let (received, _) = b.try_receive(&recorded, later).expect("an initiation");
     assert!(!received.moves_endpoint);
     assert_eq!(b.tunnel.unanswered_by_peer, Some(now));

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Package;
 
-/// For each crate that has several versions: its name, its older release series, and why these are needed.
+/// For each crate that has several versions: its name, its older release series, and why these are in `Cargo.lock`, which also lists crates
+/// that are not built.
 const REASONS: &[(&str, &[&str], &str)] = &[
     ("base64", &["0.22"], "boringtun and kube use it"),
-    ("bit-vec", &["0.9"], "only for a feature of rcgen that is off"),
+    ("bit-vec", &["0.9"], "not built: yasna's feature for it is off"),
     ("block-buffer", &["0.10"], BORINGTUN),
     ("chacha20", &["0.9"], BORINGTUN),
     ("cpufeatures", &["0.2"], BORINGTUN),
@@ -26,7 +27,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
     (
         "hashbrown",
         &["0.16"],
-        "kube uses it; the newer one is only for the feature borsh of bit-vec, which is off",
+        "kube uses it; the newer one is not built: the feature borsh of bit-vec, which is off, needs it",
     ),
     ("rand_core", &["0.6"], BORINGTUN),
     ("syn", &["2"], "only macros use it, at build time"),

@@ -50,8 +50,8 @@ pub(super) struct JobResult {
 }
 
 /// Divides all programs into jobs. A program of integration tests has a job for each top-level module, unless it is one of
-/// [`UNDIVIDED`]. The jobs of the programs in [`LONGEST`] come first. The other jobs are sorted by the number of listed tests, most first;
-/// jobs that run all tests of a program list none.
+/// [`UNDIVIDED`]; each other program is one job. The jobs of the programs in [`LONGEST`] come first, in the order of that list; the jobs of
+/// all other programs follow. Jobs of equal rank are sorted by the length of [`Job::tests`], longest first.
 pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
@@ -199,7 +199,7 @@ mod tests {
             let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
             let results = run(jobs, parallel, Path::new("/")).expect("they start");
             let counts: Counts = results.iter().map(|result| result.counts).sum();
-            // A program without a result, or one that only exits with an error, counts as one failure.
+            // `silent` prints no result, and `killed` dies after all its tests have passed: each counts as one failure.
             assert_eq!(counts.to_string(), "7 passed, 3 failed");
             let failed = results.into_iter().filter(|result| !result.counts.is_success());
             let mut failed: Vec<_> = failed.map(|result| result.name).collect();

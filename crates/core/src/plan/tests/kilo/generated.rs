@@ -1,5 +1,5 @@
 //! Property tests for members whose tunnels kg owns (kg alone, or with wg-agent in policy mode): restarts of kg on any of their nodes
-//! cause no writes, and no anchored network in a Peer contains the InternalIP of a node, with two exceptions.
+//! cause no writes, and no anchored network in a Peer contains the InternalIP of a node, with two exceptions that the test explains.
 
 use std::net::IpAddr;
 
