@@ -7,9 +7,11 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
+use http::HeaderValue;
 use kube::config::{
     AuthInfo, Cluster, Config, Context, KubeConfigOptions, Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext,
 };
+use secrecy::ExposeSecret;
 
 /// The largest kubeconfig that is accepted.
 const MAX_BYTES: usize = 512 * 1024;
@@ -282,6 +284,11 @@ fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
     }
     let certificate = non_empty(given.client_certificate_data.as_ref());
     match (&given.token, certificate, &given.client_key_data) {
+        // kube panics if the header with the token is invalid.
+        (Some(token), None, None) if HeaderValue::from_str(token.expose_secret()).is_err() => Err(Refused::Invalid {
+            field: "users[].user.token",
+            remedy: "remove line breaks and other control characters",
+        }),
         (Some(token), None, None) => Ok(AuthInfo {
             token: Some(token.clone()),
             ..AuthInfo::default()

@@ -65,6 +65,10 @@ fn forbidden_or_missing_user_fields_are_refused() {
     }
     assert!(verdict(CLUSTER, "client-certificate-data: Yw==").contains("lacks users[].user.client-certificate-data"));
     assert!(verdict(CLUSTER, "{}").contains("lacks users[].user.token"));
+    for token in [r#""t0ken\n""#, r#""t0\rken""#] {
+        let verdict = verdict(CLUSTER, &format!("token: {token}"));
+        assert!(verdict.contains("users[].user.token is not valid"), "{verdict}");
+    }
 }
 
 // threat: hostile-kubeconfig
