@@ -285,7 +285,7 @@ async fn kg_restart_writes_nothing_and_dead_leader_is_replaced() {
     let of_elected = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.1/32"];
     assert_eq!(allowed_ips_of(&env, ELECTED).await, of_elected);
     assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
-    let silent = "kg has not checked in for a minute for Node tenant-a-1 of cluster \"tenant-a\"";
+    let silent = "kg has not checked in for 65 seconds for Node tenant-a-1 of cluster \"tenant-a\"";
     wait_until("the silent node in the status", SOON, async || {
         match env.condition("Degraded").await {
             Some((_, message)) if message.contains(silent) => Ok(()),

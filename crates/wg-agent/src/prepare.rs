@@ -23,9 +23,6 @@ const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     let wanted = settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
-    for sysctl in &wanted {
-        tracing::info!("{} = {}", sysctl.name, sysctl.value);
-    }
     anyhow::ensure!(
         missing.is_empty(),
         "this container may not prepare the node (securityContext.privileged is needed); where no such container is \
@@ -33,6 +30,9 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
         bullet_list(&missing),
         preflight::host_setup(&[], &missing).for_all_systems()
     );
+    for sysctl in &wanted {
+        tracing::info!("{} = {}", sysctl.name, sysctl.value);
+    }
     reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
     match conntrack::raise_limit(connections) {
         Ok(None) => {}

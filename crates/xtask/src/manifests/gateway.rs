@@ -178,7 +178,7 @@ fn stateful_set() -> Value {
                             field_value("POD_NAMESPACE", "metadata.namespace"),
                             field_value("POD_UID", "metadata.uid"),
                             field_value("POD_IPS", "status.podIPs"),
-                            field_value("NODE_IPS", "status.hostIP"),
+                            field_value("NODE_IPS", "status.hostIPs"),
                             // Values that differ between clusters. If one is missing, the Pod does not start, and its status shows why.
                             config_map_value("GATEWAY_CIDR", "gateway-cidr"),
                             config_map_value("ENDPOINT_NETWORK", "endpoint-network"),

@@ -334,7 +334,7 @@ fn node_without_kg_check_in_is_reported() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().silent = true
     });
-    let message = "kg has not checked in for a minute for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): its \
+    let message = "kg has not checked in for 65 seconds for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): its \
                    annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
                    run any more, remove its annotations";
     assert_eq!(degraded(&plan_mesh(&mesh, &seen).1), ("KgSilent", message.to_owned()));

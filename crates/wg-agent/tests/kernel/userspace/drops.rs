@@ -77,7 +77,7 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
             // Datagrams of each message type, with the right length, lengths near it, and random lengths.
             let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
             let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
-            for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {
+            for (byte, value) in datagram.iter_mut().zip([(round / 12 % 6) as u8, 0, 0, 0]) {
                 *byte = value;
             }
             // Errors of a full queue are ignored.
