@@ -273,10 +273,18 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             .map(IpNet::trunc)
             .filter(|net| claimed_networks.insert(*net))
             .collect();
-        let mut endpoints: Vec<SocketAddr> = peer.endpoint.map(refuse::canonical).into_iter().collect();
-        for candidate in peer.candidates.iter().copied().map(refuse::canonical) {
-            if refuse::endpoint_fault(&inputs.node, candidate).is_none() && !endpoints.contains(&candidate) {
-                endpoints.push(candidate);
+        let mut endpoints: Vec<SocketAddr> = Vec::new();
+        for endpoint in peer
+            .endpoint
+            .iter()
+            .chain(&peer.candidates)
+            .copied()
+            .map(refuse::canonical)
+        {
+            let is_usable =
+                refuse::invalid_endpoint(endpoint).is_none() && !refuse::is_own_endpoint(&inputs.node, endpoint);
+            if is_usable && !endpoints.contains(&endpoint) {
+                endpoints.push(endpoint);
             }
         }
         out.push(Accepted {

@@ -95,6 +95,18 @@ impl PeerUpdate {
 }
 
 impl PeerChange {
+    /// Whether only the endpoint of a peer changes.
+    #[must_use]
+    pub fn is_endpoint_only(&self) -> bool {
+        let Self::Update(_, update) = self else { return false };
+        let endpoint = update.endpoint;
+        *update
+            == PeerUpdate {
+                endpoint,
+                ..PeerUpdate::default()
+            }
+    }
+
     /// The peer that changes.
     #[must_use]
     pub const fn key(&self) -> &PublicKey {

@@ -34,6 +34,9 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 /// A peer with a live session that has not replied to data for this time is down: WireGuard initiates a handshake after 15 s, and then
 /// six attempts fail.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(15 + 6 * 5);
+/// A peer with a live session that has not replied to data for this time may have moved: WireGuard initiates a handshake after 15 s, and
+/// it had 5 s to reply.
+const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
 /// Bytes of a keepalive on the wire: a data message with an empty payload (header, counter, tag).
 pub const KEEPALIVE_BYTES: u64 = 32;
 
@@ -109,18 +112,18 @@ pub fn max_keepalive_bytes(interval: Option<Duration>, time: Duration) -> u64 {
     KEEPALIVE_BYTES * (1 + periodic)
 }
 
-/// Whether to try the next endpoint, because no session is alive and the current endpoint has not replied for [`HANDSHAKE_TIMEOUT`].
+/// Whether to try the next endpoint, because the peer does not reply at the current one. A peer that replies keeps its endpoint.
 ///
-/// `tried_for` is how long the current endpoint has been tried. A peer that replies keeps its endpoint.
+/// `tried_for` is how long the current endpoint has been tried.
 #[must_use]
 pub fn should_try_next_endpoint(activity: &PeerActivity, tried_for: Duration) -> bool {
     let endpoint_may_be_wrong = match activity.handshake {
         None => true,
-        // The session has expired although packets were sent, so the peer may have another address. Before the session expires, the
-        // peer's node may only be restarting, and then the current endpoint is most likely right.
         Some(age) => {
-            let is_silent = activity.unanswered.is_some_and(|time| time > HANDSHAKE_TIMEOUT);
-            age > SESSION_LIFETIME && (is_overdue(activity.keepalive, age) || is_silent)
+            let alive = age <= SESSION_LIFETIME;
+            let patience = if alive { MOVED_TIMEOUT } else { HANDSHAKE_TIMEOUT };
+            let is_silent = activity.unanswered.is_some_and(|time| time > patience);
+            is_silent || is_overdue(activity.keepalive, age)
         }
     };
     endpoint_may_be_wrong && tried_for > HANDSHAKE_TIMEOUT
@@ -301,9 +304,11 @@ mod tests {
         }
 
         #[test]
-        fn peer_with_a_live_session_keeps_its_endpoint(some in activity(), age in 0u64..=180, tried_for in seconds()) {
-            let alive = PeerActivity { handshake: Some(s(age)), ..some };
-            prop_assert!(!should_try_next_endpoint(&alive, tried_for));
+        fn peer_that_replies_in_a_live_session_keeps_its_endpoint(
+            some in activity(), age in 0u64..=180, unanswered in option::of(0u64..=20), tried_for in seconds(),
+        ) {
+            let replies = PeerActivity { handshake: Some(s(age)), unanswered: unanswered.map(s), ..some };
+            prop_assert!(!should_try_next_endpoint(&replies, tried_for));
         }
     }
 

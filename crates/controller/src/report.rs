@@ -352,7 +352,7 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
         notices.push(Notice {
             topic: link_topic(&link.from, &link.to),
             reason: TUNNELS_DOWN.to_owned(),
-            message: status::describe_broken_link(link),
+            message: status::describe_broken_link(input.plan, link),
             is_warning: true,
             action: "CheckLinks",
             node: None,

@@ -14,6 +14,7 @@ use crate::{
 mod anchor;
 mod claims;
 mod conflicts;
+mod discovered;
 mod endpoint;
 mod gateways;
 mod link;

@@ -197,7 +197,7 @@ fn overlap_condition(plan: &MeshPlan) -> Condition {
 
 /// The message about a broken link.
 #[must_use]
-pub fn describe_broken_link(link: &BrokenTunnels) -> String {
+pub fn describe_broken_link(plan: &MeshPlan, link: &BrokenTunnels) -> String {
     let BrokenTunnels {
         from,
         to,
@@ -205,9 +205,18 @@ pub fn describe_broken_link(link: &BrokenTunnels) -> String {
         down,
         total,
     } = link;
+    let node_behind_nat = |cluster: &str| plan.clusters.get(cluster)?.behind_nat.as_deref();
+    let cause = match (node_behind_nat(from), node_behind_nat(to)) {
+        (Some(one), Some(other)) => format!(
+            "Nodes of both clusters are behind NATs ({one}, {other}): they reach each other only if both NATs give a node the same \
+             public port for every destination. Else forward a UDP port to one of the nodes, and name it in the annotation \
+             kilo.squat.ai/clustermesh-endpoint of this Node"
+        ),
+        _ => "Most likely UDP is blocked, an endpoint is wrong, or a node is down".to_owned(),
+    };
     format!(
         "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` on \
-         each node of {from:?} lists its own. Most likely UDP is blocked, an endpoint is wrong, or a node is down"
+         each node of {from:?} lists its own. {cause}"
     )
 }
 
@@ -275,7 +284,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
             Fact::KgSilent { cluster, nodes } => (
                 "KgSilent",
                 format!(
-                    "kg has not checked in for a minute for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): its \
+                    "kg has not checked in for 65 seconds for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): its \
                      annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
                      run any more, remove its annotations",
                     list_nodes(nodes.iter())
@@ -296,7 +305,11 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
         };
         problems.push((reason, message));
     }
-    problems.extend(broken.iter().map(|link| ("TunnelsDown", describe_broken_link(link))));
+    problems.extend(
+        broken
+            .iter()
+            .map(|link| ("TunnelsDown", describe_broken_link(plan, link))),
+    );
     match problems.first() {
         None => Condition {
             kind: "Degraded",

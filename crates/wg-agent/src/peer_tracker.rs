@@ -2,7 +2,7 @@
 //! counters. The rules are in `clustermesh_agent_core::health`. The caller passes the time.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
     time::{Duration, Instant},
 };
@@ -13,9 +13,14 @@ use clustermesh_agent_core::{
 };
 use clustermesh_core::key::PublicKey;
 
+use crate::publish::discovered::LivePeer;
+
 /// A handshake is overdue if the last one is older than this. An initiator that sends data rekeys after 120 s (WireGuard
 /// paper §6.2), and retries every 5 s; three attempts may be lost.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
+
+/// A peer from which nothing came for this time sends no keepalives to this node: they come every 25 s.
+const QUIET_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone)]
 struct TrackedPeer {
@@ -27,6 +32,12 @@ struct TrackedPeer {
     current: Option<SocketAddr>,
     /// When `current` was configured.
     current_since: Instant,
+    /// Write `current` to the device, even if the device learned its present endpoint from a packet of the peer.
+    must_set: bool,
+    /// The newest candidate that was added after `current` was configured.
+    replacement: Option<SocketAddr>,
+    /// The endpoint that was in use when it was removed from the candidates.
+    removed: Option<SocketAddr>,
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
@@ -66,12 +77,7 @@ impl PeerTracker {
         &self.live
     }
 
-    /// Sets the desired peers, their candidates and keepalive intervals. When the candidates of a peer change, the first one becomes its
-    /// configured endpoint, with these exceptions. The configured endpoint stays:
-    ///
-    /// - if there is no candidate;
-    /// - if the peer has roamed, during its live session;
-    /// - if the configured endpoint is still a candidate, during the live session.
+    /// Sets the desired peers, their candidates and keepalive intervals.
     pub(crate) fn sync<'a>(
         &mut self,
         wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,
@@ -85,6 +91,9 @@ impl PeerTracker {
                 candidates: candidates.to_vec(),
                 current: self.live.get(&key).or(candidates.first()).copied(),
                 current_since: now,
+                must_set: false,
+                replacement: None,
+                removed: None,
                 stats: PeerStats::default(),
                 polled_at: now,
                 tx_at_last_receive: 0,
@@ -94,8 +103,7 @@ impl PeerTracker {
             });
             tracked.keepalive = keepalive;
             if tracked.candidates != candidates {
-                tracked.candidates = candidates.to_vec();
-                tracked.reselect(now);
+                tracked.set_candidates(candidates, now);
             }
             self.peers.insert(key, tracked);
         }
@@ -112,6 +120,21 @@ impl PeerTracker {
         self.peers.get(key)?.current
     }
 
+    /// For each peer whose endpoint must be set, copies the endpoint that the device uses into `configured`, so that a comparison with the
+    /// desired endpoint finds a difference. Returns these peers. A peer that has sent since the last poll keeps the endpoint from which it
+    /// sent.
+    pub(crate) fn override_roaming(&self, observed: &mut ObservedPeers) -> BTreeSet<PublicKey> {
+        let mut overridden = BTreeSet::new();
+        for (key, tracked) in self.peers.iter().filter(|(_, tracked)| tracked.must_set) {
+            let Some(peer) = observed.get_mut(key) else { continue };
+            if peer.stats.rx_bytes <= tracked.stats.rx_bytes {
+                peer.configured.endpoint = peer.stats.endpoint;
+                overridden.insert(*key);
+            }
+        }
+        overridden
+    }
+
     /// The destination of outer packets to each peer: the endpoint that the device uses now, else the configured one.
     pub(crate) fn outer_destinations(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
         let destination = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
@@ -125,18 +148,30 @@ impl PeerTracker {
         let mut endpoint_changed = false;
         for (key, tracked) in &mut self.peers {
             let Some(peer) = observed.get(key) else { continue };
+            // What arrived before `current` was configured may have come from another endpoint.
+            let has_sent = peer.stats.rx_bytes > tracked.stats.rx_bytes && tracked.current_since <= tracked.polled_at;
             tracked.record(&peer.stats, now);
-            if let Some(at) = peer.stats.endpoint.filter(|_| tracked.is_alive()) {
+            if let Some(at) = peer.stats.endpoint.filter(|_| tracked.is_alive() && has_sent) {
                 self.live.insert(*key, at);
             }
-            if tracked.has_alternative()
-                && should_try_next_endpoint(&tracked.activity(now), now - tracked.current_since)
-            {
-                tracked.try_next_candidate(now);
-                endpoint_changed = true;
+            endpoint_changed |= tracked.try_replacement(now);
+            if should_try_next_endpoint(&tracked.activity(now), now - tracked.current_since) {
+                endpoint_changed |= tracked.try_next(self.live.get(key).copied(), now);
             }
         }
         endpoint_changed
+    }
+
+    /// The peers with a live session.
+    pub(crate) fn live_peers(&self) -> impl Iterator<Item = LivePeer<'_>> {
+        let alive = self.peers.iter().filter(|(_, tracked)| tracked.is_alive());
+        alive.filter_map(|(key, tracked)| {
+            Some(LivePeer {
+                key: *key,
+                endpoint: *self.live.get(key)?,
+                candidates: &tracked.candidates,
+            })
+        })
     }
 
     /// The state of a peer; [`PeerHealth::Unknown`] if it is not tracked.
@@ -168,8 +203,8 @@ impl PeerTracker {
         (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// Called after the device was opened. It may be the device of an earlier process, with peers: those with a live session keep
-    /// their endpoint.
+    /// Takes the endpoints of peers with a live session from the device. Called after it was opened: an earlier process may have left it
+    /// with peers.
     pub(crate) fn keep_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
@@ -190,34 +225,82 @@ impl TrackedPeer {
         self.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME)
     }
 
-    /// Whether there is another endpoint to try.
-    fn has_alternative(&self) -> bool {
-        self.candidates.iter().any(|candidate| Some(*candidate) != self.current)
+    /// The endpoint to which the device sends, once `current` is written to it.
+    fn in_use(&self) -> Option<SocketAddr> {
+        self.stats.endpoint.filter(|_| !self.must_set).or(self.current)
     }
 
-    fn reselect(&mut self, now: Instant) {
-        let first = self.candidates.first().copied();
-        // A peer that roamed keeps its live endpoint while its session is alive: packets arrived from there, while a
-        // candidate may be unreachable.
-        let has_roamed = self.is_alive() && self.stats.endpoint.is_some() && self.stats.endpoint != self.current;
-        let is_live_candidate = self.is_alive() && self.current.is_some_and(|at| self.candidates.contains(&at));
-        if first.is_some() && !has_roamed && !is_live_candidate && self.current != first {
-            self.current = first;
-            self.current_since = now;
+    fn configure(&mut self, endpoint: SocketAddr, now: Instant) {
+        self.current = Some(endpoint);
+        self.current_since = now;
+        (self.replacement, self.removed) = (None, None);
+        self.must_set = self.stats.endpoint.is_some_and(|observed| observed != endpoint);
+    }
+
+    /// Replaces the candidates.
+    ///
+    /// The first candidate is what the node itself or a person names, so a new first one is tried at once, except during a live session
+    /// while the endpoint in use is still a candidate. Other new candidates may be reports of other nodes. They are tried in turn; but if
+    /// one comes in place of the endpoint in use, it is kept as its [`Self::replacement`].
+    fn set_candidates(&mut self, candidates: &[SocketAddr], now: Instant) {
+        let old = std::mem::replace(&mut self.candidates, candidates.to_vec());
+        let in_use = self.in_use();
+        let is_removed = in_use.is_none_or(|at| old.contains(&at) && !candidates.contains(&at));
+        let first = candidates.first().copied().filter(|first| Some(*first) != in_use);
+        let is_first_new = first.is_some_and(|first| !old.contains(&first));
+        let added = candidates.iter().rfind(|at| !old.contains(at)).copied();
+        self.replacement = added.or(self.replacement).filter(|at| candidates.contains(at));
+        if is_removed {
+            self.removed = in_use;
+        }
+        let new_first = first.filter(|_| is_first_new);
+        let next = match (self.is_alive(), is_removed) {
+            (true, true) | (false, false) => new_first,
+            (true, false) => None,
+            (false, true) => new_first.or(added).or(first),
+        };
+        if let Some(next) = next {
+            self.configure(next, now);
         }
     }
 
-    fn try_next_candidate(&mut self, now: Instant) {
-        let position = self
-            .candidates
-            .iter()
-            .position(|candidate| Some(*candidate) == self.current);
-        let next = position.map_or(0, |position| (position + 1) % self.candidates.len());
-        self.current = self.candidates.get(next).copied();
-        self.current_since = now;
+    /// Uses the replacement, if the endpoint in use is no candidate any more and the peer has sent nothing from it since more than one
+    /// keepalive interval. So a changed NAT mapping is followed, and a false report moves no session that works.
+    fn try_replacement(&mut self, now: Instant) -> bool {
+        let is_quiet = self
+            .last_received
+            .is_none_or(|at| now.saturating_duration_since(at) > QUIET_LIMIT);
+        let in_use = self.in_use().filter(|at| !self.candidates.contains(at));
+        let is_removed = in_use.is_some() && in_use == self.removed;
+        match self.replacement.filter(|_| self.is_alive() && is_quiet && is_removed) {
+            Some(next) => {
+                self.configure(next, now);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Configures the next endpoint, round robin through the candidates and `live`, the endpoint from which the peer last sent. Returns
+    /// `false` if there is no other endpoint.
+    fn try_next(&mut self, live: Option<SocketAddr>, now: Instant) -> bool {
+        let live = live.filter(|at| !self.candidates.contains(at));
+        let all: Vec<SocketAddr> = self.candidates.iter().copied().chain(live).collect();
+        let in_use = self.in_use();
+        let position = all.iter().position(|at| Some(*at) == in_use);
+        let next = position.map_or(0, |position| position + 1) % all.len().max(1);
+        match all.get(next).filter(|next| Some(**next) != in_use) {
+            Some(next) => {
+                self.configure(*next, now);
+                true
+            }
+            None => false,
+        }
     }
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
+        // Done: the device has `current`. Cancelled: the peer has sent since, so its endpoint works.
+        self.must_set &= stats.endpoint != self.current && stats.rx_bytes <= self.stats.rx_bytes;
         // Counters decrease only if the device was opened again, or the peer was removed and added again.
         let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {

@@ -39,7 +39,7 @@ impl fmt::Display for Object {
 /// Why a part is refused, as one word for logs, Events and the metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// The endpoint cannot be that of another node.
+    /// The endpoint cannot be that of a node.
     EndpointInvalid,
     /// The Peer has more than [`MAX_ALLOWED_IPS`] allowedIPs.
     TooManyAllowedIPs,
@@ -101,21 +101,21 @@ pub(super) fn canonical(endpoint: SocketAddr) -> SocketAddr {
     SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port())
 }
 
-/// Returns why an endpoint is invalid; `None` = it is valid.
-pub(super) fn endpoint_fault(node: &Node, endpoint: SocketAddr) -> Option<&'static str> {
-    let endpoint = canonical(endpoint);
-    let ip = endpoint.ip();
+/// Whether an endpoint is this node's own. Nodes behind different NATs may have the same private address.
+pub(super) fn is_own_endpoint(node: &Node, endpoint: SocketAddr) -> bool {
+    let ip = endpoint.ip().to_canonical();
+    endpoint.port() == node.listen_port && (node.internal_ips.contains(&ip) || node.underlay_addresses.contains(&ip))
+}
+
+/// Returns why an endpoint cannot be that of any node; `None` = it can.
+pub(super) fn invalid_endpoint(endpoint: SocketAddr) -> Option<&'static str> {
+    let ip = endpoint.ip().to_canonical();
     match () {
         () if endpoint.port() == 0 => Some("has port 0"),
         () if ip.is_unspecified() => Some("is the unspecified address"),
         () if ip.is_loopback() => Some("is a loopback address"),
         () if ip.is_multicast() => Some("is a multicast address"),
         () if ip == std::net::Ipv4Addr::BROADCAST => Some("is the broadcast address"),
-        () if endpoint.port() == node.listen_port
-            && (node.internal_ips.contains(&ip) || node.underlay_addresses.contains(&ip)) =>
-        {
-            Some("is this node itself")
-        }
         () => None,
     }
 }
@@ -131,7 +131,7 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
         ));
     }
     if let Some(at) = peer.endpoint
-        && let Some(fault) = endpoint_fault(node, at)
+        && let Some(fault) = invalid_endpoint(at)
     {
         return Some((
             Reason::EndpointInvalid,

@@ -156,8 +156,8 @@ fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
 }
 
 #[test]
-fn endpoint_fault_describes_an_unusable_endpoint() {
-    let fault = |text: &str| refuse::endpoint_fault(&hub_node().node, text.parse().unwrap());
+fn fault_of_an_endpoint_that_no_node_can_have_is_named() {
+    let fault = |text: &str| refuse::invalid_endpoint(text.parse().unwrap());
     let cases = [
         ("192.0.2.9:51820", None),
         ("192.0.2.9:0", Some("has port 0")),
@@ -168,7 +168,6 @@ fn endpoint_fault_describes_an_unusable_endpoint() {
         ("224.0.0.1:51820", Some("is a multicast address")),
         ("[ff02::1]:51820", Some("is a multicast address")),
         ("255.255.255.255:51820", Some("is the broadcast address")),
-        ("172.29.0.111:51820", Some("is this node itself")),
     ];
     assert_eq!(cases.map(|(text, _)| (text, fault(text))), cases);
 }
@@ -195,7 +194,6 @@ fn invalid_peer_is_refused_with_its_reason() {
         (with_endpoint("127.0.0.1:51820"), Reason::EndpointInvalid),
         (with_endpoint("[::ffff:127.0.0.1]:51820"), Reason::EndpointInvalid),
         (with_endpoint("192.0.2.9:0"), Reason::EndpointInvalid),
-        (with_endpoint("172.29.0.111:51820"), Reason::EndpointInvalid),
         (
             Peer {
                 allowed_ips: many,
@@ -350,6 +348,13 @@ fn unusable_and_duplicate_candidates_are_left_out() {
     assert_eq!(got.peers[&key(21)].endpoint, Some(want[0]));
     assert_eq!(got.endpoints[&key(21)], want);
     assert_eq!(got.refused, []);
+    // This node's own address, which a node behind another NAT has too.
+    inputs.peers[0].endpoint = Some("172.29.0.111:51820".parse().unwrap());
+    let got = compile(&inputs);
+    assert_eq!((&*got.endpoints[&key(21)], &*got.refused), (&*want, &[][..]));
+    inputs.peers[0].candidates.clear();
+    let got = compile(&inputs);
+    assert_eq!((got.peers[&key(21)].endpoint, &*got.refused), (None, &[][..]));
 }
 
 #[test]

@@ -7,9 +7,8 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::Reason;
+use super::{Reason, discovered::Discovered};
 use crate::{
-    key::PublicKey,
     mesh::Cluster,
     observe::{Claim, Endpoint, Families, Member, Node, PeerSpec},
 };
@@ -18,7 +17,7 @@ use crate::{
 const MAX_CANDIDATES: usize = 8;
 
 /// Why an address can never be an endpoint; `None` = it can be one.
-fn unusable_reason(address: IpAddr) -> Option<&'static str> {
+pub(super) fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     let link_local = match address {
         IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
@@ -40,7 +39,7 @@ fn unusable_reason(address: IpAddr) -> Option<&'static str> {
 
 /// Whether an address is usually not reachable from another site: private addresses, and shared address space (RFC 6598), which Kilo
 /// treats as public. [`choose`] ignores Kilo's endpoint if it has such an address.
-fn is_private(address: IpAddr) -> bool {
+pub(super) fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.is_private() || (v4.octets()[0] == 100 && v4.octets()[1] & 0xc0 == 64),
         IpAddr::V6(v6) => v6.is_unique_local(),
@@ -162,6 +161,12 @@ pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     status.chain(published).map(|address| address.to_canonical())
 }
 
+/// Whether all addresses that a Node publishes are private, and it publishes some.
+pub(super) fn is_private_only(node: &Node) -> bool {
+    let mut addresses = node_addresses(node).peekable();
+    addresses.peek().is_some() && addresses.all(is_private)
+}
+
 /// The addresses of a Peer's endpoint and candidates.
 pub(super) fn peer_endpoint_ips(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
     let first = match &spec.endpoint {
@@ -189,8 +194,10 @@ pub(super) struct EndpointContext<'a> {
     /// packets at any address there. Exception: it lies in endpointNetworks of the source.
     pub(super) target_networks: &'a [IpNet],
     pub(super) target_families: NodeFamilies,
-    /// The endpoints at which the target's nodes see each key.
-    pub(super) discovered: &'a BTreeMap<PublicKey, Vec<SocketAddr>>,
+    /// The endpoints of the source's nodes, as the target's nodes report them.
+    pub(super) discovered: &'a Discovered,
+    /// The same as other members report them; `None` = not to be used.
+    pub(super) discovered_by_others: Option<&'a Discovered>,
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
 }
 
@@ -291,11 +298,17 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         .value()
         .map_or(context.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    // A NAT may give this node another address toward each node of the target. All these addresses are candidates.
-    let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
-    addresses.extend(seen_at.into_iter().flatten().copied());
+    let seen_at = |by: &Discovered| {
+        node.public_key
+            .value()
+            .and_then(|key| by.get(key).cloned())
+            .unwrap_or_default()
+    };
+    addresses.extend(seen_at(context.discovered));
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
     addresses[explicit_count..].sort_by_key(|address| context.target_families.rank(address.ip().to_canonical()));
+    // After all others whatever their family is, because these reports may be false.
+    addresses.extend(context.discovered_by_others.map(seen_at).into_iter().flatten());
 
     let mut kept: Vec<SocketAddr> = Vec::new();
     for address in addresses {

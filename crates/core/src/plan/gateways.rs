@@ -201,6 +201,7 @@ impl<'a> MeshInputs<'a> {
             target_networks: &sandbox.accepted,
             target_families: sandbox.families,
             discovered: &sandbox.discovered,
+            discovered_by_others: None,
             resolved: &self.seen.resolved,
         };
         let endpoints = endpoint::choose_for_gateway(&gateway.endpoints, &sandbox.cluster, member, &context);

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, endpoint, gateways,
-    link, networks_in_use, nodes, target,
+    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered, endpoint,
+    gateways, link, networks_in_use, nodes, target,
 };
 use crate::{
     key::PublicKey,
@@ -98,6 +98,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 held: registry
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),
+                behind_nat: discovered::find_node_behind_nat(mesh_members, name),
             };
             planned.clusters.insert(name.clone(), report);
             planned
@@ -171,7 +172,6 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 gateways::remove_gateway_networks(&mut cluster, member);
                 anchor::unanchor_node_addresses(&mut cluster, member);
             }
-            let discovered = target::discovered(member);
             mesh_members.insert(
                 entry.name.clone(),
                 target::MeshMember {
@@ -179,7 +179,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     accepted,
                     observed,
                     can_connect,
-                    discovered,
+                    discovered: discovered::by_member(member),
                     families: endpoint::NodeFamilies::of(member),
                 },
             );

@@ -10,7 +10,9 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
+    Fact, PlannedPeer, Reason, Skipped, anchor,
+    discovered::{self, Discovered},
+    endpoint,
     nodes::{NodeRegistry, RegisteredNode},
     target::{MeshInputs, MeshMember, TargetOutcome},
 };
@@ -52,6 +54,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     omitted_internal_ips: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
+    /// The endpoints at which the other members see nodes: of this target, and of each other.
+    discovered_by_others: Discovered,
 }
 
 impl<'a, 'p> PeerPlanner<'a, 'p> {
@@ -121,6 +125,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             facts: BTreeSet::new(),
             omitted_internal_ips: BTreeMap::new(),
             runs_kg,
+            discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
     }
 
@@ -184,7 +189,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 let spec = self.peers.get_mut(&peer).map(|peer| &mut peer.spec);
                 if let Some(spec) = spec {
                     spec.persistent_keepalive = if spec.endpoint.is_none() {
-                        keepalive.max(NAT_KEEPALIVE.get())
+                        nat_keepalive(keepalive)
                     } else {
                         keepalive
                     };
@@ -230,6 +235,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             target_networks: &self.target.accepted,
             target_families: self.target.families,
             discovered: &self.target.discovered,
+            // kg uses only the first endpoint, and restarts all its sessions at each change of a Peer.
+            discovered_by_others: Some(&self.discovered_by_others).filter(|_| !self.runs_kg),
             resolved: &self.inputs.seen.resolved,
         };
         let mut candidates = endpoint::choose(node.observed, &context)?;
@@ -418,9 +425,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     }
 
     /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
-    /// predecessor), and at least [`NAT_KEEPALIVE`] if nodes of this target are behind a NAT, because they must keep their NAT binding
-    /// alive. A node is considered behind a NAT if it publishes a keepalive, or if it has addresses but none that can be an endpoint in the
-    /// source. For Peers without an endpoint, [`Self::add_source`] uses at least [`NAT_KEEPALIVE`].
+    /// predecessor), and [`NAT_KEEPALIVE`] or less if nodes of this target are behind a NAT, because they must keep their NAT binding
+    /// alive. A node is considered behind a NAT if it publishes a keepalive, if other members see it at an address that it does not
+    /// publish, or if it has addresses but none that can be an endpoint in the source. For Peers without an endpoint,
+    /// [`Self::add_source`] uses [`NAT_KEEPALIVE`] or less.
     fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let floor = self
             .inputs
@@ -435,20 +443,33 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             target_networks: &source.accepted,
             target_families: source.families,
             discovered: &source.discovered,
+            discovered_by_others: None,
             resolved: &self.inputs.seen.resolved,
         };
+        let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name, floor);
         let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
+                // kg restarts all its sessions when a keepalive changes, so there a person decides.
+                let is_reported = !self.runs_kg && discovered::is_behind_nat(node, &self.discovered_by_others);
                 node.persistent_keepalive > 0
+                    || is_reported
+                    || has_nat_keepalive && endpoint::is_private_only(node)
                     || endpoint::has_any_address(node)
                         && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
-        if behind_nat {
-            floor.max(NAT_KEEPALIVE.get())
-        } else {
-            floor
-        }
+        if behind_nat { nat_keepalive(floor) } else { floor }
+    }
+
+    /// Whether existing Peers of the source have a keepalive for nodes behind NATs. It stays while a node of the target publishes only
+    /// private addresses: the reports that caused it end when the reporting nodes lose their sessions, and without keepalives the node
+    /// behind the NAT would not start a session again.
+    fn has_nat_keepalive(&self, source: &str, floor: u16) -> bool {
+        let keepalive = nat_keepalive(floor);
+        let is_from_nat = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == keepalive;
+        let mut existing = self.existing.values();
+        keepalive != floor
+            && existing.any(|peer| self.is_our_peer_of(source, peer) && peer.spec.as_ref().is_ok_and(is_from_nat))
     }
 
     pub(super) fn finish(self, outcome: &mut TargetOutcome) {
@@ -463,6 +484,14 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 target: self.name.to_owned(),
                 nodes,
             }));
+    }
+}
+
+/// The keepalive that keeps a NAT binding alive: the configured one, if that is short enough.
+fn nat_keepalive(configured: u16) -> u16 {
+    match configured {
+        0 => NAT_KEEPALIVE.get(),
+        configured => configured.min(NAT_KEEPALIVE.get()),
     }
 }
 

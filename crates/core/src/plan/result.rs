@@ -311,6 +311,8 @@ pub struct ClusterReport {
     /// Held nodes, which keep their last Peer, with the reason for which they would be skipped. The caller remembers since when
     /// each node is held, and passes the age to the next plan as [`crate::observe::Node::held_for`].
     pub held: BTreeMap<String, Reason>,
+    /// The first of its nodes that is behind a NAT: other members see it at an address that it does not publish.
+    pub behind_nat: Option<String>,
 }
 
 /// The status of one grant.

@@ -1,15 +1,13 @@
 //! Plans one target: the Peers, PeerPolicies, SandboxAccesses and mirrored Services of the other members in it (design rules
 //! 2, 6, 8).
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
 use super::{
     EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
+    discovered::Discovered,
     endpoint::NodeFamilies,
     gateways,
     link::{self, Link},
@@ -18,7 +16,6 @@ use super::{
     services::{self, AccessPath},
 };
 use crate::{
-    key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, Profile},
     observe::{AccessSpec, Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
     ownership::{self, Claimant, Ownership},
@@ -34,20 +31,9 @@ pub(super) struct MeshMember<'a> {
     pub(super) observed: Option<&'a Observation<Member>>,
     /// The member is cluster-meshed or a sandbox, and has accepted networks.
     pub(super) can_connect: bool,
-    /// The endpoints at which the member's nodes see each key, in the order of the nodes' names.
-    pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
+    /// The endpoints at which the member's nodes see the nodes of others.
+    pub(super) discovered: Discovered,
     pub(super) families: NodeFamilies,
-}
-
-/// Returns the endpoints at which a member's nodes see each key.
-pub(super) fn discovered(member: Option<&Member>) -> BTreeMap<PublicKey, Vec<SocketAddr>> {
-    let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
-    for node in member.into_iter().flat_map(|member| member.nodes.values()) {
-        for (key, address) in &node.discovered {
-            seen.entry(*key).or_default().push(*address);
-        }
-    }
-    seen
 }
 
 impl<'a> MeshMember<'a> {

@@ -22,6 +22,7 @@ mod anchors;
 mod existing_peers;
 mod keys;
 mod kilo;
+mod nat;
 mod networks;
 mod networks_in_use;
 mod nodes;

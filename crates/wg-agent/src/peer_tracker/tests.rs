@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use clustermesh_agent_core::device::ObservedPeer;
 
 use super::*;
@@ -53,7 +55,7 @@ fn candidates_are_tried_in_turn_until_one_answers() {
 }
 
 #[test]
-fn live_endpoint_is_kept_while_it_is_a_candidate() {
+fn live_endpoint_is_kept_while_its_session_is_alive() {
     let now = Instant::now();
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], now);
@@ -67,14 +69,14 @@ fn live_endpoint_is_kept_while_it_is_a_candidate() {
     sync(&mut tracker, &["192.0.2.9:1"], now);
     assert_eq!(
         tracker.configured_endpoint(&KEY),
-        Some(at("192.0.2.9:1")),
-        "the endpoint is not a candidate"
+        Some(at("192.0.2.1:1")),
+        "the endpoint is no candidate any more, but it works"
     );
     tracker.update(&observed(Some(5), Some("203.0.113.5:777"), 2, 2), now);
     sync(&mut tracker, &["192.0.2.10:1"], now);
     assert_eq!(
         tracker.configured_endpoint(&KEY),
-        Some(at("192.0.2.9:1")),
+        Some(at("192.0.2.1:1")),
         "no candidate is configured while the peer sends from another endpoint"
     );
     tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
@@ -84,6 +86,130 @@ fn live_endpoint_is_kept_while_it_is_a_candidate() {
         Some(at("192.0.2.11:1")),
         "the session has ended"
     );
+}
+
+/// The device's view of a peer: configured with one endpoint, sending to another.
+fn roamed(configured: &str, seen: &str, rx: u64, tx: u64) -> ObservedPeers {
+    let mut observed = observed(Some(9), Some(seen), rx, tx);
+    observed.get_mut(&KEY).unwrap().configured.endpoint = Some(at(configured));
+    observed
+}
+
+#[test]
+fn quiet_endpoint_is_left_for_the_candidate_that_takes_its_place() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (private, mapped, remapped) = ("192.168.2.1:51820", "198.51.100.9:40001", "198.51.100.9:41001");
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &[private], start);
+    // The peer sends first, from the public side of its NAT.
+    let mut device = roamed(private, mapped, 1, 1);
+    tracker.update(&device, start);
+    for candidates in [&[private, mapped][..], &[private], &[private, mapped]] {
+        sync(&mut tracker, candidates, start);
+        assert_eq!(tracker.configured_endpoint(&KEY), Some(at(private)));
+        assert!(
+            tracker.override_roaming(&mut device).is_empty(),
+            "the live endpoint stays: {candidates:?}"
+        );
+    }
+    // The reports of two nodes change one after the other.
+    sync(&mut tracker, &[private, mapped, remapped], after(10));
+    sync(&mut tracker, &[private, remapped], after(20));
+    assert!(
+        !tracker.update(&device, after(30)),
+        "the peer may still send keepalives"
+    );
+    assert!(tracker.update(&device, after(31)));
+    assert_eq!(tracker.configured_endpoint(&KEY), Some(at(remapped)));
+    assert_eq!(tracker.override_roaming(&mut device), [KEY].into());
+    assert_eq!(
+        device[&KEY].configured.endpoint,
+        Some(at(mapped)),
+        "so a comparison finds a difference"
+    );
+    // The device has the new endpoint, from which nothing has come yet.
+    let mut device = roamed(remapped, remapped, 1, 1);
+    tracker.update(&device, after(36));
+    assert!(tracker.override_roaming(&mut device).is_empty());
+    assert_eq!(tracker.live_endpoints()[&KEY], at(mapped));
+    tracker.update(&roamed(remapped, remapped, 2, 2), after(41));
+    assert_eq!(tracker.live_endpoints()[&KEY], at(remapped));
+}
+
+// threat: forged-discovered-endpoint
+#[test]
+fn reports_of_others_move_no_peer_that_sends() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (public, mapped) = ("192.0.2.1:1", "198.51.100.9:40001");
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &[public, mapped], start);
+    tracker.update(&roamed(mapped, mapped, 1, 1), start);
+    // The true report ends, and false ones take its place again and again.
+    for n in 1..100 {
+        sync(&mut tracker, &[public, &format!("203.0.113.66:{n}")], after(n * 2));
+        assert!(!tracker.update(&roamed(mapped, mapped, 1 + n, 1), after(n * 2)), "{n}");
+    }
+    // Without a session they do not reset the turns: the other candidates are tried.
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &[public, mapped], start);
+    let mut tried = BTreeSet::new();
+    for n in 1..100 {
+        sync(
+            &mut tracker,
+            &[public, mapped, &format!("203.0.113.66:{n}")],
+            after(n * 2),
+        );
+        let device = observed(None, None, 0, n);
+        tracker.update(&device, after(n * 2));
+        tried.extend(tracker.configured_endpoint(&KEY));
+    }
+    assert!(tried.is_superset(&[at(public), at(mapped)].into()), "{tried:?}");
+}
+
+#[test]
+fn packet_of_peer_cancels_the_endpoint_to_set() {
+    let now = Instant::now();
+    let mut tracker = PeerTracker::default();
+    sync(&mut tracker, &["192.0.2.1:1"], now);
+    tracker.update(&roamed("192.0.2.1:1", "192.0.2.1:1", 1, 1), now);
+    sync(&mut tracker, &["192.0.2.2:1"], now);
+    // The device got the new endpoint, and then a packet of the peer from another one.
+    let mut device = roamed("192.0.2.2:1", "203.0.113.5:777", 2, 1);
+    let before = device.clone();
+    assert!(tracker.override_roaming(&mut device).is_empty(), "not polled yet");
+    tracker.update(&device, now);
+    assert!(tracker.override_roaming(&mut device).is_empty());
+    assert_eq!(
+        device, before,
+        "the configured endpoint is the desired one, so nothing is written"
+    );
+}
+
+#[test]
+fn unanswering_peer_is_tried_at_every_endpoint_in_turn() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let mut tracker = PeerTracker::default();
+    let (one, two, live) = ("192.0.2.1:1", "192.0.2.2:1", "203.0.113.5:777");
+    sync(&mut tracker, &[one, two], start);
+    tracker.update(&roamed(one, live, 100, 100), start);
+    // From now on the peer receives data and sends nothing.
+    tracker.update(&roamed(one, live, 100, 1_000), after(5));
+    assert!(
+        !tracker.update(&roamed(one, live, 100, 2_000), after(25)),
+        "20 s without a reply"
+    );
+    let mut tried = vec![];
+    let mut in_device = live;
+    for seconds in [26, 42, 58, 74] {
+        assert!(tracker.update(&roamed(one, in_device, 100, 1_000 * seconds), after(seconds)));
+        let endpoint = tracker.configured_endpoint(&KEY).unwrap();
+        in_device = [one, two, live].into_iter().find(|text| at(text) == endpoint).unwrap();
+        tried.push(in_device);
+    }
+    assert_eq!(tried, [one, two, live, one]);
 }
 
 #[test]

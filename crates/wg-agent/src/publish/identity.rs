@@ -42,6 +42,8 @@ pub struct NodeFacts<'a> {
     pub node: &'a ParsedNode,
     /// Addresses of the underlay's interface with their prefix lengths.
     pub underlay: &'a BTreeMap<IpAddr, u8>,
+    /// The endpoints to publish at which this node sees its peers.
+    pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The value of the annotation [`NODE_AGENT`].
     pub agent: AgentStatus,
 }
@@ -55,6 +57,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
         port,
         node,
         underlay,
+        discovered,
         agent,
     } = facts;
     let own = node.own.clone().unwrap_or_default();
@@ -66,7 +69,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
         wireguard_ip,
         endpoint: address.map(|ip| SocketAddr::new(ip, port)),
         internal_ip: internal.map(|ip| IpNet::new_assert(ip, prefix_length(&ip))),
-        discovered: BTreeMap::new(),
+        discovered,
         agent,
     };
     let mut identity: Annotations = identity.annotations();
@@ -76,7 +79,10 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
         Some(Endpoint::Dns(name, port)) => drop(identity.insert(KILO_ENDPOINT, Some(format!("{name}:{port}")))),
         None => {}
     }
-    let status = identity.remove_entry(NODE_AGENT).into_iter().collect();
+    let status = [NODE_AGENT, KILO_DISCOVERED_ENDPOINTS]
+        .into_iter()
+        .filter_map(|key| identity.remove_entry(key))
+        .collect();
     DesiredAnnotations {
         identity,
         status,
@@ -103,6 +109,7 @@ mod tests {
             port: 51821,
             node,
             underlay: &underlay,
+            discovered: BTreeMap::new(),
             agent: AgentStatus::default(),
         })
         .identity
@@ -128,7 +135,6 @@ mod tests {
             ("kilo.squat.ai/endpoint", some("192.0.2.7:51821")),
             ("kilo.squat.ai/internal-ip", some("192.0.2.7/24")),
             ("kilo.squat.ai/granularity", some("full")),
-            ("kilo.squat.ai/discovered-endpoints", None),
         ]
         .into();
         assert_eq!(published(&node(OwnNode::default())), want);

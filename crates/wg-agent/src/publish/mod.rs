@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
+pub(crate) mod discovered;
 pub mod identity;
 
 /// Annotations by key; `None` = absent, or to be removed.

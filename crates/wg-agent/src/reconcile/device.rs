@@ -114,7 +114,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let Some(OpenDevice { device, .. }) = &mut self.device.open else {
             return Ok(());
         };
-        let observed = match device.observe() {
+        let mut observed = match device.observe() {
             Ok(observed) => observed,
             Err(error) => {
                 // Most likely the interface was deleted: the next pass creates it again.
@@ -132,16 +132,23 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.tracker.reset();
             }
         }
+        let overridden = self.tracker.override_roaming(&mut observed.peers);
         let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        let repaired = self.repair_counter.count_peer_repairs(&desired, &changes);
+        let done = changes.iter().filter(|change| !overridden.contains(change.key()));
+        let repaired = self.repair_counter.count_peer_repairs(&desired, done);
         self.deps.report.metrics.count_repairs("peers", repaired);
         self.deps.report.metrics.count_changes("device", changes.len());
         for change in &changes {
             let name = compiled.names.get(change.key()).map_or("", String::as_str);
-            tracing::info!(name, "{change}");
+            // Peers that do not answer are tried at one endpoint after another, for ever.
+            if change.is_endpoint_only() {
+                tracing::debug!(name, "{change}");
+            } else {
+                tracing::info!(name, "{change}");
+            }
         }
         Ok(())
     }

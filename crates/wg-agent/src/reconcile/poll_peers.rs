@@ -8,7 +8,10 @@ use clustermesh_agent_core::{
     device::{PeerStats, diff},
     health::PeerHealth,
 };
-use clustermesh_api::annotations::{self, AgentStatus, Link};
+use clustermesh_api::{
+    annotations::{self, AgentStatus, Link},
+    names::KILO_DISCOVERED_ENDPOINTS,
+};
 use clustermesh_core::key::PublicKey;
 
 use super::{AppliedState, Reconciler, dump};
@@ -17,7 +20,10 @@ use crate::{
     firewall::Backend,
     identity::key,
     metrics::PeerSample,
-    publish::identity::{self, NodeFacts},
+    publish::{
+        discovered,
+        identity::{self, NodeFacts},
+    },
     route::Routing,
     source::datapath::DatapathProblem,
     status::view::DeviceView,
@@ -90,6 +96,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             port: self.deps.config.port,
             node: &applied.node,
             underlay: &applied.underlay.addresses,
+            discovered: self.discovered_endpoints(&applied),
             agent: poll.agent.clone(),
         });
         self.deps.publish.send_if_modified(|wanted| {
@@ -97,6 +104,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             *wanted = desired;
             changed
         });
+    }
+
+    /// The endpoints to publish of peers that send from another endpoint than their Peer has.
+    fn discovered_endpoints(&self, applied: &AppliedState) -> BTreeMap<PublicKey, SocketAddr> {
+        let own = applied.node.own.as_ref();
+        let published = own.and_then(|own| own.published.get(KILO_DISCOVERED_ENDPOINTS)?.as_deref());
+        let published = annotations::discovered(published.unwrap_or_default());
+        discovered::endpoints(&self.deps.config.node_name, self.tracker.live_peers(), &published)
     }
 
     fn build_poll(&self, applied: &AppliedState, observed: Observed, at: Instant) -> PeerPoll {

@@ -43,14 +43,18 @@ impl RepairCounter {
     }
 
     /// A pass applied `desired` by the changes `done`.
-    pub(super) fn count_peer_repairs(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
+    pub(super) fn count_peer_repairs<'a>(
+        &mut self,
+        desired: &Peers,
+        done: impl IntoIterator<Item = &'a PeerChange>,
+    ) -> usize {
         let repaired = self.peers.as_ref().map_or(0, |last| {
             let is_repair = |change: &&PeerChange| match change {
                 PeerChange::Add(key, _) => last.contains_key(key),
                 PeerChange::Update(key, _) => last.get(key) == desired.get(key),
                 PeerChange::Remove(key) => !last.contains_key(key),
             };
-            done.iter().filter(is_repair).count()
+            done.into_iter().filter(is_repair).count()
         });
         if self.peers.as_ref() != Some(desired) {
             self.peers = Some(desired.clone());
