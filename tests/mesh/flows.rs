@@ -11,7 +11,7 @@ use std::{
 use clustermesh_lab::{Answer, Lab, LabPlan, NAMESPACE, RunningPod, TrafficClient, wait_until};
 use nix::sys::signal::Signal;
 
-use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, json, pod, url};
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, anchors_of, host, json, pod, url};
 
 #[tokio::test]
 async fn flows_between_routed_members_work_and_are_encrypted() {
@@ -26,6 +26,7 @@ async fn flows_between_routed_members_work_and_are_encrypted() {
     mirrored_service_has_local_cluster_ip_and_keeps_source(&mesh).await;
     node_port_of_mirrored_service_reaches_remote_pods(&mesh).await;
     remote_cluster_ip_is_reached_through_anchor(&mesh).await;
+    anchor_moves_off_a_cordoned_node(&mesh).await;
     hosts_send_from_their_wireguard_address(&mesh).await;
     infrastructure_ports_are_open_only_in_own_cluster(&mesh).await;
     packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
@@ -121,6 +122,26 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
             mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
         }
     }
+}
+
+/// A cordoned node will probably be removed soon, so it gives up its anchored networks while it still forwards packets.
+async fn anchor_moves_off_a_cordoned_node(mesh: &Mesh<'_>) {
+    let cordoned = mesh.anchor(&mesh.hub, &mesh.member).await;
+    mesh.hub.kubectl(["cordon", &cordoned]).await.unwrap();
+    wait_until("the other node to become the anchor", PATIENCE, async || {
+        let anchors = anchors_of(&mesh.hub.plan().service_cidr.to_string(), &mesh.member).await;
+        match &anchors[..] {
+            [anchor] if *anchor != cordoned => Ok(()),
+            _ => Err(format!("{anchors:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
+    for from in &mesh.member_webs {
+        mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
+    }
+    mesh.hub.kubectl(["uncordon", &cordoned]).await.unwrap();
 }
 
 /// The address of the pod's node on the pods' bridge.

@@ -7,7 +7,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     path::PathBuf,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use clustermesh_lab::{
@@ -151,15 +151,11 @@ impl<'a> Mesh<'a> {
 
     /// The node that is the anchor of one network in the Peers of `observer`.
     pub(crate) async fn anchor_of(&self, network: &str, observer: &Cluster<'_>) -> String {
-        let peers = json(observer, &["get", "peers"]).await;
-        let has_network = |peer: &&Value| {
-            let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
-            ranges.iter().any(|range| range == network)
+        let anchors = anchors_of(network, observer).await;
+        let [anchor] = &anchors[..] else {
+            panic!("{network} must have exactly one anchor: {anchors:?}");
         };
-        let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(has_network).collect();
-        assert_eq!(anchors.len(), 1, "{network} must have exactly one anchor: {peers:#}");
-        let name = anchors[0]["metadata"]["name"].as_str().unwrap();
-        name.rsplit_once("--").unwrap().1.to_owned()
+        anchor.clone()
     }
 
     /// Path of the program `lab-probe`, copied to where every node finds it.
@@ -280,6 +276,31 @@ pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
 pub(crate) async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
     let args = [args, &["-o", "json"]].concat();
     serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
+}
+
+/// The nodes whose Peers in `observer` have one network. While an anchor moves there are two.
+pub(crate) async fn anchors_of(network: &str, observer: &Cluster<'_>) -> Vec<String> {
+    let peers = json(observer, &["get", "peers"]).await;
+    let has_network = |peer: &&Value| {
+        let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
+        ranges.iter().any(|range| range == network)
+    };
+    let node = |peer: &Value| {
+        let name = peer["metadata"]["name"].as_str().unwrap();
+        name.rsplit_once("--").unwrap().1.to_owned()
+    };
+    peers["items"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(has_network)
+        .map(node)
+        .collect()
+}
+
+/// Milliseconds since 1970.
+pub(crate) fn unix_millis() -> u128 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()
 }
 
 /// The WireGuard address of a node.

@@ -196,6 +196,8 @@ pub struct Node {
     pub ready: bool,
     /// `metadata.deletionTimestamp` is set.
     pub deleting: bool,
+    /// The node will probably be removed soon: it is cordoned (`spec.unschedulable`), or an autoscaler has tainted it.
+    pub leaving: bool,
     /// `spec.podCIDRs` (else `spec.podCIDR`), in order.
     pub pod_cidrs: Vec<Claim<IpNet>>,
     /// `kilo.squat.ai/wireguard-ip`: the host address with the prefix length as written.

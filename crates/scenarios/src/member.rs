@@ -52,7 +52,7 @@ pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
         option::weighted(0.2, (0u64..600).prop_map(Duration::from_secs)),
         select(&[0u16, 25][..]),
         prop_oneof![4 => Just(vec![]), 1 => collection::vec(net(), 1..2)],
-        0u8..4,
+        0u8..8,
         collection::btree_map(
             (0usize..3, 1u8..5).prop_map(|(n, k)| own_key(n, k)),
             socket_address(),
@@ -74,6 +74,7 @@ pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
         granularity: kilo.0,
         is_preferred_leader: kilo.7 & 1 == 1,
         silent: kilo.7 & 2 == 2,
+        leaving: kilo.7 & 4 == 4,
         kilo_internal_ip: kilo.1,
         location: kilo.2.into(),
         server: kilo.3,

@@ -36,6 +36,7 @@ pub fn to_core(node: &Node) -> observe::Node {
         created: creation_time(&node.metadata),
         ready: is_ready(node),
         deleting: node.metadata.deletion_timestamp.is_some(),
+        leaving: is_leaving(node),
         pod_cidrs: pod_cidrs(node),
         wireguard_ip: parse_claim(annotation(KILO_WIREGUARD_IP), host_and_prefix),
         public_key: parse_claim(annotation(KILO_KEY), |text| {
@@ -101,6 +102,16 @@ fn parse_claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> 
         Ok(value) => Claim::Valid(value),
         Err(why) => Claim::Invalid(why),
     }
+}
+
+/// The taints of autoscalers on a node that they will remove: cluster-autoscaler's, and Karpenter's.
+const LEAVING_TAINTS: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
+
+fn is_leaving(node: &Node) -> bool {
+    node.spec.iter().any(|spec| {
+        let mut taints = spec.taints.iter().flatten();
+        spec.unschedulable == Some(true) || taints.any(|taint| LEAVING_TAINTS.contains(&&*taint.key))
+    })
 }
 
 fn is_ready(node: &Node) -> bool {

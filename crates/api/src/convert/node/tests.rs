@@ -157,6 +157,23 @@ fn addresses_of_both_families_and_annotations_are_read() {
 }
 
 #[test]
+fn cordoned_node_and_node_that_an_autoscaler_removes_are_leaving() {
+    let leaving = |spec: serde_json::Value| to_core(&node(json!({"metadata": {"name": "n"}, "spec": spec}))).leaving;
+    let taint =
+        |key: &str| json!({"taints": [{"key": "a", "effect": "NoExecute"}, {"key": key, "effect": "NoSchedule"}]});
+    assert!(leaving(json!({"unschedulable": true})));
+    assert!(leaving(taint("ToBeDeletedByClusterAutoscaler")));
+    assert!(leaving(taint("karpenter.sh/disrupted")));
+    for stays in [
+        json!({}),
+        json!({"unschedulable": false}),
+        taint("node-role.kubernetes.io/control-plane"),
+    ] {
+        assert!(!leaving(stays.clone()), "{stays}");
+    }
+}
+
+#[test]
 fn bypass_is_read_from_the_status_of_the_agent() {
     let read = |why: &str| {
         let agent = json!({"version": "0.1.0", "mode": "full", "datapathBypassed": why}).to_string();

@@ -43,10 +43,11 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // Silent nodes are eligible only if all nodes in `ready` are silent: their tunnels keep working without kg, so an anchored network
-        // stays reachable.
-        let any_active = ready.iter().any(|node| !node.observed.is_silent());
-        let eligible = ready.iter().filter(|node| !any_active || !node.observed.is_silent());
+        // Nodes that will stay come before nodes that are about to leave, and these before silent ones. Silent nodes are better than none: a
+        // WireGuard tunnel keeps working without kg, so the network then stays with its current anchor.
+        let rank = |node: &RegisteredNode<'_>| (node.observed.is_silent(), node.observed.leaving);
+        let best = ready.iter().map(|node| rank(node)).min();
+        let eligible = ready.iter().filter(|node| Some(rank(node)) == best);
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
             if !registry.registered.is_empty() {

@@ -197,6 +197,28 @@ fn empty_anchored_networks_allow_every_node_claim() {
 }
 
 #[test]
+fn anchored_network_moves_off_a_node_that_is_leaving() {
+    let (mesh, mut seen) = anchored_tenant();
+    write_plan(&mesh, &mut seen);
+    let anchor = |seen: &Observations| carriers(&plan_mesh(&mesh, seen).1)[0].to_owned();
+    let set_leaving = |seen: &mut Observations, name: &str, leaving: bool| {
+        edit(seen, &secret("tenant"), |member| {
+            member.nodes.get_mut(name).unwrap().leaving = leaving;
+        });
+    };
+    let first = anchor(&seen);
+    let other = if first == "x" { "y" } else { "x" };
+    set_leaving(&mut seen, &first, true);
+    assert_eq!(anchor(&seen), other);
+    write_plan(&mesh, &mut seen);
+    set_leaving(&mut seen, &first, false);
+    assert_eq!(anchor(&seen), other, "it does not move back");
+    set_leaving(&mut seen, &first, true);
+    set_leaving(&mut seen, other, true);
+    assert_eq!(anchor(&seen), other, "a leaving node is better than none");
+}
+
+#[test]
 fn network_of_an_invalid_node_is_not_anchored() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[1].allowed = nets(&["10.2.1.0/24", "10.2.2.0/24", "100.66.2.1/32", "100.66.2.2/32"]);
