@@ -7,6 +7,7 @@ mod grants;
 mod iptables;
 mod kubevirt;
 mod members;
+mod nat;
 mod operations;
 mod sandbox;
 mod setup;

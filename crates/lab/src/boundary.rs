@@ -34,7 +34,7 @@ impl Lab {
                 hub: self.cluster(of),
                 sandbox,
             }),
-            Workers::Underlay => Err(Error::Other(format!(
+            Workers::Underlay | Workers::Nat { .. } => Err(Error::Other(format!(
                 "the nodes of {} are not pods: no NetworkPolicy selects them",
                 sandbox.plan().name
             ))),

@@ -2,6 +2,7 @@
 
 mod base;
 mod cluster;
+mod nat;
 mod node;
 mod pods;
 mod underlay;
@@ -141,7 +142,7 @@ impl Lab {
         let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()
-            .partition(|cluster| cluster.workers == Workers::Underlay);
+            .partition(|cluster| !matches!(cluster.workers, Workers::Pods { .. }));
         for clusters in [first, then] {
             let clusters = clusters
                 .into_iter()
@@ -159,6 +160,7 @@ impl Lab {
     ) -> Result<()> {
         let cluster = self.cluster(&plan.name);
         self.publish_api_to_pods(plan).await?;
+        self.make_nat_router(plan).await?;
         // Nodes boot while the API server starts, but start the kubelet only after `release_nodes`.
         for n in 1..=plan.nodes {
             self.boot(&self.plan_node(plan, n).await?).await?;

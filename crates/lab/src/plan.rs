@@ -99,6 +99,29 @@ pub enum Workers {
         /// The ClusterIP of this cluster's API server in the host cluster, port 6443.
         api: Ipv4Addr,
     },
+    /// A private network behind a NAT router, which is `.2` of the cluster's underlay. The API server is on the underlay.
+    Nat {
+        /// The private network. `.1` = the router, `.10 + n` = node n.
+        lan: Ipv4Net,
+        /// The kind of NAT at the start; [`crate::Lab::set_nat`] changes it.
+        kind: NatKind,
+    },
+}
+
+/// How a NAT router maps the WireGuard port of the nodes behind it. Terms of RFC 4787.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NatKind {
+    /// Endpoint-independent mapping: a node has the same public port for all destinations, `first_port + n - 1` for node n.
+    /// Address and port-dependent filtering: only destinations to which the node has sent may reply.
+    EndpointIndependent {
+        /// The port of the first node.
+        first_port: u16,
+    },
+    /// Address and port-dependent mapping ("symmetric"): a random public port for each destination. Filtering as above.
+    EndpointDependent,
+    /// Each node has a public address of its own, `.100 + n` of the underlay, with all ports, also for packets that come first
+    /// from outside. The node does not know this address.
+    OneToOne,
 }
 
 /// The network to which one node is connected.
@@ -113,6 +136,13 @@ pub enum Uplink {
         of: HostNode,
         /// The pod range of that node. Its first address is the worker's default gateway.
         range: Ipv4Net,
+    },
+    /// The private network behind a NAT router.
+    Nat {
+        /// The private network.
+        lan: Ipv4Net,
+        /// The router's network namespace.
+        router: String,
     },
 }
 
@@ -256,6 +286,19 @@ impl LabPlan {
         self
     }
 
+    /// Connects the nodes of a cluster to a private network behind a NAT router. `lan` is a /24 that no other cluster has.
+    ///
+    /// # Panics
+    /// When the cluster is not in the plan, or `lan` is not a network.
+    #[must_use]
+    pub fn with_nat(mut self, cluster: &str, lan: &str, kind: NatKind) -> Self {
+        let found = self.clusters.iter_mut().find(|one| one.name == cluster);
+        let found = found.unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"));
+        let lan = lan.parse().expect("an IPv4 network");
+        found.workers = Workers::Nat { lan, kind };
+        self
+    }
+
     /// Checks the constraints on which the lab relies.
     pub(crate) fn validate(&self) -> Result<()> {
         let mut names = std::collections::BTreeSet::new();
@@ -283,6 +326,17 @@ impl LabPlan {
                 return Err(Error::Other(format!("{name}: at most 200 nodes fit into its underlay")));
             }
             self.validate_workers(cluster)?;
+        }
+        let lans = self.clusters.iter().filter_map(|cluster| match cluster.workers {
+            Workers::Nat { lan, .. } => Some(lan),
+            _ => None,
+        });
+        let mut distinct = std::collections::BTreeSet::new();
+        for lan in lans {
+            // The API servers share one network namespace, and have a route to each private network.
+            if lan.prefix_len() != 24 || !distinct.insert(lan) {
+                return Err(Error::Other(format!("private network {lan}: want a /24 of its own")));
+            }
         }
         Ok(())
     }
@@ -342,9 +396,33 @@ impl ClusterPlan {
     /// The address at which the cluster's nodes and pods reach the API server (port 6443).
     pub(crate) fn advertised_api(&self) -> Ipv4Addr {
         match self.workers {
-            Workers::Underlay => self.api_address(),
+            Workers::Underlay | Workers::Nat { .. } => self.api_address(),
             Workers::Pods { api, .. } => api,
         }
+    }
+
+    /// The network namespace of the NAT router.
+    pub(crate) fn nat_router(&self) -> String {
+        format!("{}-router", self.name)
+    }
+
+    /// The address of the NAT router on the underlay.
+    pub fn nat_address(&self) -> Ipv4Addr {
+        nth(self.underlay, 2)
+    }
+
+    /// The public address of node `n` behind a one-to-one NAT.
+    pub fn one_to_one_address(&self, n: u8) -> Ipv4Addr {
+        nth(self.underlay, 100 + u32::from(n))
+    }
+
+    pub(crate) fn address_behind_nat(&self, lan: Ipv4Net, n: u8) -> Ipv4Addr {
+        nth(lan, 10 + u32::from(n))
+    }
+
+    /// The NAT router's address in the private network.
+    pub(crate) fn lan_gateway(lan: Ipv4Net) -> Ipv4Addr {
+        nth(lan, 1)
     }
 
     /// The address on the underlay at which the API server listens (port 6443).
@@ -368,13 +446,20 @@ impl ClusterPlan {
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
 
-    /// Node number `n`, from 1, on the underlay.
+    /// Node number `n`, from 1, on the underlay or behind the NAT router.
     pub fn node(&self, n: u8) -> NodePlan {
+        let (address, uplink) = match &self.workers {
+            Workers::Nat { lan, .. } => {
+                let router = self.nat_router();
+                (self.address_behind_nat(*lan, n), Uplink::Nat { lan: *lan, router })
+            }
+            _ => (nth(self.underlay, 10 + u32::from(n)), Uplink::Underlay),
+        };
         NodePlan {
             name: format!("{}-{n}", self.name),
             cluster: self.name.clone(),
-            address: nth(self.underlay, 10 + u32::from(n)),
-            uplink: Uplink::Underlay,
+            address,
+            uplink,
             address_v6: self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 10 + u128::from(n))),
         }
     }

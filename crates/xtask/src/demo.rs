@@ -14,6 +14,7 @@ use kube::{
 use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
+mod nat;
 mod sandbox;
 
 const HUB: &str = "mgmt";
@@ -45,6 +46,8 @@ enum Scenario {
     Mesh,
     /// Adds a third cluster for untrusted code, which reaches only the Service that is granted to it.
     Sandbox,
+    /// Connects two tenants whose nodes are behind NATs with each other and with the hub.
+    Nat,
 }
 
 /// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
@@ -79,6 +82,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
     let plan = match scenario {
         Scenario::Mesh => LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]),
         Scenario::Sandbox => sandbox::plan(),
+        Scenario::Nat => nat::plan(),
     };
     let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
@@ -90,6 +94,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         let outcome = match scenario {
             Scenario::Mesh => demo.run().await,
             Scenario::Sandbox => demo.sandbox().await,
+            Scenario::Nat => demo.nat().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),

@@ -14,6 +14,7 @@ const USAGE: &str = "usage:
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
   lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 1 s for each echo; exit status 1 if any is lost
+  lab-probe udp-talk PORT SECONDS ADDRESS.. sends a datagram from PORT to each ADDRESS every 100 ms; prints each datagram once, with its sender
   lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes lines
@@ -42,6 +43,7 @@ fn main() {
             .parse()
             .map_err(Into::into)
             .and_then(|n| udp_send(address, text, n)),
+        ["udp-talk", port, seconds, ref addresses @ ..] => udp_talk(port, seconds, addresses),
         ["udp-watch", address] => udp_watch(address),
         ["udp-trips", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| udp_trips(address, s)),
         ["stream-serve", address] => stream_serve(address),
@@ -281,6 +283,36 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
     } else {
         Ok(())
     }
+}
+
+/// The datagrams have the port as text. After the first line the socket is bound.
+fn udp_talk(port: &str, seconds: &str, addresses: &[&str]) -> Outcome {
+    let addresses: Vec<SocketAddr> = addresses
+        .iter()
+        .map(|address| address.parse())
+        .collect::<Result<_, _>>()?;
+    let socket = UdpSocket::bind(("0.0.0.0", port.parse()?))?;
+    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
+    println!("bound");
+    let end = Instant::now() + Duration::from_secs(seconds.parse()?);
+    let (mut seen, mut buffer) = (BTreeSet::new(), [0; 65536]);
+    while Instant::now() < end {
+        for address in &addresses {
+            // The error of one datagram is ignored, because a later one may pass.
+            let _ = socket.send_to(port.as_bytes(), address);
+        }
+        let round = Instant::now() + Duration::from_millis(100);
+        while Instant::now() < round {
+            let Ok((length, sender)) = socket.recv_from(&mut buffer) else {
+                break;
+            };
+            let line = format!("{sender} {}", String::from_utf8_lossy(&buffer[..length]));
+            if seen.insert(line.clone()) {
+                println!("{line}");
+            }
+        }
+    }
+    Ok(())
 }
 
 fn udp_watch(address: &str) -> Outcome {

@@ -40,6 +40,9 @@ impl Lab {
             let api = self.cluster(&node.cluster).plan().api_address();
             return self.connect_in_pods(name, address, api, (of, *range)).await;
         }
+        if let Uplink::Nat { lan, router } = &node.uplink {
+            return self.connect_behind_nat(node, *lan, router).await;
+        }
         // The port's name contains the last two numbers of the address, because a node's name can exceed the limit for
         // link names.
         let port = port(address);
@@ -130,10 +133,11 @@ pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     match &node.uplink {
         Uplink::Underlay => (UNDERLAY, port(node.address)),
         Uplink::Pods { of, .. } => (&of.name, super::pods::port(node.address)),
+        Uplink::Nat { router, .. } => (router, port(node.address)),
     }
 }
 
-fn port(address: Ipv4Addr) -> String {
+pub(super) fn port(address: Ipv4Addr) -> String {
     let [_, _, c, d] = address.octets();
     format!("p{c}.{d}")
 }

@@ -3,3 +3,4 @@
 mod clusters;
 mod control_plane;
 mod images;
+mod nat;

@@ -1,0 +1,220 @@
+//! Tests nodes behind NATs on whole clusters. The hub's nodes have public addresses. The nodes of each tenant are behind a NAT router;
+//! the second tenant's private network is in the shared address space of carrier-grade NATs (RFC 6598). The tenants reach the hub because
+//! they send first, and each other at the endpoints that the hub's nodes see.
+
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::{Cluster, Lab, LabPlan, NatKind, Product, RunningPod, Tunnel, wait_until};
+use serde_json::Value;
+
+use crate::setup::{HUB, PATIENCE, json, pod, unix_millis, url};
+
+const TENANTS: [&str; 2] = ["tenant-a", "tenant-b"];
+const FIRST: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
+const SECOND: NatKind = NatKind::EndpointIndependent { first_port: 41001 };
+/// The UDP port of the echo servers in pods.
+const ECHO_PORT: u16 = 9091;
+/// The longest wait until two nodes are connected: the hub must have seen the public endpoints of both, and both must try the right one.
+const CONNECT: Duration = Duration::from_secs(300);
+/// A mapping without a packet for this time is gone, also if the timer of the router's kernel is late.
+const MAPPING_LIFETIME: Duration = Duration::from_secs(40);
+
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    hub: Cluster<'a>,
+    tenants: [Cluster<'a>; 2],
+    hub_webs: Vec<RunningPod>,
+    tenant_webs: [Vec<RunningPod>; 2],
+}
+
+#[tokio::test]
+async fn nodes_behind_nats_reach_hub_and_each_other() {
+    let plan = LabPlan::clusters(&[(HUB, 2), (TENANTS[0], 2), (TENANTS[1], 2)])
+        .with_nat(TENANTS[0], "192.168.1.0/24", FIRST)
+        .with_nat(TENANTS[1], "100.64.1.0/24", FIRST);
+    let lab = Lab::start(plan).await.unwrap();
+    let product = Product::install(&lab, &[HUB, TENANTS[0], TENANTS[1]], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
+    let [hub, a, b] = [HUB, TENANTS[0], TENANTS[1]].map(|name| lab.cluster(name));
+    let env = TestEnv {
+        lab: &lab,
+        hub_webs: hub.run_web().await.unwrap(),
+        tenant_webs: [a.run_web().await.unwrap(), b.run_web().await.unwrap()],
+        hub,
+        tenants: [a, b],
+    };
+    product.mesh_up(&product.mesh(&[])).await.unwrap();
+
+    let [a_webs, b_webs] = &env.tenant_webs;
+    for tenant in &env.tenant_webs {
+        env.assert_reach_each_other(tenant, &env.hub_webs).await;
+    }
+    env.hub_reports_public_endpoints([40001, 40001]).await;
+    env.assert_keepalives().await;
+    env.assert_reach_each_other(a_webs, b_webs).await;
+    env.changed_mapping_is_followed().await;
+    env.endpoint_dependent_mapping_reaches_only_public_nodes().await;
+    env.nodes_behind_one_to_one_nat_are_reached().await;
+}
+
+impl TestEnv<'_> {
+    async fn assert_reach_each_other(&self, ours: &[RunningPod], theirs: &[RunningPod]) {
+        for one in ours {
+            for other in theirs {
+                for (from, to) in [(one, other), (other, one)] {
+                    let what = format!("an answer of {} on {} to {}", to.name, to.node, from.node);
+                    let answer = wait_until(what, CONNECT, async || {
+                        let answer = self.lab.http_get(&pod(from), &url(to.ip, 8080)).await;
+                        answer.map_err(|error| error.to_string())?
+                    })
+                    .await
+                    .unwrap();
+                    assert_eq!((&answer.pod, answer.client_ip), (&to.name, from.ip));
+                }
+            }
+        }
+    }
+
+    /// All endpoints that the hub's nodes publish.
+    async fn reported(&self) -> Vec<String> {
+        let nodes = json(&self.hub, &["get", "nodes"]).await;
+        let nodes = nodes["items"].as_array().unwrap();
+        let annotations = nodes.iter().map(|node| &node["metadata"]["annotations"]);
+        let texts = annotations.filter_map(|all| all["kilo.squat.ai/discovered-endpoints"].as_str());
+        let mut reported: Vec<String> = texts
+            .flat_map(|text| serde_json::from_str::<serde_json::Map<String, Value>>(text).unwrap())
+            .map(|(_, endpoint)| format!("{}:{}", endpoint["IP"].as_str().unwrap(), endpoint["Port"]))
+            .collect();
+        reported.sort();
+        reported.dedup();
+        reported
+    }
+
+    /// Waits until the hub's nodes report the public endpoints of all nodes of the tenants, and no others.
+    async fn hub_reports_public_endpoints(&self, first_ports: [u16; 2]) {
+        let public = |(tenant, first): (&Cluster<'_>, u16)| {
+            let address = tenant.plan().nat_address();
+            [first, first + 1].map(|port| format!("{address}:{port}"))
+        };
+        let mut wanted: Vec<String> = self.tenants.iter().zip(first_ports).flat_map(public).collect();
+        wanted.sort();
+        wait_until("the hub to report the endpoints", PATIENCE, async || {
+            let reported = self.reported().await;
+            if reported == wanted {
+                Ok(())
+            } else {
+                Err(format!("{reported:?}, not {wanted:?}"))
+            }
+        })
+        .await
+        .unwrap();
+    }
+
+    /// All Peers in the tenants have a keepalive of 25 s, those in the hub have none.
+    async fn assert_keepalives(&self) {
+        for (cluster, wanted) in [(&self.hub, 0), (&self.tenants[0], 25), (&self.tenants[1], 25)] {
+            let what = format!("keepalives of {wanted} s in {}", cluster.plan().name);
+            wait_until(what, PATIENCE, async || {
+                let peers = json(cluster, &["get", "peers"]).await;
+                let peers = peers["items"].as_array().unwrap();
+                let keepalive = |peer: &Value| peer["spec"]["persistentKeepalive"].as_u64().unwrap_or(0);
+                if peers.iter().all(|peer| keepalive(peer) == wanted) {
+                    Ok(())
+                } else {
+                    Err(format!("{:?}", peers.iter().map(keepalive).collect::<Vec<_>>()))
+                }
+            })
+            .await
+            .unwrap();
+        }
+    }
+
+    /// The router of a tenant maps its nodes to other ports while a flow runs to the other tenant and one to the hub.
+    async fn changed_mapping_is_followed(&self) {
+        let probe = self.lab.probe_program().unwrap();
+        let (from, targets) = (&self.tenant_webs[0][0], [&self.tenant_webs[1][0], &self.hub_webs[0]]);
+        let mut echoes = vec![];
+        let mut watches = vec![];
+        for target in targets {
+            let node = self.lab.node(&target.node);
+            echoes.push(
+                node.pod_spawn("echo", target.ip, [&*probe, "udp-echo", &format!(":{ECHO_PORT}")])
+                    .unwrap(),
+            );
+            let watch = self.lab.watch_udp(&pod(from), (target.ip, ECHO_PORT).into()).unwrap();
+            watch.wait_for_echo_after(0).await.unwrap();
+            watches.push(watch);
+        }
+        let changed = unix_millis();
+        self.lab.set_nat(TENANTS[0], SECOND).await.unwrap();
+        for (watch, target) in watches.iter().zip(targets) {
+            // Echoes of packets that were on their way do not count.
+            let next = wait_until("an echo after the change", CONNECT, async || {
+                let later = watch.echo_times().into_iter().find(|at| *at > changed + 500);
+                later.ok_or_else(|| "no echo".to_owned())
+            })
+            .await
+            .unwrap();
+            println!(
+                "flow from {} to {} after a changed mapping: silent for {} ms",
+                from.node,
+                target.node,
+                next - changed
+            );
+        }
+        self.hub_reports_public_endpoints([41001, 40001]).await;
+    }
+
+    /// One tenant's NAT uses another public port for each destination. The other tenant's NAT drops its packets, because no node there has
+    /// sent to that port. Meanwhile only keepalives
+    /// pass between the hub and the other tenant: they keep the mappings, which a router removes after 30 s without a packet.
+    async fn endpoint_dependent_mapping_reaches_only_public_nodes(&self) {
+        let idle_since = Instant::now();
+        self.lab.set_nat(TENANTS[0], NatKind::EndpointDependent).await.unwrap();
+        let [a, b] = &self.tenant_webs;
+        self.assert_reach_each_other(a, &self.hub_webs).await;
+        wait_until(
+            "the mesh to report the tunnels between the tenants",
+            PATIENCE,
+            async || {
+                let mesh = json(&self.hub, &["-n", "clustermesh", "get", "clustermesh", "demo"]).await;
+                let conditions = mesh["status"]["conditions"].as_array().unwrap().clone();
+                let degraded = conditions.iter().find(|one| one["type"] == "Degraded").unwrap();
+                let message = degraded["message"].as_str().unwrap_or_default();
+                if degraded["reason"] == "TunnelsDown" && message.contains("behind NATs") {
+                    println!("{message}");
+                    Ok(())
+                } else {
+                    Err(degraded.to_string())
+                }
+            },
+        )
+        .await
+        .unwrap();
+        let answer = self.lab.http_get(&pod(&a[0]), &url(b[0].ip, 8080)).await.unwrap();
+        assert!(answer.is_err(), "{answer:?}");
+        tokio::time::sleep(MAPPING_LIFETIME.saturating_sub(idle_since.elapsed())).await;
+        for web in b {
+            let answer = self
+                .lab
+                .http_get(&pod(&self.hub_webs[0]), &url(web.ip, 8080))
+                .await
+                .unwrap();
+            assert_eq!(
+                answer.unwrap().pod,
+                web.name,
+                "after {:.0?} without traffic",
+                idle_since.elapsed()
+            );
+        }
+    }
+
+    /// A cloud's one-to-one NAT: the node does not know its public address. Packets that come first from outside reach it.
+    async fn nodes_behind_one_to_one_nat_are_reached(&self) {
+        self.lab.set_nat(TENANTS[0], NatKind::OneToOne).await.unwrap();
+        let [a, b] = &self.tenant_webs;
+        self.assert_reach_each_other(a, &self.hub_webs).await;
+        self.assert_reach_each_other(a, b).await;
+    }
+}
