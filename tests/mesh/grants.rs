@@ -15,7 +15,7 @@ use clustermesh_lab::{Attacker, EchoWatch, GATEWAYS, Lab, LabPlan, MESH, Running
 use serde_json::Value;
 use test_env::{Sandbox, TestEnv, addresses};
 
-use crate::setup::{HUB, PATIENCE, json, pod, state::versions};
+use crate::setup::{HUB, PATIENCE, json, pod, state::versions, unix_millis};
 
 /// The sandbox with IPv4 WireGuard addresses.
 const SANDBOX_V4: &str = "notebooks";
@@ -221,7 +221,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
 }
 
 async fn wait_until_all_answer(flows: &[EchoWatch]) {
-    let since = now();
+    let since = unix_millis();
     for flow in flows {
         flow.wait_for_echo_after(since).await.unwrap();
     }
@@ -292,7 +292,7 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
     let last = env.gateways.last().unwrap();
     let udp = *env.gateway_sockets(v4, "store", "echo").await.last().unwrap();
     let watch = env.lab.watch_udp(&from, udp).unwrap();
-    watch.wait_for_echo_after(now()).await.unwrap();
+    watch.wait_for_echo_after(unix_millis()).await.unwrap();
     let mut before = Vec::new();
     for sandbox in &env.sandboxes {
         before.push(env.granted_sockets(sandbox, last).await);
@@ -331,10 +331,4 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
         let [from, _] = sandbox.clients();
         env.lab.wait_for_open_sockets(&from, &before[0]).await.unwrap();
     }
-}
-
-/// Milliseconds since 1970.
-fn now() -> u128 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.unwrap().as_millis()
 }

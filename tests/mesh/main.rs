@@ -12,4 +12,5 @@ mod operations;
 mod sandbox;
 mod setup;
 mod shared;
+mod storage;
 mod targets;

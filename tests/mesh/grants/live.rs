@@ -9,7 +9,9 @@ use std::{
 
 use clustermesh_lab::{EchoWatch, GATEWAYS, MESH, NAMESPACE, RunningPod, TrafficClient, wait_until};
 
-use super::{HUB, PATIENCE, POD_SERVICES, SANDBOX_V4, SANDBOX_V6, Sandbox, TestEnv, addresses, grants, now, text};
+use super::{
+    HUB, PATIENCE, POD_SERVICES, SANDBOX_V4, SANDBOX_V6, Sandbox, TestEnv, addresses, grants, text, unix_millis,
+};
 use crate::setup::{json, state::versions};
 
 /// A port that no Service lists.
@@ -92,7 +94,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         paths: BTreeMap::new(),
         ended: Vec::new(),
     };
-    let called = now();
+    let called = unix_millis();
     let gateways: BTreeSet<SocketAddr> = env
         .gateway_sockets(sandbox, "store", "echo")
         .await
@@ -151,7 +153,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .wait_until_in_force("end of the quarantine", called, MESHED_PATHS, Access::Absent)
         .await;
     // Between trusted members, a connection survives a quarantine unless it times out.
-    direct.wait_for_echo_after(now()).await.unwrap();
+    direct.wait_for_echo_after(unix_millis()).await.unwrap();
     flows.paths.get_mut(&Path::Pod).unwrap().optional_echoes.push(direct);
 
     let called = flows.apply(&sandboxed).await;
@@ -175,7 +177,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .wait_until_in_force("the mirrored Service", called, MESHED_PATHS, Access::Absent)
         .await;
     let direct = flows.paths[&Path::Pod].optional_echoes.last().unwrap();
-    direct.wait_for_echo_after(now()).await.unwrap();
+    direct.wait_for_echo_after(unix_millis()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
         .wait_until_in_force("cluster-meshed to standard", called, &[], Access::Absent)
@@ -272,7 +274,7 @@ impl Flows<'_> {
     async fn stream(&self, client: usize, socket: SocketAddr) -> EchoWatch {
         let from = &self.sandbox.clients()[client];
         let stream = self.env.lab.watch_stream(from, socket).unwrap();
-        stream.wait_for_echo_after(now()).await.unwrap();
+        stream.wait_for_echo_after(unix_millis()).await.unwrap();
         stream
     }
 
@@ -291,19 +293,19 @@ impl Flows<'_> {
 
     /// From now on, none of these connections may get an answer, even if the path opens again.
     fn mark_ended(&mut self, streams: Vec<EchoWatch>) {
-        let since = now();
+        let since = unix_millis();
         self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
 
     /// Applies a mesh. Returns the time of the kubectl call.
     async fn apply(&self, mesh: &str) -> u128 {
-        let called = now();
+        let called = unix_millis();
         self.env.hub.apply(mesh).await.unwrap();
         called
     }
 
     async fn annotate(&self, change: &str) -> u128 {
-        let called = now();
+        let called = unix_millis();
         let args = ["annotate", "--overwrite", "cmesh", MESH, "-n", NAMESPACE, change];
         self.env.hub.kubectl(args).await.unwrap();
         called
@@ -345,7 +347,7 @@ impl Flows<'_> {
                 echo.wait_for_echo_after(reported).await.unwrap();
             }
         }
-        let opened = now();
+        let opened = unix_millis();
         let closed_paths: Vec<Path> = self.paths.keys().copied().filter(|path| !open.contains(path)).collect();
         let last = || {
             closed_paths
@@ -355,7 +357,7 @@ impl Flows<'_> {
                 .unwrap_or_default()
         };
         let closed = wait_until(format!("{what}: silence"), PATIENCE, async || match last() {
-            last if last + SILENCE < now() => Ok(now()),
+            last if last + SILENCE < unix_millis() => Ok(unix_millis()),
             last => Err(format!("an answer at {last}")),
         })
         .await
@@ -455,7 +457,7 @@ impl Flows<'_> {
             });
             let applied: Vec<_> = applied.collect();
             if is_enforced && actual == access && applied.iter().all(|one| *one == version) {
-                Ok(now())
+                Ok(unix_millis())
             } else {
                 Err(format!("{enforced}; {actual:?} {version:?}, applied {applied:?}"))
             }

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::{
     POD_SERVICES, SANDBOX_V4, SANDBOX_V6,
     gateway::{self, Gateway},
-    grants, now, text,
+    grants, text, unix_millis,
 };
 use crate::setup::{HUB, host, json, pod, wireguard};
 
@@ -129,7 +129,7 @@ impl<'a> TestEnv<'a> {
             &[SANDBOX_V4, SANDBOX_V6],
             &[(SANDBOX_V4, &grants), (SANDBOX_V6, &grants)],
         );
-        let called = now();
+        let called = unix_millis();
         self.hub.apply(&mesh).await.unwrap();
         called
     }

@@ -3,7 +3,7 @@
 
 use std::{
     net::SocketAddr,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use clustermesh_lab::{EchoWatch, MESH, NAMESPACE, wait_until};
@@ -14,7 +14,7 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
-use crate::setup::PATIENCE;
+use crate::setup::{PATIENCE, unix_millis};
 
 /// A Service for the pods of the Service `web`, with two UDP ports in addition to HTTP. The test probes the echo servers at the two
 /// targetPorts through a gateway every 10 ms.
@@ -101,7 +101,7 @@ pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>,
     for (number, grants) in (1..=CHANGES).zip(sets.iter().cycle()) {
         apply_grants(grants).await;
         if number == AWAITED_CHANGE {
-            let granted_at = now();
+            let granted_at = unix_millis();
             for echo in &at_times {
                 echo.wait_for_echo_after(granted_at).await.unwrap();
             }
@@ -177,9 +177,4 @@ async fn gateway_port(env: &TestEnv<'_>, name: &str) -> u16 {
 async fn access_version(env: &TestEnv<'_>) -> String {
     let access = env.access().await;
     access["metadata"]["resourceVersion"].as_str().unwrap().to_owned()
-}
-
-/// Milliseconds since 1970.
-fn now() -> u128 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()
 }
