@@ -127,8 +127,8 @@ pub struct SandboxGrant {
     pub gateway_port: u16,
 }
 
-/// A gateway through which sandboxes enter this cluster. Each pod of the gateway needs one object with the pod's name, created when the
-/// gateway is installed. The pod writes the status.
+/// Describes one gateway: a pod through which sandboxes enter this cluster. The object has the pod's name and is created when the gateway
+/// is installed. The pod writes the status.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",

@@ -7,7 +7,7 @@ use super::{Backend, Error, Listing};
 pub struct Memory {
     /// The scripts since the table was last replaced; empty = there is no table.
     pub scripts: Vec<String>,
-    /// A script that contains one of these texts fails.
+    /// A script that contains one of these texts fails; with the text `destroy`, so does the deletion of the table.
     pub refuse: Vec<String>,
 }
 
@@ -31,6 +31,12 @@ impl Backend for Memory {
     }
 
     async fn destroy(&mut self) -> Result<(), Error> {
+        if self.refuse.iter().any(|part| part == "destroy") {
+            return Err(Error::Refused {
+                what: "the deletion",
+                stderr: "refused by the test".to_owned(),
+            });
+        }
         self.scripts.clear();
         Ok(())
     }

@@ -196,8 +196,9 @@ impl<B: Backend> FirewallManager<B> {
     /// # Errors
     /// The table still exists.
     pub async fn destroy(&mut self) -> Result<(), Error> {
+        self.backend.destroy().await?;
         self.written = None;
-        self.backend.destroy().await
+        Ok(())
     }
 
     /// The backend.

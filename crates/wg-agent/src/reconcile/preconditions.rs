@@ -70,6 +70,8 @@ pub(super) struct KgWatch {
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,
+    /// The firewall table is one of full mode, so it has to be removed. Set before the routes and rules that prove it are removed.
+    pub(super) must_remove_table: bool,
 }
 
 impl KgWatch {

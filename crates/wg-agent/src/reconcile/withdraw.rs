@@ -32,7 +32,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         // Without routes and rules, a table that this process did not apply may be that of an agent in policy mode. It stays, because
         // such an agent may start again.
         let has_applied_table = firewall.knows_table();
-        let has_full_mode_state = !observed.routes.is_empty() || !observed.rules.is_empty() || has_applied_table;
+        self.kg.must_remove_table |= !observed.routes.is_empty() || !observed.rules.is_empty() || has_applied_table;
         // kg already uses the interface's addresses, so only they stay.
         let addresses_only = Routes {
             addresses: observed.addresses,
@@ -49,9 +49,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         {
             open.device.close().map_err(|error| trouble(error.to_string()))?;
         }
-        if has_full_mode_state {
+        if self.kg.must_remove_table {
             let destroyed = firewall.destroy().await;
             destroyed.map_err(|error| trouble(error.to_string()))?;
+            self.kg.must_remove_table = false;
             tracing::warn!("kg (Kilo) serves this node: rules, routes and firewall of wg-agent are removed");
         }
         self.applied = None;

@@ -139,6 +139,22 @@ async fn agent_removes_its_state_when_kg_is_back() {
 }
 
 #[tokio::test]
+async fn table_that_could_not_be_removed_is_removed_by_the_next_pass() {
+    let (mut agent, ..) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
+    // An earlier process wrote routes and table.
+    agent.deps.kernel.routing.routes = agent_routes();
+    let table = agent.deps.kernel.firewall.backend();
+    table.run("table").await.unwrap();
+    table.refuse = vec!["destroy".to_owned()];
+    agent.deps.cluster.store = cluster(Some(5));
+    assert!(!agent.pass().await);
+    assert!(table_exists(&mut agent).await);
+    agent.deps.kernel.firewall.backend().refuse.clear();
+    assert!(!agent.pass().await);
+    assert!(!table_exists(&mut agent).await);
+}
+
+#[tokio::test]
 async fn table_of_policy_mode_is_not_removed() {
     let (mut agent, ..) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
     // An agent in policy mode writes a table, but no rules and no routes.
