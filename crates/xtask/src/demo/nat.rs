@@ -65,7 +65,12 @@ impl Demo<'_> {
         let from = TrafficClient::Pod(member_pods[0].clone());
         for target in [&hub_pods[0], &other_pods[0]] {
             let url = format!("http://{}:8080", target.ip);
-            let answer = describe(self.lab.http_get_until_answered(&from, &url).await);
+            // Between the tenants this takes up to a minute and a half.
+            let answer = wait_until(format!("an answer of {url}"), Duration::from_secs(180), async || {
+                let answer = self.lab.http_get(&from, &url).await;
+                answer.map_err(|error| error.to_string())?
+            });
+            let answer = describe(answer.await);
             let answer =
                 answer.map(|seen| format!("{seen}; {:.1} s after the change", changed.elapsed().as_secs_f64()));
             self.check(&format!("{from} -> {url}"), answer);
