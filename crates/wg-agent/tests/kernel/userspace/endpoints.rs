@@ -12,6 +12,10 @@ pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Opti
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     for round in 0..5 {
+        // A device answers at most one initiation of a peer every 20 ms; the next attempt would come after 5 s.
+        wait_until("the last handshake to be older", TIMEOUT, || {
+            b.stats(1).handshake_age.is_some_and(|age| age > Duration::from_millis(50))
+        });
         let device = a.device.take().expect("an open device");
         a.ns.enter(|| device.close()).expect("close");
         assert_eq!(
