@@ -323,7 +323,12 @@ impl Drop for Lab {
         }
         let Ok(home) = run::logs_home() else { return };
         let target = home.join(self.directory().file_name().unwrap_or_default());
-        match run::copy_logs(&self.directory().join("log"), &target) {
+        let kept = run::copy_logs(&self.directory().join("log"), &target).and_then(|()| {
+            let names: Vec<String> = self.state().nodes.iter().map(|node| node.name.clone()).collect();
+            let mut running = names.iter().filter_map(|name| Some((name, self.node_pid(name)?)));
+            running.try_for_each(|(name, pid)| run::copy_node_state(pid, &target, name))
+        });
+        match kept {
             Ok(()) => eprintln!(
                 "lab: logs kept in {}; CLUSTERMESH_LAB_KEEP=1 keeps the lab itself",
                 target.display()

@@ -354,3 +354,27 @@ pub(crate) fn copy_logs(from: &Path, to: &Path) -> std::io::Result<()> {
     }
     Ok(())
 }
+
+/// Copies the logs of the containers of a running node to `to`, as `<node>-<pod>-<container>-<number>.log`. Also writes the node's
+/// addresses, routes, connections and firewall to `<node>-network.txt`.
+pub(crate) fn copy_node_state(pid: i32, to: &Path, node: &str) -> std::io::Result<()> {
+    let files = |directory: &Path| -> std::io::Result<Vec<PathBuf>> {
+        std::fs::read_dir(directory)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let pods = PathBuf::from(format!("/proc/{pid}/root/var/log/pods"));
+    // A node that has just booted has no pods.
+    for pod in files(&pods).unwrap_or_default() {
+        for container in files(&pod)?.into_iter().filter(|path| path.is_dir()) {
+            for log in files(&container)? {
+                let name = [&pod, &container, &log].map(|path| path.file_name().unwrap_or_default().to_string_lossy());
+                std::fs::copy(&log, to.join(format!("{node}-{}", name.join("-"))))?;
+            }
+        }
+    }
+    let script = "for command in 'ip address' 'ip rule' 'ip route show table all' 'ip -6 route show table all' \
+                  'conntrack -L' 'nft list ruleset'; do echo \"== $command\"; $command; done 2>&1";
+    let output = Command::new("nsenter")
+        .args([&format!("--net=/proc/{pid}/ns/net"), "sh", "-c", script])
+        .output()?;
+    std::fs::write(to.join(format!("{node}-network.txt")), output.stdout)
+}
