@@ -37,6 +37,10 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(15 + 6 * 5);
 /// A peer with a live session that has not replied to data for this time may have moved: WireGuard initiates a handshake after 15 s, and
 /// it had 5 s to reply.
 const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
+/// How long an endpoint is tried before the next one: two initiations, the second after 5 s (Rekey-Timeout), with 3 s for its response.
+/// A NAT router forgets a mapping after 30 s without a packet, or later. So while each of two nodes behind NATs tries at most four
+/// endpoints of the other, the mapping that one's turn makes is still there when the other's turn comes.
+const ENDPOINT_TURN: Duration = Duration::from_secs(5 + 3);
 /// Bytes of a keepalive on the wire: a data message with an empty payload (header, counter, tag).
 pub const KEEPALIVE_BYTES: u64 = 32;
 
@@ -126,7 +130,7 @@ pub fn should_try_next_endpoint(activity: &PeerActivity, tried_for: Duration) ->
             is_silent || is_overdue(activity.keepalive, age)
         }
     };
-    endpoint_may_be_wrong && tried_for > HANDSHAKE_TIMEOUT
+    endpoint_may_be_wrong && tried_for > ENDPOINT_TURN
 }
 
 #[cfg(test)]
@@ -315,7 +319,7 @@ mod tests {
     #[test]
     fn next_endpoint_is_tried_only_without_a_reply() {
         assert_eq!(
-            [15, 16].map(|tried_for| should_try_next_endpoint(&QUIET, s(tried_for))),
+            [8, 9].map(|tried_for| should_try_next_endpoint(&QUIET, s(tried_for))),
             [false, true]
         );
         let alive = PeerActivity {
@@ -340,7 +344,7 @@ mod tests {
             "its keepalive has not triggered a handshake yet"
         );
         assert!(!should_try_next_endpoint(&with_keepalive(205, Some(15)), s(999)));
-        assert!(should_try_next_endpoint(&with_keepalive(205, Some(16)), s(16)));
-        assert!(should_try_next_endpoint(&with_keepalive(221, None), s(16)));
+        assert!(should_try_next_endpoint(&with_keepalive(205, Some(16)), s(9)));
+        assert!(should_try_next_endpoint(&with_keepalive(221, None), s(9)));
     }
 }

@@ -214,12 +214,11 @@ impl Tunnel {
         self.next_tick = Some(now);
     }
 
-    /// Called after a change of the endpoint. If there is no session, initiates a handshake at once.
+    /// Called after a change of the endpoint. Initiates a handshake at once, also during a session: its response shows that the peer is
+    /// there, and the initiation shows the peer from which address this node sends.
     pub(crate) fn endpoint_changed(&mut self, now: Instant) {
-        if !self.is_ready(now) {
-            self.no_initiation_before = None;
-            self.initiate_handshake(now);
-        }
+        self.no_initiation_before = None;
+        self.initiate_handshake(now);
     }
 
     /// Whether the session may still encrypt.

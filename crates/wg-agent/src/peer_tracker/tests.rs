@@ -39,14 +39,14 @@ fn candidates_are_tried_in_turn_until_one_answers() {
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1", "192.0.2.2:1"], start);
     let mut tried = vec![tracker.configured_endpoint(&KEY)];
-    // Each candidate is tried for 15 s (`HANDSHAKE_TIMEOUT`).
-    for seconds in [10, 16, 20, 32] {
+    // Each candidate is tried for 8 s (`ENDPOINT_TURN`).
+    for seconds in [8, 9, 17, 18] {
         tracker.update(&observed(None, None, 0, seconds), after(seconds));
         tried.push(tracker.configured_endpoint(&KEY));
     }
     let (one, two) = (Some(at("192.0.2.1:1")), Some(at("192.0.2.2:1")));
     assert_eq!(tried, [one, one, two, two, one]);
-    assert_eq!(tracker.state(&KEY, after(32)), PeerHealth::Down);
+    assert_eq!(tracker.state(&KEY, after(18)), PeerHealth::Down);
     assert!(!tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
     assert_eq!(
         (tracker.configured_endpoint(&KEY), tracker.state(&KEY, after(60))),

@@ -489,4 +489,7 @@ fn endpoint_change_initiates_again_at_once() {
     );
     let response = b.receive(&second, now + INITIATION_INTERVAL);
     assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
+    let later = now + Duration::from_secs(1);
+    a.tunnel.endpoint_changed(later);
+    assert_eq!(a.tick(later).kinds(), vec![INITIATION], "during a session");
 }

@@ -14,7 +14,9 @@ pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Opti
     for round in 0..5 {
         // A device answers at most one initiation of a peer every 20 ms; the next attempt would come after 5 s.
         wait_until("the last handshake to be older", TIMEOUT, || {
-            b.stats(1).handshake_age.is_some_and(|age| age > Duration::from_millis(50))
+            b.stats(1)
+                .handshake_age
+                .is_some_and(|age| age > Duration::from_millis(50))
         });
         let device = a.device.take().expect("an open device");
         a.ns.enter(|| device.close()).expect("close");
