@@ -27,7 +27,7 @@ async fn flows_between_routed_members_work_and_are_encrypted() {
     node_port_of_mirrored_service_reaches_remote_pods(&mesh).await;
     remote_cluster_ip_is_reached_through_anchor(&mesh).await;
     anchor_moves_off_a_cordoned_node(&mesh).await;
-    hosts_send_from_their_wireguard_address(&mesh).await;
+    host_networks_use_wireguard_address_only_as_source(&mesh).await;
     infrastructure_ports_are_open_only_in_own_cluster(&mesh).await;
     packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
     let captured = capture.stop().await.unwrap();
@@ -157,7 +157,7 @@ fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
     }
 }
 
-async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
+async fn host_networks_use_wireguard_address_only_as_source(mesh: &Mesh<'_>) {
     let mirrored = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for node in clients.iter().map(|web| &web.node) {
@@ -361,7 +361,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         (&mesh.hub_webs[0], &mesh.member_webs[0]),
     ];
     for (from, to) in pairs {
-        // The MTU is 1440 bytes, because the outer packets are IPv4. The headers of IP and ICMP take 28 bytes.
+        // The MTU is 1440 bytes: 1500, less 60 for the outer headers over IPv4. The inner headers of IP and ICMP take 28 bytes.
         for (size, fits) in [("1412", true), ("1413", false)] {
             let to = to.ip.to_string();
             let args = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
@@ -461,7 +461,7 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
 }
 
 /// When a PeerPolicy is deleted, its networks stop being mesh networks, and new connections to them use the node's
-/// ordinary routes. Connections that used the tunnel before must not.
+/// ordinary routes. Connections that used the tunnel before must break instead of continuing unencrypted.
 // threat: unencrypted-packet
 async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
@@ -511,5 +511,6 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
         mesh.count_wireguard_packets(&captured).await > 0,
         "the capture contains WireGuard packets"
     );
+    // Not `unencrypted`: new connections may now leave unencrypted from the nodes' own addresses.
     assert_eq!(mesh.unencrypted_from_published(&captured).await, Vec::<String>::new());
 }

@@ -59,7 +59,7 @@ async fn grant_of_each_service_type_opens_only_its_endpoints() {
         mirrored_services_answer_through_every_gateway(&env, sandbox).await;
     }
     host_network_service_is_refused(&env).await;
-    replaced_pod_is_reached_without_any_write(&env).await;
+    replacement_pod_is_reached_without_any_write(&env).await;
     let [v4, v6] = &env.sandboxes;
     live::quarantine_and_tighter_profile_stop_running_flows(&env, v4).await;
     tokio::join!(
@@ -109,7 +109,7 @@ async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandb
         }
     }
     let udp = sandbox.service_socket("store", 9000).await;
-    // A port of the same Service that is not granted does not exist in the mirrored Service.
+    // The grant of `store` does not contain port 81, so the mirrored Service lacks it.
     let admin = sandbox.service_socket("store", 81).await;
     for from in sandbox.clients() {
         let open = env.open_sockets(&from, &[udp, admin].into()).await;
@@ -121,7 +121,7 @@ async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandb
 async fn host_network_service_is_refused(env: &TestEnv<'_>) {
     let hosted = env.hub.pods_of_app("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
-    // The two ports of `hosted`, by their index in the SandboxAccess.
+    // For both ports of `hosted` in each SandboxAccess: the name of the SandboxAccess, and the field.
     let mut refused = BTreeSet::new();
     for sandbox in &env.sandboxes {
         let access = env.granted_ports(sandbox).await;
@@ -169,8 +169,8 @@ async fn host_network_service_is_refused(env: &TestEnv<'_>) {
     }
 }
 
-/// The new pod is reached by new flows, and flows that began before the replacement continue.
-async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
+/// New flows reach the new pod, and flows that began before the old pod was deleted continue.
+async fn replacement_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     let before = object_versions(env).await;
     let deleted = env.store_pods().await.remove(0);
     let mut flows: Vec<EchoWatch> = Vec::new();
@@ -194,7 +194,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     .unwrap();
     for gateway in &env.gateways {
         wait_until(format!("the new pod at {}", gateway.pod.name), PATIENCE, async || {
-            // The sets of the endpoints to which established connections may continue, one for each family.
+            // Established connections may continue to the endpoints in these two sets.
             let mut words = BTreeSet::new();
             for set in ["endpoints4", "endpoints6"] {
                 let list = ["nft", "list", "set", "inet", "clustermesh", set];
@@ -217,7 +217,7 @@ async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     for sandbox in &env.sandboxes {
         mirrored_services_answer_through_every_gateway(env, sandbox).await;
     }
-    assert_eq!(object_versions(env).await, before, "a replaced pod causes no write");
+    assert_eq!(object_versions(env).await, before, "replacing a pod causes no write");
 }
 
 async fn wait_until_all_answer(flows: &[EchoWatch]) {
@@ -241,7 +241,7 @@ async fn object_versions(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
     all
 }
 
-/// Leaves the forged allowed IPs in place: afterwards the sandbox routes all addresses through the last gateway.
+/// Leaves the forged allowed IPs in place: afterwards the sandbox sends to all scanned addresses through the last gateway.
 // threat: gateway-ungranted
 async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, sandbox: &Sandbox<'_>, other: &Sandbox<'_>) {
     let mut granted = BTreeSet::new();
@@ -284,7 +284,7 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, sandb
     }
 }
 
-/// Uses the last gateway, through which the scan has routed all addresses.
+/// Uses the last gateway, through which the sandbox sends to all scanned addresses since the scan.
 // threat: gateway-revoked-connection
 async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
     let [v4, _] = &env.sandboxes;
@@ -298,7 +298,7 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
         before.push(env.granted_sockets(sandbox, last).await);
     }
 
-    let revoked_at = env.apply(&POD_SERVICES[1..]).await;
+    let revoked_at = env.apply_grants(&POD_SERVICES[1..]).await;
     for (sandbox, before) in env.sandboxes.iter().zip(&before) {
         let remaining = wait_until(
             "the SandboxAccess to be without the grant",
@@ -323,7 +323,7 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
         end.saturating_sub(revoked_at)
     );
 
-    let granted_at = env.apply(&POD_SERVICES).await;
+    let granted_at = env.apply_grants(&POD_SERVICES).await;
     // The grant gets the same gateway port as before.
     let first = watch.wait_for_echo_after(granted_at).await.unwrap();
     println!("first answer {} ms after kubectl apply was called", first - granted_at);

@@ -10,8 +10,8 @@ use serde_json::Value;
 use crate::setup::{HUB, PATIENCE, json, pod, unix_millis, url};
 
 const TENANTS: [&str; 2] = ["tenant-a", "tenant-b"];
-const FIRST: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
-const SECOND: NatKind = NatKind::EndpointIndependent { first_port: 41001 };
+const PORTS_FROM_40001: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
+const PORTS_FROM_41001: NatKind = NatKind::EndpointIndependent { first_port: 41001 };
 /// The UDP port of the echo servers in pods.
 const ECHO_PORT: u16 = 9091;
 /// The longest wait until two nodes are connected: the hub must have seen the public endpoints of both, and both must try the right one.
@@ -30,8 +30,8 @@ struct TestEnv<'a> {
 #[tokio::test]
 async fn nodes_behind_nats_reach_hub_and_each_other() {
     let plan = LabPlan::clusters(&[(HUB, 2), (TENANTS[0], 2), (TENANTS[1], 2)])
-        .with_nat(TENANTS[0], "192.168.1.0/24", FIRST)
-        .with_nat(TENANTS[1], "100.64.1.0/24", FIRST);
+        .with_nat(TENANTS[0], "192.168.1.0/24", PORTS_FROM_40001)
+        .with_nat(TENANTS[1], "100.64.1.0/24", PORTS_FROM_40001);
     let lab = Lab::start(plan).await.unwrap();
     let product = Product::install(&lab, &[HUB, TENANTS[0], TENANTS[1]], Tunnel::Userspace, &|_| {})
         .await
@@ -50,7 +50,7 @@ async fn nodes_behind_nats_reach_hub_and_each_other() {
     for tenant in &env.tenant_webs {
         env.assert_reach_each_other(tenant, &env.hub_webs).await;
     }
-    env.hub_reports_public_endpoints([40001, 40001]).await;
+    env.wait_for_public_endpoints([40001, 40001]).await;
     env.assert_keepalives().await;
     env.assert_reach_each_other(a_webs, b_webs).await;
     env.changed_mapping_is_followed().await;
@@ -92,7 +92,7 @@ impl TestEnv<'_> {
     }
 
     /// Waits until the hub's nodes report the public endpoints of all nodes of the tenants, and no others.
-    async fn hub_reports_public_endpoints(&self, first_ports: [u16; 2]) {
+    async fn wait_for_public_endpoints(&self, first_ports: [u16; 2]) {
         let public = |(tenant, first): (&Cluster<'_>, u16)| {
             let address = tenant.plan().nat_address();
             [first, first + 1].map(|port| format!("{address}:{port}"))
@@ -147,7 +147,7 @@ impl TestEnv<'_> {
             watches.push(watch);
         }
         let changed = unix_millis();
-        self.lab.set_nat(TENANTS[0], SECOND).await.unwrap();
+        self.lab.set_nat(TENANTS[0], PORTS_FROM_41001).await.unwrap();
         for (watch, target) in watches.iter().zip(targets) {
             // Echoes of packets that were on their way do not count.
             let next = wait_until("an echo after the change", CONNECT, async || {
@@ -163,12 +163,12 @@ impl TestEnv<'_> {
                 next - changed
             );
         }
-        self.hub_reports_public_endpoints([41001, 40001]).await;
+        self.wait_for_public_endpoints([41001, 40001]).await;
     }
 
-    /// One tenant's NAT uses another public port for each destination. The other tenant's NAT drops its packets, because no node there has
-    /// sent to that port. Meanwhile only keepalives
-    /// pass between the hub and the other tenant: they keep the mappings, which a router removes after 30 s without a packet.
+    /// The NAT of tenant A uses another public port for each destination. The NAT of tenant B drops the packets from these ports: no node
+    /// of B has sent to them. Meanwhile only keepalives pass between the hub and B. They keep the mappings, which a router removes after
+    /// 30 s without a packet.
     async fn endpoint_dependent_mapping_reaches_only_public_nodes(&self) {
         let idle_since = Instant::now();
         self.lab.set_nat(TENANTS[0], NatKind::EndpointDependent).await.unwrap();

@@ -149,7 +149,7 @@ impl<'a> Mesh<'a> {
         self.anchor_of(&of.plan().service_cidr.to_string(), observer).await
     }
 
-    /// The node that is the anchor of one network in the Peers of `observer`.
+    /// The node that is the anchor of `network` in the Peers of `observer`.
     pub(crate) async fn anchor_of(&self, network: &str, observer: &Cluster<'_>) -> String {
         let anchors = anchors_of(network, observer).await;
         let [anchor] = &anchors[..] else {
@@ -278,7 +278,7 @@ pub(crate) async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
     serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
 }
 
-/// The nodes whose Peers in `observer` have one network. While an anchor moves there are two.
+/// The nodes whose Peers in `observer` have `network` as an allowed IP. While the anchor moves, these are two nodes.
 pub(crate) async fn anchors_of(network: &str, observer: &Cluster<'_>) -> Vec<String> {
     let peers = json(observer, &["get", "peers"]).await;
     let has_network = |peer: &&Value| {

@@ -32,8 +32,8 @@ spec:
         readinessProbe: {tcpSocket: {port: 6800}, periodSeconds: 1}
 ";
 const PORT: u16 = 6800;
-/// The longest gap of a connection that must not break. A userspace agent that restarts needs a new handshake, and TCP's
-/// retransmission timer can double that time.
+/// The longest gap of a connection that must not break. A restarted userspace agent needs a new handshake, and TCP's retransmission
+/// timer can double the time without a tunnel.
 const LONGEST_GAP: Duration = Duration::from_secs(15);
 
 /// A connection that is used all the time.
@@ -165,7 +165,7 @@ impl TestEnv<'_> {
         .unwrap();
     }
 
-    /// No connection goes through the anchor: they go to addresses of pods.
+    /// Cordons the anchor, so that the Service network moves to another node. The connections go to pod IPs, which do not move.
     async fn move_anchor(&self) {
         let network = self.hub.plan().service_cidr.to_string();
         let anchors = async || anchors_of(&network, &self.member).await;

@@ -273,7 +273,7 @@ async fn kg_restart_writes_nothing_and_dead_leader_is_replaced() {
     assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
 
     // Step 4: kg is dead on the leader, tenant-a-1. The other node of its location is elected and publishes the leader's WireGuard address.
-    // After a minute without a check-in, the Peer of the elected node replaces that of the dead node. The status reports it.
+    // After 65 seconds without a check-in, the Peer of the elected node replaces that of the leader. The status reports the silent node.
     env.annotate(
         "tenant-a",
         "tenant-a-2",
@@ -295,7 +295,7 @@ async fn kg_restart_writes_nothing_and_dead_leader_is_replaced() {
     .await
     .unwrap();
 
-    // Step 5: kg starts again on both nodes. The elected node remains the leader.
+    // Step 5: kg starts again on tenant-a-3 and on tenant-a-1, the former leader. The elected node remains the leader.
     fleet.start_kg("tenant-a-3").await;
     let returned = json!({
         names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string(),

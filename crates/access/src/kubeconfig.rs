@@ -65,7 +65,7 @@ use addresses::translated_addresses;
 /// value.
 #[derive(Debug, Clone, Default)]
 pub struct HubHosts {
-    /// Host names and IP addresses, each with its port, that the hub's own configuration gives to its API server.
+    /// Host names and IP addresses, each with its port, at which this process itself reaches the hub's API server.
     hosts: Arc<BTreeSet<(String, u16)>>,
     /// The addresses on which the hub's API servers listen. [`HubHosts::set_addresses`] sets them.
     addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
@@ -361,7 +361,7 @@ fn check_single_address(address: IpAddr) -> Result<(), Refused> {
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));
     }
-    // On Linux, 0.0.0.0/8 is the host itself. 240.0.0.0/4 is reserved.
+    // On Linux, a connection to 0.0.0.0 reaches the host itself. The rest of 0.0.0.0/8, and 240.0.0.0/4, are reserved.
     let is_reserved = match address {
         IpAddr::V4(v4) => matches!(v4.octets()[0], 0 | 240..),
         IpAddr::V6(v6) => v6.is_unspecified(),

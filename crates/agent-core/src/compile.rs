@@ -67,7 +67,7 @@ pub struct Peer {
     pub preshared_key: Option<PresharedKey>,
     /// `spec.endpoint`, resolved.
     pub endpoint: Option<SocketAddr>,
-    /// Further endpoints to try in order, from `kilo-clustermesh.io/endpoints`. Unusable ones are left out.
+    /// Further endpoints to try in order, from `kilo-clustermesh.io/endpoints`. [`compile`] drops unusable ones.
     pub candidates: Vec<SocketAddr>,
     /// `spec.persistentKeepalive`.
     pub keepalive: Option<NonZeroU16>,
@@ -94,7 +94,7 @@ pub struct Inputs {
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster, by name.
     pub policies: BTreeMap<String, PolicySpec>,
-    /// MTUs of the peers whose path MTU is too small for the device's MTU ([`crate::mtu::auto`]).
+    /// The largest inner packet for each peer whose path does not allow the device's MTU ([`crate::mtu::auto`]).
     pub peer_mtus: BTreeMap<PublicKey, u16>,
 }
 
@@ -107,7 +107,7 @@ pub struct Compiled {
     pub endpoints: BTreeMap<PublicKey, Vec<SocketAddr>>,
     /// The name of each peer's Peer object.
     pub names: BTreeMap<PublicKey, String>,
-    /// Addresses, routes, rules.
+    /// Addresses, routes and policy routing rules.
     pub routes: Routes,
     /// The nftables table.
     pub firewall: Firewall,
@@ -201,8 +201,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     }
 }
 
-/// Computes the published sources of this node: the allowed IPs of the Peers that the controller writes for it in other members. These
-/// are its WireGuard addresses, and each of its pod CIDRs and InternalIPs that lies inside its own cluster's allowedNetworks.
+/// Computes the published sources of this node: its WireGuard addresses, and each of its pod CIDRs and InternalIPs that lies inside
+/// its own cluster's allowedNetworks. The node's Peers in other members have these networks among their allowed IPs.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
 /// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source address is translated to the
@@ -263,7 +263,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             continue;
         }
         if let Some(winner) = keys.get(&peer.public_key) {
-            refused.push(refuse::same_key(peer, winner));
+            refused.push(refuse::duplicate_key_refusal(peer, winner));
             continue;
         }
         keys.insert(peer.public_key, &peer.name);
@@ -296,7 +296,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
     out
 }
 
-/// Whether `net` overlaps this node's pod CIDRs, so that a route to it would take traffic away from its own pods.
+/// Whether `net` overlaps this node's pod CIDRs. A route to such a network would take traffic away from the node's own pods.
 fn overlaps_own_pods(node: &Node, net: &IpNet) -> bool {
     node.pod_cidrs.iter().any(|pods| overlap(pods, net))
 }

@@ -35,7 +35,7 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 /// six attempts fail.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(15 + 6 * 5);
 /// A peer with a live session that has not replied to data for this time may have moved: WireGuard initiates a handshake after 15 s, and
-/// it had 5 s to reply.
+/// the peer had 5 s to respond to it.
 const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
 /// How long an endpoint is tried before the next one: two initiations, the second after 5 s (Rekey-Timeout), with 3 s for its response.
 /// A NAT router forgets a mapping after 30 s without a packet, or later. So while each of two nodes behind NATs tries at most four
@@ -290,7 +290,6 @@ mod tests {
             prop_assert_ne!(state(&PeerActivity { has_endpoint: false, ..some }), PeerHealth::Down);
         }
 
-        /// The state never improves if only time passes.
         #[test]
         fn state_without_new_packets_only_gets_worse(some in activity(), later in seconds()) {
             let rank = |state| match state {

@@ -32,7 +32,7 @@ pub struct NodeIdentity {
     pub endpoint: Option<SocketAddr>,
     /// Its private address with the prefix length of its interface; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// The endpoints at which this node sees its peers, of those that send from another endpoint than their Peer has.
+    /// The endpoint from which each peer sends. Only for peers with an endpoint that their Peer did not contain.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
     pub agent: AgentStatus,

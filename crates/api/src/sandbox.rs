@@ -219,7 +219,7 @@ pub struct SandboxGatewayStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub applied: Vec<AppliedAccess>,
-    /// At most 20 parts of SandboxAccesses that are left out.
+    /// The parts of SandboxAccesses that the gateway refuses, at most 20 of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub refused: Vec<RefusedAccess>,

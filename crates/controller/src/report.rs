@@ -39,7 +39,7 @@ const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 /// The details about one member that its plan does not contain: the state of its API server, agents and objects.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemberDetails {
-    /// The observation is fresh: the API server answers, and all feeds are current.
+    /// The observation is Fresh: the API server answers, and all watched objects are current.
     pub(crate) is_fresh: bool,
     /// UID of the member's kube-system namespace.
     pub(crate) uid: Option<String>,
@@ -49,8 +49,9 @@ pub(crate) struct MemberDetails {
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// The last pass that found an object of the mesh in the member different from the plan. If no pass did since the controller
-    /// started: the value in the previous status, else the first pass that found all as planned. `None` = not known yet.
+    /// When a pass last found an object of the mesh in the member that differed from the plan. `None` = not known yet.
+    /// If no pass of this process found one, the value of the previous status stays. If that has none, it is the time of the first
+    /// pass that found all objects as planned.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
@@ -58,10 +59,10 @@ pub(crate) struct MemberDetails {
 pub(crate) struct ReportInput<'a> {
     /// The ClusterMesh as the hub contains it.
     pub(crate) object: &'a ClusterMesh,
-    /// The planner's input that was made from `object`. If the spec is refused, the input has the last valid content.
+    /// The planner's input for this mesh: from the spec of `object`, or from the last valid spec if that is refused.
     pub(crate) mesh: &'a Mesh,
     pub(crate) plan: &'a MeshPlan,
-    /// Reason and message of the condition if the spec is refused.
+    /// Reason and message of the condition `Ready` if the spec is refused.
     pub(crate) refused: Option<&'a (&'static str, String)>,
     /// Fields whose values were accepted in another form than written.
     pub(crate) warnings: &'a [Finding],

@@ -1,6 +1,6 @@
 //! The observed state of each member cluster (Nodes, Peers, Services, ...), and how current it is.
 //!
-//! Nothing here parses text. A value that the API layer could not parse arrives as [`Claim::Invalid`] with the reason.
+//! Nothing here parses text. A value that the API layer could not parse arrives as [`Claim::Invalid`], a spec as `Err`, with the reason.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -104,7 +104,7 @@ pub struct Member {
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
-    /// Namespaces of granted Services, mirrored Services and exported Pods whose objects are unknown.
+    /// Namespaces that granted Services, mirrored Services or exports name, and whose objects are unknown.
     pub unlisted: Unlisted,
     /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
@@ -175,7 +175,7 @@ pub enum Granularity {
     Cross,
 }
 
-/// The program that serves a node: it configures WireGuard there.
+/// The program that owns the WireGuard device of a node, and whether wg-agent enforces policies there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Server {
     /// Kilo's kg: the Node has no annotation of wg-agent.
@@ -225,7 +225,7 @@ pub struct Node {
     pub granularity: Option<Granularity>,
     /// `kilo.squat.ai/leader` exists, with any value: kg prefers the node as the leader of its location.
     pub is_preferred_leader: bool,
-    /// kg has stopped checking in for this node ([`crate::checkin`]), even if wg-agent serves it now: the planner uses
+    /// kg has stopped checking in for this node ([`crate::checkin`]), even if wg-agent serves it now. So the planner uses
     /// [`Self::is_silent`]. The times of check-ins are not in the planner's input, because each check-in would change it.
     pub silent: bool,
     /// `kilo.squat.ai/allowed-location-ips`.

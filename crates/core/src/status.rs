@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn mesh_is_ready_when_nothing_is_outstanding() {
+    fn outstanding_object_or_failed_write_prevents_ready() {
         let plan = MeshPlan::default();
         let meshed = "0 nodes of 0 clusters are meshed".to_owned();
         assert_eq!(ready_of(&plan, &[], &[]), (true, "Meshed", meshed));

@@ -112,7 +112,7 @@ impl Boundary<'_> {
         all.retain(|socket, _| !own.contains(&socket.ip()));
         granted.add_gateway_sockets(&mut all);
         for socket in self.admitted().await? {
-            // `all` contains the hub's DNS already, but not the API server: its own addresses were removed.
+            // `all` contains the hub's DNS already, but not the sandbox's API server: the sandbox's own addresses were removed.
             all.entry(socket)
                 .or_insert_with(|| "the sandbox's API server".to_owned());
         }

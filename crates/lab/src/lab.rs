@@ -34,9 +34,10 @@ fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()
 }
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called or the value came from [`Lab::attach`]. A drop
-/// during a panic also prints commands to inspect the lab. Then it keeps the lab if `CLUSTERMESH_LAB_KEEP` is set; otherwise it
-/// copies the logs into the lab's cache directory.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called or the value came from [`Lab::attach`].
+///
+/// A drop during a panic first prints commands to inspect the lab. If `CLUSTERMESH_LAB_KEEP` is set, it then calls [`Lab::keep`].
+/// Otherwise it copies the logs into the lab's cache directory.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,
@@ -54,9 +55,9 @@ struct LabState {
 }
 
 impl Lab {
-    /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until it is
-    /// ready: API servers answer. Where [`ClusterPlan::controllers`] is set, every node is Ready and has pod routes, and DNS
-    /// answers if there are nodes.
+    /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until all API
+    /// servers answer. In a cluster with [`ClusterPlan::controllers`] it also waits until every node is Ready and has pod
+    /// routes, and, if the cluster has nodes, until DNS answers.
     ///
     /// # Errors
     /// When a program or permission is missing, or a component does not start or is not ready within three minutes.

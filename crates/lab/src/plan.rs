@@ -34,7 +34,7 @@ pub struct ClusterPlan {
     pub service_cidr: Ipv4Net,
     /// A range for WireGuard addresses, a /24 or a /112. Only [`crate::Product`] uses it.
     pub wireguard_cidr: IpNet,
-    /// Addresses of nodes and API server: a /24 of the underlay. `.1` = API server, `.10 + n` = node n, `.240` = load balancer.
+    /// The cluster's /24 of the underlay. `.1` = API server, `.240` = load balancer, and with [`Workers::Underlay`] `.10 + n` = node n.
     pub underlay: Ipv4Net,
     /// The network to which the nodes are connected.
     #[serde(default)]
@@ -119,8 +119,8 @@ pub enum NatKind {
     },
     /// Address and port-dependent mapping ("symmetric"): a random public port for each destination. Filtering as above.
     EndpointDependent,
-    /// Each node has a public address of its own, `.100 + n` of the underlay, with all ports, also for packets that come first
-    /// from outside. The node does not know this address.
+    /// Each node has a public address of its own, `.100 + n` of the underlay. All ports are forwarded to the node, and packets from
+    /// outside reach it even if it has sent nothing. The node does not know this address.
     OneToOne,
 }
 
@@ -162,8 +162,7 @@ pub struct NodePlan {
     pub name: String,
     /// Name of the cluster. Empty for a bare host.
     pub cluster: String,
-    /// The InternalIP: on the underlay, or, if the node is a pod of another cluster ([`Workers::Pods`]), in the pod range
-    /// there.
+    /// The InternalIP, in the network of [`Self::uplink`].
     pub address: Ipv4Addr,
     /// The network to which the node is connected.
     #[serde(default)]
@@ -193,8 +192,8 @@ impl LabPlan {
         }
     }
 
-    /// Adds IPv6 ranges to every cluster: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
-    /// where N is the third octet of the cluster's underlay range, as in [`ClusterPlan::with_default_ranges`], in decimal digits.
+    /// Adds IPv6 ranges to every cluster: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64. N is the
+    /// third octet of the cluster's underlay range, in decimal digits. [`ClusterPlan::with_default_ranges`] has the same N.
     ///
     /// # Panics
     /// Never: the texts are networks for every N up to 255.
@@ -352,7 +351,7 @@ impl LabPlan {
             |one: &&ClusterPlan| matches!(&one.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Other(format!(
-                "{}: its nodes cannot be pods of {of}-{node}: that is no node on the underlay, or one of the \
+                "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
                  two clusters has only an API server",
                 cluster.name
             )));
@@ -371,7 +370,7 @@ impl ClusterPlan {
     /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
     ///
     /// # Panics
-    /// When `index` is above 23. This limit keeps 10 * N + 1 within an octet.
+    /// When `index` is above 23. A much larger N would not fit: 10 * N + 1 must be an octet.
     pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
         let n = u8::try_from(index + 1)
             .ok()
@@ -446,7 +445,7 @@ impl ClusterPlan {
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
 
-    /// Node number `n`, from 1, on the underlay or behind the NAT router.
+    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`Workers::Pods`] see [`Self::node_in_pods`].
     pub fn node(&self, n: u8) -> NodePlan {
         let (address, uplink) = match &self.workers {
             Workers::Nat { lan, .. } => {

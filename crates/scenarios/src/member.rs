@@ -127,13 +127,13 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
         select(&["one", "two"][..]),
     );
     let spec_or_error = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
-    // Half of the Peers look like those that a plan writes. The suffix is the one that `TestNaming` adds for a mesh in the namespace
-    // `one` if the plain name is taken.
-    let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, is_random, owner, spec)| {
+    // Half of the Peers look like those that a plan writes; the others have a random owner and spec. The suffix is the one that
+    // `TestNaming` adds for a mesh in the namespace `one` if the plain name is taken.
+    let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, has_random_content, owner, spec)| {
         let ((mesh, is_taken), n, k, namespace) = name;
         let suffix = if is_taken { "-one" } else { "" };
         let name = format!("{mesh}--c{n}--{}{suffix}", NODE_NAMES[k]);
-        if is_random {
+        if has_random_content {
             return (name, ObservedPeer { owner, spec });
         }
         let k = u8::try_from(k).unwrap() + 1;

@@ -15,11 +15,11 @@ use clustermesh_core::key::PublicKey;
 
 use crate::publish::discovered::LivePeer;
 
-/// A handshake is overdue if the last one is older than this. An initiator that sends data rekeys after 120 s (WireGuard
+/// A rekey is overdue if the last handshake is older than this. An initiator that sends data rekeys after 120 s (WireGuard
 /// paper §6.2), and retries every 5 s; three attempts may be lost.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
 
-/// A peer from which nothing came for this time sends no keepalives to this node: they come every 25 s.
+/// A peer from which nothing came for this time does not reach this node at present: behind a NAT it sends a keepalive every 25 s.
 const QUIET_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone)]
@@ -37,7 +37,7 @@ struct TrackedPeer {
     /// The newest candidate that was added after `current` was configured.
     replacement: Option<SocketAddr>,
     /// The endpoint that was in use when it was removed from the candidates.
-    removed: Option<SocketAddr>,
+    removed_endpoint: Option<SocketAddr>,
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
@@ -47,7 +47,7 @@ struct TrackedPeer {
     unanswered_since: Option<Instant>,
     /// When the bytes received from the peer last increased.
     last_received: Option<Instant>,
-    /// When a poll first showed that packets are sent to the peer although its handshake is overdue.
+    /// When a poll first showed that packets are sent to the peer although a rekey is overdue.
     overdue_since: Option<Instant>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct PeerTracker {
     live: BTreeMap<PublicKey, SocketAddr>,
     /// When peers without candidates (for example behind NAT) were removed. A Peer object may be missing
     /// for a moment between two related writes, so the peer's live endpoint is remembered as long as a session may last.
-    removed: BTreeMap<PublicKey, Instant>,
+    removed_at: BTreeMap<PublicKey, Instant>,
 }
 
 impl PeerTracker {
@@ -93,7 +93,7 @@ impl PeerTracker {
                 current_since: now,
                 must_set: false,
                 replacement: None,
-                removed: None,
+                removed_endpoint: None,
                 stats: PeerStats::default(),
                 polled_at: now,
                 tx_at_last_receive: 0,
@@ -107,12 +107,16 @@ impl PeerTracker {
             }
             self.peers.insert(key, tracked);
         }
-        let Self { peers, live, removed } = self;
+        let Self {
+            peers,
+            live,
+            removed_at,
+        } = self;
         let without_candidates = old.into_iter().filter(|(_, tracked)| tracked.candidates.is_empty());
-        removed.extend(without_candidates.map(|(key, _)| (key, now)));
+        removed_at.extend(without_candidates.map(|(key, _)| (key, now)));
         let is_remembered = |since: &Instant| now.saturating_duration_since(*since) < SESSION_LIFETIME;
-        removed.retain(|key, since| live.contains_key(key) && !peers.contains_key(key) && is_remembered(since));
-        live.retain(|key, _| peers.contains_key(key) || removed.contains_key(key));
+        removed_at.retain(|key, since| live.contains_key(key) && !peers.contains_key(key) && is_remembered(since));
+        live.retain(|key, _| peers.contains_key(key) || removed_at.contains_key(key));
     }
 
     /// The endpoint to configure for a peer.
@@ -184,7 +188,7 @@ impl PeerTracker {
     /// For how long no peer has answered a rekey; `None` = some peer has answered, or no rekey was due.
     ///
     /// Unanswered packets alone prove nothing, because keepalives are never answered. But if packets are sent to a peer
-    /// whose handshake is overdue, then handshake initiations were sent and not answered.
+    /// whose rekey is overdue, then handshake initiations were sent and not answered.
     pub(crate) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
         let age = |tracked: &TrackedPeer| tracked.stats.handshake_age;
         let fresh = self
@@ -225,7 +229,7 @@ impl TrackedPeer {
         self.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME)
     }
 
-    /// The endpoint to which the device sends, once `current` is written to it.
+    /// The endpoint that the device uses, or `current` if that is about to be written to the device.
     fn in_use(&self) -> Option<SocketAddr> {
         self.stats.endpoint.filter(|_| !self.must_set).or(self.current)
     }
@@ -233,15 +237,18 @@ impl TrackedPeer {
     fn configure(&mut self, endpoint: SocketAddr, now: Instant) {
         self.current = Some(endpoint);
         self.current_since = now;
-        (self.replacement, self.removed) = (None, None);
+        (self.replacement, self.removed_endpoint) = (None, None);
         self.must_set = self.stats.endpoint.is_some_and(|observed| observed != endpoint);
     }
 
     /// Replaces the candidates.
     ///
-    /// The first candidate is what the node itself or a person names, so a new first one is tried at once, except during a live session
-    /// while the endpoint in use is still a candidate. Other new candidates may be reports of other nodes. They are tried in turn; but if
-    /// one comes in place of the endpoint in use, it is kept as its [`Self::replacement`].
+    /// The first candidate is what the node itself or a person names, so a new first one is tried at once. A live session prevents this,
+    /// unless the endpoint in use was just removed from the candidates.
+    ///
+    /// Other new candidates may be false reports of other nodes. The last new candidate is tried at once only if the peer has no live
+    /// session, the endpoint in use was removed, and the first candidate is not new. It becomes [`Self::replacement`] if no endpoint is
+    /// configured now.
     fn set_candidates(&mut self, candidates: &[SocketAddr], now: Instant) {
         let old = std::mem::replace(&mut self.candidates, candidates.to_vec());
         let in_use = self.in_use();
@@ -251,7 +258,7 @@ impl TrackedPeer {
         let added = candidates.iter().rfind(|at| !old.contains(at)).copied();
         self.replacement = added.or(self.replacement).filter(|at| candidates.contains(at));
         if is_removed {
-            self.removed = in_use;
+            self.removed_endpoint = in_use;
         }
         let new_first = first.filter(|_| is_first_new);
         let next = match (self.is_alive(), is_removed) {
@@ -271,7 +278,7 @@ impl TrackedPeer {
             .last_received
             .is_none_or(|at| now.saturating_duration_since(at) > QUIET_LIMIT);
         let in_use = self.in_use().filter(|at| !self.candidates.contains(at));
-        let is_removed = in_use.is_some() && in_use == self.removed;
+        let is_removed = in_use.is_some() && in_use == self.removed_endpoint;
         match self.replacement.filter(|_| self.is_alive() && is_quiet && is_removed) {
             Some(next) => {
                 self.configure(next, now);
@@ -299,7 +306,7 @@ impl TrackedPeer {
     }
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
-        // Done: the device has `current`. Cancelled: the peer has sent since, so its endpoint works.
+        // Nothing must be set if the device uses `current`, or if the peer has sent: then the endpoint in use works.
         self.must_set &= stats.endpoint != self.current && stats.rx_bytes <= self.stats.rx_bytes;
         // Counters decrease only if the device was opened again, or the peer was removed and added again.
         let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
@@ -308,8 +315,8 @@ impl TrackedPeer {
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
-            // A peer with a keepalive interval is judged by the bytes since the last poll: the keepalives of many polls
-            // together would exceed any limit.
+            // With a keepalive interval, the bytes since the last poll count, as the limit is for that time. Without one, all
+            // bytes since the last packet of the peer count.
             let time = now.saturating_duration_since(self.polled_at);
             if stats.tx_bytes - self.tx_at_last_receive > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);

@@ -152,8 +152,8 @@ impl<'a> Demo<'a> {
 
         self.title("pod -> remote ClusterIP through the anchor");
         let service = hub.cluster_ip("default", "web").await?;
-        for web in &member_pods {
-            let from = TrafficClient::Pod(web.clone());
+        for client in &member_pods {
+            let from = TrafficClient::Pod(client.clone());
             let answer = self
                 .lab
                 .http_get_until_answered(&from, &format!("http://{service}"))
@@ -225,15 +225,15 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    async fn check_mirrored_service(&mut self, member: &Cluster<'_>, webs: &[RunningPod]) -> anyhow::Result<()> {
-        for web in webs {
+    async fn check_mirrored_service(&mut self, member: &Cluster<'_>, clients: &[RunningPod]) -> anyhow::Result<()> {
+        for client in clients {
             let mut seen: BTreeMap<String, usize> = BTreeMap::new();
             let mut error = None;
             for _ in 0..6 {
                 // Uses the DNS name, as a program in the pod would.
                 let url = "http://hub-web.default.svc.cluster.local";
-                let words = ["exec", &web.name, "--", "/bin/probe", "get", url];
-                let what = format!("{url} to answer {}", web.name);
+                let words = ["exec", &client.name, "--", "/bin/probe", "get", url];
+                let what = format!("{url} to answer {}", client.name);
                 let answer = wait_until(what, Duration::from_secs(60), async || {
                     let output = member.try_kubectl(words).await.map_err(|error| error.to_string())?;
                     let answered = output
@@ -254,7 +254,7 @@ impl<'a> Demo<'a> {
             }
             let seen: Vec<String> = seen.into_iter().map(|(who, times)| format!("{who} x{times}")).collect();
             self.check(
-                &format!("{} on {} -> hub-web", web.ip, web.node),
+                &format!("{} on {} -> hub-web", client.ip, client.node),
                 error.map_or(Ok(seen.join(", ")), Err),
             );
         }
@@ -264,23 +264,23 @@ impl<'a> Demo<'a> {
     async fn check_capture(&mut self, capture: clustermesh_lab::Capture) -> anyhow::Result<()> {
         let captured = capture.stop().await?;
         let [hub, member] = [HUB, MEMBER].map(|name| self.lab.cluster(name).plan().clone());
-        let between = format!(
+        let nodes_or_wireguard = format!(
             "(net {0} and net {1}) or net {2} or net {3}",
             hub.underlay, member.underlay, hub.wireguard_cidr, member.wireguard_cidr
         );
         // Connections to API servers, such as the controller's to the member, use the underlay, not the mesh.
         let api = format!("host {} or host {}", hub.api_address(), member.api_address());
         let tunnel_packets = captured
-            .packets(&format!("udp port 51820 and ({between}) and not ({api})"))
+            .packets(&format!("udp port 51820 and ({nodes_or_wireguard}) and not ({api})"))
             .await?
             .len();
-        let across = format!(
+        let pod_to_pod = format!(
             "((src net {0} and dst net {1}) or (src net {1} and dst net {0}))",
             hub.pod_cidr, member.pod_cidr
         );
         let unencrypted = captured
             .packets(&format!(
-                "not udp port 51820 and not ({api}) and (({between}) or {across})"
+                "not udp port 51820 and not ({api}) and (({nodes_or_wireguard}) or {pod_to_pod})"
             ))
             .await?;
         let outcome = match (tunnel_packets, unencrypted.as_slice()) {

@@ -42,7 +42,7 @@ enum Path {
     UngrantedGatewayPort,
 }
 
-/// The paths that are open for a sandbox and for a cluster-meshed member. The mirrored Service is the first, so that a slice can leave it
+/// The paths that are open for a sandbox and for a cluster-meshed member. The mirrored Service is the first, so that `[1..]` leaves it
 /// out.
 const SANDBOX_PATHS: &[Path] = &[Path::MirroredService, Path::Gateways];
 const MESHED_PATHS: &[Path] = &[Path::MirroredService, Path::Pod, Path::UnlistedPort];
@@ -176,6 +176,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
     flows
         .wait_until_in_force("the mirrored Service", called, MESHED_PATHS, Access::Absent)
         .await;
+    // The connection `direct` also survives the time in which the member is a sandbox or standard.
     let direct = flows.paths[&Path::Pod].optional_echoes.last().unwrap();
     direct.wait_for_echo_after(unix_millis()).await.unwrap();
     let called = flows.apply(&standard).await;

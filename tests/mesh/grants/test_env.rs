@@ -108,7 +108,7 @@ impl<'a> TestEnv<'a> {
             hub,
             sandboxes,
         };
-        env.apply(&POD_SERVICES).await;
+        env.apply_grants(&POD_SERVICES).await;
         let mesh = format!("cmesh/{MESH}");
         let ready = [
             "wait",
@@ -122,8 +122,8 @@ impl<'a> TestEnv<'a> {
         env
     }
 
-    /// Grants these Services and `hosted` to both sandboxes. Returns the time at which kubectl was called.
-    pub(super) async fn apply(&self, services: &[&str]) -> u128 {
+    /// Grants exactly these Services and `hosted` to both sandboxes. Returns the time at which kubectl was called.
+    pub(super) async fn apply_grants(&self, services: &[&str]) -> u128 {
         let grants = grants(services);
         let mesh = self.product.mesh_with(
             &[SANDBOX_V4, SANDBOX_V6],
@@ -163,7 +163,7 @@ impl<'a> TestEnv<'a> {
         grants.iter().map(one).collect()
     }
 
-    /// The sockets at the gateways for this port of a Service.
+    /// The sockets at which a sandbox reaches this port of a Service: one at each gateway.
     pub(super) async fn gateway_sockets(&self, sandbox: &Sandbox<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
         let access = self.granted_ports(sandbox).await;
         let granted = access.iter().find(|one| one.service == service && one.port == port);
@@ -172,7 +172,7 @@ impl<'a> TestEnv<'a> {
         ips.map(|ip| SocketAddr::new(ip, port)).collect()
     }
 
-    /// The sockets of a gateway that answer a sandbox over TCP, and over UDP.
+    /// The gateway's sockets for the granted ports at which a server answers: those over TCP, and those over UDP.
     pub(super) async fn granted_sockets(&self, sandbox: &Sandbox<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
         let access = self.granted_ports(sandbox).await;
         [false, true].map(|udp| {

@@ -43,7 +43,7 @@ const AWAITED_CHANGE: usize = 7;
 
 /// At the end the grants are the same as at the start.
 // threat: grant-race
-pub(super) async fn fast_changes_of_grants_open_no_other_port(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
+pub(super) async fn fast_grant_changes_keep_the_ungranted_port_closed(env: &TestEnv<'_>, scanned: &ScannedGateway<'_>) {
     let started = Instant::now();
     env.hub.apply(SECOND_SERVICE).await.unwrap();
     let probe = env.lab.probe_program().unwrap();

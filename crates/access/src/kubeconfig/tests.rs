@@ -31,7 +31,7 @@ fn token_or_client_certificate_with_inline_ca_is_accepted() {
 
 // threat: hostile-kubeconfig
 #[test]
-fn forbidden_or_missing_user_fields_are_refused() {
+fn user_with_forbidden_missing_or_invalid_field_is_refused() {
     for (user, field) in [
         ("exec: {apiVersion: v1, command: sh}", "users[].user.exec"),
         ("auth-provider: {name: oidc, config: {}}", "users[].user.auth-provider"),
@@ -73,7 +73,7 @@ fn forbidden_or_missing_user_fields_are_refused() {
 
 // threat: hostile-kubeconfig
 #[test]
-fn forbidden_or_missing_cluster_fields_are_refused() {
+fn cluster_with_forbidden_or_missing_field_is_refused() {
     for (extra, field) in [
         (
             "insecure-skip-tls-verify: true",
@@ -128,7 +128,7 @@ fn forbidden_or_malformed_servers_are_refused() {
 // threat: error-oracle
 #[test]
 fn refusal_contains_no_text_of_the_kubeconfig() {
-    // The fields of these variants are static texts.
+    // All fields of `Refused` are static texts, so none of its messages can contain a part of the kubeconfig.
     let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
     assert_eq!(read(b"\xff", None), Refused::Malformed);
     assert_eq!(read(b"[secret", None), Refused::Malformed);
@@ -167,7 +167,7 @@ fn unchecked_fields_do_not_reach_the_client() {
 
 // threat: kubeconfig-address
 #[test]
-fn ipv6_address_with_forbidden_ipv4_inside_is_refused() {
+fn forbidden_ipv4_address_is_refused_also_inside_ipv6() {
     let reason = |text: &str| match check_address(text.parse().expect("an address")) {
         Ok(()) => "accepted".to_owned(),
         Err(refused) => refused

@@ -47,8 +47,8 @@ pub enum Reason {
     DefaultRoute,
     /// A network is wider than /8 (IPv4) or /7 (IPv6).
     NetworkTooWide,
-    /// A network contains a WireGuard address of this node, is another address of this node (/32 or /128), or contains one and is
-    /// not covered by the networks of the PeerPolicies.
+    /// A network contains an address of this node. Exception: a network that the networks of the PeerPolicies cover, that is no /32 or
+    /// /128, and that contains no WireGuard address of this node.
     OwnNodeAddress,
     /// A network is an address of the API server (/32 or /128), or contains one and is not covered by the networks of the
     /// PeerPolicies.
@@ -101,7 +101,8 @@ pub(super) fn canonical(endpoint: SocketAddr) -> SocketAddr {
     SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port())
 }
 
-/// Whether an endpoint is this node's own. Nodes behind different NATs may have the same private address.
+/// Whether an endpoint is an address and the port of this node. This is no fault of the Peer, because a node behind another NAT may
+/// have the same private address.
 pub(super) fn is_own_endpoint(node: &Node, endpoint: SocketAddr) -> bool {
     let ip = endpoint.ip().to_canonical();
     endpoint.port() == node.listen_port && (node.internal_ips.contains(&ip) || node.underlay_addresses.contains(&ip))
@@ -154,10 +155,10 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
-/// A network that contains an InternalIP or underlay address of this node, or the API server's address, is accepted only if `networks`
-/// (those of all PeerPolicies) cover it. A node that is a virtual machine in a pod of the source cluster needs this; `throw`
-/// routes then keep destinations of the underlay outside the tunnel. A network that consists of just one of these addresses (/32 or
-/// /128), or that contains a WireGuard address of this node, is never accepted.
+/// A network that contains a WireGuard address of this node is refused. So is an InternalIP or underlay address of this node, or the API
+/// server's address, as a /32 or /128. A wider network that contains such an address is accepted only if `networks` (those of all
+/// PeerPolicies) cover it. If this node is a virtual machine in a pod of the source cluster, that cluster's networks contain the node's
+/// underlay address; `throw` routes then keep destinations of the underlay outside the tunnel.
 fn allowed_ip_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
@@ -205,7 +206,7 @@ fn allowed_ip_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) 
 }
 
 /// Builds the refusal of a Peer that has the same key as `winner`, a newer Peer.
-pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
+pub(super) fn duplicate_key_refusal(peer: &Peer, winner: &str) -> Refused {
     let key = peer.public_key;
     Refused {
         object: Object::Peer(peer.name.clone()),
@@ -215,7 +216,7 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
 }
 
 /// Returns the policies with truncated prefixes, without networks and sources that are too wide or overlap this node's own pods.
-/// An `unreachable` route for a network that overlaps these pods would cut them off, and a source that overlaps them could be a pod.
+/// An `unreachable` route for a network that overlaps these pods would cut them off. A source that overlaps them would match their packets.
 pub(super) fn clean_policies(inputs: &Inputs, refused: &mut Vec<Refused>) -> Vec<PolicySpec> {
     let policies = inputs.policies.iter();
     policies

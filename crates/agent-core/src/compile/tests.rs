@@ -156,7 +156,7 @@ fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
 }
 
 #[test]
-fn fault_of_an_endpoint_that_no_node_can_have_is_named() {
+fn invalid_endpoint_has_a_fault_and_valid_one_has_none() {
     let fault = |text: &str| refuse::invalid_endpoint(text.parse().unwrap());
     let cases = [
         ("192.0.2.9:51820", None),
@@ -348,7 +348,8 @@ fn unusable_and_duplicate_candidates_are_left_out() {
     assert_eq!(got.peers[&key(21)].endpoint, Some(want[0]));
     assert_eq!(got.endpoints[&key(21)], want);
     assert_eq!(got.refused, []);
-    // This node's own address, which a node behind another NAT has too.
+    // An endpoint with this node's own address is left out. The Peer is not refused, because a node behind another NAT may have the same
+    // private address.
     inputs.peers[0].endpoint = Some("172.29.0.111:51820".parse().unwrap());
     let got = compile(&inputs);
     assert_eq!((&*got.endpoints[&key(21)], &*got.refused), (&*want, &[][..]));
@@ -405,7 +406,8 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
         ),
         (15_002, 3)
     );
-    // The two IPv4 networks; each of them with itself and with the other; each of them with each of the four allowed IPv4 networks.
+    // `mesh` has the 2 IPv4 networks, `pairs` each of them with itself and with the other, and `allow` each of them with each of the 4
+    // allowed IPv4 networks.
     assert_eq!(
         got.firewall.v4.mesh.len() + got.firewall.v4.pairs.len() + got.firewall.v4.allow.len(),
         2 + 4 + 8

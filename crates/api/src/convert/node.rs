@@ -30,7 +30,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .and_then(|a| a.get(key))
             .map_or("", String::as_str)
     };
-    // If the status of wg-agent is missing or malformed, the node counts as a node of kg, to which the planner applies more checks.
+    // Without a valid status of wg-agent with a known mode, the node counts as a node of kg, to which the planner applies more checks.
     let agent = AgentStatus::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
         created: creation_time(&node.metadata),

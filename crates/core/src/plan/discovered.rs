@@ -4,9 +4,9 @@
 //! If the NAT maps a port independently of the destination (RFC 4787 §4.1), this endpoint works for other nodes too, as soon as
 //! the node behind the NAT has sent to them. If the mapping depends on the destination, the endpoints that are seen differ.
 //!
-//! An annotation may be false. A false endpoint cannot answer a handshake: it costs an agent an attempt. The reports of other members come
-//! after all other candidates, and at most [`MAX_ENDPOINTS`] are used for each key. Those of the target's own nodes come before
-//! InternalIPs. A false report also makes the reported node's cluster send keepalives, which is cheap.
+//! An annotation may be false. A false endpoint cannot answer a handshake: it costs an agent an attempt. So among the candidates of a
+//! Peer, the endpoints that other members report come last. Endpoints that the nodes of the Peer's own target report come before
+//! InternalIPs of the same IP family. A false report also makes the reported node's cluster send keepalives, which is cheap.
 
 use std::{
     cmp::Reverse,
@@ -21,7 +21,7 @@ use crate::{
     observe::{Member, Node},
 };
 
-/// The largest number of endpoints for one key that one target's own nodes report, and of those that other members report to it.
+/// The limit for each key, once for the endpoints that the target's own nodes report, and once for those that other members report.
 const MAX_ENDPOINTS: usize = 2;
 
 /// Endpoints by key, best first.
@@ -51,13 +51,13 @@ pub(super) fn by_member(member: Option<&Member>) -> Discovered {
         .collect()
 }
 
-/// Returns the endpoints that the cluster-meshed members other than `target` see. The members take turns, the local cluster first, so that
-/// one member cannot use up the places of all others.
+/// Returns, for each key, at most [`MAX_ENDPOINTS`] endpoints that members other than `target` report. Reports of members that are
+/// quarantined or not cluster-meshed do not count. The members take turns, the hub first, so that one member cannot use up the limit.
 pub(super) fn by_others(mesh_members: &BTreeMap<String, MeshMember<'_>>, target: &str) -> Discovered {
-    let reports = |cluster: &Cluster| cluster.profile == Profile::ClusterMeshed && !cluster.quarantine;
+    let is_accepted = |cluster: &Cluster| cluster.profile == Profile::ClusterMeshed && !cluster.quarantine;
     let mut members: Vec<&MeshMember<'_>> = mesh_members
         .iter()
-        .filter(|(name, member)| *name != target && reports(&member.cluster))
+        .filter(|(name, member)| *name != target && is_accepted(&member.cluster))
         .map(|(_, member)| member)
         .collect();
     members.sort_by_key(|member| member.cluster.identity != ClusterIdentity::Local);

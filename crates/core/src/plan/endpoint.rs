@@ -196,7 +196,7 @@ pub(super) struct EndpointContext<'a> {
     pub(super) target_families: NodeFamilies,
     /// The endpoints of the source's nodes, as the target's nodes report them.
     pub(super) discovered: &'a Discovered,
-    /// The same as other members report them; `None` = not to be used.
+    /// The endpoints of the source's nodes, as nodes of other members report them; `None` = not used.
     pub(super) discovered_by_others: Option<&'a Discovered>,
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
 }

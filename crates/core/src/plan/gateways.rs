@@ -243,13 +243,13 @@ impl<'a> MeshInputs<'a> {
             },
             id,
         };
-        let access_name = |is_name_taken| self.naming.policy(self.mesh, source, is_name_taken);
-        let plain_name = access_name(false);
+        let name_if = |is_name_taken| self.naming.policy(self.mesh, source, is_name_taken);
+        let plain_name = name_if(false);
         let is_foreign = accesses.get(&plain_name).is_some_and(|access| {
             ownership::of(&access.owner, &self.seen.hub, self.claimants) != Ownership::Mesh(self.mesh)
         });
         let access_name = if is_foreign || self.used_names(target).accesses.contains_key(&plain_name) {
-            access_name(true)
+            name_if(true)
         } else {
             plain_name
         };
@@ -259,7 +259,7 @@ impl<'a> MeshInputs<'a> {
 
     /// The sandbox's registered nodes, and kept nodes of the existing SandboxAccess. A node can be kept for one of two reasons: the
     /// sandbox's observation is not Fresh, or the node is held. It is not kept if the sandbox's networks no longer contain its
-    /// addresses, or another node here has its key, its name or one of its addresses.
+    /// addresses, or another planned node has its key, its name or one of its addresses.
     fn planned_nodes(
         &self,
         source: &str,
@@ -322,8 +322,7 @@ impl<'a> MeshInputs<'a> {
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
-        // A SandboxAccess has the granted ports whatever the state of the gateways is; only the endpoints of the
-        // mirrored Service depend on it.
+        // The granted ports do not depend on the gateways, so none is passed. Only the endpoints of the mirrored Service depend on them.
         let no_gateways = GatewayAccess::default();
         let egress = sandbox.cluster.egress.iter();
         for grant in egress.filter(|grant| grant.cluster == target_name) {

@@ -71,7 +71,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         } = &prepared;
         for (name, mesh_member) in mesh_members {
             let registry = registries.get(name);
-            // In a sandbox, a member's gateways have Peers and its nodes have none (`Link::Grantor`).
+            // A sandbox has Peers for the gateways of a member that grants it a Service, and none for that member's nodes. So this
+            // link (`Link::Grantor`) needs no registered node.
             let needs_registration = mesh_members
                 .values()
                 .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
@@ -80,6 +81,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     .get(&(mesh.id.clone(), name.clone()))
                     .cloned()
                     .unwrap_or_default(),
+                // `anchor::report` adds the anchors.
                 anchored: mesh_member
                     .anchored(registry)
                     .into_iter()
@@ -225,7 +227,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         quarantining.next().map(|mesh| &mesh.id)
     }
 
-    /// Reports what each quarantine does: targets that enforce PeerPolicies keep the objects, in other targets the Peers are deleted.
+    /// Reports what each quarantine does. The objects of a quarantined member are kept, except its Peers in cluster-meshed targets that
+    /// do not enforce PeerPolicies.
     fn report_quarantines(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -289,10 +292,6 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         registries
     }
 
-    fn is_peer_of_this_mesh(&self, peer: &ObservedPeer) -> bool {
-        self.is_owned_by_this_mesh(&peer.owner)
-    }
-
     fn is_owned_by_this_mesh(&self, owner: &Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
@@ -312,7 +311,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter_map(target::MeshMember::last_observed);
         let peers = members.filter_map(|member| member.peers.as_ref());
         let named = peers.flat_map(|peers| names.iter().filter_map(|name| peers.get(name)));
-        named.filter(|peer| self.is_peer_of_this_mesh(peer)).collect()
+        named.filter(|peer| self.is_owned_by_this_mesh(&peer.owner)).collect()
     }
 
     /// Gives each public key to one node, even if nodes of several members claim it (rule 3). The Nodes' timestamps are not
@@ -340,7 +339,10 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
         let mut existing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
-        for (name, peer) in peers.flatten().filter(|(_, peer)| self.is_peer_of_this_mesh(peer)) {
+        let own_peers = peers
+            .flatten()
+            .filter(|(_, peer)| self.is_owned_by_this_mesh(&peer.owner));
+        for (name, peer) in own_peers {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
                 existing.entry(source).or_default().insert(spec.public_key, name);
             }
@@ -413,8 +415,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     }
 }
 
-/// Whether existing objects in this member prove which keys and Peers other members have. Objects in a sandbox prove nothing,
-/// because its administrator can write any Peer there. Into a member with the profile standard no objects are written.
+/// Whether the planner trusts the existing Peers and SandboxAccesses in this member as a record of earlier plans. It does not trust a
+/// sandbox, because its administrator can write any Peer there. In a member with the profile standard the planner writes no objects.
 fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }

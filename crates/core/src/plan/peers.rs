@@ -53,7 +53,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     omitted_internal_ips: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
-    /// The endpoints at which the other members see nodes: of this target, and of each other.
+    /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,
 }
 
@@ -74,9 +74,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         for (peer, observed) in &existing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
-            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. This is a foreign Peer (such as
-            // that of a laptop), one without a mesh label, or one whose source was not observed, or whose mesh is paused or does not exist
-            // (see the exception below). If its key were free, a member that copies the key could replace the Peer.
+            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. If its key were free, a member that
+            // copies the key could replace the Peer. These Peers stay: a foreign one (such as that of a laptop), one without a mesh
+            // label, one whose source was not observed, one of a paused mesh, and most orphans.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),
@@ -382,7 +382,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 
     /// Chooses the name of a Peer and adds the Peer to the plan. If a Peer of this mesh and `source` already has this key, its name is
     /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
-    /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`: a Peer does not keep the name of another.
+    /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`. A Peer does not keep its name if the rule
+    /// gives that name to another node.
     fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.inputs.naming;
         let readable = naming.peer(self.inputs.mesh, source, node, false);
@@ -444,8 +445,8 @@ fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 
-/// Whether kg configures routes from this member's Peers on some node. A Node that has just joined and published nothing is ignored
-/// if other Nodes have published something. If none has, the answer is `true`, the safe assumption.
+/// Whether kg configures routes from this member's Peers on some node. A Node without a key that is neither held nor served
+/// by wg-agent in full mode is ignored: it may have just joined. If no other Node is left, the answer is `true`, the safe assumption.
 fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     // kg removes a node's key annotation while it restarts, so held nodes count too.
     let has_kg = |(name, node): (&String, &Node)| {

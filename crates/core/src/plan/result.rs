@@ -124,8 +124,8 @@ pub enum Fact {
         /// Each node, with the reason for which it will be skipped after [`super::HOLD`].
         nodes: BTreeMap<String, Reason>,
     },
-    /// The InternalIPs of these nodes are also their endpoints. Peers for a target that kg serves leave them out, because kg
-    /// would route the tunnel's own packets into the tunnel.
+    /// The InternalIPs of these nodes are also their endpoints. Peers for a target that kg serves leave these InternalIPs out,
+    /// because kg would route the tunnel's own packets into the tunnel.
     HostNetworkNotServed {
         /// Entry of this mesh that has the nodes.
         cluster: String,
@@ -227,10 +227,10 @@ pub struct PlannedAccess {
     pub spec: AccessSpec,
 }
 
-/// A mirrored Service. It has no selector, so that the member's own kube-proxy or Cilium uses the planned EndpointSlices.
+/// A mirrored Service. It has no selector, so that kube-proxy or Cilium of the importing member uses the planned EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedService {
-    /// The member that has the Service, by its entry's name.
+    /// The exporting member, by its entry's name.
     pub source: String,
     /// The granted ports, with the numbers of the original Service.
     pub ports: Vec<ServicePort>,

@@ -23,8 +23,8 @@ use crate::{
 
 /// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, and not the
-    /// networks of gateways, because only sandboxes send to gateways.
+    /// The entry, with the profile and quarantine that apply. `cluster.allowed` contains the accepted networks without those of
+    /// gateways, because only sandboxes send to gateways.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
@@ -154,8 +154,8 @@ impl<'a> MeshInputs<'a> {
         };
         outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // A connected source whose observation is not Fresh keeps its objects. A source that is not connected does not. A sandbox
-            // does not need it: its grants come from the ClusterMesh, and `planned_nodes` keeps its nodes.
+            // A connected source whose observation is not Fresh keeps its objects; a source that is not connected loses them. Sandboxes
+            // are left out: their grants come from the ClusterMesh, and `planned_nodes` keeps their nodes.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
@@ -275,7 +275,7 @@ impl<'a> MeshInputs<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    /// Plans the PeerPolicies that limit each source in this target, if it is cluster-meshed and its PeerPolicies can be read.
+    /// Plans the PeerPolicies that limit each source in this target, if the target is cluster-meshed and its PeerPolicies can be read.
     fn plan_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let Some((member, existing)) = target
             .last_observed()
@@ -295,7 +295,7 @@ impl<'a> MeshInputs<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))
             };
-            // A cluster-meshed source without link has no accepted networks, so it gets no policy.
+            // This target can connect, so the only cluster-meshed source without link is one without accepted networks: it needs no policy.
             if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
             {
                 continue;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 const USAGE: &str = "usage:
   lab-probe serve ADDRESS              HTTP: answers with its own name and the client's address
-  lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
+  lab-probe get URL..                  one GET each, 3 s to connect and for each read; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
   lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 1 s for each echo; exit status 1 if any is lost
@@ -251,11 +251,11 @@ fn udp_echo_at(port: &str, addresses: &str) -> Outcome {
     let port: u16 = port.parse()?;
     let addresses: Vec<IpAddr> = addresses.split(',').map(str::parse).collect::<Result<_, _>>()?;
     std::thread::scope(|scope| {
-        let serve =
+        let echo_at =
             |address| move || udp_echo(&SocketAddr::new(address, port).to_string()).map_err(|error| error.to_string());
         let servers: Vec<_> = addresses
             .into_iter()
-            .map(|address| scope.spawn(serve(address)))
+            .map(|address| scope.spawn(echo_at(address)))
             .collect();
         for server in servers {
             server.join().map_err(|_| "a server ended")??;
@@ -285,7 +285,7 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
     }
 }
 
-/// The datagrams have the port as text. After the first line the socket is bound.
+/// Each datagram contains the local port as text. Prints `bound` once the socket is bound.
 fn udp_talk(port: &str, seconds: &str, addresses: &[&str]) -> Outcome {
     let addresses: Vec<SocketAddr> = addresses
         .iter()

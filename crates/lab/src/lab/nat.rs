@@ -8,8 +8,8 @@ use crate::plan::UNDERLAY_PREFIX;
 use crate::supervisor::Request;
 use crate::{ClusterPlan, Error, NatKind, NodePlan, Result, Workers};
 
-/// The port to which the rules of the endpoint-dependent and endpoint-independent kinds apply. Other ports are masqueraded, with the same
-/// port if it is free. A one-to-one NAT maps all ports.
+/// The source port to which the rules of the endpoint-dependent and endpoint-independent kinds apply. Packets from other ports are
+/// masqueraded, with the same port if it is free. A one-to-one NAT maps all ports.
 const WIREGUARD_PORT: u16 = 51820;
 
 impl Lab {
@@ -36,7 +36,7 @@ impl Lab {
         // By this route the cluster's API server reaches its kubelets. Nodes of other clusters have no route to the private network.
         let kubelet_route = format!("route replace {lan} via {public} src {}\n", cluster.api_address());
         self.ip_batch(UNDERLAY, &kubelet_route).await?;
-        // A UDP mapping without traffic lives for 30 s, as with many routers; Linux keeps one with replies for 120 s.
+        // A UDP mapping without traffic lives for 30 s, as in many routers. Linux's default is 120 s if there were replies.
         let sysctls = "cd /proc/sys/net; echo 1 > ipv4/ip_forward; echo 0 > ipv4/conf/all/send_redirects; \
                        echo 0 > ipv4/conf/lan/send_redirects; echo 30 > netfilter/nf_conntrack_udp_timeout; \
                        echo 30 > netfilter/nf_conntrack_udp_timeout_stream";
@@ -59,7 +59,7 @@ impl Lab {
                     plan.one_to_one_address(n)
                 )
             };
-            self.ip_batch(&router, &(1..=NODES).map(add).collect::<String>())
+            self.ip_batch(&router, &(1..=MAX_NODES).map(add).collect::<String>())
                 .await?;
         }
         self.router_exec(&router, &["nft", "-f", "-"], Some(&table)).await?;
@@ -110,19 +110,21 @@ impl Lab {
 }
 
 /// The largest number of nodes behind one router.
-const NODES: u8 = 9;
+const MAX_NODES: u8 = 9;
 
 fn not_behind_nat(cluster: &ClusterPlan) -> Error {
     Error::Other(format!("the nodes of {} are not behind a NAT", cluster.name))
 }
 
-/// The rules of a router. Unexpected packets are dropped before conntrack confirms their entries. A confirmed entry would occupy the
-/// mapped port for that sender, so that a later packet of the node to it would get another port.
+/// The nftables table of a router. Its chains drop unexpected packets from outside before conntrack confirms an entry for them. A
+/// confirmed entry would occupy the mapped port for the outside sender: a later packet of the node to this sender would get another port.
 fn table(cluster: &ClusterPlan, kind: NatKind) -> Result<String> {
     let Workers::Nat { lan, .. } = &cluster.workers else {
         return Err(not_behind_nat(cluster));
     };
-    let nodes: Vec<(u8, Ipv4Addr)> = (1..=NODES).map(|n| (n, cluster.address_behind_nat(*lan, n))).collect();
+    let nodes: Vec<(u8, Ipv4Addr)> = (1..=MAX_NODES)
+        .map(|n| (n, cluster.address_behind_nat(*lan, n)))
+        .collect();
     let rule = |(n, private): &(u8, Ipv4Addr)| {
         let wireguard = format!("oifname wan ip saddr {private} udp sport {WIREGUARD_PORT}");
         match kind {

@@ -24,8 +24,8 @@ impl Lab {
             }
         }
         self.ip_batch(UNDERLAY, &batch).await?;
-        // With forwarding, clusters would reach each other without any mesh, also directly after an ICMP redirect, and tests
-        // of connections would prove nothing.
+        // With forwarding, clusters would reach each other without any mesh, and tests of connections would prove nothing.
+        // With ICMP redirects, nodes would send to other clusters without the gateway.
         let off = "for f in ipv4/ip_forward ipv4/conf/all/send_redirects ipv4/conf/br0/send_redirects ipv6/conf/all/forwarding; \
                    do [ ! -e /proc/sys/net/$f ] || echo 0 > /proc/sys/net/$f; done";
         self.underlay_exec(["sh", "-c", off]).await?;
@@ -128,7 +128,7 @@ impl Lab {
     }
 }
 
-/// The namespace and name of the bridge port at the other end of a node's link.
+/// The network namespace and name of the peer of a node's `eth0`: in the underlay, in the pod's node, or on the node's NAT router.
 pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     match &node.uplink {
         Uplink::Underlay => (UNDERLAY, port(node.address)),

@@ -106,7 +106,7 @@ fn workers_in_pods_of_missing_node_are_refused() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
     assert_eq!(
         plan.validate().unwrap_err().to_string(),
-        "kv: its nodes cannot be pods of mgmt-2: that is no node on the underlay, or one of the two clusters has \
+        "kv: its nodes cannot be pods of mgmt-2: mgmt-2 is no node on the underlay, or one of the two clusters has \
          only an API server"
     );
 }

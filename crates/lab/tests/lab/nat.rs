@@ -5,9 +5,10 @@ use std::net::{Ipv4Addr, SocketAddr};
 use clustermesh_lab::{Lab, LabPlan, NatKind, Node};
 
 const PORT: u16 = 51820;
-const FIRST: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
+const INITIAL_KIND: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
 
-/// Sends from [`PORT`] of a host to each of these sockets for two seconds. Returns the datagrams that the host receives: sender and text.
+/// Sends the text of [`PORT`] from this port of a host to each of these sockets, for two seconds. Returns the datagrams that the host
+/// receives: sender and text. An echo server puts the endpoint at which it sees the host in front of the text.
 async fn exchange(from: &Node<'_>, to: &[SocketAddr]) -> Vec<(SocketAddr, String)> {
     let mut words = [env!("CARGO_BIN_EXE_lab-probe"), "udp-talk", "51820", "2"]
         .map(str::to_owned)
@@ -31,7 +32,8 @@ async fn seen_at(from: &Node<'_>, servers: &[SocketAddr]) -> Vec<SocketAddr> {
     servers.iter().map(seen_by).collect()
 }
 
-/// Each of two hosts sends to the other's public endpoint at the same time. Returns whether each receives something.
+/// Each of two hosts sends to the other's public endpoint at the same time. Returns whether each receives something. The parameters
+/// are the hosts with their public endpoints.
 async fn exchange_both_ways(one: (&Node<'_>, SocketAddr), other: (&Node<'_>, SocketAddr)) -> [bool; 2] {
     let (to_one, to_other) = ([one.1], [other.1]);
     let (at_one, at_other) = tokio::join!(exchange(one.0, &to_other), exchange(other.0, &to_one));
@@ -41,8 +43,8 @@ async fn exchange_both_ways(one: (&Node<'_>, SocketAddr), other: (&Node<'_>, Soc
 #[tokio::test]
 async fn nat_routers_map_and_filter_as_their_kind_says() {
     let plan = LabPlan::control_planes(&["a", "b"])
-        .with_nat("a", "192.168.1.0/24", FIRST)
-        .with_nat("b", "100.64.2.0/24", FIRST);
+        .with_nat("a", "192.168.1.0/24", INITIAL_KIND)
+        .with_nat("b", "100.64.2.0/24", INITIAL_KIND);
     let lab = Lab::start(plan).await.unwrap();
     let mut servers = vec![];
     let mut echoes = vec![];
@@ -72,7 +74,7 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
     let (at_a1, _) = tokio::join!(exchange(&a1, &servers[..1]), exchange(&stranger, &to_a1));
     let senders: Vec<SocketAddr> = at_a1.iter().map(|(sender, _)| *sender).collect();
     assert_eq!(senders, servers[..1]);
-    // Two hosts that send to each other's public endpoint meet, although each NAT first drops the packets of the other.
+    // Two hosts that send to each other's public endpoint reach each other. A NAT drops packets only until its own host has sent.
     let b = (&b1, public("b", 40001));
     assert_eq!(exchange_both_ways((&a1, public("a", 40001)), b).await, [true; 2]);
 
@@ -93,7 +95,7 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
     assert_ne!(seen[0].port(), seen[1].port());
     assert_eq!(exchange_both_ways((&a1, seen[0]), b).await, [false; 2]);
 
-    // One-to-one: a public address for each host. A packet from outside reaches it without an earlier packet of the host.
+    // One-to-one: a public address for each host. A packet from outside reaches the host, even if the host sends none.
     lab.set_nat("a", NatKind::OneToOne).await.unwrap();
     let [own, other] = [1, 2].map(|n| SocketAddr::new(lab.cluster("a").plan().one_to_one_address(n).into(), PORT));
     assert_eq!(seen_at(&a1, &servers).await, [own; 2]);

@@ -2,7 +2,7 @@
 
 use super::{Backend, Error, Listing};
 
-/// Stores the scripts that were run.
+/// A table that is stored as the scripts that wrote it.
 #[derive(Debug, Default, Clone)]
 pub struct Memory {
     /// The scripts since the table was last replaced; empty = there is no table.

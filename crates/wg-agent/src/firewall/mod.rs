@@ -84,7 +84,7 @@ const fn sigkill_hint(signal: i32) -> &'static str {
 
 fn hint(stderr: &str) -> &'static str {
     if stderr.contains("Operation not permitted") {
-        "; this needs the capability NET_ADMIN, and that no other program owns a table of this name"
+        "; the capability NET_ADMIN is needed, and no other program may own a table of this name"
     } else if stderr.contains("Operation not supported") || stderr.contains("No such file or directory") {
         "; the kernel may lack a module: nf_tables, nft_fib_inet, nft_ct, nft_nat, nft_masq, nf_conntrack are needed"
     } else {
@@ -156,8 +156,9 @@ impl<B: Backend> FirewallManager<B> {
         }
     }
 
-    /// Makes the kernel's table equal to `desired`. Replaces the whole table after an external change, if [`update`] finds that a change
-    /// of set elements is not enough, or if that change fails. Returns what was written; `None` = the table was already equal.
+    /// Makes the kernel's table equal to `desired`. Changes only set elements if [`update`] finds that this is enough. Replaces the whole
+    /// table otherwise, after an external change, and when changing the elements fails. Returns what was written; `None` = the table was
+    /// already equal.
     ///
     /// # Errors
     /// The table cannot be listed or written. The kernel then has the old table, or a part or all of the update. The next

@@ -77,7 +77,7 @@ fn live_endpoint_is_kept_while_its_session_is_alive() {
     assert_eq!(
         tracker.configured_endpoint(&KEY),
         Some(at("192.0.2.1:1")),
-        "no candidate is configured while the peer sends from another endpoint"
+        "the peer has roamed to an endpoint that is no candidate"
     );
     tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
     sync(&mut tracker, &["192.0.2.11:1"], now);
@@ -88,7 +88,7 @@ fn live_endpoint_is_kept_while_its_session_is_alive() {
     );
 }
 
-/// The device's view of a peer: configured with one endpoint, sending to another.
+/// A peer that was configured with one endpoint and sends from another, to which the device now sends.
 fn roamed(configured: &str, seen: &str, rx: u64, tx: u64) -> ObservedPeers {
     let mut observed = observed(Some(9), Some(seen), rx, tx);
     observed.get_mut(&KEY).unwrap().configured.endpoint = Some(at(configured));
@@ -96,7 +96,7 @@ fn roamed(configured: &str, seen: &str, rx: u64, tx: u64) -> ObservedPeers {
 }
 
 #[test]
-fn quiet_endpoint_is_left_for_the_candidate_that_takes_its_place() {
+fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
     let start = Instant::now();
     let after = |seconds| start + Duration::from_secs(seconds);
     let (private, mapped, remapped) = ("192.168.2.1:51820", "198.51.100.9:40001", "198.51.100.9:41001");
@@ -151,7 +151,7 @@ fn reports_of_others_move_no_peer_that_sends() {
         sync(&mut tracker, &[public, &format!("203.0.113.66:{n}")], after(n * 2));
         assert!(!tracker.update(&roamed(mapped, mapped, 1 + n, 1), after(n * 2)), "{n}");
     }
-    // Without a session they do not reset the turns: the other candidates are tried.
+    // Without a session, new false reports do not delay the turns of the other candidates.
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[public, mapped], start);
     let mut tried = BTreeSet::new();
@@ -169,7 +169,7 @@ fn reports_of_others_move_no_peer_that_sends() {
 }
 
 #[test]
-fn packet_of_peer_cancels_the_endpoint_to_set() {
+fn packet_from_another_endpoint_cancels_endpoint_change() {
     let now = Instant::now();
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], now);
@@ -178,7 +178,10 @@ fn packet_of_peer_cancels_the_endpoint_to_set() {
     // The device got the new endpoint, and then a packet of the peer from another one.
     let mut device = roamed("192.0.2.2:1", "203.0.113.5:777", 2, 1);
     let before = device.clone();
-    assert!(tracker.override_roaming(&mut device).is_empty(), "not polled yet");
+    assert!(
+        tracker.override_roaming(&mut device).is_empty(),
+        "the packet came after the last poll"
+    );
     tracker.update(&device, now);
     assert!(tracker.override_roaming(&mut device).is_empty());
     assert_eq!(
@@ -199,7 +202,7 @@ fn unanswering_peer_is_tried_at_every_endpoint_in_turn() {
     tracker.update(&roamed(one, live, 100, 1_000), after(5));
     assert!(
         !tracker.update(&roamed(one, live, 100, 2_000), after(25)),
-        "20 s without a reply"
+        "the endpoint stays for 20 s without a reply"
     );
     let mut tried = vec![];
     let mut in_device = live;
@@ -280,7 +283,7 @@ fn new_device_tries_the_live_endpoint_before_the_candidates() {
 }
 
 #[test]
-fn unanswered_rekey_counts_only_while_no_peer_answers() {
+fn rekey_counts_as_unanswered_only_if_no_peer_answers() {
     let start = Instant::now();
     let after = |seconds| start + Duration::from_secs(seconds);
     let other = PublicKey::new([8; 32]);

@@ -22,10 +22,11 @@ pub(crate) struct LivePeer<'a> {
     pub(crate) candidates: &'a [SocketAddr],
 }
 
-/// Returns the endpoints of live peers that are not in their Peer objects.
+/// Returns the endpoint of each live peer whose Peer object does not contain that endpoint.
 ///
 /// The controller adds a published endpoint to the Peers in this cluster, too. So an endpoint in `published`, the current annotation,
-/// stays published while the peer sends from it. Otherwise this node would remove and add it in turn.
+/// stays published while the peer sends from it. Otherwise this node would remove it, the controller would
+/// remove it from the Peers, and this node would publish it again.
 pub(crate) fn endpoints<'a>(
     node: &str,
     peers: impl Iterator<Item = LivePeer<'a>>,

@@ -42,7 +42,7 @@ pub struct NodeFacts<'a> {
     pub node: &'a ParsedNode,
     /// Addresses of the underlay's interface with their prefix lengths.
     pub underlay: &'a BTreeMap<IpAddr, u8>,
-    /// The endpoints to publish at which this node sees its peers.
+    /// The discovered endpoints to publish: where this node sees the peer with each key.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The value of the annotation [`NODE_AGENT`].
     pub agent: AgentStatus,

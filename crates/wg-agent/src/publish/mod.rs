@@ -65,7 +65,7 @@ impl WriteHistory {
             if desired.seen.get(key).unwrap_or(&None) == value {
                 continue;
             }
-            // The agent's watch may lag behind its own write.
+            // The agent's watch may not show the last write yet, so the same value is not written again before `SETTLE`.
             if let Some((written, at)) = self.last.get(key)
                 && written == value
             {

@@ -129,6 +129,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.deps.report.metrics.count_repairs(part.as_str(), 1);
             }
             if observed.altered.contains(&Altered::PrivateKey) {
+                // The device has no session with the restored key.
                 self.tracker.reset();
             }
         }
@@ -137,13 +138,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        let done = changes.iter().filter(|change| !overridden.contains(change.key()));
-        let repaired = self.repair_counter.count_peer_repairs(&desired, done);
+        // An overridden endpoint is the agent's own change and repairs nothing.
+        let maybe_repairs = changes.iter().filter(|change| !overridden.contains(change.key()));
+        let repaired = self.repair_counter.count_peer_repairs(&desired, maybe_repairs);
         self.deps.report.metrics.count_repairs("peers", repaired);
         self.deps.report.metrics.count_changes("device", changes.len());
         for change in &changes {
             let name = compiled.names.get(change.key()).map_or("", String::as_str);
-            // Peers that do not answer are tried at one endpoint after another, for ever.
+            // The endpoint of a peer that does not answer changes again and again, too often for the level info.
             if change.is_endpoint_only() {
                 tracing::debug!(name, "{change}");
             } else {

@@ -106,7 +106,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
     }
 
-    /// The endpoints to publish of peers that send from another endpoint than their Peer has.
+    /// The endpoints to publish: those from which live peers send although their Peer objects do not contain them.
     fn discovered_endpoints(&self, applied: &AppliedState) -> BTreeMap<PublicKey, SocketAddr> {
         let own = applied.node.own.as_ref();
         let published = own.and_then(|own| own.published.get(KILO_DISCOVERED_ENDPOINTS)?.as_deref());
@@ -195,9 +195,11 @@ fn agent_annotation(
     let mut total = Link::default();
     for (key, polled) in peers {
         count_peer(&mut total, polled.state);
-        let member = applied.members.get(key);
-        if let Some(member) = member.filter(|member| !member.cluster.is_empty() && !member.mesh.1.is_empty()) {
-            let (namespace, mesh) = &member.mesh;
+        let Some(member) = applied.members.get(key) else {
+            continue;
+        };
+        let (namespace, mesh) = &member.mesh;
+        if !mesh.is_empty() && !member.cluster.is_empty() {
             let name = annotations::member_key(namespace, mesh, &member.cluster);
             count_peer(links.entry(name).or_default(), polled.state);
         }

@@ -70,7 +70,8 @@ pub(super) struct KgWatch {
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,
-    /// The firewall table is one of full mode, so it has to be removed. Set before the routes and rules that prove it are removed.
+    /// An agent in full mode wrote the firewall table, so it has to be removed. Routes and policy routing rules prove this, so this
+    /// field is set before they are removed.
     pub(super) must_remove_table: bool,
 }
 
@@ -91,9 +92,9 @@ impl KgWatch {
             ));
         }
         // If the clock was set back, no time counts as elapsed.
-        let since = self.last_alive.map(|at| now.duration_since(at).unwrap_or_default());
-        match since {
-            Some(since) if since < KG_GONE => Err(Trouble::new(
+        let elapsed = self.last_alive.map(|at| now.duration_since(at).unwrap_or_default());
+        match elapsed {
+            Some(elapsed) if elapsed < KG_GONE => Err(Trouble::new(
                 "kg",
                 format!(
                     "kg (Kilo) ended on this node and may be back in a moment: this agent starts {} minutes after kg was last seen, \

@@ -71,8 +71,8 @@ impl RepairCounter {
         repaired
     }
 
-    /// The device was opened: it may lack the peers, and a new interface lacks its settings. Applying them is
-    /// not a repair.
+    /// Records that the device was opened. The device may lack its peers, and a new interface lacks its settings. Applying
+    /// either is not a repair.
     pub(super) fn forget_device(&mut self) {
         self.peers = None;
         self.settings.retain(|name| matches!(name, Name::Global(_)));

@@ -15,9 +15,9 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Removes rules, routes and the firewall table, even if an earlier process wrote them; also the userspace device that this
-    /// process has open, and this agent's annotation. The table of an agent in policy mode stays. Each pass tries again until
-    /// everything is removed.
+    /// Removes this agent's rules and routes, even if an earlier process wrote them, the userspace device that this process has open, and
+    /// this agent's annotation. Also removes the firewall table, unless it may be that of an agent in policy mode. Each pass tries again
+    /// until everything is removed.
     pub(super) async fn withdraw(&mut self, own_node: &ParsedNode) -> Result<(), Trouble> {
         if self.kg.is_withdrawn {
             return Ok(());
@@ -29,10 +29,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // Without routes and rules, a table that this process did not apply may be that of an agent in policy mode. It stays, because
-        // such an agent may start again.
-        let has_applied_table = firewall.knows_table();
-        self.kg.must_remove_table |= !observed.routes.is_empty() || !observed.rules.is_empty() || has_applied_table;
+        // If there are no routes and rules, and this process does not know the table, an agent in policy mode may have written the table.
+        // It stays, because such an agent may start again.
+        let knows_table = firewall.knows_table();
+        self.kg.must_remove_table |= !observed.routes.is_empty() || !observed.rules.is_empty() || knows_table;
         // kg already uses the interface's addresses, so only they stay.
         let addresses_only = Routes {
             addresses: observed.addresses,

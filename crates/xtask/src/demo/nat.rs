@@ -8,8 +8,8 @@ use clustermesh_lab::{Cluster, LabPlan, NatKind, Product, TrafficClient, Tunnel,
 use super::{Demo, HUB, MEMBER, describe};
 
 const OTHER: &str = "tenant-b";
-const FIRST: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
-const SECOND: NatKind = NatKind::EndpointIndependent { first_port: 41001 };
+const PORTS_FROM_40001: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
+const PORTS_FROM_41001: NatKind = NatKind::EndpointIndependent { first_port: 41001 };
 
 const TOPOLOGY: &str = "
    tenant-a  192.168.1.0/24          mgmt  172.30.1.0/24          tenant-b  100.64.1.0/24
@@ -24,8 +24,8 @@ const TOPOLOGY: &str = "
 /// The hub, and two tenants behind NATs: one in a private network, one in the shared address space of carrier-grade NATs.
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 2), (OTHER, 2)])
-        .with_nat(MEMBER, "192.168.1.0/24", FIRST)
-        .with_nat(OTHER, "100.64.1.0/24", FIRST)
+        .with_nat(MEMBER, "192.168.1.0/24", PORTS_FROM_40001)
+        .with_nat(OTHER, "100.64.1.0/24", PORTS_FROM_40001)
 }
 
 impl Demo<'_> {
@@ -60,7 +60,7 @@ impl Demo<'_> {
         self.check_pods(other_pods, member_pods).await?;
 
         self.title("the router of tenant-a restarts and maps its nodes to ports 41001 and 41002");
-        self.lab.set_nat(MEMBER, SECOND).await?;
+        self.lab.set_nat(MEMBER, PORTS_FROM_41001).await?;
         let changed = Instant::now();
         let from = TrafficClient::Pod(member_pods[0].clone());
         for target in [&hub_pods[0], &other_pods[0]] {
@@ -93,7 +93,7 @@ impl Demo<'_> {
         Ok(())
     }
 
-    /// Prints the endpoints that the hub's nodes publish, when both tenants are among them.
+    /// Waits until the hub's nodes publish endpoints of both tenants' NATs, and prints them.
     async fn print_discovered(&self, hub: &Cluster<'_>) -> anyhow::Result<()> {
         let path = "jsonpath={range .items[*]}  {.metadata.name} {.metadata.annotations.kilo\\.squat\\.ai/discovered-endpoints}{\"\\n\"}{end}";
         let routers = [MEMBER, OTHER].map(|name| self.lab.cluster(name).plan().nat_address().to_string());

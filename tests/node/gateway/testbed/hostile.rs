@@ -211,12 +211,12 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
     let sql = grant("web", "sql", "TCP", SQL_PORT);
     let both = [sql.clone(), grant("web", "log", "UDP", LOG_PORT)];
     testbed.apply_access("m--b", b.access(&both)).await;
-    let [own, others] = [a, b].map(|sandbox| mark(testbed, sandbox));
+    let [own_mark, other_mark] = [a, b].map(|sandbox| mark(testbed, sandbox));
     for (family, gateway) in GATEWAY.into_iter().enumerate() {
         let forged =
             |mark, pod, number: u16| ForgedEntry::new(testbed, mark, family, pod, (7000 + number, 50000 + number));
         // Positive control: the gateway forwards packets of a valid forged entry.
-        let entry = forged(&own, 0, 0);
+        let entry = forged(&own_mark, 0, 0);
         let (requests, replies) = entry.counters(testbed);
         wait_until("packets of both directions", TIMEOUT, async || {
             entry.send_request(testbed);
@@ -228,22 +228,22 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
-        // Stale entries. 1: the grant does not have this endpoint. 2 and 3: the mark is that of a grant of the other sandbox, which has
-        // the endpoint of 2, but not that of 3.
-        for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
+        // Stale entries. 1: the grant does not have this endpoint. 2 and 3: the mark is that of the other sandbox's grant. This grant has
+        // the endpoint of entry 2, but not that of entry 3.
+        for (number, mark, pod) in [(1, &own_mark, 1), (2, &other_mark, 1), (3, &other_mark, 0)] {
             let entry = forged(mark, pod, number);
             let (requests, replies) = entry.counters(testbed);
             entry.send_request(testbed);
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches a reply by grant and endpoint, not by sandbox, so that of entry 2 passes.
+            // The table matches replies by grant and endpoint, not by sandbox, so it lets the reply of entry 2 pass.
             if number != 2 {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");
             }
         }
-        pods_cannot_use_forged_entries(testbed, &own, family);
+        pods_cannot_use_forged_entries(testbed, &own_mark, family);
     }
     testbed.apply_access("m--b", b.access(&[sql])).await;
 }
@@ -273,7 +273,7 @@ fn pods_cannot_use_forged_entries(testbed: &Testbed, mark: &str, family: usize) 
         None,
     );
     let received = Counter::new(&a.ns, "udp dport 7012");
-    // The gateway's chain `first` drops packets that do not come from the tunnel and are for another address than the pod's.
+    // The gateway's chain `first` drops each packet from outside the tunnel whose destination is not an address of the pod.
     let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(

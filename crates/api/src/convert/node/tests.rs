@@ -71,7 +71,7 @@ fn node_of_stopped_kg_has_only_pod_cidr_and_internal_ip() {
 }
 
 #[test]
-fn last_seen_of_kilo_does_not_change_the_node() {
+fn converted_node_does_not_contain_last_seen() {
     let with = |seen: &str| {
         to_core(&node(
             json!({"metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen}}}),
@@ -194,7 +194,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
 }
 
 #[test]
-fn malformed_claims_are_invalid_and_other_values_left_out() {
+fn malformed_claim_is_invalid_other_malformed_value_ignored() {
     let read = to_core(&node(json!({"metadata": {"annotations": {
         "kilo.squat.ai/key": "not a key",
         "kilo.squat.ai/wireguard-ip": "10.4.0.1",
@@ -244,15 +244,16 @@ fn messages_about_long_annotations_are_short() {
             node.annotations_mut().insert(annotation.to_owned(), long(unit));
         }
         let read = to_core(&node);
-        let mut whys = Vec::new();
-        let mut why = |claim: &dyn std::fmt::Debug| whys.push(format!("{claim:?}"));
-        why(&read.public_key);
-        why(&read.wireguard_ip);
-        why(&read.clustermesh_endpoint);
-        why(&read.force_endpoint);
-        why(&read.kilo_endpoint);
-        for why in whys {
-            assert!(why.len() < 1024, "{} bytes of {unit:?}: {}", why.len(), &why[..100]);
+        let claims: [&dyn std::fmt::Debug; 5] = [
+            &read.public_key,
+            &read.wireguard_ip,
+            &read.clustermesh_endpoint,
+            &read.force_endpoint,
+            &read.kilo_endpoint,
+        ];
+        for claim in claims {
+            let text = format!("{claim:?}");
+            assert!(text.len() < 1024, "{} bytes of {unit:?}: {}", text.len(), &text[..100]);
         }
         assert_eq!((read.server, read.discovered.len()), (Server::Kilo, 0), "{unit:?}");
     }

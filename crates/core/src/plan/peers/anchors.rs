@@ -34,7 +34,7 @@ impl<'a> PeerPlanner<'a, '_> {
         if parts.is_empty() {
             return;
         }
-        let ready: Vec<&RegisteredNode<'_>> = registry
+        let usable: Vec<&RegisteredNode<'_>> = registry
             .registered
             .iter()
             .filter(|node| node.observed.ready && !node.observed.deleting)
@@ -43,16 +43,16 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // Nodes that will stay come before nodes that are about to leave, and these before silent ones. Silent nodes are better than none: a
-        // WireGuard tunnel keeps working without kg, so the network then stays with its current anchor.
+        // Nodes that will stay come first, then nodes that are about to leave, then silent ones. If all are silent, the current anchor
+        // stays: its WireGuard tunnel works without kg.
         let rank = |node: &RegisteredNode<'_>| (node.observed.is_silent(), node.observed.leaving);
-        let best = ready.iter().map(|node| rank(node)).min();
-        let eligible = ready.iter().filter(|node| Some(rank(node)) == best);
+        let best = usable.iter().map(|node| rank(node)).min();
+        let eligible = usable.iter().filter(|node| Some(rank(node)) == best);
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
             if !registry.registered.is_empty() {
                 let message =
-                    "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
+                    "anchored networks are unreachable: each node is not Ready, without endpoint or being deleted";
                 self.facts.insert(Fact::NoAnchor {
                     cluster: source.to_owned(),
                     message: message.into(),

@@ -10,12 +10,16 @@ pub(super) const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
 impl<'a> PeerPlanner<'a, '_> {
     /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
-    /// predecessor), and [`NAT_KEEPALIVE`] or less if nodes of this target are behind a NAT, because they must keep their NAT binding
-    /// alive. A node is considered behind a NAT if it publishes a keepalive, if other members see it at an address that it does not
-    /// publish, or if it has addresses but none that can be an endpoint in the source. For Peers without an endpoint,
-    /// [`Self::add_source`] uses [`NAT_KEEPALIVE`] or less.
+    /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::add_source`] always uses
+    /// [`nat_keepalive`] for Peers without an endpoint.
+    ///
+    /// A node counts as behind a NAT in each of these cases:
+    /// - It publishes a keepalive.
+    /// - Other members see it at an address that it does not publish, and `kg` does not serve the target.
+    /// - It has only private addresses, and existing Peers of the source have a keepalive for NATs ([`Self::has_nat_keepalive`]).
+    /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
-        let floor = self
+        let configured = self
             .inputs
             .mesh_members
             .values()
@@ -31,10 +35,10 @@ impl<'a> PeerPlanner<'a, '_> {
             discovered_by_others: None,
             resolved: &self.inputs.seen.resolved,
         };
-        let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name, floor);
+        let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name, configured);
         let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
-                // kg restarts all its sessions when a keepalive changes, so there a person decides.
+                // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set it.
                 let is_reported = !self.runs_kg && discovered::is_behind_nat(node, &self.discovered_by_others);
                 node.persistent_keepalive > 0
                     || is_reported
@@ -43,18 +47,21 @@ impl<'a> PeerPlanner<'a, '_> {
                         && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
-        if behind_nat { nat_keepalive(floor) } else { floor }
+        if behind_nat {
+            nat_keepalive(configured)
+        } else {
+            configured
+        }
     }
 
-    /// Whether existing Peers of the source have a keepalive for nodes behind NATs. It stays while a node of the target publishes only
-    /// private addresses: the reports that caused it end when the reporting nodes lose their sessions, and without keepalives the node
-    /// behind the NAT would not start a session again.
-    fn has_nat_keepalive(&self, source: &str, floor: u16) -> bool {
-        let keepalive = nat_keepalive(floor);
-        let is_from_nat = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == keepalive;
+    /// Whether existing Peers of the source have a keepalive for NATs, which reports of other members caused. The reports end when the
+    /// reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
+    fn has_nat_keepalive(&self, source: &str, configured: u16) -> bool {
+        let keepalive = nat_keepalive(configured);
+        let has_keepalive = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == keepalive;
         let mut existing = self.existing.values();
-        keepalive != floor
-            && existing.any(|peer| self.is_our_peer_of(source, peer) && peer.spec.as_ref().is_ok_and(is_from_nat))
+        keepalive != configured
+            && existing.any(|peer| self.is_our_peer_of(source, peer) && peer.spec.as_ref().is_ok_and(has_keepalive))
     }
 }
 

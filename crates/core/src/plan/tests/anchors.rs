@@ -104,7 +104,7 @@ fn status_lists_anchored_networks_and_their_nodes() {
 
 // threat: anchored-range-claimed
 #[test]
-fn node_that_claims_part_of_anchored_network_is_refused() {
+fn node_that_claims_anchored_network_is_skipped() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
@@ -237,7 +237,7 @@ fn network_of_an_invalid_node_is_not_anchored() {
         assert_eq!(skipped(&mesh_plan)[0].0, "x");
         let of_y = allowed(&mesh_plan, "mgmt", "m--tenant--y");
         assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
-        // Only the pod networks: the WireGuard address 100.66.2.1/32 is anchored while `x` has another one.
+        // In the second case 100.66.2.1/32 is anchored, because no node has this WireGuard address. So only pod networks count here.
         assert_eq!(
             anchored(&mesh_plan, "tenant")
                 .iter()
@@ -277,7 +277,7 @@ fn anchored_internal_ip_moves_to_node_that_joins_later() {
 }
 
 #[test]
-fn exported_pod_in_anchored_shared_network_uses_its_node() {
+fn exported_pod_in_anchored_network_is_in_peer_of_its_node() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[0].pod_network = PodNetwork::Shared;
     mesh.clusters[0].exports = vec![Export {

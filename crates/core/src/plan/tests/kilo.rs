@@ -102,7 +102,7 @@ fn restart_of_the_only_kg_causes_no_writes() {
     assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
-/// With the granularity `location`, the Peer of a leader also contains the InternalIPs of its followers.
+/// In granularity `location`, by contrast, the Peer of a leader contains the InternalIPs of its followers, too.
 #[test]
 fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
@@ -113,7 +113,7 @@ fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
-    // The InternalIP of k2, which no Peer contains, is not planned as an anchored network either.
+    // The InternalIP of k2 is in no Peer, and is not planned as an anchored network.
     let anchored = |mesh_plan: &MeshPlan| mesh_plan.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
     assert_eq!(anchored(&mesh_plan), net_set(&[]));
 }
@@ -240,10 +240,10 @@ fn address_of_silent_node_goes_to_the_active_one() {
         });
         plan_mesh(&mesh, &seen).1
     };
-    let (mesh_plan, later) = (silent(None), silent(Some(HOLD)));
-    assert_eq!(outcome(&mesh_plan), (vec!["k1", "k2"], vec!["k1"], vec![]));
+    let (at_first, later) = (silent(None), silent(Some(HOLD)));
+    assert_eq!(outcome(&at_first), (vec!["k1", "k2"], vec!["k1"], vec![]));
     let prefixes_of_k2 = net_set(&["10.2.2.0/24", "100.66.2.1/32", "172.30.2.2/32"]);
-    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), prefixes_of_k2);
+    assert_eq!(*allowed(&at_first, "mgmt", "m--tenant--k2"), prefixes_of_k2);
     assert_eq!(
         outcome(&later),
         (vec!["k2"], vec![], vec![("k1", Reason::WGIPDuplicate)])
@@ -301,7 +301,6 @@ fn held_nodes_are_reported_after_half_a_minute() {
             for node in m.nodes.values_mut() {
                 stop_kg(node);
                 node.server = Server::Kilo;
-                node.kilo_internal_ip = None;
                 node.held_for = Some(Duration::from_secs(held_for));
             }
         });

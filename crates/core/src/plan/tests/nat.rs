@@ -50,8 +50,9 @@ fn endpoints(mesh: &Mesh, seen: &Observations, target: &str, peer: &str) -> Vec<
     }
 }
 
-/// The number of the key of `x`, and the name of its Peer.
+/// The number that [`key`] takes for the key of `x`.
 const X_KEY: u8 = 2 * 16 + 1;
+/// The name of the Peer of `x`.
 const X_PEER: &str = "m--tenant--x";
 
 #[test]
@@ -75,7 +76,7 @@ fn endpoint_seen_by_hub_is_last_candidate_for_other_tenant() {
 }
 
 #[test]
-fn reports_of_others_change_no_peer_for_kg() {
+fn reports_of_other_members_change_no_peer_for_kg() {
     let (mesh, mut seen) = three_clusters();
     report(&mut seen, (&ClusterIdentity::Local, "a"), key(X_KEY), NAT);
     report(
@@ -95,6 +96,7 @@ fn reports_of_others_change_no_peer_for_kg() {
 #[test]
 fn node_seen_at_other_address_gets_short_keepalive() {
     let (mut mesh, mut seen) = three_clusters();
+    // The keepalive with which `x` sends to the hub, and that with which the hub sends to `x`.
     let keepalive = |mesh: &Mesh, seen: &Observations| {
         [("tenant", "m--mgmt--a"), ("mgmt", X_PEER)]
             .map(|(target, peer)| spec(mesh, seen, target, peer).persistent_keepalive)
@@ -111,7 +113,7 @@ fn node_seen_at_other_address_gets_short_keepalive() {
         assert_eq!(keepalive(&mesh, &seen), [short, configured]);
     }
     mesh.clusters[0].persistent_keepalive = 0;
-    // The keepalive stays when the report ends, while the node publishes only private addresses.
+    // The report ends. The keepalive stays until the node publishes an address that is not private.
     write_plan(&mesh, &mut seen);
     let reported = seen.clone();
     let forget = |seen: &mut Observations| {
@@ -125,11 +127,11 @@ fn node_seen_at_other_address_gets_short_keepalive() {
         member.nodes.get_mut("x").unwrap().external_ips = vec!["198.51.100.9".parse().unwrap()];
     });
     assert_eq!(keepalive(&mesh, &seen), [0, 0]);
+    // At its own address, but with another port: another socket of the node, not a NAT. Without existing Peers no keepalive stays.
     seen = reported;
     edit(&mut seen, &secret("tenant"), |member| {
         member.peers = Some(BTreeMap::new())
     });
-    // At its own address, but with another port: another socket of the node, not a NAT.
     report(
         &mut seen,
         (&ClusterIdentity::Local, "a"),
@@ -140,7 +142,7 @@ fn node_seen_at_other_address_gets_short_keepalive() {
 }
 
 #[test]
-fn two_endpoints_of_one_member_are_candidates() {
+fn two_endpoints_reported_by_one_member_are_candidates() {
     // The NAT has mapped x to another port. One node of the hub has seen that already.
     let (mesh, mut seen) = three_clusters();
     report(&mut seen, (&ClusterIdentity::Local, "a"), key(X_KEY), NAT);
@@ -163,7 +165,7 @@ fn false_reports_leave_other_candidates_in_place() {
     let evil = member(&[("e1", node(4, 1)), ("e2", node(4, 2))]);
     seen.members.insert(secret("evil"), Observation::Fresh(evil));
     report(&mut seen, (&ClusterIdentity::Local, "b"), key(X_KEY), NAT);
-    // "evil" sorts before "mgmt". Each of its Nodes reports another endpoint.
+    // "evil" sorts before "mgmt" and reports two endpoints. Only one is used: the members take turns, the hub first.
     report(&mut seen, (&secret("evil"), "e1"), key(X_KEY), "203.0.113.66:1");
     report(&mut seen, (&secret("evil"), "e2"), key(X_KEY), "203.0.113.66:2");
     let wanted = ["192.168.2.1:51820", NAT, "203.0.113.66:1"].map(socket);
@@ -175,16 +177,17 @@ fn false_reports_leave_other_candidates_in_place() {
         }
         assert_eq!(endpoints(&mesh, &seen, "branch", X_PEER), wanted[..2], "{forbidden}");
     }
-    // Nodes that are not Ready, and members that are not trusted, report nothing.
+    // Reports of a Ready node of a trusted member count.
     report(&mut seen, (&secret("evil"), "e1"), key(X_KEY), "203.0.113.66:1");
     report(&mut seen, (&secret("evil"), "e2"), key(X_KEY), "203.0.113.66:1");
     assert_eq!(endpoints(&mesh, &seen, "branch", X_PEER), wanted);
-    let mut without_reports = mesh.clone();
-    without_reports.clusters[3].profile = Profile::Sandbox;
-    assert_eq!(endpoints(&without_reports, &seen, "branch", X_PEER), wanted[..2]);
-    without_reports.clusters[3].profile = Profile::ClusterMeshed;
-    without_reports.clusters[3].quarantine = true;
-    assert_eq!(endpoints(&without_reports, &seen, "branch", X_PEER), wanted[..2]);
+    // Reports of a sandbox, of a quarantined member and of Nodes that are not Ready are ignored.
+    let mut untrusted = mesh.clone();
+    untrusted.clusters[3].profile = Profile::Sandbox;
+    assert_eq!(endpoints(&untrusted, &seen, "branch", X_PEER), wanted[..2]);
+    untrusted.clusters[3].profile = Profile::ClusterMeshed;
+    untrusted.clusters[3].quarantine = true;
+    assert_eq!(endpoints(&untrusted, &seen, "branch", X_PEER), wanted[..2]);
     edit(&mut seen, &secret("evil"), |member| {
         member.nodes.values_mut().for_each(|node| node.ready = false);
     });

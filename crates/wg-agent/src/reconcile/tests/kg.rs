@@ -157,7 +157,7 @@ async fn table_that_could_not_be_removed_is_removed_by_the_next_pass() {
 #[tokio::test]
 async fn table_of_policy_mode_is_not_removed() {
     let (mut agent, ..) = agent(Box::new(|_| unreachable!("kg owns the tunnel")));
-    // An agent in policy mode writes a table, but no rules and no routes.
+    // An agent in policy mode writes a firewall table, but no routes and no policy routing rules.
     agent.deps.kernel.firewall.backend().run("table").await.unwrap();
     agent.deps.cluster.store = cluster(Some(5));
     assert!(!agent.pass().await);

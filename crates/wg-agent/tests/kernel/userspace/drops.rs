@@ -74,7 +74,7 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
     b.ns.enter(|| {
         let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
         for round in 0..20_000_u32 {
-            // Datagrams of each message type, with the right length, lengths near it, and random lengths.
+            // The first byte is the message type: 1 to 4 are valid, 0 and 5 are not. Each type comes with each length.
             let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
             let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
             for (byte, value) in datagram.iter_mut().zip([(round / 12 % 6) as u8, 0, 0, 0]) {

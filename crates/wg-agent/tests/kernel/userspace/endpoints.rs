@@ -12,7 +12,7 @@ pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Opti
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     for round in 0..5 {
-        // A device answers at most one initiation of a peer every 20 ms; the next attempt would come after 5 s.
+        // A device ignores an initiation within 20 ms of the peer's last one, and the peer would repeat it only after 5 s.
         wait_until("the last handshake to be older", TIMEOUT, || {
             b.stats(1)
                 .handshake_age
