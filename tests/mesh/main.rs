@@ -2,6 +2,7 @@
 
 mod documents;
 mod dual;
+mod equal;
 mod flows;
 mod grants;
 mod iptables;

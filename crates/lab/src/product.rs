@@ -279,6 +279,14 @@ impl<'a> Product<'a> {
         text
     }
 
+    /// Does the same as [`Product::mesh`], with some `cluster-meshed` members as masqueraded ones. Such a member's `allowedNetworks` is
+    /// only its WireGuard range.
+    #[must_use]
+    pub fn mesh_masqueraded(&self, masqueraded: &[&str], egress: &[(&str, &str)]) -> String {
+        let sandboxed = self.mesh_with(masqueraded, egress);
+        sandboxed.replace("isolationProfile: sandbox", "addressing: Masqueraded")
+    }
+
     /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::wait_until_ready`]).
     ///
     /// # Errors

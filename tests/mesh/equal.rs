@@ -1,0 +1,212 @@
+//! Tests two `cluster-meshed` tenants with equal pod and Service networks, `addressing: Masqueraded` and one hub, on whole clusters. The
+//! tenants use pods and Services of the hub at the same time. Nothing reaches their pods through the mesh.
+
+use std::net::IpAddr;
+
+use clustermesh_lab::{Answer, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, Tunnel, wait_until};
+use serde_json::Value;
+
+use crate::setup::{HUB, PATIENCE, anchors_of, assert_answers, expected_answer, host, json, pod, url, wireguard};
+
+const TENANTS: [&str; 2] = ["tenant-a", "tenant-b"];
+/// Mirrors the hub's web servers in a tenant under the name `hub-web`.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    product: Product<'a>,
+    hub: Cluster<'a>,
+    hub_webs: Vec<RunningPod>,
+    tenants: [Tenant<'a>; 2],
+}
+
+struct Tenant<'a> {
+    cluster: Cluster<'a>,
+    webs: Vec<RunningPod>,
+}
+
+// threat: equal-pod-networks
+#[tokio::test]
+async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
+    let plan = LabPlan::clusters(&[(HUB, 2), (TENANTS[0], 2), (TENANTS[1], 2)]).with_ranges_of(TENANTS[1], TENANTS[0]);
+    let lab = Lab::start(plan).await.unwrap();
+    let product = Product::install(&lab, &[HUB, TENANTS[0], TENANTS[1]], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
+    let tenant = async |name| {
+        let cluster = lab.cluster(name);
+        let webs = cluster.run_web().await.unwrap();
+        Tenant { cluster, webs }
+    };
+    let env = TestEnv {
+        lab: &lab,
+        hub: lab.cluster(HUB),
+        hub_webs: lab.cluster(HUB).run_web().await.unwrap(),
+        tenants: [tenant(TENANTS[0]).await, tenant(TENANTS[1]).await],
+        product,
+    };
+    let egress = TENANTS.map(|tenant| (tenant, EGRESS));
+    let mesh = env.product.mesh_masqueraded(&TENANTS, &egress);
+    env.product.mesh_up(&mesh).await.unwrap();
+
+    env.pods_reach_hub_from_their_nodes_addresses().await;
+    env.hub_services_answer_in_both_tenants().await;
+    env.peers_contain_only_wireguard_addresses_of_tenants().await;
+    env.nodes_ping_each_other().await;
+    env.tenants_pods_are_reached_only_in_their_cluster().await;
+    env.second_routed_tenant_is_refused(&egress).await;
+}
+
+impl TestEnv<'_> {
+    /// Addresses of the tenants' pods are equal, so a pod of the hub sees the WireGuard address of the client's node.
+    async fn pods_reach_hub_from_their_nodes_addresses(&self) {
+        for tenant in &self.tenants {
+            for from in &tenant.webs {
+                let node = wireguard(&tenant.cluster, &from.node).await;
+                for to in &self.hub_webs {
+                    for client in [pod(from), host(&from.node)] {
+                        let answer = self.lab.http_get_until_answered(&client, &url(to.ip, 8080)).await;
+                        assert_eq!(answer.unwrap(), expected_answer(to, node), "{client}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The mirrored Service, and the hub's ClusterIP through the anchor.
+    async fn hub_services_answer_in_both_tenants(&self) {
+        let cluster_ip = self.hub.cluster_ip("default", "web").await.unwrap();
+        for tenant in &self.tenants {
+            let mirrored = tenant.cluster.cluster_ip("default", "hub-web").await.unwrap();
+            let services = self.hub.plan().service_cidr.to_string();
+            let [anchor] = &anchors_of(&services, &tenant.cluster).await[..] else {
+                panic!("{services} has not exactly one anchor")
+            };
+            for from in &tenant.webs {
+                let node = wireguard(&tenant.cluster, &from.node).await;
+                assert_answers(self.lab, &pod(from), &url(mirrored, 80), &self.answers(|_| node)).await;
+                let behind_anchor = self.answers(|to| self.source_behind(anchor, to));
+                assert_answers(self.lab, &pod(from), &url(cluster_ip, 80), &behind_anchor).await;
+            }
+        }
+    }
+
+    fn answers(&self, client_ip: impl Fn(&RunningPod) -> IpAddr) -> Vec<Answer> {
+        self.hub_webs
+            .iter()
+            .map(|to| expected_answer(to, client_ip(to)))
+            .collect()
+    }
+
+    /// The address from which an anchor's packets reach a pod: on the anchor itself it is the bridge's.
+    fn source_behind(&self, anchor: &str, to: &RunningPod) -> IpAddr {
+        match to.ip {
+            IpAddr::V4(ip) if to.node == anchor => {
+                let [a, b, c, _] = ip.octets();
+                IpAddr::from([a, b, c, 1])
+            }
+            _ => self.lab.node(anchor).address().into(),
+        }
+    }
+
+    async fn peers_contain_only_wireguard_addresses_of_tenants(&self) {
+        let peers = json(&self.hub, &["get", "peers"]).await;
+        let peers = peers["items"].as_array().unwrap();
+        let ranges = |peer: &Value| peer["spec"]["allowedIPs"].as_array().unwrap().clone();
+        let mut found: Vec<Value> = peers.iter().flat_map(ranges).collect();
+        let mut wanted = vec![];
+        for tenant in &self.tenants {
+            for web in &tenant.webs {
+                wanted.push(format!("{}/32", wireguard(&tenant.cluster, &web.node).await).into());
+            }
+        }
+        found.sort_by_key(Value::to_string);
+        wanted.sort_by_key(Value::to_string);
+        assert_eq!(found, wanted);
+    }
+
+    /// Nodes of the hub and of both tenants, in both directions.
+    async fn nodes_ping_each_other(&self) {
+        let [a, b] = &self.tenants;
+        let hub = (&self.hub, &self.hub_webs);
+        for [(from, from_pods), (to, to_pods)] in [
+            [hub, (&a.cluster, &a.webs)],
+            [(&a.cluster, &a.webs), (&b.cluster, &b.webs)],
+            [(&b.cluster, &b.webs), hub],
+        ] {
+            for [(_, clients), (cluster, targets)] in
+                [[(from, from_pods), (to, to_pods)], [(to, to_pods), (from, from_pods)]]
+            {
+                let address = wireguard(cluster, &targets[0].node).await;
+                let client = host(&clients[0].node);
+                wait_until(format!("{client} to reach {address}"), PATIENCE, async || {
+                    let answered = self.lab.ping(&client, address).await;
+                    answered
+                        .map_err(|error| error.to_string())?
+                        .then_some(())
+                        .ok_or("no reply".to_owned())
+                })
+                .await
+                .unwrap();
+            }
+        }
+    }
+
+    /// An address of the equal networks is a pod of the client's own cluster, and in the hub nothing at all.
+    async fn tenants_pods_are_reached_only_in_their_cluster(&self) {
+        let [a, b] = &self.tenants;
+        for to in &a.webs {
+            let at = url(to.ip, 8080);
+            let answer = self.lab.http_get(&pod(&self.hub_webs[0]), &at).await.unwrap();
+            assert!(answer.is_err(), "{answer:?}");
+            for from in &b.webs {
+                match self.lab.http_get(&pod(from), &at).await.unwrap() {
+                    Ok(answer) => assert!(b.webs.iter().any(|web| web.name == answer.pod), "{answer:?}"),
+                    Err(error) => println!("{} has no pod {}: {error}", from.node, to.ip),
+                }
+            }
+        }
+    }
+
+    /// Of two `Routed` members with equal networks, none is planned anew. The mesh names both and the field, the Peers stay, and so do
+    /// the connections of the masqueraded setting.
+    async fn second_routed_tenant_is_refused(&self, egress: &[(&str, &str)]) {
+        let before = self.peer_specs().await;
+        self.hub.apply(&self.product.mesh(egress)).await.unwrap();
+        let message = wait_until("the mesh to refuse equal pod networks", PATIENCE, async || {
+            let mesh = json(&self.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
+            let conditions = mesh["status"]["conditions"].as_array().unwrap();
+            let ready = conditions.iter().find(|one| one["type"] == "Ready").unwrap();
+            let message = ready["message"].as_str().unwrap_or_default();
+            if ready["status"] == "False" && TENANTS.iter().all(|tenant| message.contains(tenant)) {
+                Ok(message.to_owned())
+            } else {
+                Err(ready.to_string())
+            }
+        })
+        .await
+        .unwrap();
+        println!("{message}");
+        assert_eq!(self.peer_specs().await, before);
+        self.pods_reach_hub_from_their_nodes_addresses().await;
+        let masqueraded = self.product.mesh_masqueraded(&TENANTS, egress);
+        self.product.mesh_up(&masqueraded).await.unwrap();
+        self.pods_reach_hub_from_their_nodes_addresses().await;
+    }
+
+    async fn peer_specs(&self) -> Vec<Value> {
+        let mut specs = vec![];
+        for cluster in [&self.hub, &self.tenants[0].cluster, &self.tenants[1].cluster] {
+            let peers = json(cluster, &["get", "peers"]).await;
+            specs.extend(
+                peers["items"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|peer| peer["spec"].clone()),
+            );
+        }
+        specs
+    }
+}
