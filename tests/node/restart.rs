@@ -252,8 +252,8 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &passive)
         .await
         .expect("replace the Peer");
-    // The cached Peer has no endpoint any more. The cache also contains the live endpoint of each peer, from which it last sent. After
-    // the restart, only this tells the agent where to send its pings.
+    // The cached Peer has no endpoint any more. But the cache contains the endpoint from which the peer last sent. After the restart, the
+    // agent knows no other endpoint for the handshake, and for the test's ping through the tunnel.
     wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("the agent exits").success(),

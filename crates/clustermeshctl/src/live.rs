@@ -195,7 +195,8 @@ impl<'a> Hub<'a> {
             hub_networks,
             ..
         } = self.args;
-        // With `--hub-namespace`, the own namespace of the controller has no rights by default, so it need not be known.
+        // Without `--hub-namespace`, the rights depend on the controller's own namespace, which is not known here, so no mesh is checked.
+        // With the flag, that namespace (the last parameter) has no effect.
         let namespaces = (!hub_namespaces.is_empty())
             .then(|| HubNamespaces::new(hub_namespaces, member_namespaces, hub_networks, ""));
         let mut meshes = Vec::new();

@@ -127,16 +127,16 @@ impl PeerTracker {
     /// For each peer whose endpoint must be set, copies the endpoint that the device uses into `configured`, so that a comparison with the
     /// desired endpoint finds a difference. Returns these peers. A peer that has sent since the last poll keeps the endpoint from which it
     /// sent.
-    pub(crate) fn override_roaming(&self, observed: &mut ObservedPeers) -> BTreeSet<PublicKey> {
-        let mut overridden = BTreeSet::new();
+    pub(crate) fn replace_configured_by_used(&self, observed: &mut ObservedPeers) -> BTreeSet<PublicKey> {
+        let mut copied = BTreeSet::new();
         for (key, tracked) in self.peers.iter().filter(|(_, tracked)| tracked.must_set) {
             let Some(peer) = observed.get_mut(key) else { continue };
             if peer.stats.rx_bytes <= tracked.stats.rx_bytes {
                 peer.configured.endpoint = peer.stats.endpoint;
-                overridden.insert(*key);
+                copied.insert(*key);
             }
         }
-        overridden
+        copied
     }
 
     /// The destination of outer packets to each peer: the endpoint that the device uses now, else the configured one.
@@ -207,9 +207,9 @@ impl PeerTracker {
         (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// Takes the endpoints of peers with a live session from the device. Called after it was opened: an earlier process may have left it
-    /// with peers.
-    pub(crate) fn keep_live_endpoints(&mut self, observed: &ObservedPeers) {
+    /// Adds the endpoints that the device has for peers with a live session. Called after it was opened: an earlier process may have left
+    /// it with peers.
+    pub(crate) fn learn_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
             .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME));
@@ -219,7 +219,7 @@ impl PeerTracker {
 
     /// Forgets the state of all peers, but not their live endpoints, which are tried first. Called when the device was opened or its
     /// private key changed: the recorded handshakes do not prove a session of the opened device, or with the new key.
-    pub(crate) fn reset(&mut self) {
+    pub(crate) fn reset_except_live_endpoints(&mut self) {
         self.peers.clear();
     }
 }

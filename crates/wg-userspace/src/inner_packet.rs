@@ -7,7 +7,7 @@ const IPV4_HEADER: usize = 20;
 /// Length of the IPv6 header (RFC 8200 §3).
 const IPV6_HEADER: usize = 40;
 
-/// Returns the destination; `None` = the packet does not begin with a whole IP header.
+/// Returns the destination; `None` = the packet is not IP, or is shorter than the fixed header (without IPv4 options).
 pub(crate) fn destination(packet: &[u8]) -> Option<IpAddr> {
     Some(match packet.first()? >> 4 {
         4 if packet.len() >= IPV4_HEADER => IpAddr::from(*packet.get(16..)?.first_chunk::<4>()?),

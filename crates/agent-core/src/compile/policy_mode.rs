@@ -47,7 +47,8 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         mesh_networks.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let mesh = aggregate(mesh_networks.iter().chain(before));
-    // As in `compile`: the pod CIDRs of a shared pod network are not bound to nodes.
+    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so it does not count as elsewhere. A shared
+    // pod network is recognized by being anchored.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere

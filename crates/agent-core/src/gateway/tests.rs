@@ -140,7 +140,8 @@ fn messages(compiled: &Compiled) -> Vec<String> {
     compiled.refused.iter().map(ToString::to_string).collect()
 }
 
-/// Asserts that `inputs` compile to the same state as `accepted`, the same inputs without the refused parts, and to these refusals.
+/// Asserts that compiling `inputs` refuses exactly these parts, and that the rest of the result is that of `accepted`: the inputs without
+/// the refused parts.
 #[track_caller]
 fn assert_refused(inputs: &Inputs, accepted: &Inputs, refused: &[&str]) {
     let mut compiled = compile(inputs);

@@ -72,6 +72,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .collect(),
         discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
         server: server(agent.as_ref()),
+        // How packets bypass the PeerPolicies on this node.
         bypassed: agent.and_then(|agent| agent.bypassed()),
         held_for: None,
     }

@@ -30,7 +30,7 @@ pub(super) struct LoadedMesh {
     /// Reason and message of the condition if the mesh is refused.
     pub(super) refused: Option<(&'static str, String)>,
     /// Names of the entries that have accepted networks in the status but are missing in `mesh`. It is unknown which clusters they are.
-    /// Empty if the mesh is not refused.
+    /// Used only in a mesh in deletion; empty if the mesh is not refused.
     pub(super) unlocatable: BTreeSet<String>,
 }
 
@@ -91,7 +91,8 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         },
     };
     let mut mesh = last_valid_mesh(&object, last_valid);
-    // A refused mesh in deletion is not reduced, because this would remove accepted networks, from which `unlocatable` is computed.
+    // `unlocatable`, which is needed only for a mesh in deletion, is computed from the accepted networks. Reducing the mesh would remove
+    // those of entries that are missing in `mesh`.
     if !deleting {
         hub.namespaces.reduce_to_allowed(&mut mesh);
     }

@@ -42,7 +42,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     taken_keys: BTreeMap<PublicKey, String>,
     /// Keys of existing Peers that other meshes keep, with the source cluster of each.
     kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
-    /// Names of existing Peers without a mesh label that this mesh adopts again, by key.
+    /// Names of this hub's existing Peers that lost their mesh label and that this mesh adopts, by key.
     readopted: BTreeMap<PublicKey, String>,
     /// The taken prefixes, each with its owner as text for messages.
     taken_prefixes: BTreeMap<IpNet, String>,
@@ -128,7 +128,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    /// Adopts an existing Peer without mesh label, if its name, key and remaining labels show that it describes this node.
+    /// Adopts a Peer of this hub that lost its mesh label, if its name, key and remaining labels show that it describes this node.
     /// Its key and prefixes become free for the planned Peer.
     fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
         let mesh = self.inputs.mesh;

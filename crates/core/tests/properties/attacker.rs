@@ -1,6 +1,6 @@
 //! Property tests for a hostile administrator of a sandbox: its Nodes claim keys, addresses and prefixes of other members, its API server
-//! claims the UID of another cluster, or it has ten thousand Nodes. Objects for other members do not change, and the sandbox's own
-//! objects stay within its entry.
+//! claims the UID of another cluster, or it has ten thousand Nodes. Objects in other members do not change, except the nodes in the
+//! sandbox's SandboxAccesses: these have only keys that no other member has, and addresses in the networks of the sandbox's entry.
 
 use std::net::IpAddr;
 
@@ -148,7 +148,7 @@ proptest! {
         uid in select(&["uid-0", "uid-1", "uid-2"][..]),
     ) {
         let before = state_without_sandbox(&planned(&scenario));
-        // The keys of the hub's node and of the node of `c1`, and a key of the sandbox's own.
+        // The keys of the hub's node and of the node of `c1`, and a key that only the sandbox has.
         let keys = [PublicKey::new([50; 32]), PublicKey::new([60; 32]), PublicKey::new([200; 32])];
         let mut attacked = scenario;
         let member = sandbox(&mut attacked);

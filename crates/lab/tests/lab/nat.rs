@@ -7,8 +7,8 @@ use clustermesh_lab::{Lab, LabPlan, NatKind, Node};
 const PORT: u16 = 51820;
 const INITIAL_KIND: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
 
-/// Sends the text of [`PORT`] from this port of a host to each of these sockets, for two seconds. Returns the datagrams that the host
-/// receives: sender and text. An echo server puts the endpoint at which it sees the host in front of the text.
+/// Sends datagrams from port [`PORT`] of a host to each of these sockets, for two seconds; their text is the port number. Returns the
+/// datagrams that the host receives: sender and text. An echo server puts the endpoint at which it sees the host in front of the text.
 async fn exchange(from: &Node<'_>, to: &[SocketAddr]) -> Vec<(SocketAddr, String)> {
     let mut words = [env!("CARGO_BIN_EXE_lab-probe"), "udp-talk", "51820", "2"]
         .map(str::to_owned)
@@ -69,7 +69,7 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
     // Endpoint-independent mapping: the same port for every server, another one for each host.
     assert_eq!(seen_at(&a1, &servers).await, [public("a", 40001); 2]);
     assert_eq!(seen_at(&a2, &servers).await, [public("a", 40002); 2]);
-    // Filtering: only hosts to which a1 sends reach it.
+    // Address and port-dependent filtering: only from addresses and ports to which a1 sends do datagrams reach it.
     let to_a1 = [public("a", 40001)];
     let (at_a1, _) = tokio::join!(exchange(&a1, &servers[..1]), exchange(&stranger, &to_a1));
     let senders: Vec<SocketAddr> = at_a1.iter().map(|(sender, _)| *sender).collect();

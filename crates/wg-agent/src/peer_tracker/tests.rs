@@ -109,7 +109,7 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
         sync(&mut tracker, candidates, start);
         assert_eq!(tracker.configured_endpoint(&KEY), Some(at(private)));
         assert!(
-            tracker.override_roaming(&mut device).is_empty(),
+            tracker.replace_configured_by_used(&mut device).is_empty(),
             "the live endpoint stays: {candidates:?}"
         );
     }
@@ -122,7 +122,7 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
     );
     assert!(tracker.update(&device, after(31)));
     assert_eq!(tracker.configured_endpoint(&KEY), Some(at(remapped)));
-    assert_eq!(tracker.override_roaming(&mut device), [KEY].into());
+    assert_eq!(tracker.replace_configured_by_used(&mut device), [KEY].into());
     assert_eq!(
         device[&KEY].configured.endpoint,
         Some(at(mapped)),
@@ -131,7 +131,7 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
     // The device has the new endpoint, from which nothing has come yet.
     let mut device = roamed(remapped, remapped, 1, 1);
     tracker.update(&device, after(36));
-    assert!(tracker.override_roaming(&mut device).is_empty());
+    assert!(tracker.replace_configured_by_used(&mut device).is_empty());
     assert_eq!(tracker.live_endpoints()[&KEY], at(mapped));
     tracker.update(&roamed(remapped, remapped, 2, 2), after(41));
     assert_eq!(tracker.live_endpoints()[&KEY], at(remapped));
@@ -179,11 +179,11 @@ fn packet_from_another_endpoint_cancels_endpoint_change() {
     let mut device = roamed("192.0.2.2:1", "203.0.113.5:777", 2, 1);
     let before = device.clone();
     assert!(
-        tracker.override_roaming(&mut device).is_empty(),
+        tracker.replace_configured_by_used(&mut device).is_empty(),
         "the packet came after the last poll"
     );
     tracker.update(&device, now);
-    assert!(tracker.override_roaming(&mut device).is_empty());
+    assert!(tracker.replace_configured_by_used(&mut device).is_empty());
     assert_eq!(
         device, before,
         "the configured endpoint is the desired one, so nothing is written"
@@ -273,11 +273,11 @@ fn new_device_tries_the_live_endpoint_before_the_candidates() {
         "the live endpoint is kept although the peer has not answered"
     );
     tracker.update(&observed(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
-    tracker.reset();
+    tracker.reset_except_live_endpoints();
     sync(&mut tracker, &["192.0.2.1:1"], after(30));
     assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
     // The same for a peer without candidates.
-    tracker.reset();
+    tracker.reset_except_live_endpoints();
     sync(&mut tracker, &[], after(31));
     assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
 }

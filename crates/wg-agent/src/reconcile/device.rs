@@ -67,8 +67,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             open.mtu = mtu;
             if open.key != public {
                 open.key = public;
-                // The device has no session with the new key. `reset` keeps the live endpoints, at which each peer is tried first.
-                self.tracker.reset();
+                // The device has no session with the new key.
+                self.tracker.reset_except_live_endpoints();
             }
         }
         Ok(false)
@@ -86,10 +86,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             mtu,
             "device opened"
         );
-        self.tracker.reset();
+        self.tracker.reset_except_live_endpoints();
         self.repair_counter.forget_device();
         let observed = device.observe()?;
-        self.tracker.keep_live_endpoints(&observed.peers);
+        self.tracker.learn_live_endpoints(&observed.peers);
         self.device.open = Some(OpenDevice {
             device,
             mtu,
@@ -130,16 +130,18 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
             if observed.altered.contains(&Altered::PrivateKey) {
                 // The device has no session with the restored key.
-                self.tracker.reset();
+                self.tracker.reset_except_live_endpoints();
             }
         }
-        let overridden = self.tracker.override_roaming(&mut observed.peers);
+        // The device may use another endpoint (roaming) than the configured one. Where the agent must set the endpoint, `diff` compares the
+        // used one, so that it finds a change.
+        let must_set = self.tracker.replace_configured_by_used(&mut observed.peers);
         let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        // An overridden endpoint is the agent's own change and repairs nothing.
-        let maybe_repairs = changes.iter().filter(|change| !overridden.contains(change.key()));
+        // In the peers of `must_set`, the agent itself changes the endpoint, so this is no repair.
+        let maybe_repairs = changes.iter().filter(|change| !must_set.contains(change.key()));
         let repaired = self.repair_counter.count_peer_repairs(&desired, maybe_repairs);
         self.deps.report.metrics.count_repairs("peers", repaired);
         self.deps.report.metrics.count_changes("device", changes.len());

@@ -37,6 +37,7 @@ fn service_that_is_absent_or_has_no_such_port_is_refused() {
     let absent = Some(Service::Absent);
     assert_service_refused(sql("x", 2), absent, "ServiceMissing: there is no Service team/x");
     let mut other = sql("x", 2);
+    // The quotation mark must be escaped in the message.
     other.port = "\"log".to_owned();
     let seen = Some(Service::Observed(observed_service([])));
     assert_service_refused(

@@ -1,5 +1,5 @@
-//! Tests which mesh or Node gets a key, prefix or Service name in a target if several claim it, and which Peers without a mesh label
-//! are adopted.
+//! Tests which mesh or Node gets a key, prefix or Service name in a target if several claim it, and which Peers that lost their
+//! mesh label are adopted.
 
 use super::*;
 
@@ -243,7 +243,7 @@ fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
 }
 
 #[test]
-fn peer_without_mesh_label_is_adopted_again() {
+fn own_peer_that_lost_its_mesh_label_is_adopted() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -275,7 +275,7 @@ fn peer_without_mesh_label_is_adopted_again() {
 }
 
 #[test]
-fn peer_without_our_labels_is_not_adopted() {
+fn peer_with_other_labels_or_key_is_not_adopted() {
     let mesh = two_clusters();
     let mut written = seen();
     write_plan(&mesh, &mut written);
@@ -303,7 +303,8 @@ fn peer_without_our_labels_is_not_adopted() {
         key(33)
     );
     let refused = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
-    // Peers of a person, of another hub, of another mesh of this hub, and of another source.
+    // The Peer has no mesh label, and its other labels are those of a person's Peer (none), of another hub, of another namespace, or of
+    // another source.
     assert_eq!(changed(&|peer| peer.owner = Owner::default()), refused);
     assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), refused);
     assert_eq!(

@@ -165,7 +165,8 @@ fn false_reports_leave_other_candidates_in_place() {
     let evil = member(&[("e1", node(4, 1)), ("e2", node(4, 2))]);
     seen.members.insert(secret("evil"), Observation::Fresh(evil));
     report(&mut seen, (&ClusterIdentity::Local, "b"), key(X_KEY), NAT);
-    // "evil" sorts before "mgmt" and reports two endpoints. Only one is used: the members take turns, the hub first.
+    // "evil" sorts before "mgmt" and reports two endpoints. A Peer gets at most two endpoints that other members report. The members take
+    // turns, the hub first, so one endpoint of "evil" is used.
     report(&mut seen, (&secret("evil"), "e1"), key(X_KEY), "203.0.113.66:1");
     report(&mut seen, (&secret("evil"), "e2"), key(X_KEY), "203.0.113.66:2");
     let wanted = ["192.168.2.1:51820", NAT, "203.0.113.66:1"].map(socket);
