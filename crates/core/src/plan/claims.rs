@@ -15,6 +15,8 @@ use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId, overlap};
 pub(super) struct Accepted {
     /// The networks by mesh and entry name. A refused entry has an empty list, or the networks that it had before.
     pub(super) networks: BTreeMap<(MeshId, String), Vec<IpNet>>,
+    /// The entries whose newer claim is refused, so that they keep the networks that they had before.
+    pub(super) kept_former: BTreeSet<(MeshId, String)>,
     /// The conflicts by mesh.
     pub(super) facts: BTreeMap<MeshId, BTreeSet<Fact>>,
 }
@@ -131,6 +133,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     let meshes_accepted_before: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut refused_meshes: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
+    let mut kept_former = BTreeSet::new();
     for &entry in &entries {
         let before = previous.remove(&entry.key()).unwrap_or_default();
         let claimed = canonical(&entry.cluster.allowed);
@@ -139,6 +142,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         {
             let is_other_mesh = conflict.owner.mesh.id != entry.mesh.id;
             let outcome = if !before.is_empty() {
+                kept_former.insert(entry.key());
                 "this cluster keeps the networks that it had"
             } else if is_other_mesh && !meshes_accepted_before.contains(&entry.mesh.id) {
                 refused_meshes.insert(entry.mesh.id.clone());
@@ -160,6 +164,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     }
     Accepted {
         networks,
+        kept_former,
         facts: owners.facts,
     }
 }

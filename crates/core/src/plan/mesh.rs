@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Cluster, ClusterIdentity, Mesh, MeshId, Profile},
-    observe::{Observation, Observations, ObservedPeer, Owner},
+    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, Profile},
+    observe::{Claim, Node, Observation, Observations, ObservedPeer, Owner},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -171,6 +171,15 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             // All accepted networks. The next lines remove those of gateways from `cluster.allowed`.
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
+                // An entry that keeps its former networks keeps its former addressing too. If none of its Nodes has a podCIDR in these
+                // networks, it was masqueraded. Planned as routed, its Nodes would lose their Peers.
+                let is_own = |node: &Node| {
+                    let mut pod_cidrs = node.pod_cidrs.iter().filter_map(Claim::value);
+                    pod_cidrs.any(|network| cluster.allows(network.trunc()))
+                };
+                if self.accepted.kept_former.contains(&key) && !member.nodes.values().any(is_own) {
+                    cluster.addressing = Addressing::Masqueraded;
+                }
                 gateways::remove_gateway_networks(&mut cluster, member);
                 anchor::unanchor_node_addresses(&mut cluster, member);
             }

@@ -99,6 +99,37 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
 }
 
 #[test]
+fn masqueraded_entry_whose_routed_networks_are_refused_keeps_its_peers() {
+    let mut mesh = two_clusters();
+    let other = entry("other", secret("other"), &["100.66.3.0/24"]);
+    mesh.clusters.push(Cluster {
+        addressing: Addressing::Masqueraded,
+        ..other
+    });
+    let mut seen = seen();
+    let with_pods_of_tenant = Node {
+        pod_cidrs: node(2, 1).pod_cidrs,
+        ..node(3, 1)
+    };
+    let nodes = member(&[("x", with_pods_of_tenant)]);
+    seen.members.insert(secret("other"), Observation::Fresh(nodes));
+    let (_, before) = plan_mesh(&mesh, &seen);
+    assert_eq!(*allowed(&before, "mgmt", "m--other--x"), net_set(&["100.66.3.1/32"]));
+
+    let accepted = |(name, report): (&String, &ClusterReport)| (name.clone(), report.accepted.clone());
+    mesh.accepted = before.clusters.iter().map(accepted).collect();
+    mesh.clusters[2] = entry("other", secret("other"), &["100.66.3.0/24", "10.2.0.0/16"]);
+    let (_, after) = plan_mesh(&mesh, &seen);
+    assert!(
+        after
+            .facts
+            .iter()
+            .any(|fact| matches!(fact, Fact::NetworksOverlap { lost: true, .. }))
+    );
+    assert_eq!(after.targets, before.targets);
+}
+
+#[test]
 fn exported_pods_use_their_node_and_other_pods_the_anchor() {
     let mut mesh = two_clusters();
     mesh.clusters[0].pod_network = PodNetwork::Shared;
