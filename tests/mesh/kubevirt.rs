@@ -12,8 +12,8 @@ use std::{
 };
 
 use clustermesh_lab::{
-    AGENT_NAMESPACE, Answer, Captured, Cluster, Lab, LabPlan, Node, Product, Running, RunningPod, TrafficClient,
-    Tunnel, Workers, wait_until,
+    AGENT_NAMESPACE, Answer, Captured, Cluster, Lab, LabPlan, Node, NodeNetwork, Product, Running, RunningPod,
+    TrafficClient, Tunnel, wait_until,
 };
 use futures::future::join_all;
 use nix::sys::signal::Signal;
@@ -101,7 +101,7 @@ impl<'a> TestEnv<'a> {
     async fn new(lab: &'a Lab) -> Self {
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
         let worker = lab.node(WORKER);
-        let Workers::Pods { api, .. } = member.plan().workers else {
+        let NodeNetwork::Pods { api, .. } = member.plan().workers else {
             panic!("{:?}", member.plan().workers)
         };
         assert!(hub.plan().pod_cidr.contains(&worker.address()), "{worker:?}");

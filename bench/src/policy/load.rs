@@ -23,7 +23,7 @@ use super::{
 
 /// Numbers of grants in the table of every gateway, including those of the measured sandbox.
 const GRANTS: [usize; 3] = [EGRESS_GRANTS, 100, 10_000];
-/// The most grants that the schema allows in one SandboxAccess.
+/// The maximum number of grants that the schema allows in one SandboxAccess.
 const MAX_GRANTS_PER_ACCESS: usize = 2048;
 const IDLE_SECONDS: u32 = 60;
 const FILLER: &str = "filler";

@@ -15,9 +15,9 @@ use tower::{BoxError, Layer, Service};
 
 use crate::memory::{Account, Charge, OverBudget};
 
-/// The most bytes of one response, and of one line of a watch. By default etcd accepts objects of at most 1.5 MiB.
+/// The maximum number of bytes in one response, and in one line of a watch. By default etcd accepts objects of at most 1.5 MiB.
 pub const MAX_RESPONSE: usize = 4 * 1024 * 1024;
-/// The most bytes of memory for one parsed response or line, as `Weight` estimates them.
+/// The maximum number of bytes of memory for one parsed response or line, as `Weight` estimates them.
 pub const MAX_PARSED: usize = 16 * 1024 * 1024;
 
 /// While kube collects a body, memory holds it up to three times: as frames, as one buffer and as text.

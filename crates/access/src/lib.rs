@@ -44,7 +44,7 @@ use connect::Connector;
 use kubeconfig::{HubHosts, Refused};
 use memory::Account;
 
-/// The most bytes that hyper buffers for one connection.
+/// The maximum number of bytes that hyper buffers for one connection.
 const CONNECTION_BUFFER: usize = 64 * 1024;
 
 /// Why no client can be made for a member.

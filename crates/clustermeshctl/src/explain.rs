@@ -103,7 +103,7 @@ fn answer(
     let (sources, destinations) = match located {
         Ok(located) => located,
         Err(locate::LocateError::Usage(why)) => return Err(vec![Problem::other(why)]),
-        Err(locate::LocateError::NotFound(why)) => {
+        Err(locate::LocateError::Unresolved(why)) => {
             answer.notes.push(why);
             return Ok(answer);
         }

@@ -69,7 +69,7 @@ const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 /// How long after our own write lists and events may still contain the object as it was before.
 const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
 
-/// The most malformed objects that a feed remembers.
+/// The maximum number of malformed objects that a feed remembers.
 const MAX_MALFORMED: usize = 1_000;
 
 /// The content of a feed.

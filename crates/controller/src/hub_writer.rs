@@ -29,7 +29,7 @@ use crate::{
 
 mod requests;
 
-/// The most requests in flight at the same time.
+/// The maximum number of requests in flight at the same time.
 const MAX_IN_FLIGHT: usize = 4;
 /// The longest pause after a failure.
 const MAX_PAUSE: Duration = Duration::from_secs(30);

@@ -21,9 +21,9 @@ mod lookup_queue;
 
 use lookup_queue::LookupQueue;
 
-/// The most names of one member that are looked up. A hostile member must not cause the controller to flood a DNS server.
+/// The maximum number of names of one member that are looked up. A hostile member must not cause the controller to flood a DNS server.
 const MAX_NAMES: usize = 200;
-/// The most lookups at the same time.
+/// The maximum number of lookups at the same time.
 const MAX_LOOKUPS: usize = 16;
 /// How often each name is looked up again.
 const REFRESH: Duration = Duration::from_secs(60);

@@ -34,8 +34,8 @@ use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
 /// The listen backlog: the value of the examples in the documentation of tokio.
 const BACKLOG: u32 = 1024;
-/// The most concurrent connections: many more than probes, metric scrapers and a person need. Most file descriptors of the process
-/// (often 1,024 before [`crate::descriptors`] raises the limit) are left for the program's own work.
+/// The maximum number of concurrent connections: many more than probes, metric scrapers and a person need. Most file descriptors of the
+/// process (often 1,024 before [`crate::descriptors`] raises the limit) are left for the program's own work.
 const MAX_CONNECTIONS: usize = 64;
 /// Timeout for the head of a request, and therefore also for an idle connection.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);

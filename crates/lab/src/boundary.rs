@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::lab::worker_namespace;
 use crate::product::{Granted, repository_file};
-use crate::{Cluster, Error, Lab, Result, TrafficClient, Workers};
+use crate::{Cluster, Error, Lab, NodeNetwork, Result, TrafficClient};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
 
@@ -29,12 +29,12 @@ impl Lab {
     pub fn boundary(&self, sandbox: &str) -> Result<Boundary<'_>> {
         let sandbox = self.cluster(sandbox);
         match &sandbox.plan().workers {
-            Workers::Pods { of, .. } => Ok(Boundary {
+            NodeNetwork::Pods { of, .. } => Ok(Boundary {
                 lab: self,
                 hub: self.cluster(of),
                 sandbox,
             }),
-            Workers::Underlay | Workers::Nat { .. } => Err(Error::Other(format!(
+            NodeNetwork::Underlay | NodeNetwork::Nat { .. } => Err(Error::Other(format!(
                 "the nodes of {} are not pods: no NetworkPolicy selects them",
                 sandbox.plan().name
             ))),

@@ -34,11 +34,11 @@ pub struct ClusterPlan {
     pub service_cidr: Ipv4Net,
     /// A range for WireGuard addresses, a /24 or a /112. Only [`crate::Product`] uses it.
     pub wireguard_cidr: IpNet,
-    /// The cluster's /24 of the underlay. `.1` = API server, `.240` = load balancer, and with [`Workers::Underlay`] `.10 + n` = node n.
+    /// The cluster's /24 of the underlay. `.1` = API server, `.240` = load balancer, and with [`NodeNetwork::Underlay`] `.10 + n` = node n.
     pub underlay: Ipv4Net,
     /// The network to which the nodes are connected.
     #[serde(default)]
-    pub workers: Workers,
+    pub workers: NodeNetwork,
     /// The IPv6 ranges of a dual-stack cluster. Its first family is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
@@ -84,7 +84,7 @@ impl ProxyMode {
 
 /// The network to which a cluster's nodes are connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Workers {
+pub enum NodeNetwork {
     /// The underlay: each node is a separate machine there.
     #[default]
     Underlay,
@@ -267,7 +267,7 @@ impl LabPlan {
     }
 
     /// Connects the nodes of `cluster` to the pod network of node number `node` of the cluster `of` (see
-    /// [`Workers::Pods`]). The API server of `cluster` also gets a ClusterIP in `of`: address number 100 + `i` of the
+    /// [`NodeNetwork::Pods`]). The API server of `cluster` also gets a ClusterIP in `of`: address number 100 + `i` of the
     /// Service range of `of`, where `i` is the index of `cluster` in the plan.
     ///
     /// # Panics
@@ -281,7 +281,7 @@ impl LabPlan {
         let number = u32::try_from(guest).unwrap_or_default();
         let api = nth(self.clusters[host].service_cidr, 100 + number);
         let of = of.to_owned();
-        self.clusters[guest].workers = Workers::Pods { of, node, api };
+        self.clusters[guest].workers = NodeNetwork::Pods { of, node, api };
         self
     }
 
@@ -294,7 +294,7 @@ impl LabPlan {
         let found = self.clusters.iter_mut().find(|one| one.name == cluster);
         let found = found.unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"));
         let lan = lan.parse().expect("an IPv4 network");
-        found.workers = Workers::Nat { lan, kind };
+        found.workers = NodeNetwork::Nat { lan, kind };
         self
     }
 
@@ -324,10 +324,10 @@ impl LabPlan {
             if cluster.nodes > 200 {
                 return Err(Error::Other(format!("{name}: at most 200 nodes fit into its underlay")));
             }
-            self.validate_workers(cluster)?;
+            self.validate_workers_in_pods(cluster)?;
         }
         let lans = self.clusters.iter().filter_map(|cluster| match cluster.workers {
-            Workers::Nat { lan, .. } => Some(lan),
+            NodeNetwork::Nat { lan, .. } => Some(lan),
             _ => None,
         });
         let mut distinct = std::collections::BTreeSet::new();
@@ -340,15 +340,19 @@ impl LabPlan {
         Ok(())
     }
 
-    fn validate_workers(&self, cluster: &ClusterPlan) -> Result<()> {
-        let Workers::Pods { of, node, .. } = &cluster.workers else {
+    fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
+        let NodeNetwork::Pods { of, node, .. } = &cluster.workers else {
             return Ok(());
         };
         let can_host = |host: &&ClusterPlan| {
-            host.name == *of && host.controllers && host.workers == Workers::Underlay && (1..=host.nodes).contains(node)
+            host.name == *of
+                && host.controllers
+                && host.workers == NodeNetwork::Underlay
+                && (1..=host.nodes).contains(node)
         };
-        let uses_host_node =
-            |one: &&ClusterPlan| matches!(&one.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
+        let is_in_host_node =
+            |network: &NodeNetwork| matches!(network, NodeNetwork::Pods { of: o, node: n, .. } if o == of && n == node);
+        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.workers);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Other(format!(
                 "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
@@ -370,7 +374,7 @@ impl ClusterPlan {
     /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
     ///
     /// # Panics
-    /// When `index` is above 23. A much larger N would not fit: 10 * N + 1 must be an octet.
+    /// When `index` is above 23.
     pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
         let n = u8::try_from(index + 1)
             .ok()
@@ -385,7 +389,7 @@ impl ClusterPlan {
             service_cidr: net(10, 10 * n + 1, 0, 16),
             wireguard_cidr: net(100, 66, n, 24).into(),
             underlay: net(172, 30, n, 24),
-            workers: Workers::Underlay,
+            workers: NodeNetwork::Underlay,
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
@@ -395,8 +399,8 @@ impl ClusterPlan {
     /// The address at which the cluster's nodes and pods reach the API server (port 6443).
     pub(crate) fn advertised_api(&self) -> Ipv4Addr {
         match self.workers {
-            Workers::Underlay | Workers::Nat { .. } => self.api_address(),
-            Workers::Pods { api, .. } => api,
+            NodeNetwork::Underlay | NodeNetwork::Nat { .. } => self.api_address(),
+            NodeNetwork::Pods { api, .. } => api,
         }
     }
 
@@ -445,10 +449,10 @@ impl ClusterPlan {
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
 
-    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`Workers::Pods`] see [`Self::node_in_pods`].
+    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see [`Self::node_in_pods`].
     pub fn node(&self, n: u8) -> NodePlan {
         let (address, uplink) = match &self.workers {
-            Workers::Nat { lan, .. } => {
+            NodeNetwork::Nat { lan, .. } => {
                 let router = self.nat_router();
                 (self.address_behind_nat(*lan, n), Uplink::Nat { lan: *lan, router })
             }

@@ -1,8 +1,8 @@
 //! Generates scenarios for property tests: meshes and the observed state of their members.
 //!
-//! Most networks, addresses and keys occur in only one cluster: collisions would prevent Peers. The other values come from small
-//! shared pools, so that some names, keys, addresses and labels of different clusters collide. [`scenario`] generates any scenario;
-//! those of [`sandboxed`] have a sandbox with a valid grant.
+//! Most networks, addresses and keys occur in only one cluster, because collisions prevent Peers. The rest of them, and all names and
+//! labels, come from small pools that the clusters share, so that some of them collide. [`scenario`] generates any scenario; those of
+//! [`sandboxed`] have a sandbox with a valid grant.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};

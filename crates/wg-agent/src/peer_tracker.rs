@@ -1,5 +1,12 @@
-//! Tracks each peer over time: chooses the endpoint to configure, and derives the peer's state from the device's
-//! counters. The rules are in `clustermesh_agent_core::health`. The caller passes the time.
+//! Chooses the endpoint of each peer, and derives the peer's state (up, down or unknown) from the device's counters. The rules for
+//! both are in `clustermesh_agent_core::health`. The caller passes the time.
+//!
+//! A peer has three kinds of endpoints:
+//! - The candidates are the endpoints in its Peer object. The first is the one that the peer's node publishes or that a person sets.
+//!   Others can be endpoints at which other nodes of this cluster report to see the peer (`kilo.squat.ai/discovered-endpoints`).
+//! - The desired endpoint is the one that this module chooses and the agent writes to the device.
+//! - The endpoint in use is the one to which the device sends. At first it is the desired one, but WireGuard replaces it by the
+//!   source of each authenticated packet of the peer (roaming).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,35 +26,38 @@ use crate::publish::discovered::LivePeer;
 /// paper §6.2), and retries every 5 s; three attempts may be lost.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
 
-/// A peer from which nothing came for this time does not reach this node at present: behind a NAT it sends a keepalive every 25 s.
+/// A peer behind a NAT sends a keepalive every 25 s. If nothing arrives for this time, its packets do not reach this node at present.
 const QUIET_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone)]
 struct TrackedPeer {
     added_at: Instant,
     keepalive: Option<Duration>,
-    /// Candidate endpoints in order of preference. If empty, and no live endpoint is known, only the peer can initiate handshakes.
+    /// In order of preference. If there are none, and no live endpoint is known, only the peer can initiate handshakes.
     candidates: Vec<SocketAddr>,
-    /// The configured endpoint.
-    current: Option<SocketAddr>,
-    /// When `current` was configured.
-    current_since: Instant,
-    /// Write `current` to the device, even if the device learned its present endpoint from a packet of the peer.
-    must_set: bool,
-    /// The newest candidate that was added after `current` was configured.
+    /// The desired endpoint. The device may use another one.
+    desired: Option<SocketAddr>,
+    /// When `desired` was chosen.
+    desired_since: Instant,
+    /// The device uses another endpoint, so `desired` must be written, even if it is the one that was written last.
+    must_write: bool,
+    /// The newest candidate that was added after `desired` was chosen.
     replacement: Option<SocketAddr>,
     /// The endpoint that was in use when it was removed from the candidates.
     removed_endpoint: Option<SocketAddr>,
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// The number of sent bytes when the last packet of the peer arrived, plus the persistent keepalives sent since then.
+    /// `stats.tx_bytes` at the poll that showed the last packet of the peer. With a keepalive interval: at the last poll until which only
+    /// keepalives were sent since that packet.
     tx_at_last_receive: u64,
-    /// When a poll first showed packets other than keepalives to which the peer has not replied.
+    /// When a poll first showed that the peer has not replied to packets other than keepalives. `None` = it has replied, or no such
+    /// packets were sent.
     unanswered_since: Option<Instant>,
     /// When the bytes received from the peer last increased.
     last_received: Option<Instant>,
-    /// When a poll first showed that packets are sent to the peer although a rekey is overdue.
+    /// When a poll first showed that packets were sent to the peer while a rekey was overdue. `None` = no rekey is overdue, or no packets
+    /// were sent.
     overdue_since: Option<Instant>,
 }
 
@@ -55,11 +65,11 @@ struct TrackedPeer {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerTracker {
     peers: BTreeMap<PublicKey, TrackedPeer>,
-    /// The endpoint from which each peer last sent to this process or an earlier one. A peer that is added to the device
-    /// is tried there first.
+    /// The live endpoints: those from which the peers last sent, also to an earlier process. When a peer is added to the device, its live
+    /// endpoint is tried before its candidates.
     live: BTreeMap<PublicKey, SocketAddr>,
-    /// When peers without candidates (for example behind NAT) were removed. A Peer object may be missing
-    /// for a moment between two related writes, so the peer's live endpoint is remembered as long as a session may last.
+    /// When peers without candidates (for example behind NAT) were removed. The live endpoint is the only one of such a peer. Its Peer
+    /// object may be missing for a moment between two related writes, so the endpoint is remembered as long as a session may last.
     removed_at: BTreeMap<PublicKey, Instant>,
 }
 
@@ -72,12 +82,12 @@ impl PeerTracker {
         }
     }
 
-    /// The endpoint from which each peer last sent.
+    /// The live endpoints: those from which the peers last sent.
     pub(crate) const fn live_endpoints(&self) -> &BTreeMap<PublicKey, SocketAddr> {
         &self.live
     }
 
-    /// Sets the desired peers, their candidates and keepalive intervals.
+    /// Sets the peers to track, their candidates and keepalive intervals.
     pub(crate) fn sync<'a>(
         &mut self,
         wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,
@@ -89,9 +99,9 @@ impl PeerTracker {
                 added_at: now,
                 keepalive,
                 candidates: candidates.to_vec(),
-                current: self.live.get(&key).or(candidates.first()).copied(),
-                current_since: now,
-                must_set: false,
+                desired: self.live.get(&key).or(candidates.first()).copied(),
+                desired_since: now,
+                must_write: false,
                 replacement: None,
                 removed_endpoint: None,
                 stats: PeerStats::default(),
@@ -119,17 +129,20 @@ impl PeerTracker {
         live.retain(|key, _| peers.contains_key(key) || removed_at.contains_key(key));
     }
 
-    /// The endpoint to configure for a peer.
-    pub(crate) fn configured_endpoint(&self, key: &PublicKey) -> Option<SocketAddr> {
-        self.peers.get(key)?.current
+    /// The endpoint that the device should have for a peer.
+    pub(crate) fn desired_endpoint(&self, key: &PublicKey) -> Option<SocketAddr> {
+        self.peers.get(key)?.desired
     }
 
-    /// For each peer whose endpoint must be set, copies the endpoint that the device uses into `configured`, so that a comparison with the
-    /// desired endpoint finds a difference. Returns these peers. A peer that has sent since the last poll keeps the endpoint from which it
-    /// sent.
+    /// Overwrites `configured.endpoint` with the endpoint in use, where the desired endpoint must replace that one. Returns these peers.
+    ///
+    /// The caller then compares `configured.endpoint` with the desired endpoint, and writes it if they differ. Before this call,
+    /// `configured.endpoint` is the endpoint that was written last. It can equal the desired one although the device uses another.
+    ///
+    /// A peer that has sent since the last poll is left out: the endpoint in use is the one from which it sent, so it works.
     pub(crate) fn replace_configured_by_used(&self, observed: &mut ObservedPeers) -> BTreeSet<PublicKey> {
         let mut copied = BTreeSet::new();
-        for (key, tracked) in self.peers.iter().filter(|(_, tracked)| tracked.must_set) {
+        for (key, tracked) in self.peers.iter().filter(|(_, tracked)| tracked.must_write) {
             let Some(peer) = observed.get_mut(key) else { continue };
             if peer.stats.rx_bytes <= tracked.stats.rx_bytes {
                 peer.configured.endpoint = peer.stats.endpoint;
@@ -139,27 +152,28 @@ impl PeerTracker {
         copied
     }
 
-    /// The destination of outer packets to each peer: the endpoint that the device uses now, else the configured one.
+    /// The destination of outer packets to each peer: the endpoint in use at the last poll, else the desired one.
     pub(crate) fn outer_destinations(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
-        let destination = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.current);
+        let destination = |tracked: &TrackedPeer| tracked.stats.endpoint.or(tracked.desired);
         self.peers
             .iter()
             .filter_map(move |(key, tracked)| Some((key, destination(tracked)?)))
     }
 
-    /// Records an observation of the device. True = the configured endpoint of some peer changes.
+    /// Records an observation (poll) of the device, and chooses other endpoints where needed. Returns whether the desired endpoint of some
+    /// peer has changed.
     pub(crate) fn update(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
         let mut endpoint_changed = false;
         for (key, tracked) in &mut self.peers {
             let Some(peer) = observed.get(key) else { continue };
-            // What arrived before `current` was configured may have come from another endpoint.
-            let has_sent = peer.stats.rx_bytes > tracked.stats.rx_bytes && tracked.current_since <= tracked.polled_at;
+            // If `desired` was chosen after the last poll, the packets since then may have come before, and from another endpoint.
+            let has_sent = peer.stats.rx_bytes > tracked.stats.rx_bytes && tracked.desired_since <= tracked.polled_at;
             tracked.record(&peer.stats, now);
             if let Some(at) = peer.stats.endpoint.filter(|_| tracked.is_alive() && has_sent) {
                 self.live.insert(*key, at);
             }
             endpoint_changed |= tracked.try_replacement(now);
-            if should_try_next_endpoint(&tracked.activity(now), now - tracked.current_since) {
+            if should_try_next_endpoint(&tracked.activity(now), now - tracked.desired_since) {
                 endpoint_changed |= tracked.try_next(self.live.get(key).copied(), now);
             }
         }
@@ -185,10 +199,11 @@ impl PeerTracker {
             .map_or(PeerHealth::Unknown, |tracked| state(&tracked.activity(now)))
     }
 
-    /// For how long no peer has answered a rekey; `None` = some peer has answered, or no rekey was due.
+    /// For how long no peer has answered this node's handshake initiations. `None` = no rekey is overdue at a peer to which packets are
+    /// sent, or some peer has a recent handshake or has sent something since.
     ///
-    /// Unanswered packets alone prove nothing, because keepalives are never answered. But if packets are sent to a peer
-    /// whose rekey is overdue, then handshake initiations were sent and not answered.
+    /// Unanswered packets alone prove nothing, because keepalives are never answered. But if packets are sent to a peer whose rekey is
+    /// overdue, then handshake initiations were sent and not answered.
     pub(crate) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
         let age = |tracked: &TrackedPeer| tracked.stats.handshake_age;
         let fresh = self
@@ -207,8 +222,8 @@ impl PeerTracker {
         (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// Adds the endpoints that the device has for peers with a live session. Called after it was opened: an earlier process may have left
-    /// it with peers.
+    /// Makes the endpoints in use of the peers with a live session their live endpoints. Called after the device was opened: it may still
+    /// have peers that an earlier process configured.
     pub(crate) fn learn_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
@@ -217,8 +232,8 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// Forgets the state of all peers, but not their live endpoints, which are tried first. Called when the device was opened or its
-    /// private key changed: the recorded handshakes do not prove a session of the opened device, or with the new key.
+    /// Forgets all peers until the next [`Self::sync`], but not their live endpoints, which that call makes the desired ones. Called when
+    /// the device was opened or its private key changed: the recorded handshakes then prove no session.
     pub(crate) fn reset_except_live_endpoints(&mut self) {
         self.peers.clear();
     }
@@ -229,26 +244,30 @@ impl TrackedPeer {
         self.stats.handshake_age.is_some_and(|age| age <= SESSION_LIFETIME)
     }
 
-    /// The endpoint that the device uses, or `current` if that is about to be written to the device.
+    /// The endpoint in use, or `desired` if that is about to be written to the device or the device has no endpoint.
     fn in_use(&self) -> Option<SocketAddr> {
-        self.stats.endpoint.filter(|_| !self.must_set).or(self.current)
+        self.stats.endpoint.filter(|_| !self.must_write).or(self.desired)
     }
 
-    fn configure(&mut self, endpoint: SocketAddr, now: Instant) {
-        self.current = Some(endpoint);
-        self.current_since = now;
+    fn set_desired(&mut self, endpoint: SocketAddr, now: Instant) {
+        self.desired = Some(endpoint);
+        self.desired_since = now;
         (self.replacement, self.removed_endpoint) = (None, None);
-        self.must_set = self.stats.endpoint.is_some_and(|observed| observed != endpoint);
+        self.must_write = self.stats.endpoint.is_some_and(|observed| observed != endpoint);
     }
 
-    /// Replaces the candidates.
+    /// Replaces the candidates, and may choose another desired endpoint:
     ///
-    /// The first candidate is what the node itself or a person names, so a new first one is tried at once. A live session prevents this,
-    /// unless the endpoint in use was just removed from the candidates.
+    /// ```text
+    ///                               | live session            | no live session
+    /// endpoint in use just removed  | first candidate, if new | first candidate, if new; else the last new one; else the first
+    /// endpoint in use not removed   | no change               | first candidate, if new
+    /// ```
+    /// "Just removed" means: it was a candidate until this call. A peer without an endpoint in use is treated likewise.
     ///
-    /// Other new candidates may be false reports of other nodes. The last new candidate is tried at once only if the peer has no live
-    /// session, the endpoint in use was removed, and the first candidate is not new. It becomes [`Self::replacement`] if no endpoint is
-    /// configured now.
+    /// The first candidate comes from the peer's own node or from a person, the others can be false reports of other nodes. So a new first
+    /// candidate is preferred to other new ones. If this call does not change the desired endpoint, the last new candidate becomes
+    /// [`Self::replacement`].
     fn set_candidates(&mut self, candidates: &[SocketAddr], now: Instant) {
         let old = std::mem::replace(&mut self.candidates, candidates.to_vec());
         let in_use = self.in_use();
@@ -267,12 +286,13 @@ impl TrackedPeer {
             (false, true) => new_first.or(added).or(first),
         };
         if let Some(next) = next {
-            self.configure(next, now);
+            self.set_desired(next, now);
         }
     }
 
-    /// Uses the replacement, if the endpoint in use is no candidate any more and the peer has sent nothing from it since more than one
-    /// keepalive interval. So a changed NAT mapping is followed, and a false report moves no session that works.
+    /// Makes the replacement the desired endpoint, if the endpoint in use was removed from the candidates and the peer has sent nothing for
+    /// [`QUIET_LIMIT`] in a live session. So this node follows a changed NAT mapping, and no false report moves a session that works.
+    /// Returns whether the desired endpoint has changed.
     fn try_replacement(&mut self, now: Instant) -> bool {
         let is_quiet = self
             .last_received
@@ -281,15 +301,15 @@ impl TrackedPeer {
         let is_removed = in_use.is_some() && in_use == self.removed_endpoint;
         match self.replacement.filter(|_| self.is_alive() && is_quiet && is_removed) {
             Some(next) => {
-                self.configure(next, now);
+                self.set_desired(next, now);
                 true
             }
             None => false,
         }
     }
 
-    /// Configures the next endpoint, round robin through the candidates and `live`, the endpoint from which the peer last sent. Returns
-    /// `false` if there is no other endpoint.
+    /// Chooses the next desired endpoint, round robin through the candidates and `live`, the peer's live endpoint. Returns `false` if there
+    /// is no other endpoint.
     fn try_next(&mut self, live: Option<SocketAddr>, now: Instant) -> bool {
         let live = live.filter(|at| !self.candidates.contains(at));
         let all: Vec<SocketAddr> = self.candidates.iter().copied().chain(live).collect();
@@ -298,7 +318,7 @@ impl TrackedPeer {
         let next = position.map_or(0, |position| position + 1) % all.len().max(1);
         match all.get(next).filter(|next| Some(**next) != in_use) {
             Some(next) => {
-                self.configure(*next, now);
+                self.set_desired(*next, now);
                 true
             }
             None => false,
@@ -306,8 +326,8 @@ impl TrackedPeer {
     }
 
     fn record(&mut self, stats: &PeerStats, now: Instant) {
-        // Nothing must be set if the device uses `current`, or if the peer has sent: then the endpoint in use works.
-        self.must_set &= stats.endpoint != self.current && stats.rx_bytes <= self.stats.rx_bytes;
+        // `desired` need not be written if the device uses it, or if the peer has sent: then the endpoint in use works.
+        self.must_write &= stats.endpoint != self.desired && stats.rx_bytes <= self.stats.rx_bytes;
         // Counters decrease only if the device was opened again, or the peer was removed and added again.
         let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {
@@ -315,8 +335,8 @@ impl TrackedPeer {
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
-            // With a keepalive interval, the bytes since the last poll count, as the limit is for that time. Without one, all
-            // bytes since the last packet of the peer count.
+            // Without a keepalive interval, `tx_at_last_receive` stays, so all bytes since the peer's last packet count. With one, it
+            // moves to this poll if only keepalives were sent, so the limit is for the time since the last poll.
             let time = now.saturating_duration_since(self.polled_at);
             if stats.tx_bytes - self.tx_at_last_receive > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);
@@ -338,7 +358,7 @@ impl TrackedPeer {
         PeerActivity {
             configured: now - self.added_at,
             handshake: self.stats.handshake_age,
-            has_endpoint: self.current.is_some() || self.stats.endpoint.is_some(),
+            has_endpoint: self.desired.is_some() || self.stats.endpoint.is_some(),
             keepalive: self.keepalive,
             unanswered: self
                 .unanswered_since

@@ -144,7 +144,8 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable.
+/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. For every ICMPv6 type, CODE is nft's
+/// name of the code in destination-unreachable, for example `no-route` for 0.
 fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {

@@ -13,12 +13,12 @@ use crate::{
     plan::PlanResult,
 };
 
-/// Why an end was not found.
+/// Why an end has no addresses to explain.
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end, does not contain its address, or has its address in several clusters.
-    NotFound(String),
+    /// The input does not contain the end or its address, or several clusters in the input have that address.
+    Unresolved(String),
 }
 
 /// One address of the destination.
@@ -207,7 +207,7 @@ impl Finder<'_> {
             return Ok(located);
         };
         let Some(service) = read.member.services.get(name) else {
-            return Err(LocateError::NotFound(format!(
+            return Err(LocateError::Unresolved(format!(
                 "cluster {entry:?} has no Service {name}"
             )));
         };
@@ -226,7 +226,7 @@ impl Finder<'_> {
                     let ports = service.ports.iter();
                     let ports = ports.map(|port| format!("{}/{} {}", port.port, port.protocol.as_str(), port.name));
                     let ports: Vec<String> = ports.map(|port| port.trim().to_owned()).collect();
-                    LocateError::NotFound(format!(
+                    LocateError::Unresolved(format!(
                         "Service {name} of cluster {entry:?} has no such port; it has {}",
                         ports.join(", ")
                     ))
@@ -268,7 +268,7 @@ impl Finder<'_> {
         if located.addresses.is_empty() {
             let why =
                 format!("Service {name} of cluster {entry:?} has no endpoint, so no connection to it can succeed");
-            return Err(LocateError::NotFound(why));
+            return Err(LocateError::Unresolved(why));
         }
         located.addresses.extend(self.cluster_ips(cluster, read, name, port));
         Ok(located)
@@ -421,7 +421,7 @@ impl Finder<'_> {
         let Some(node) = read.member.nodes.get(name) else {
             let cluster = self.name_of(cluster);
             let why = format!("cluster {cluster:?} has no Node {name}; write a pod as {cluster}/NAMESPACE/POD");
-            return Err(LocateError::NotFound(why));
+            return Err(LocateError::Unresolved(why));
         };
         let wireguard = node.wireguard_ip.value().map(|net| net.addr());
         let mut addresses: Vec<IpAddr> = node.internal_ips.iter().map(IpAddr::to_canonical).collect();
@@ -451,14 +451,14 @@ impl Finder<'_> {
             } else {
                 String::new()
             };
-            return Err(LocateError::NotFound(format!(
+            return Err(LocateError::Unresolved(format!(
                 "cluster {cluster:?} has no Pod {name}{hint}"
             )));
         };
         let uses_host_network = raw.spec.as_ref().and_then(|spec| spec.host_network).unwrap_or(false);
         if pod.addresses.is_empty() && (!uses_host_network || pod.node.is_empty()) {
             let why = format!("Pod {name} of cluster {cluster:?} has no address: it has not started, or has ended");
-            return Err(LocateError::NotFound(why));
+            return Err(LocateError::Unresolved(why));
         }
         Ok(Some((pod.node.clone(), pod.addresses.clone())))
     }

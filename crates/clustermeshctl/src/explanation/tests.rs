@@ -186,7 +186,8 @@ fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destin
 }
 
 /// A scenario in which many connections are allowed: the hub and `c1` each have a valid node and an API server whose address is in
-/// the mesh; the hub has an anchored network. Sometimes one member is quarantined, one has no PeerPolicy CRD, or both have no Peers yet.
+/// the mesh; 10.96.0.0/16 is an anchored network of the hub. Sometimes one member is quarantined, one has no PeerPolicy CRD, or both have
+/// no Peers yet.
 fn connected() -> impl Strategy<Value = Scenario> {
     let quarantined = option::weighted(0.3, 0usize..3);
     (
@@ -202,6 +203,7 @@ fn connected() -> impl Strategy<Value = Scenario> {
                     cluster.allowed.extend(more.map(|net| net.parse::<IpNet>().unwrap()));
                     cluster.max_nodes = 5000;
                     cluster.pod_network = PodNetwork::PerNode;
+                    // `None`: each network of `allowed` in which no Node has a prefix is anchored, so 10.96.0.0/16 is.
                     cluster.anchored = None;
                 }
                 mesh.clusters[1].addressing = Addressing::Routed;

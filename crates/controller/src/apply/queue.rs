@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use super::{Outcome, contested::ObjectWrites, refused::RefusedObjects};
 use crate::backoff::{Backoff, TokenBucket};
 
-/// The most concurrent requests of the `revoking` lanes of all groups together, and of their `rest` lanes.
+/// The maximum number of concurrent requests of the `revoking` lanes of all groups together, and of their `rest` lanes.
 const REVOKING_REQUESTS: usize = 4;
 const REST_REQUESTS: usize = 8;
 /// The token bucket of one group in the lane `rest`: a burst of this many writes, then one write per interval. So a source of the

@@ -85,6 +85,7 @@ fn healthy() -> impl Strategy<Value = Scenario> {
             for cluster in &mut mesh.clusters[..2] {
                 cluster.addressing = Addressing::Routed;
                 cluster.pod_network = PodNetwork::PerNode;
+                // `None`: the networks of `allowed` in which no Node has a prefix are anchored.
                 cluster.anchored = None;
                 cluster.max_nodes = 5000;
             }

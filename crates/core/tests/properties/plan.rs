@@ -231,11 +231,11 @@ proptest! {
             })
             .collect();
         let first = only_agents.first().copied().flatten();
-        let same_in_all = first.filter(|value| only_agents.iter().all(|other| *other == Some(*value)));
-        // If the meshes have no common value, the bad Node gets no key, so it has no tunnel and changes no value. The planner also
-        // checks whether wg-agent serves any Node, with or without a tunnel: if none, it assumes kg. So wg-agent serves the bad Node
-        // only if it serves another one.
-        let is_bad_agent = same_in_all.unwrap_or_else(|| {
+        let value_of_all = first.filter(|value| only_agents.iter().all(|other| *other == Some(*value)));
+        // If all meshes have `Some` with the same value, the bad Node gets that value. Else (the values differ, or a mesh has `None`)
+        // it gets no key, so it has no tunnel and changes no value. The planner also checks whether wg-agent serves any Node, with or
+        // without a tunnel: if none, it assumes kg. So in the second case wg-agent serves the bad Node only if it serves another one.
+        let is_bad_agent = value_of_all.unwrap_or_else(|| {
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });

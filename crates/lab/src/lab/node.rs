@@ -104,7 +104,7 @@ impl<'a> Node<'a> {
         &self.plan.name
     }
 
-    /// The node's InternalIP: on the underlay, or, if the node is a pod of another cluster ([`crate::Workers::Pods`]), in
+    /// The node's InternalIP: on the underlay, or, if the node is a pod of another cluster ([`crate::NodeNetwork::Pods`]), in
     /// the pod range there.
     pub fn address(&self) -> std::net::Ipv4Addr {
         self.plan.address

@@ -38,18 +38,18 @@ fn candidates_are_tried_in_turn_until_one_answers() {
     let after = |seconds| start + Duration::from_secs(seconds);
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1", "192.0.2.2:1"], start);
-    let mut tried = vec![tracker.configured_endpoint(&KEY)];
+    let mut tried = vec![tracker.desired_endpoint(&KEY)];
     // Each candidate is tried for 8 s (`ENDPOINT_TURN`).
     for seconds in [8, 9, 17, 18] {
         tracker.update(&observed(None, None, 0, seconds), after(seconds));
-        tried.push(tracker.configured_endpoint(&KEY));
+        tried.push(tracker.desired_endpoint(&KEY));
     }
     let (one, two) = (Some(at("192.0.2.1:1")), Some(at("192.0.2.2:1")));
     assert_eq!(tried, [one, one, two, two, one]);
     assert_eq!(tracker.state(&KEY, after(18)), PeerHealth::Down);
     assert!(!tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
     assert_eq!(
-        (tracker.configured_endpoint(&KEY), tracker.state(&KEY, after(60))),
+        (tracker.desired_endpoint(&KEY), tracker.state(&KEY, after(60))),
         (one, PeerHealth::Up)
     );
 }
@@ -62,35 +62,35 @@ fn live_endpoint_is_kept_while_its_session_is_alive() {
     tracker.update(&observed(Some(5), Some("192.0.2.1:1"), 1, 1), now);
     sync(&mut tracker, &["192.0.2.9:1", "192.0.2.1:1"], now);
     assert_eq!(
-        tracker.configured_endpoint(&KEY),
+        tracker.desired_endpoint(&KEY),
         Some(at("192.0.2.1:1")),
         "a preferred candidate does not replace a live endpoint"
     );
     sync(&mut tracker, &["192.0.2.9:1"], now);
     assert_eq!(
-        tracker.configured_endpoint(&KEY),
+        tracker.desired_endpoint(&KEY),
         Some(at("192.0.2.1:1")),
         "the endpoint is no candidate any more, but it works"
     );
     tracker.update(&observed(Some(5), Some("203.0.113.5:777"), 2, 2), now);
     sync(&mut tracker, &["192.0.2.10:1"], now);
     assert_eq!(
-        tracker.configured_endpoint(&KEY),
+        tracker.desired_endpoint(&KEY),
         Some(at("192.0.2.1:1")),
         "the peer has roamed to an endpoint that is no candidate"
     );
     tracker.update(&observed(Some(181), Some("203.0.113.5:777"), 2, 2), now);
     sync(&mut tracker, &["192.0.2.11:1"], now);
     assert_eq!(
-        tracker.configured_endpoint(&KEY),
+        tracker.desired_endpoint(&KEY),
         Some(at("192.0.2.11:1")),
         "the session has ended"
     );
 }
 
-/// A peer that was configured with one endpoint and sends from another, to which the device now sends.
-fn roamed(configured: &str, seen: &str, rx: u64, tx: u64) -> ObservedPeers {
-    let mut observed = observed(Some(9), Some(seen), rx, tx);
+/// A peer with a live session. The agent last wrote the endpoint `configured`, and the peer last sent from `used`, so the device uses that.
+fn roamed(configured: &str, used: &str, rx: u64, tx: u64) -> ObservedPeers {
+    let mut observed = observed(Some(9), Some(used), rx, tx);
     observed.get_mut(&KEY).unwrap().configured.endpoint = Some(at(configured));
     observed
 }
@@ -102,18 +102,19 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
     let (private, mapped, remapped) = ("192.168.2.1:51820", "198.51.100.9:40001", "198.51.100.9:41001");
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[private], start);
-    // The peer sends first, from the public side of its NAT.
+    // The peer is behind a NAT, which maps its private endpoint to `mapped`. It sends first, so the device uses `mapped`.
     let mut device = roamed(private, mapped, 1, 1);
     tracker.update(&device, start);
     for candidates in [&[private, mapped][..], &[private], &[private, mapped]] {
         sync(&mut tracker, candidates, start);
-        assert_eq!(tracker.configured_endpoint(&KEY), Some(at(private)));
+        assert_eq!(tracker.desired_endpoint(&KEY), Some(at(private)));
         assert!(
             tracker.replace_configured_by_used(&mut device).is_empty(),
             "the live endpoint stays: {candidates:?}"
         );
     }
-    // The reports of two nodes change one after the other.
+    // The NAT now maps the peer to `remapped`. Two nodes of this cluster report at which endpoint they see the peer, and the candidates
+    // contain these endpoints. One node reports `remapped` at 10 s, the other at 20 s.
     sync(&mut tracker, &[private, mapped, remapped], after(10));
     sync(&mut tracker, &[private, remapped], after(20));
     assert!(
@@ -121,14 +122,14 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
         "the peer may still send keepalives"
     );
     assert!(tracker.update(&device, after(31)));
-    assert_eq!(tracker.configured_endpoint(&KEY), Some(at(remapped)));
+    assert_eq!(tracker.desired_endpoint(&KEY), Some(at(remapped)));
     assert_eq!(tracker.replace_configured_by_used(&mut device), [KEY].into());
     assert_eq!(
         device[&KEY].configured.endpoint,
         Some(at(mapped)),
-        "so a comparison finds a difference"
+        "the endpoint in use, not the configured one"
     );
-    // The device has the new endpoint, from which nothing has come yet.
+    // The agent has written the new endpoint. No packet of the peer has arrived since.
     let mut device = roamed(remapped, remapped, 1, 1);
     tracker.update(&device, after(36));
     assert!(tracker.replace_configured_by_used(&mut device).is_empty());
@@ -139,19 +140,19 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
 
 // threat: forged-discovered-endpoint
 #[test]
-fn reports_of_others_move_no_peer_that_sends() {
+fn false_candidates_move_no_peer_that_sends() {
     let start = Instant::now();
     let after = |seconds| start + Duration::from_secs(seconds);
     let (public, mapped) = ("192.0.2.1:1", "198.51.100.9:40001");
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[public, mapped], start);
     tracker.update(&roamed(mapped, mapped, 1, 1), start);
-    // The true report ends, and false ones take its place again and again.
+    // The peer sends from `mapped` all the time. Other nodes no longer report this endpoint, but a new false one every 2 s.
     for n in 1..100 {
         sync(&mut tracker, &[public, &format!("203.0.113.66:{n}")], after(n * 2));
         assert!(!tracker.update(&roamed(mapped, mapped, 1 + n, 1), after(n * 2)), "{n}");
     }
-    // Without a session, new false reports do not delay the turns of the other candidates.
+    // Without a session, the other candidates are still tried, although there is a new false one every 2 s.
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[public, mapped], start);
     let mut tried = BTreeSet::new();
@@ -163,7 +164,7 @@ fn reports_of_others_move_no_peer_that_sends() {
         );
         let device = observed(None, None, 0, n);
         tracker.update(&device, after(n * 2));
-        tried.extend(tracker.configured_endpoint(&KEY));
+        tried.extend(tracker.desired_endpoint(&KEY));
     }
     assert!(tried.is_superset(&[at(public), at(mapped)].into()), "{tried:?}");
 }
@@ -175,7 +176,7 @@ fn packet_from_another_endpoint_cancels_endpoint_change() {
     sync(&mut tracker, &["192.0.2.1:1"], now);
     tracker.update(&roamed("192.0.2.1:1", "192.0.2.1:1", 1, 1), now);
     sync(&mut tracker, &["192.0.2.2:1"], now);
-    // The device got the new endpoint, and then a packet of the peer from another one.
+    // The agent has written the new endpoint, and then a packet of the peer arrived from a third one.
     let mut device = roamed("192.0.2.2:1", "203.0.113.5:777", 2, 1);
     let before = device.clone();
     assert!(
@@ -205,12 +206,17 @@ fn unanswering_peer_is_tried_at_every_endpoint_in_turn() {
         "the endpoint stays for 20 s without a reply"
     );
     let mut tried = vec![];
-    let mut in_device = live;
+    let mut used = live;
     for seconds in [26, 42, 58, 74] {
-        assert!(tracker.update(&roamed(one, in_device, 100, 1_000 * seconds), after(seconds)));
-        let endpoint = tracker.configured_endpoint(&KEY).unwrap();
-        in_device = [one, two, live].into_iter().find(|text| at(text) == endpoint).unwrap();
-        tried.push(in_device);
+        let mut device = roamed(one, used, 100, 1_000 * seconds);
+        assert!(tracker.update(&device, after(seconds)));
+        // At 26 s the desired endpoint is `one`, which is also the configured one. The agent writes it again, because the endpoint in
+        // use differs.
+        assert_eq!(tracker.replace_configured_by_used(&mut device), [KEY].into());
+        assert_eq!(device[&KEY].configured.endpoint, Some(at(used)));
+        let endpoint = tracker.desired_endpoint(&KEY).unwrap();
+        used = [one, two, live].into_iter().find(|text| at(text) == endpoint).unwrap();
+        tried.push(used);
     }
     assert_eq!(tried, [one, two, live, one]);
 }
@@ -228,22 +234,22 @@ fn removed_peer_without_candidates_keeps_live_endpoint() {
         remove_all(&mut tracker, now);
     }
     sync(&mut tracker, &[], last);
-    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("203.0.113.5:777")));
+    assert_eq!(tracker.desired_endpoint(&KEY), Some(at("203.0.113.5:777")));
     remove_all(&mut tracker, last);
     remove_all(&mut tracker, last + SESSION_LIFETIME);
     sync(&mut tracker, &[], last + SESSION_LIFETIME);
     assert_eq!(
-        (tracker.configured_endpoint(&KEY), tracker.live_endpoints().len()),
+        (tracker.desired_endpoint(&KEY), tracker.live_endpoints().len()),
         (None, 0)
     );
 
-    // A peer that is added again with a candidate is tried at that candidate.
+    // A peer that was removed with candidates is not remembered: when it is added again, its first candidate is tried.
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], start);
     tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 1, 1), start);
     remove_all(&mut tracker, start);
     sync(&mut tracker, &["[2001:db8::1]:1"], start);
-    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("[2001:db8::1]:1")));
+    assert_eq!(tracker.desired_endpoint(&KEY), Some(at("[2001:db8::1]:1")));
 }
 
 #[test]
@@ -259,14 +265,14 @@ fn new_device_tries_the_live_endpoint_before_the_candidates() {
         .into(),
     );
     sync(&mut tracker, &["192.0.2.1:1"], start);
-    assert_eq!(tracker.configured_endpoint(&KEY), live);
+    assert_eq!(tracker.desired_endpoint(&KEY), live);
     assert_eq!(
         tracker.live_endpoints().keys().collect::<Vec<_>>(),
         [&KEY],
-        "the endpoint of a peer that is not desired is forgotten"
+        "the live endpoint of a peer that is not tracked is forgotten"
     );
     assert!(tracker.update(&observed(None, Some("203.0.113.5:777"), 0, 1), after(20)));
-    assert_eq!(tracker.configured_endpoint(&KEY), candidate);
+    assert_eq!(tracker.desired_endpoint(&KEY), candidate);
     assert_eq!(
         tracker.live_endpoints()[&KEY],
         live.unwrap(),
@@ -275,11 +281,11 @@ fn new_device_tries_the_live_endpoint_before_the_candidates() {
     tracker.update(&observed(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
     tracker.reset_except_live_endpoints();
     sync(&mut tracker, &["192.0.2.1:1"], after(30));
-    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
+    assert_eq!(tracker.desired_endpoint(&KEY), Some(at("192.0.2.7:9")));
     // The same for a peer without candidates.
     tracker.reset_except_live_endpoints();
     sync(&mut tracker, &[], after(31));
-    assert_eq!(tracker.configured_endpoint(&KEY), Some(at("192.0.2.7:9")));
+    assert_eq!(tracker.desired_endpoint(&KEY), Some(at("192.0.2.7:9")));
 }
 
 #[test]

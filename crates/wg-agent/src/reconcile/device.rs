@@ -103,7 +103,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     pub(super) fn desired_peers(&self, compiled: &Compiled) -> Peers {
         let mut desired = compiled.peers.clone();
         for (key, spec) in &mut desired {
-            spec.endpoint = self.tracker.configured_endpoint(key);
+            spec.endpoint = self.tracker.desired_endpoint(key);
         }
         desired
     }
@@ -133,15 +133,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.tracker.reset_except_live_endpoints();
             }
         }
-        // The device may use another endpoint (roaming) than the configured one. Where the agent must set the endpoint, `diff` compares the
-        // used one, so that it finds a change.
-        let must_set = self.tracker.replace_configured_by_used(&mut observed.peers);
+        // The device may use another endpoint than the configured one (roaming). Where the desired endpoint must replace the one in use,
+        // `diff` compares these two, so that it finds a change.
+        let must_write = self.tracker.replace_configured_by_used(&mut observed.peers);
         let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        // In the peers of `must_set`, the agent itself changes the endpoint, so this is no repair.
-        let maybe_repairs = changes.iter().filter(|change| !must_set.contains(change.key()));
+        // In the peers of `must_write`, the agent itself changes the endpoint, so this is no repair.
+        let maybe_repairs = changes.iter().filter(|change| !must_write.contains(change.key()));
         let repaired = self.repair_counter.count_peer_repairs(&desired, maybe_repairs);
         self.deps.report.metrics.count_repairs("peers", repaired);
         self.deps.report.metrics.count_changes("device", changes.len());

@@ -127,7 +127,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 let polled = PolledPeer {
                     state: self.tracker.state(&key, at),
                     stats: peer.stats,
-                    configured: self.tracker.configured_endpoint(&key),
+                    configured: self.tracker.desired_endpoint(&key),
                 };
                 (key, polled)
             })

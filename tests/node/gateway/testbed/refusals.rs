@@ -61,7 +61,8 @@ pub(crate) async fn only_invalid_parts_are_refused(testbed: &Testbed) {
         ("spec.nodes[2].wireguardIPs[0]", "AddressInvalid"),
         ("spec.nodes[2].wireguardIPs[1]", "AddressDuplicate"),
         ("spec.nodes[3].publicKey", "PublicKeyInvalid"),
-        // The older SandboxAccess wins: m--a is older than m--b, so m--b loses its network and its node.
+        // These two are parts of m--b. The older m--a now also claims a range inside the first network of m--b, and the key of the
+        // node of m--b (`copied_key`). The older SandboxAccess wins.
         ("spec.networks[0]", "NetworkOverlap"),
         ("spec.nodes[0].publicKey", "PublicKeyDuplicate"),
     ];

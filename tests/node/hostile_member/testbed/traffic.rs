@@ -38,7 +38,8 @@ impl ObservedTraffic {
                 .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
         }
         out.passed = out.arrived.clone();
-        // A pod that gets an IPv6 routing header answers with this error.
+        // A pod that gets an IPv6 routing header answers with this error, of code 0 (erroneous header field). nft names ICMPv6 codes as
+        // in destination-unreachable, whatever the type is, so code 0 is `no-route`.
         out.replies
             .insert(format!("{} parameter-problem no-route", ALLOWED_POD[1]));
         out

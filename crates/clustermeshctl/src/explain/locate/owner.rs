@@ -49,7 +49,7 @@ impl Finder<'_> {
         }
         if owners.len() > 1 {
             let all: Vec<&str> = owners.values().map(|owner| &*owner.description).collect();
-            return Err(LocateError::NotFound(format!(
+            return Err(LocateError::Unresolved(format!(
                 "{address} exists in several clusters: it is {}. Write the object's name instead of the address",
                 all.join(", and ")
             )));
@@ -58,7 +58,7 @@ impl Finder<'_> {
             return Ok(owner);
         }
         match &*self.entries_accepting(address) {
-            [] => Err(LocateError::NotFound(format!(
+            [] => Err(LocateError::Unresolved(format!(
                 "{address} is in the accepted networks of no member, and no object in the input has it: the mesh carries no \
                  packet to or from it"
             ))),
