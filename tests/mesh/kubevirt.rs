@@ -101,8 +101,8 @@ impl<'a> TestEnv<'a> {
     async fn new(lab: &'a Lab) -> Self {
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
         let worker = lab.node(WORKER);
-        let NodeNetwork::Pods { api, .. } = member.plan().workers else {
-            panic!("{:?}", member.plan().workers)
+        let NodeNetwork::Pods { api, .. } = member.plan().node_network else {
+            panic!("{:?}", member.plan().node_network)
         };
         assert!(hub.plan().pod_cidr.contains(&worker.address()), "{worker:?}");
         assert!(hub.plan().service_cidr.contains(&api), "{api}");

@@ -28,7 +28,7 @@ impl Lab {
     /// When its nodes are not pods.
     pub fn boundary(&self, sandbox: &str) -> Result<Boundary<'_>> {
         let sandbox = self.cluster(sandbox);
-        match &sandbox.plan().workers {
+        match &sandbox.plan().node_network {
             NodeNetwork::Pods { of, .. } => Ok(Boundary {
                 lab: self,
                 hub: self.cluster(of),

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::control_plane::{self, Commands};
 use crate::run::{self, Run};
 use crate::supervisor::{Request, Response};
-use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodePlan, Result, Tools, Workers};
+use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodeNetwork, NodePlan, Result, Tools};
 
 pub use cluster::Cluster;
 pub use node::Node;
@@ -143,7 +143,7 @@ impl Lab {
         let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()
-            .partition(|cluster| !matches!(cluster.workers, Workers::Pods { .. }));
+            .partition(|cluster| !matches!(cluster.node_network, NodeNetwork::Pods { .. }));
         for clusters in [first, then] {
             let clusters = clusters
                 .into_iter()

@@ -47,8 +47,6 @@ pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Clock, CommandEnd, Machine};
 pub use plan::{ClusterPlan, HostNode, LabPlan, NatKind, NodeNetwork, NodePlan, PlanV6, ProxyMode, Uplink};
-// The old name, which `lab.rs` and `product.rs` still use.
-pub(crate) use plan::NodeNetwork as Workers;
 pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };

@@ -38,7 +38,7 @@ pub struct ClusterPlan {
     pub underlay: Ipv4Net,
     /// The network to which the nodes are connected.
     #[serde(default)]
-    pub workers: NodeNetwork,
+    pub node_network: NodeNetwork,
     /// The IPv6 ranges of a dual-stack cluster. Its first family is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
@@ -281,7 +281,7 @@ impl LabPlan {
         let number = u32::try_from(guest).unwrap_or_default();
         let api = nth(self.clusters[host].service_cidr, 100 + number);
         let of = of.to_owned();
-        self.clusters[guest].workers = NodeNetwork::Pods { of, node, api };
+        self.clusters[guest].node_network = NodeNetwork::Pods { of, node, api };
         self
     }
 
@@ -294,7 +294,7 @@ impl LabPlan {
         let found = self.clusters.iter_mut().find(|one| one.name == cluster);
         let found = found.unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"));
         let lan = lan.parse().expect("an IPv4 network");
-        found.workers = NodeNetwork::Nat { lan, kind };
+        found.node_network = NodeNetwork::Nat { lan, kind };
         self
     }
 
@@ -326,7 +326,7 @@ impl LabPlan {
             }
             self.validate_workers_in_pods(cluster)?;
         }
-        let lans = self.clusters.iter().filter_map(|cluster| match cluster.workers {
+        let lans = self.clusters.iter().filter_map(|cluster| match cluster.node_network {
             NodeNetwork::Nat { lan, .. } => Some(lan),
             _ => None,
         });
@@ -341,18 +341,18 @@ impl LabPlan {
     }
 
     fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
-        let NodeNetwork::Pods { of, node, .. } = &cluster.workers else {
+        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
             return Ok(());
         };
         let can_host = |host: &&ClusterPlan| {
             host.name == *of
                 && host.controllers
-                && host.workers == NodeNetwork::Underlay
+                && host.node_network == NodeNetwork::Underlay
                 && (1..=host.nodes).contains(node)
         };
         let is_in_host_node =
             |network: &NodeNetwork| matches!(network, NodeNetwork::Pods { of: o, node: n, .. } if o == of && n == node);
-        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.workers);
+        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.node_network);
         if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
             return Err(Error::Other(format!(
                 "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
@@ -389,7 +389,7 @@ impl ClusterPlan {
             service_cidr: net(10, 10 * n + 1, 0, 16),
             wireguard_cidr: net(100, 66, n, 24).into(),
             underlay: net(172, 30, n, 24),
-            workers: NodeNetwork::Underlay,
+            node_network: NodeNetwork::Underlay,
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
@@ -398,7 +398,7 @@ impl ClusterPlan {
 
     /// The address at which the cluster's nodes and pods reach the API server (port 6443).
     pub(crate) fn advertised_api(&self) -> Ipv4Addr {
-        match self.workers {
+        match self.node_network {
             NodeNetwork::Underlay | NodeNetwork::Nat { .. } => self.api_address(),
             NodeNetwork::Pods { api, .. } => api,
         }
@@ -451,7 +451,7 @@ impl ClusterPlan {
 
     /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see [`Self::node_in_pods`].
     pub fn node(&self, n: u8) -> NodePlan {
-        let (address, uplink) = match &self.workers {
+        let (address, uplink) = match &self.node_network {
             NodeNetwork::Nat { lan, .. } => {
                 let router = self.nat_router();
                 (self.address_behind_nat(*lan, n), Uplink::Nat { lan: *lan, router })

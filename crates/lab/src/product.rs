@@ -21,7 +21,7 @@ pub use gateways::{GATEWAYS, gateway_ranges};
 pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
-use crate::{Cluster, ClusterPlan, Error, Lab, Result, RunningPod, Workers, command, wait_until};
+use crate::{Cluster, ClusterPlan, Error, Lab, NodeNetwork, Result, RunningPod, command, wait_until};
 
 /// Namespace of the controller, its meshes and their Secrets.
 pub const NAMESPACE: &str = "clustermesh";
@@ -268,7 +268,7 @@ impl<'a> Product<'a> {
                 networks.extend(gateway_ranges(cluster.plan()));
             }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
-            if let Workers::Pods { of, .. } = &cluster.plan().workers {
+            if let NodeNetwork::Pods { of, .. } = &cluster.plan().node_network {
                 let host_pods = self.lab.cluster(of).plan().pod_cidr;
                 text.push_str(&format!("    endpointNetworks: [{host_pods}]\n"));
             }

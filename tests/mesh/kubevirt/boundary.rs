@@ -180,7 +180,7 @@ async fn granted_service_api_server_and_kubelet_work(
         .unwrap();
     // Delete the conntrack entry of the old agent's session. The new agent's handshake has the same addresses and
     // ports, so the hosting node would accept it as part of the old flow, regardless of the policies.
-    let NodeNetwork::Pods { node, .. } = env.member.plan().workers else {
+    let NodeNetwork::Pods { node, .. } = env.member.plan().node_network else {
         panic!("{:?}", env.member.plan())
     };
     let hosting_node = env.lab.cluster(HUB).plan().node(node).name;

@@ -15,7 +15,7 @@ const WIREGUARD_PORT: u16 = 51820;
 impl Lab {
     /// If the cluster's nodes are behind a NAT, creates the router.
     pub(super) async fn make_nat_router(&self, cluster: &ClusterPlan) -> Result<()> {
-        let NodeNetwork::Nat { lan, kind } = &cluster.workers else {
+        let NodeNetwork::Nat { lan, kind } = &cluster.node_network else {
             return Ok(());
         };
         let (router, public) = (cluster.nat_router(), cluster.nat_address());
@@ -73,7 +73,7 @@ impl Lab {
     /// When the cluster's nodes are not behind a NAT, or the name is already used.
     pub async fn add_host_behind_nat(&self, name: &str, cluster: &str, n: u8) -> Result<Node<'_>> {
         let plan = self.cluster(cluster).plan().clone();
-        let NodeNetwork::Nat { .. } = plan.workers else {
+        let NodeNetwork::Nat { .. } = plan.node_network else {
             return Err(not_behind_nat(&plan));
         };
         let host = NodePlan {
@@ -119,7 +119,7 @@ fn not_behind_nat(cluster: &ClusterPlan) -> Error {
 /// The nftables table of a router. Its chains drop unexpected packets from outside before conntrack confirms an entry for them. A
 /// confirmed entry would occupy the mapped port for the outside sender: a later packet of the node to this sender would get another port.
 fn table(cluster: &ClusterPlan, kind: NatKind) -> Result<String> {
-    let NodeNetwork::Nat { lan, .. } = &cluster.workers else {
+    let NodeNetwork::Nat { lan, .. } = &cluster.node_network else {
         return Err(not_behind_nat(cluster));
     };
     let nodes: Vec<(u8, Ipv4Addr)> = (1..=MAX_NODES)

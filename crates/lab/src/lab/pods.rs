@@ -15,7 +15,7 @@ use crate::{ClusterPlan, NodeNetwork, NodePlan, Result, Uplink, command, wait_un
 impl Lab {
     /// The plan of node number `n` of a cluster. For a worker in a pod, waits until the host node has a pod range.
     pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
-        let NodeNetwork::Pods { of, node, .. } = &cluster.workers else {
+        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
             return Ok(cluster.node(n));
         };
         let host = self.cluster(of);
@@ -32,7 +32,7 @@ impl Lab {
 
     /// If the cluster's workers are pods, creates the Service of its API server in the host cluster.
     pub(super) async fn publish_api_to_pods(&self, cluster: &ClusterPlan) -> Result<()> {
-        let NodeNetwork::Pods { of, api, .. } = &cluster.workers else {
+        let NodeNetwork::Pods { of, api, .. } = &cluster.node_network else {
             return Ok(());
         };
         let (name, address) = (format!("{}-api", cluster.name), cluster.api_address());
@@ -67,7 +67,7 @@ endpoints: [{{addresses: [{address}]}}]
             return Ok(());
         };
         let cluster = self.cluster(&worker.cluster);
-        let NodeNetwork::Pods { of: host, .. } = &cluster.plan().workers else {
+        let NodeNetwork::Pods { of: host, .. } = &cluster.plan().node_network else {
             return Ok(());
         };
         let (namespace, pod) = (

@@ -16,7 +16,7 @@ fn default_plan_gives_each_cluster_its_own_ranges() {
             service_cidr: "10.21.0.0/16".parse().unwrap(),
             wireguard_cidr: "100.66.2.0/24".parse().unwrap(),
             underlay: "172.30.2.0/24".parse().unwrap(),
-            workers: NodeNetwork::Underlay,
+            node_network: NodeNetwork::Underlay,
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
@@ -79,7 +79,7 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
     let of = "mgmt".into();
     let api = Ipv4Addr::new(10, 11, 0, 101);
-    assert_eq!(kv.workers, NodeNetwork::Pods { of, node: 1, api });
+    assert_eq!(kv.node_network, NodeNetwork::Pods { of, node: 1, api });
     assert_eq!(
         (kv.advertised_api(), kv.api_address()),
         (api, Ipv4Addr::new(172, 30, 2, 1))
