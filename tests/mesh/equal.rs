@@ -26,7 +26,6 @@ struct Tenant<'a> {
     webs: Vec<RunningPod>,
 }
 
-// threat: equal-pod-networks
 #[tokio::test]
 async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
     let plan = LabPlan::clusters(&[(HUB, 2), (TENANTS[0], 2), (TENANTS[1], 2)]).with_ranges_of(TENANTS[1], TENANTS[0]);
@@ -50,25 +49,26 @@ async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
     let mesh = env.product.mesh_masqueraded(&TENANTS, &egress);
     env.product.mesh_up(&mesh).await.unwrap();
 
-    env.pods_reach_hub_from_their_nodes_addresses().await;
+    for tenant in &env.tenants {
+        env.pods_reach_hub_from_their_nodes_address(tenant).await;
+        env.pods_of_tenant_reach_each_other(tenant).await;
+    }
     env.hub_services_answer_in_both_tenants().await;
     env.peers_contain_only_wireguard_addresses_of_tenants().await;
     env.nodes_ping_each_other().await;
     env.tenants_pods_are_reached_only_in_their_cluster().await;
-    env.second_routed_tenant_is_refused(&egress).await;
+    env.second_routed_tenant_stays_masqueraded(&egress).await;
 }
 
 impl TestEnv<'_> {
     /// Addresses of the tenants' pods are equal, so a pod of the hub sees the WireGuard address of the client's node.
-    async fn pods_reach_hub_from_their_nodes_addresses(&self) {
-        for tenant in &self.tenants {
-            for from in &tenant.webs {
-                let node = wireguard(&tenant.cluster, &from.node).await;
-                for to in &self.hub_webs {
-                    for client in [pod(from), host(&from.node)] {
-                        let answer = self.lab.http_get_until_answered(&client, &url(to.ip, 8080)).await;
-                        assert_eq!(answer.unwrap(), expected_answer(to, node), "{client}");
-                    }
+    async fn pods_reach_hub_from_their_nodes_address(&self, tenant: &Tenant<'_>) {
+        for from in &tenant.webs {
+            let node = wireguard(&tenant.cluster, &from.node).await;
+            for to in &self.hub_webs {
+                for client in [pod(from), host(&from.node)] {
+                    let answer = self.lab.http_get_until_answered(&client, &url(to.ip, 8080)).await;
+                    assert_eq!(answer.unwrap(), expected_answer(to, node), "{client}");
                 }
             }
         }
@@ -169,44 +169,70 @@ impl TestEnv<'_> {
         }
     }
 
-    /// Of two `Routed` members with equal networks, none is planned anew. The mesh names both and the field, the Peers stay, and so do
-    /// the connections of the masqueraded setting.
-    async fn second_routed_tenant_is_refused(&self, egress: &[(&str, &str)]) {
-        let before = self.peer_specs().await;
+    /// Of two `Routed` members with equal networks, the first one is accepted. The mesh names both and the remedy. The second one stays
+    /// masqueraded and keeps its tunnels, and its pods reach each other, although the first one's pods have their addresses.
+    async fn second_routed_tenant_stays_masqueraded(&self, egress: &[(&str, &str)]) {
+        let [a, b] = &self.tenants;
+        let before = self.peers_of(&self.hub, TENANTS[1]).await;
         self.hub.apply(&self.product.mesh(egress)).await.unwrap();
         let message = wait_until("the mesh to refuse equal pod networks", PATIENCE, async || {
             let mesh = json(&self.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
             let conditions = mesh["status"]["conditions"].as_array().unwrap();
             let ready = conditions.iter().find(|one| one["type"] == "Ready").unwrap();
             let message = ready["message"].as_str().unwrap_or_default();
-            if ready["status"] == "False" && TENANTS.iter().all(|tenant| message.contains(tenant)) {
+            let peers = self.peers_of(&self.hub, TENANTS[0]).await;
+            let pods = a.cluster.plan().pod_cidr.to_string();
+            let is_routed = peers
+                .iter()
+                .all(|peer| peer["allowedIPs"].as_array().unwrap().len() > 1);
+            if ready["status"] == "False" && message.contains(&pods) && is_routed {
                 Ok(message.to_owned())
             } else {
-                Err(ready.to_string())
+                Err(format!("{ready} {peers:?}"))
             }
         })
         .await
         .unwrap();
         println!("{message}");
-        assert_eq!(self.peer_specs().await, before);
-        self.pods_reach_hub_from_their_nodes_addresses().await;
+        assert_eq!(self.peers_of(&self.hub, TENANTS[1]).await, before);
+        for to in &a.webs {
+            let from = &self.hub_webs[0];
+            let answer = self.lab.http_get_until_answered(&pod(from), &url(to.ip, 8080)).await;
+            assert_eq!(answer.unwrap(), expected_answer(to, from.ip));
+        }
+        self.pods_reach_hub_from_their_nodes_address(b).await;
+        self.pods_of_tenant_reach_each_other(b).await;
+
         let masqueraded = self.product.mesh_masqueraded(&TENANTS, egress);
         self.product.mesh_up(&masqueraded).await.unwrap();
-        self.pods_reach_hub_from_their_nodes_addresses().await;
+        self.pods_reach_hub_from_their_nodes_address(a).await;
     }
 
-    async fn peer_specs(&self) -> Vec<Value> {
-        let mut specs = vec![];
-        for cluster in [&self.hub, &self.tenants[0].cluster, &self.tenants[1].cluster] {
-            let peers = json(cluster, &["get", "peers"]).await;
-            specs.extend(
-                peers["items"]
-                    .as_array()
-                    .unwrap()
-                    .iter()
-                    .map(|peer| peer["spec"].clone()),
-            );
+    /// By pod IP and by the tenant's own Service.
+    async fn pods_of_tenant_reach_each_other(&self, tenant: &Tenant<'_>) {
+        let service = tenant.cluster.cluster_ip("default", "web").await.unwrap();
+        for from in &tenant.webs {
+            for to in &tenant.webs {
+                let answer = self.lab.http_get(&pod(from), &url(to.ip, 8080)).await.unwrap();
+                assert_eq!(answer.unwrap(), expected_answer(to, from.ip));
+            }
+            for client in [pod(from), host(&from.node)] {
+                let answer = self.lab.http_get(&client, &url(service, 80)).await.unwrap().unwrap();
+                assert!(tenant.webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
+            }
         }
-        specs
+    }
+
+    /// The specs of the Peers of `source` in `cluster`.
+    async fn peers_of(&self, cluster: &Cluster<'_>, source: &str) -> Vec<Value> {
+        let peers = json(cluster, &["get", "peers"]).await;
+        let peers = peers["items"].as_array().unwrap().iter();
+        let is_of_source = |peer: &&Value| {
+            peer["metadata"]["name"]
+                .as_str()
+                .unwrap()
+                .starts_with(&format!("{MESH}--{source}--"))
+        };
+        peers.filter(is_of_source).map(|peer| peer["spec"].clone()).collect()
     }
 }

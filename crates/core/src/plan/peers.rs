@@ -25,8 +25,10 @@ use crate::{
 mod anchors;
 mod held_nodes;
 mod keepalive;
+mod own_pods;
 
 use keepalive::{NAT_KEEPALIVE, nat_keepalive};
+use own_pods::OwnPods;
 
 /// Collects the Peers of one target, and tracks which keys and prefixes are taken.
 pub(super) struct PeerPlanner<'a, 'p> {
@@ -46,6 +48,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     readopted: BTreeMap<PublicKey, String>,
     /// The taken prefixes, each with its owner as text for messages.
     taken_prefixes: BTreeMap<IpNet, String>,
+    own_pods: OwnPods,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
@@ -119,6 +122,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             kept_by_other_meshes,
             readopted: BTreeMap::new(),
             taken_prefixes,
+            own_pods: OwnPods::of(target),
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
@@ -202,6 +206,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         } else {
             Vec::new()
         };
+        parts.retain(|part| !self.own_pods.overlaps(*part));
         for node in registry.held.keys() {
             let Some(peer) = self.hold_node(source, mesh_member, node) else {
                 continue;
@@ -291,6 +296,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
         for prefix in &prefixes {
+            if self.own_pods.overlaps(*prefix) {
+                continue;
+            }
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
                 self.omitted_internal_ips

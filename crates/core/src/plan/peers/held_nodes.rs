@@ -32,8 +32,10 @@ impl<'a> PeerPlanner<'a, '_> {
         if self.taken_keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
             return None;
         }
-        spec.allowed_ips
-            .retain(|net| mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net));
+        spec.allowed_ips.retain(|net| {
+            let is_free = mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net);
+            is_free && !self.own_pods.overlaps(*net)
+        });
         // If a Peer's allowed IPs contain its endpoint, kg routes the outer packets into the tunnel. So the existing Peer was planned
         // without an InternalIP that is its endpoint. Record the node again, for the fact `HostNetworkNotServed`.
         let is_left_out = |address: &IpAddr| {

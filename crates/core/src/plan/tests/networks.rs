@@ -130,6 +130,40 @@ fn masqueraded_entry_whose_routed_networks_are_refused_keeps_its_peers() {
 }
 
 #[test]
+fn peers_in_masqueraded_target_leave_out_its_own_pods() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1] = Cluster {
+        addressing: Addressing::Masqueraded,
+        ..entry("tenant", secret("tenant"), &["100.66.2.0/24"])
+    };
+    let mut seen = seen();
+    // Node x of the tenant has the pod CIDR of the hub's node a, and its node y a part of that of b.
+    edit(&mut seen, &secret("tenant"), |member| {
+        let with_pods = |n: u8, pods: &str| Node {
+            pod_cidrs: vec![Claim::Valid(pods.parse().unwrap())],
+            ..node(2, n)
+        };
+        member.nodes = BTreeMap::from([
+            ("x".to_owned(), with_pods(1, "10.1.1.0/24")),
+            ("y".to_owned(), with_pods(2, "10.1.2.128/25")),
+        ]);
+    });
+    let of_hub = |mesh: &Mesh| {
+        let (_, planned) = plan_mesh(mesh, &seen);
+        let peers = ["m--mgmt--a", "m--mgmt--b"].map(|name| allowed(&planned, "tenant", name).clone());
+        peers.into_iter().flatten().collect::<BTreeSet<IpNet>>()
+    };
+    assert_eq!(
+        of_hub(&mesh),
+        net_set(&["10.96.0.0/16", "100.66.1.1/32", "100.66.1.2/32"])
+    );
+
+    // With a pool that all nodes share, the podCIDRs are not used.
+    mesh.clusters[1].pod_network = PodNetwork::Shared;
+    assert!(of_hub(&mesh).is_superset(&net_set(&["10.1.1.0/24", "10.1.2.0/24"])));
+}
+
+#[test]
 fn exported_pods_use_their_node_and_other_pods_the_anchor() {
     let mut mesh = two_clusters();
     mesh.clusters[0].pod_network = PodNetwork::Shared;
