@@ -14,6 +14,7 @@ use kube::{
 use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
+mod equal_cidrs;
 mod nat;
 mod sandbox;
 
@@ -48,6 +49,8 @@ enum Scenario {
     Sandbox,
     /// Connects two tenants whose nodes are behind NATs with each other and with the hub.
     Nat,
+    /// Connects two tenants with equal pod and Service networks with one hub.
+    EqualCidrs,
 }
 
 /// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
@@ -83,6 +86,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         Scenario::Mesh => LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]),
         Scenario::Sandbox => sandbox::plan(),
         Scenario::Nat => nat::plan(),
+        Scenario::EqualCidrs => equal_cidrs::plan(),
     };
     let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
@@ -95,6 +99,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
             Scenario::Mesh => demo.run().await,
             Scenario::Sandbox => demo.sandbox().await,
             Scenario::Nat => demo.nat().await,
+            Scenario::EqualCidrs => demo.equal_cidrs().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),
@@ -143,7 +148,7 @@ impl<'a> Demo<'a> {
         println!("  Ready {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
 
         self.title("pod -> pod across the clusters, HTTP and ping, both directions");
-        let capture = self.lab.capture("demo", "ip and not arp").await?;
+        let capture = self.lab.capture("demo", "ip").await?;
         self.check_pods(&hub_pods, &member_pods).await?;
         self.check_pods(&member_pods, &hub_pods).await?;
 
