@@ -81,7 +81,8 @@ impl Demo<'_> {
         self.check(&format!("{HUB} -> {url} is not answered"), outcome);
 
         self.title("the Peers of the tenants in the hub: only WireGuard addresses");
-        println!("{}", hub.kubectl(["get", "peers"]).await?.stdout);
+        let columns = "custom-columns=NAME:.metadata.name,ALLOWED IPS:.spec.allowedIPs";
+        println!("{}", hub.kubectl(["get", "peers", "-o", columns]).await?.stdout);
         println!(
             "  shown: two tenants with equal networks use the pods and Services of one hub at the same time; each one's own
   traffic stays inside. Not possible: other members reach no pod and no Service of a masqueraded tenant."
