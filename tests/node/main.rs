@@ -6,6 +6,7 @@ mod gateway;
 mod hostile_member;
 mod leaks;
 mod one_agent;
+mod paths;
 mod policy_mode;
 mod prepare;
 mod restart;

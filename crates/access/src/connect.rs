@@ -5,6 +5,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use http::Uri;
@@ -16,6 +17,11 @@ use tokio::net::TcpStream;
 use tower::{BoxError, Service};
 
 use crate::kubeconfig::{HubHosts, host_of};
+
+/// How long a connection is idle before TCP probes the other end.
+const KEEPALIVE: Duration = Duration::from_secs(10);
+/// How long sent data or a probe may be unacknowledged before the connection ends.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(15);
 
 type Pending<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
 
@@ -80,6 +86,10 @@ impl Connector {
         // The URI has the scheme https, but this connector only opens the TCP connection below TLS.
         http.enforce_http(false);
         http.set_nodelay(true);
+        // A watch would receive nothing until its timeout if the server vanished without ending the connection.
+        http.set_keepalive(Some(KEEPALIVE));
+        http.set_keepalive_interval(Some(Duration::from_secs(5)));
+        http.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
         Self { http, hub }
     }
 }

@@ -70,7 +70,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let namespaces = HubNamespaces::new(&hub_namespaces, &member_namespaces, &hub_networks, &own_namespace);
     let hosts = hub_hosts(&config);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, ?settings, "starting");
-    let client = Client::try_from(config).context("no client for the hub")?;
+    let client = clustermesh_daemon::client::build(&config).context("no client for the hub")?;
 
     let metrics = Metrics::default();
     let mut metrics_registry = registry::registry("clustermesh_controller", env!("CARGO_PKG_VERSION"));

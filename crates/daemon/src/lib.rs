@@ -1,4 +1,5 @@
-//! Code that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown and the admin endpoint.
+//! Code that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown, the admin
+//! endpoint, and the client for their own cluster.
 //!
 //! A program calls [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`] and [`admin::Admin::bind`], spawns
 //! [`admin::Admin::serve`], works until the token of `on_signal` is cancelled, and waits for its remaining work with [`drain::within`].
@@ -20,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod client;
 pub mod descriptors;
 pub mod drain;
 pub mod liveness;

@@ -72,7 +72,7 @@ pub async fn build(kubeconfig: Option<&Path>) -> Result<Connection, ClientError>
     };
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     let server = parse_server(&config.cluster_url);
-    let client = Client::try_from(config).map_err(ClientError::Client)?;
+    let client = clustermesh_daemon::client::build(&config).map_err(ClientError::Client)?;
     Ok(Connection { client, server })
 }
 
