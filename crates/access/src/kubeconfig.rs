@@ -106,7 +106,8 @@ impl HubHosts {
 
     fn has_host(&self, host: &str, port: u16) -> bool {
         // A pod's DNS search list completes these names: `kubernetes` in namespace default, `kubernetes.default` in every namespace.
-        self.hosts.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
+        let is_service = matches!(host, "kubernetes" | "kubernetes.default") || host.starts_with("kubernetes.default.");
+        is_service || self.hosts.contains(&(host.to_owned(), port))
     }
 }
 

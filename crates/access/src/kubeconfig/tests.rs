@@ -125,6 +125,18 @@ fn forbidden_or_malformed_servers_are_refused() {
     }
 }
 
+#[test]
+fn only_names_of_the_service_kubernetes_belong_to_the_hub() {
+    let is_hub = |host: &str| HubHosts::default().has_host(host, 443);
+    let names = [
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc.cluster.local",
+    ];
+    assert_eq!(names.map(is_hub), [true; 3]);
+    assert!(!is_hub("kubernetes.default-tenant.example.org"));
+}
+
 // threat: error-oracle
 #[test]
 fn refusal_contains_no_text_of_the_kubeconfig() {

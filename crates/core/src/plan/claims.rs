@@ -131,35 +131,39 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     //    mesh, older or newer, gets none at all, so nothing is written for it. Networks that an entry gives up stay its own in this plan
     //    and become free in the next one, so that a network never has two owners in one plan.
     let meshes_accepted_before: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
-    let mut refused_meshes: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     let mut kept_former = BTreeSet::new();
-    for &entry in &entries {
-        let before = previous.remove(&entry.key()).unwrap_or_default();
-        let claimed = canonical(&entry.cluster.allowed);
-        if claimed != before
-            && let Some(conflict) = owners.find_conflict(entry, &claimed)
-        {
-            let is_other_mesh = conflict.owner.mesh.id != entry.mesh.id;
-            let outcome = if !before.is_empty() {
-                kept_former.insert(entry.key());
-                "this cluster keeps the networks that it had"
-            } else if is_other_mesh && !meshes_accepted_before.contains(&entry.mesh.id) {
-                refused_meshes.insert(entry.mesh.id.clone());
-                "this ClusterMesh has no accepted networks yet, so it writes nothing"
+    for mesh_entries in entries.chunk_by(|one, next| one.mesh.id == next.mesh.id) {
+        let loses_to_other_mesh = |entry: &Entry<'_>| {
+            let conflict = owners.find_conflict(*entry, &canonical(&entry.cluster.allowed));
+            conflict.is_some_and(|conflict| conflict.owner.mesh.id != entry.mesh.id)
+        };
+        let is_new = |entry: &Entry<'_>| !meshes_accepted_before.contains(&entry.mesh.id);
+        let is_mesh_refused = mesh_entries
+            .iter()
+            .any(|entry| is_new(entry) && loses_to_other_mesh(entry));
+        for &entry in mesh_entries {
+            let before = previous.remove(&entry.key()).unwrap_or_default();
+            let claimed = canonical(&entry.cluster.allowed);
+            if claimed != before
+                && let Some(conflict) = owners.find_conflict(entry, &claimed)
+            {
+                let outcome = if !before.is_empty() {
+                    kept_former.insert(entry.key());
+                    "this cluster keeps the networks that it had"
+                } else if is_mesh_refused {
+                    "this ClusterMesh has no accepted networks yet, so it writes nothing"
+                } else {
+                    "this cluster is left out"
+                };
+                owners.report(entry, &conflict, outcome);
+                networks.insert(entry.key(), before);
+            } else if is_mesh_refused {
+                networks.insert(entry.key(), Vec::new());
             } else {
-                "this cluster is left out"
-            };
-            owners.report(entry, &conflict, outcome);
-            networks.insert(entry.key(), before);
-        } else {
-            owners.add(entry, &claimed);
-            networks.insert(entry.key(), claimed);
-        }
-    }
-    for ((mesh, _), accepted) in &mut networks {
-        if refused_meshes.contains(mesh) {
-            accepted.clear();
+                owners.add(entry, &claimed);
+                networks.insert(entry.key(), claimed);
+            }
         }
     }
     Accepted {

@@ -34,6 +34,8 @@ pub async fn run(
     loop {
         let names = wanted.borrow_and_update().clone();
         let old = &known;
+        // Before the first pass no name is wanted. The addresses that an earlier process found stay known until then.
+        let is_first_pass_pending = names.is_empty();
         let answers: Addresses = stream::iter(names)
             .map(|name| async move {
                 let address = select_address(old.get(&name).copied(), &resolve(&name).await);
@@ -43,7 +45,7 @@ pub async fn run(
             .filter_map(|answer| async { answer })
             .collect()
             .await;
-        if answers != **old {
+        if !is_first_pass_pending && answers != **old {
             known = Arc::new(answers);
             report(known.as_ref().clone());
         }
@@ -77,6 +79,17 @@ fn select_address(old: Option<IpAddr>, answers: &BTreeSet<IpAddr>) -> Option<IpA
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn known_address_stays_until_names_are_wanted() {
+        let known: Addresses = [("api.example".to_owned(), "192.0.2.1".parse().unwrap())].into();
+        let (_wanted, receiver) = watch::channel(BTreeSet::new());
+        let (reports, stop) = (std::sync::Mutex::new(vec![]), CancellationToken::new());
+        stop.cancel();
+        let report = |addresses| reports.lock().unwrap().push(addresses);
+        run(receiver, known, report, stop).await;
+        assert_eq!(*reports.lock().unwrap(), Vec::<Addresses>::new());
+    }
 
     #[test]
     fn address_is_kept_while_dns_returns_it_or_nothing() {

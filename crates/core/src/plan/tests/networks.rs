@@ -99,6 +99,32 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
 }
 
 #[test]
+fn refused_mesh_holds_no_network_that_a_later_mesh_claims() {
+    let mut oldest = two_clusters();
+    oldest.accepted = BTreeMap::from([("tenant".into(), oldest.clusters[1].allowed.clone())]);
+    let with = |name: &str, created: i64, clusters: Vec<Cluster>| {
+        let mut mesh = Mesh {
+            created,
+            clusters,
+            ..two_clusters()
+        };
+        mesh.id.name = name.into();
+        mesh
+    };
+    let free = |name: &str| entry(name, secret(name), &["10.9.0.0/16"]);
+    let taken = entry("taken", secret("taken"), &["10.2.0.0/16"]);
+    let refused = with("refused", 2, vec![free("first"), taken]);
+    let later = with("later", 3, vec![free("second")]);
+    let meshes = [oldest, refused.clone(), later.clone()];
+    let plan = plan(&meshes, &seen(), &Settings::default(), &TestNaming);
+    assert_eq!(plan.meshes[&refused.id].clusters["first"].accepted, []);
+    assert_eq!(
+        plan.meshes[&later.id].clusters["second"].accepted,
+        nets(&["10.9.0.0/16"])
+    );
+}
+
+#[test]
 fn masqueraded_entry_whose_routed_networks_are_refused_keeps_its_peers() {
     let mut mesh = two_clusters();
     let other = entry("other", secret("other"), &["100.66.3.0/24"]);
