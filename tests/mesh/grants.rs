@@ -9,6 +9,7 @@ mod test_env;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
 use clustermesh_lab::{Attacker, EchoWatch, GATEWAYS, Lab, LabPlan, MESH, RunningPod, wait_until};
@@ -22,6 +23,8 @@ const SANDBOX_V4: &str = "notebooks";
 /// The sandbox with IPv6 WireGuard addresses.
 const SANDBOX_V6: &str = "workflows";
 
+/// A flow without an echo for this time has ended.
+const SILENCE: Duration = Duration::from_secs(2);
 /// Services whose endpoints are pods in the pod network.
 const POD_SERVICES: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
 
@@ -317,7 +320,8 @@ async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
             .await;
         assert_eq!(open, remaining, "from {from}");
     }
-    let end = watch.echo_times().last().copied().unwrap_or_default();
+    // The open flow ends too.
+    let end = watch.wait_for_silence(SILENCE).await.unwrap().unwrap_or_default();
     println!(
         "last answer {} ms after kubectl apply was called",
         end.saturating_sub(revoked_at)
