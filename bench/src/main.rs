@@ -1,6 +1,7 @@
 //! The benchmarks, which `cargo xtask bench` runs. They print figures for people, and assert nothing.
 #![forbid(unsafe_code)]
 
+mod churn;
 mod compared_programs;
 mod cpu;
 mod dataplane;
@@ -27,6 +28,8 @@ struct Cli {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
+    /// Measure how fast the controller follows Nodes that change all the time, and what that costs, on real API servers.
+    Churn(churn::Args),
     /// Compare throughput, latency, packet rate, CPU and memory of our userspace device with other programs, in the same namespaces.
     Dataplane(dataplane::Args),
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
@@ -41,6 +44,7 @@ enum Bench {
 
 fn main() -> anyhow::Result<()> {
     match Cli::parse().bench {
+        Bench::Churn(args) => churn::run(&args),
         Bench::Dataplane(args) => dataplane::run(&args),
         Bench::Kernel(args) => kernel::run(&args),
         Bench::Policy(args) => policy::run(&args),

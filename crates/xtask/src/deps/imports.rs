@@ -68,7 +68,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
-    ("clustermesh-bench", &["clustermesh-lab", "xtask"]),
+    ("clustermesh-bench", &["clustermesh-lab", "clustermesh-tests", "xtask"]),
 ];
 
 /// Each crate without I/O, and the third-party crates that it may import: no async runtime, API client, clock or log.
