@@ -21,7 +21,7 @@ for second in 1 2 3 4 5 6 7 8 9 10; do
   sleep 1
 done
 if [ -z "$token" ] || [ -z "$ca" ]; then
-  echo "Secret clustermesh/clustermesh-controller contains no token after $second seconds: does kube-controller-manager run?" >&2
+  echo "Secret clustermesh/clustermesh-controller contains no token or no ca.crt after $second seconds: does kube-controller-manager run?" >&2
   exit 1
 fi
 cat <<Y

@@ -22,7 +22,7 @@ pub(crate) fn build_wireguard_go() -> anyhow::Result<PathBuf> {
     Ok(tools::build(&[ArtefactSet::WireguardGo])?.path("wireguard-go")?)
 }
 
-/// The commit of this checkout, and whether files differ from it.
+/// The revision of this checkout as `git describe` prints it, with `-dirty` if tracked files differ from it. Without git: `unknown`.
 pub(crate) fn revision() -> String {
     let describe = std::process::Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=10"])

@@ -1,5 +1,5 @@
-//! `cargo xtask bench dataplane`: measures every variant in each round. Each round starts with another variant, so that other load on
-//! the machine, and the state that a variant leaves behind, affect all variants equally.
+//! `cargo xtask bench dataplane`: measures every variant in each round. Each round starts with another variant, so that no variant is
+//! always the first.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -61,7 +61,8 @@ pub(crate) struct Measured {
     pub(crate) seconds: u32,
     pub(crate) samples: Vec<Sample>,
     /// Measurements with many idle peers: in each round, one for each variant that is a program.
-    pub(crate) crowds: Vec<(Variant, IdlePeers)>,
+    #[serde(rename = "crowds")]
+    pub(crate) idle_peers: Vec<(Variant, IdlePeers)>,
     /// The variants that could not be built or measured, and why; the other results are valid.
     pub(crate) failed: Vec<String>,
 }
@@ -101,7 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         machine: report::Machine::here(),
         seconds,
         samples: Vec::new(),
-        crowds: Vec::new(),
+        idle_peers: Vec::new(),
         failed: Vec::new(),
     };
     let mut programs = BTreeMap::new();
@@ -140,9 +141,9 @@ fn measure(
         }
         for &(variant, program) in &order {
             if let Some(program) = program {
-                let crowd = tunnel::measure_idle(variant, program, &wire, &keys);
-                if let Some(crowd) = measured.ok_or_record(variant, crowd) {
-                    measured.crowds.push((variant, crowd));
+                let idle_peers = tunnel::measure_idle(variant, program, &wire, &keys);
+                if let Some(idle_peers) = measured.ok_or_record(variant, idle_peers) {
+                    measured.idle_peers.push((variant, idle_peers));
                 }
             }
         }

@@ -276,8 +276,8 @@ impl Bench<'_> {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut running = Running::start(&mut command)?;
-        let stdin = running.child.stdin.take().context("its standard input")?;
-        let stdout = running.child.stdout.take().context("its standard output")?;
+        let stdin = running.child.stdin.take().context("the example's standard input")?;
+        let stdout = running.child.stdout.take().context("the example's standard output")?;
         let mut line = String::new();
         BufReader::new(stdout)
             .read_line(&mut line)
@@ -330,14 +330,14 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     rows.extend(Variant::ALL.map(|variant| vec![variant.name().to_owned()]));
     rows.push(vec!["wg-agent / by hand".to_owned()]);
     rows.push(vec!["wg-agent / by hand, tracked".to_owned()]);
-    for (name, digits, value) in columns {
+    for (name, decimals, value) in columns {
         let all = Variant::ALL.map(|variant| values_of(variant, value));
         let [hand, tracked, ours, ..] = &all;
         let ratio = |to: &[f64]| format!("{:.2}x", median(ours) / median(to));
         let ratios = [ratio(hand), ratio(tracked)];
         let cells = [name.to_owned(), "---".to_owned()]
             .into_iter()
-            .chain(all.clone().map(|values| spread(values, digits)))
+            .chain(all.clone().map(|values| spread(values, decimals)))
             .chain(ratios);
         rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
     }

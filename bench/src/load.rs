@@ -18,7 +18,7 @@ use crate::{
 
 /// UDP payload of an IPv4 packet of 64 bytes.
 const SMALL_PAYLOAD: usize = 64 - 20 - 8;
-/// A request without reply for this time counts as lost.
+/// A request without reply for this time counts as lost. A server without a packet for this time checks whether it has to stop.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 /// The default port of iperf3.
 pub(crate) const IPERF_PORT: u16 = 5201;

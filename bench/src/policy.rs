@@ -1,6 +1,6 @@
 //! `cargo xtask bench policy`: measures gateways on whole clusters with packets of a sandbox: how fast an added or removed grant takes
-//! effect, how long a restarted or replaced gateway is unreachable, throughput by the number of grants, and the resources of an idle
-//! gateway.
+//! effect, how long a restarted or replaced gateway is unreachable, throughput by the number of grants (for comparison also that of a
+//! cluster-meshed member, without a gateway), and the resources of an idle gateway.
 
 use std::collections::BTreeMap;
 

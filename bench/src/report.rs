@@ -83,7 +83,7 @@ pub(crate) fn line(sample: &Sample) -> String {
         .iter()
         .map(|(streams, run)| format!("{streams}: {:.2}", run.gigabits_per_second));
     format!(
-        "{} (underlay offload {}): Gbit/s {}; {:.0}/{:.0} us, {} lost; {:.0} k packets/s",
+        "{} (UDP segmentation of the underlay {}): Gbit/s {}; {:.0}/{:.0} us, {} lost; {:.0} k packets/s",
         variant.name(),
         if *udp_offload { "on" } else { "off" },
         streams.collect::<Vec<_>>().join(", "),
@@ -99,7 +99,7 @@ fn markdown(measured: &Measured) -> String {
         machine,
         seconds,
         samples,
-        crowds: idle_peers,
+        idle_peers,
         failed,
     } = measured;
     let mut text = format!(

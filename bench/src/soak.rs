@@ -1,5 +1,5 @@
 //! `cargo xtask bench soak`: sends traffic through our device for minutes, with rekeys, killed processes and changed addresses. Prints the
-//! longest time without a reply.
+//! longest time without a reply for each kind of disturbance, and without one.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Seconds before each set of disturbances. A rekey happens after 120 s.
     #[arg(long, default_value_t = 150)]
     quiet_seconds: u64,
-    /// Seconds between disturbances.
+    /// Seconds between the disturbances of a set.
     #[arg(long, default_value_t = 30)]
     pause_seconds: u64,
     #[command(flatten)]
@@ -115,8 +115,8 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// Plans the disturbances: time, kind and tunnel end of each. After a quiet time, each kind happens at each tunnel end; this repeats until
-/// `until`.
+/// Plans the disturbances: time, kind and tunnel end of each. A set has each kind at each tunnel end. `quiet` is the time before a set,
+/// `pause` the time between the disturbances of a set. Sets repeat until `until`; the last one may be incomplete.
 fn plan(until: Duration, quiet: Duration, pause: Duration) -> Vec<(Duration, Disturbance, usize)> {
     let set = [
         (Disturbance::Restart, 0),
@@ -146,6 +146,7 @@ struct Events {
     received_bytes: f64,
 }
 
+/// Carries out the plan. Until `until`, also keeps a TCP connection from end 1 to end 2 busy, and counts handshakes.
 fn disturb(
     wire: &Wire,
     keys: &Keys,
@@ -266,9 +267,9 @@ fn markdown(until: Duration, events: &Events, replies: &[Replies]) -> String {
         let longest = longest.entry(cause(disturbances, *stall)).or_default();
         *longest = stall.length.max(*longest);
     }
-    let answers: u64 = replies.iter().map(|replies| replies.count).sum();
+    let echoes: u64 = replies.iter().map(|replies| replies.count).sum();
     let mut text = format!(
-        "{} minutes, {:.1} GB over TCP, {answers} echoes from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
+        "{} minutes, {:.1} GB over TCP, {echoes} echoes from both ends, {handshakes} handshakes; waits under {} ms are not counted.\n\n\
          | | times | longest wait for an answer, s |\n|---|---|---|\n",
         until.as_secs() / 60,
         received_bytes / 1e9,

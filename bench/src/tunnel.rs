@@ -208,7 +208,7 @@ impl Drop for Daemon {
     }
 }
 
-/// A tunnel that answers pings.
+/// A tunnel that answers pings, or the plain veth.
 pub(crate) struct Tunnel {
     daemons: Vec<Daemon>,
     /// The far end's address in the tunnel, or on the wire if there is no tunnel.
@@ -216,7 +216,7 @@ pub(crate) struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens the tunnel between both ends.
+    /// Opens the tunnel between both ends. `program` is `None` for the plain veth.
     pub(crate) fn open(variant: Variant, program: Option<&Path>, wire: &Wire, keys: &Keys) -> anyhow::Result<Self> {
         let Some(program) = program else {
             return Ok(Self {

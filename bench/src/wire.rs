@@ -16,8 +16,9 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 /// MTU of the veth, as on most networks.
 const MTU: u16 = 1500;
-/// Addresses of the pod behind the far end, and of the far end in the pod's network.
+/// Address of the pod behind the far end.
 pub(crate) const POD: &str = "10.244.0.2";
+/// Address of the far end in the pod's network.
 const GATEWAY: &str = "10.244.0.1";
 /// The longest wait for a peer or a program to be ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(15);
@@ -25,7 +26,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(15);
 /// One end: a namespace with its half of the veth.
 pub(crate) struct End {
     namespace: File,
-    /// 1 or 2: the last number of its addresses on the veth and in the tunnel. 3 for the pod, which has none of these addresses.
+    /// 1 or 2: the last digit of [`Self::outer`], [`Self::away`] and [`Self::inner`]. 3 for the pod, which has none of these addresses.
     pub(crate) number: u8,
 }
 
@@ -176,7 +177,7 @@ impl End {
         self.run("ip", &line.split_whitespace().collect::<Vec<_>>()).map(drop)
     }
 
-    /// Waits until a ping is answered.
+    /// Waits until the address answers a ping; fails after [`READY_TIMEOUT`].
     pub(crate) fn until_answered(&self, address: &str) -> anyhow::Result<()> {
         // One process sends ten requests a second and exits after the first reply.
         let seconds = READY_TIMEOUT.as_secs().to_string();
@@ -205,7 +206,7 @@ impl Drop for Running {
     }
 }
 
-/// Calls `probe` until it returns a value.
+/// Calls `probe` until it returns a value; fails after [`READY_TIMEOUT`].
 pub(crate) fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
     let deadline = Instant::now() + READY_TIMEOUT;
     loop {

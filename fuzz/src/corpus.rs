@@ -1,5 +1,6 @@
 //! Runs the fuzz targets as tests, with every input in fuzz/corpus and a few thousand mutations of these inputs. After a
-//! panic the input is printed. `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` change the mutations; equal seeds give equal inputs.
+//! panic the input is printed. `FUZZ_SEED=N` selects other mutations, and the same seed always gives the same ones.
+//! `FUZZ_ROUNDS=N` sets the number of mutations.
 
 use std::{
     fs,
@@ -47,8 +48,8 @@ impl Random {
         (self.0 % bound.max(1) as u64) as usize
     }
 
-    /// Mutates values of a JSON document: mutated bytes would hardly ever be valid JSON. `None` = a chosen input is not JSON, or
-    /// has no value to mutate.
+    /// Mutates values of a JSON document of the corpus, because mutated bytes would hardly ever be valid JSON. `None` = a chosen
+    /// input is not JSON, or has no value to mutate.
     fn mutate_json(&mut self, corpus: &[Vec<u8>]) -> Option<Vec<u8>> {
         let parse_any = |random: &mut Self| serde_json::from_slice::<Value>(&corpus[random.below(corpus.len())]).ok();
         let mut value = parse_any(self)?;
@@ -107,7 +108,7 @@ fn count_leaves(value: &Value) -> usize {
     }
 }
 
-/// The n-th leaf value, counted from 0. The leaves that were passed are subtracted from `n`.
+/// The n-th leaf value, counted from 0. The search decreases `n` by one for each leaf before it.
 fn leaf<'v>(value: &'v mut Value, n: &mut usize) -> Option<&'v mut Value> {
     match value {
         Value::Array(values) => values.iter_mut().find_map(|value| leaf(value, n)),

@@ -1,4 +1,5 @@
-//! Fuzz targets for untrusted objects and annotations: no parser panics, and a round trip does not change an accepted value.
+//! Fuzz targets for untrusted objects and annotations. `object` and `annotation` check that no parser panics, and that a round trip does
+//! not change an accepted value. `compiled` checks the desired state that an agent makes of Peers and PeerPolicies.
 //!
 //! Each target returns whether the input was useful: an object with a kind, an accepted annotation, or a node with a peer.
 
@@ -125,7 +126,7 @@ pub fn compiled(bytes: &[u8]) -> bool {
     };
     let inputs = inputs(objects);
     let out = compile(&inputs);
-    assert_allowed_ips_have_one_owner(&out);
+    assert_peers_are_consistent(&out);
     assert_routes_stay_in_the_mesh(&inputs, &out);
     let text = render(&out.firewall);
     // No table contains the command `flush`, so only injected text could.
@@ -204,8 +205,8 @@ fn assert_invalid_policy_allows_nothing(policy: &ParsedPolicy) {
     assert!(policy.problem.is_none() || policy.spec.allow.is_empty(), "{policy:?}");
 }
 
-/// Also checks that a device without peers needs no change if no peers are desired, and else a change.
-fn assert_allowed_ips_have_one_owner(out: &Compiled) {
+/// Checks that no two peers have the same allowed IP, and that a device without peers needs a change exactly if peers are desired.
+fn assert_peers_are_consistent(out: &Compiled) {
     let mut owned = BTreeSet::new();
     for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {
         assert_eq!(*net, net.trunc());

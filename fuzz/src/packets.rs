@@ -69,9 +69,9 @@ pub fn inner(bytes: &[u8]) -> bool {
     spans.iter().for_each(|span| coalescer.push(&buffer, span.clone()));
     let mut after: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
     let mut joined = false;
-    coalescer.finish(&mut buffer, |parts, packets| {
-        let whole: Vec<u8> = parts[1..].iter().flat_map(|part| part.iter().copied()).collect();
-        let header: [u8; HEADER] = parts[0][..].try_into().expect("a header first");
+    coalescer.finish(&mut buffer, |slices, packets| {
+        let whole: Vec<u8> = slices[1..].iter().flat_map(|slice| slice.iter().copied()).collect();
+        let header: [u8; HEADER] = slices[0][..].try_into().expect("a header first");
         let header = Header::decode(&header);
         let packets_again = if header.is_large() {
             split(&header, &whole)

@@ -1,5 +1,6 @@
 //! Runs the commands of README.md and docs/operations on two whole clusters, in the order in which an operator needs them.
-//! Only placeholders are replaced. A command block that is neither run nor listed in [`NOT_RUN`] fails the test.
+//! Placeholders are replaced, `wg-agent status` runs with another PATH, and the test waits for the log before the last command of the
+//! `cleanup` block. A command block that is neither run nor listed in [`NOT_RUN`] fails the test.
 
 use std::{
     collections::BTreeSet,

@@ -31,6 +31,7 @@ async fn ipv6_flows_between_members_work_and_are_encrypted() {
         "the capture contains WireGuard packets"
     );
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
+    // The outer packets are IPv4, so an IPv6 packet between the clusters is unencrypted.
     assert_eq!(mesh.v6_between_clusters(&captured).await, Vec::<String>::new());
 
     annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;
@@ -217,7 +218,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         let args = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
         let _serving = node.pod_spawn("mib6", to.ip, args).unwrap();
         let fetch = format!("curl -sS -m 20 {}/f | md5sum", url(second_ip(to), 5202));
-        wait_until("all of 1 MB to arrive", PATIENCE, async || {
+        wait_until("all of 1 MiB to arrive", PATIENCE, async || {
             let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
             if got.stdout == sum {
                 Ok(())

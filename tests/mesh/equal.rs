@@ -1,5 +1,5 @@
 //! Tests two `cluster-meshed` tenants with equal pod and Service networks, `addressing: Masqueraded` and one hub, on whole clusters. The
-//! tenants use pods and Services of the hub at the same time. Nothing reaches their pods through the mesh.
+//! tenants use pods and Services of the hub at the same time. Nothing reaches the pods of a masqueraded tenant through the mesh.
 
 use std::net::IpAddr;
 
@@ -79,9 +79,9 @@ impl TestEnv<'_> {
         let cluster_ip = self.hub.cluster_ip("default", "web").await.unwrap();
         for tenant in &self.tenants {
             let mirrored = tenant.cluster.cluster_ip("default", "hub-web").await.unwrap();
-            let services = self.hub.plan().service_cidr.to_string();
-            let [anchor] = &anchors_of(&services, &tenant.cluster).await[..] else {
-                panic!("{services} has not exactly one anchor")
+            let service_network = self.hub.plan().service_cidr.to_string();
+            let [anchor] = &anchors_of(&service_network, &tenant.cluster).await[..] else {
+                panic!("{service_network} has not exactly one anchor")
             };
             for from in &tenant.webs {
                 let node = wireguard(&tenant.cluster, &from.node).await;
@@ -99,7 +99,7 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// The address from which an anchor's packets reach a pod: on the anchor itself it is the bridge's.
+    /// The address from which an anchor's packets reach a pod: for a pod on the anchor that of the bridge, else the anchor's InternalIP.
     fn source_behind(&self, anchor: &str, to: &RunningPod) -> IpAddr {
         match to.ip {
             IpAddr::V4(ip) if to.node == anchor => {
@@ -169,8 +169,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// Of two `Routed` members with equal networks, the first one is accepted. The mesh names both and the remedy. The second one stays
-    /// masqueraded and keeps its tunnels, and its pods reach each other, although the first one's pods have their addresses.
+    /// Of two `Routed` members with equal networks, the first one is accepted. Ready is False and names the network. The second one
+    /// stays masqueraded and keeps its tunnels, and its pods reach each other, although the first one's pods have their addresses.
     async fn second_routed_tenant_stays_masqueraded(&self, egress: &[(&str, &str)]) {
         let [a, b] = &self.tenants;
         let before = self.peers_of(&self.hub, TENANTS[1]).await;

@@ -1,6 +1,7 @@
 //! Tests grants of every type of Service in both address families, on three whole clusters: a hub with gateways and two
-//! sandboxes. Each granted Service answers through its mirrored Service, and an attacker finds nothing else. One sandbox
-//! has IPv4 WireGuard addresses, the other IPv6; their pod and Service ranges are equal.
+//! sandboxes. Each granted Service with pods in the pod network answers through its mirrored Service, and an attacker finds
+//! nothing else. The granted Service with a pod in the host network is refused. One sandbox has IPv4 WireGuard addresses,
+//! the other IPv6; their pod and Service ranges are equal.
 
 mod gateway;
 mod live;
@@ -28,7 +29,7 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// Services whose endpoints are pods in the pod network.
 const POD_SERVICES: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
 
-/// The YAML list of grants of these Services and of `hosted`, whose pod is in the host network. A grant names its ports by
+/// The YAML list of grants of `services` and of `hosted`, whose pod is in the host network. A grant names its ports by
 /// number or by name; a grant without `ports` opens all ports.
 fn grants(services: &[&str]) -> String {
     let one = |name: &&str| {
@@ -76,7 +77,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Every pod of the store answers and sees each gateway's pod address as the source.
+/// Every pod of the Deployment `store` answers and sees each gateway's pod address as the source.
 async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandbox: &Sandbox<'_>) {
     let names: BTreeSet<String> = env.store_pods().await.into_iter().map(|pod| pod.name).collect();
     let gateways: BTreeSet<IpAddr> = env
@@ -172,7 +173,7 @@ async fn host_network_service_is_refused(env: &TestEnv<'_>) {
     }
 }
 
-/// New flows reach the new pod, and flows that began before the old pod was deleted continue.
+/// New flows reach the new pod, and UDP flows that began before the old pod was deleted continue.
 async fn replacement_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
     let before = object_versions(env).await;
     let deleted = env.store_pods().await.remove(0);

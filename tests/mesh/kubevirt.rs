@@ -371,18 +371,18 @@ impl<'a> TestEnv<'a> {
     /// Checks that no request crosses the mesh in either direction, and that no ping reaches the hub's pods.
     async fn mesh_is_closed(&self, hub: &Cluster<'_>) {
         let cluster_ip = hub.cluster_ip("default", "web").await.unwrap();
-        let mut urls = Vec::new();
+        let mut requests = Vec::new();
         for from in [pod(&self.webs[0]), host()] {
             for to in &self.hub_webs {
-                urls.push((from.clone(), url(to.ip, 8080)));
-                urls.push((from.clone(), url(self.lab.node(&to.node).address(), 8080)));
+                requests.push((from.clone(), url(to.ip, 8080)));
+                requests.push((from.clone(), url(self.lab.node(&to.node).address(), 8080)));
             }
-            urls.push((from, url(cluster_ip, 80)));
+            requests.push((from, url(cluster_ip, 80)));
         }
         let from_hub = self.hub_webs.iter().map(pod);
-        urls.extend(from_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
+        requests.extend(from_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
         // Sent concurrently, because most requests wait for their timeout.
-        join_all(urls.iter().map(|(from, url)| self.assert_closed(from, url))).await;
+        join_all(requests.iter().map(|(from, url)| self.assert_closed(from, url))).await;
         let pings = self.hub_webs.iter().map(|to| to.ip);
         let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
         let checks = pings.map(async |(from, to)| {

@@ -16,8 +16,8 @@ const PORTS_FROM_41001: NatKind = NatKind::EndpointIndependent { first_port: 410
 const ECHO_PORT: u16 = 9091;
 /// The longest wait until two nodes are connected: the hub must have seen the public endpoints of both, and both must try the right one.
 const CONNECT: Duration = Duration::from_secs(300);
-/// A mapping without a packet for this time is gone, also if the timer of the router's kernel is late.
-const MAPPING_LIFETIME: Duration = Duration::from_secs(40);
+/// After this time without a packet, a mapping is gone. The routers remove it after 30 s, but the kernel's timer may be late.
+const MAPPING_IS_GONE_AFTER: Duration = Duration::from_secs(40);
 
 struct TestEnv<'a> {
     lab: &'a Lab,
@@ -76,7 +76,7 @@ impl TestEnv<'_> {
         }
     }
 
-    /// All endpoints that the hub's nodes publish.
+    /// All endpoints that the hub's nodes report in their annotations.
     async fn reported(&self) -> Vec<String> {
         let nodes = json(&self.hub, &["get", "nodes"]).await;
         let nodes = nodes["items"].as_array().unwrap();
@@ -167,8 +167,8 @@ impl TestEnv<'_> {
     }
 
     /// The NAT of tenant A uses another public port for each destination. The NAT of tenant B drops the packets from these ports: no node
-    /// of B has sent to them. Meanwhile only keepalives pass between the hub and B. They keep the mappings, which a router removes after
-    /// 30 s without a packet.
+    /// of B has sent to them. Meanwhile only keepalives pass between the hub and B. They keep the mappings, which a router otherwise
+    /// removes.
     async fn endpoint_dependent_mapping_reaches_only_public_nodes(&self) {
         let idle_since = Instant::now();
         self.lab.set_nat(TENANTS[0], NatKind::EndpointDependent).await.unwrap();
@@ -194,7 +194,7 @@ impl TestEnv<'_> {
         .unwrap();
         let answer = self.lab.http_get(&pod(&a[0]), &url(b[0].ip, 8080)).await.unwrap();
         assert!(answer.is_err(), "{answer:?}");
-        tokio::time::sleep(MAPPING_LIFETIME.saturating_sub(idle_since.elapsed())).await;
+        tokio::time::sleep(MAPPING_IS_GONE_AFTER.saturating_sub(idle_since.elapsed())).await;
         for web in b {
             let answer = self
                 .lab

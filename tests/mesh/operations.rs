@@ -29,7 +29,7 @@ use crate::setup::{
 };
 
 #[tokio::test]
-async fn mesh_survives_operations_and_cleanup_leaves_nothing() {
+async fn mesh_survives_operations_and_cleanup_leaves_only_the_key() {
     let lab = two_clusters().await;
     for cluster in [lab.cluster(crate::setup::HUB), lab.cluster(crate::setup::MEMBER)] {
         cluster.run_web().await.unwrap();
@@ -176,7 +176,8 @@ async fn written_versions(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
     all
 }
 
-/// Scales the hub's web servers and waits until the member's mirrored Service contains exactly the running pods.
+/// Scales the hub's web servers. Waits until the endpoints of the member's mirrored Service are exactly the running pods, and until
+/// only these pods answer at its ClusterIP.
 async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     let scale = format!("--replicas={replicas}");
     mesh.hub.kubectl(["scale", "deployment/web", &scale]).await.unwrap();
@@ -315,7 +316,7 @@ async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
     }
 }
 
-/// Follows docs/operations/removal.md, "The agents".
+/// Follows docs/operations/removal.md, "The agents", but deletes only agent.yaml of the manifests.
 async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap<String, NodeState>) {
     let patch = r#"[
         {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["cleanup"]},

@@ -16,7 +16,7 @@ use std::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{
     Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel,
-    gateway_ranges, wait_until,
+    gateway_cidrs, wait_until,
 };
 use disruptions::ScannedGateway;
 use ipnet::IpNet;
@@ -46,10 +46,10 @@ async fn sandbox_reaches_only_grants_through_gateways() {
         .unwrap();
     let env = TestEnv::up(&lab).await;
     granted_service_answers_and_sees_gateway_addresses(&env).await;
-    sandbox_contains_nothing_of_hub_except_grants(&env).await;
+    sandbox_objects_contain_only_gateways_and_grants(&env).await;
     hub_and_member_cannot_connect_to_sandbox(&env).await;
     sandbox_routes_only_gateways_into_tunnel(&env).await;
-    hub_nodes_have_no_trace_of_sandbox(&env).await;
+    hub_has_no_trace_of_sandbox(&env).await;
     verify::verify_lists_grants_and_reports_other_open_sockets(&env).await;
     let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
     let scanned = disruptions::disturbed_gateway_opens_no_other_port(&env, &attacker).await;
@@ -78,7 +78,7 @@ impl<'a> TestEnv<'a> {
             );
             let mut networks: Vec<String> = networks.iter().map(IpNet::to_string).collect();
             if plan.name == HUB {
-                networks.extend(gateway_ranges(plan));
+                networks.extend(gateway_cidrs(plan));
             }
             networks.join(", ")
         };
@@ -101,7 +101,7 @@ impl<'a> TestEnv<'a> {
             cluster.apply(&admission).await.unwrap();
         }
         let hub_webs = hub.run_web().await.unwrap();
-        // Web servers must run on different nodes. These clusters have one node each, so a second one would stay pending.
+        // Web servers must run on different nodes. These clusters have one node each, so a second server would stay pending.
         let mut webs = Vec::new();
         for cluster in [&member, &sandbox] {
             cluster
@@ -178,7 +178,7 @@ async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
 }
 
 // threat: sandbox-reads-target
-async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
+async fn sandbox_objects_contain_only_gateways_and_grants(env: &TestEnv<'_>) {
     let text = env.sandbox.dump_objects().await.unwrap();
     for gateway in env.gateways().await {
         assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
@@ -188,10 +188,10 @@ async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
             let ip = socket.ip().to_string();
             // The sandbox's Peers contain the addresses of the hub's nodes, because their host ports lead to the gateways. The
             // two Services are ignored, because every cluster has them.
-            let known =
+            let may_appear =
                 has_gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
             assert!(
-                known || !text.contains(&format!("{ip}\"")) && !text.contains(&format!("{ip}/")),
+                may_appear || !text.contains(&format!("{ip}\"")) && !text.contains(&format!("{ip}/")),
                 "{ip} ({what}) is known in the sandbox"
             );
         }
@@ -249,7 +249,7 @@ async fn hub_and_member_cannot_connect_to_sandbox(env: &TestEnv<'_>) {
     let probe = env.lab.probe_program().unwrap();
     let words = [&*probe, "stream-serve", ":8080"];
     let _listener = env.lab.node(node).spawn("listener", words).unwrap();
-    // The sandbox's node listens on all of these ports.
+    // The sandbox's node listens on both ports.
     env.lab
         .wait_for_open_sockets(&host(node), &targets.into())
         .await
@@ -271,7 +271,7 @@ async fn sandbox_routes_only_gateways_into_tunnel(env: &TestEnv<'_>) {
     assert_eq!(routed, expected);
 }
 
-async fn hub_nodes_have_no_trace_of_sandbox(env: &TestEnv<'_>) {
+async fn hub_has_no_trace_of_sandbox(env: &TestEnv<'_>) {
     let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
     let objects = env.hub.kubectl(objects).await.unwrap().stdout;
     let sandbox_address = env.wireguard().await.to_string();

@@ -1,6 +1,6 @@
-//! Tests a hub with a shared pod network (kube-ovn, Calico or Cilium pools), where pod addresses are independent of
-//! Node.podCIDRs. An exported pod is reached on the node that runs it, every other pod through the anchor. Pods of the
-//! hub are masqueraded.
+//! Tests a hub with `podNetwork: Shared`, the setting for CNIs whose pod addresses are independent of Node.podCIDRs
+//! (kube-ovn, or pools of Calico or Cilium). An exported pod is reached on the node that runs it, every other pod
+//! through the anchor. Pods of the hub are masqueraded.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -79,7 +79,7 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
             .await;
         assert_eq!(reached.unwrap().stdout, "OK", "{from:?} -> {other}");
     }
-    let wireguard = wireguard_addresses(&lab).await;
+    let wireguard = hub_wireguard_addresses(&lab).await;
     for from in &hub_webs {
         for to in &member_webs {
             let answer = lab
@@ -105,7 +105,7 @@ async fn unexported_pod_ip(lab: &Lab) -> IpAddr {
     pods["items"][0]["status"]["podIP"].as_str().unwrap().parse().unwrap()
 }
 
-async fn wireguard_addresses(lab: &Lab) -> BTreeMap<String, IpAddr> {
+async fn hub_wireguard_addresses(lab: &Lab) -> BTreeMap<String, IpAddr> {
     let nodes = json(&lab.cluster(HUB), &["get", "nodes"]).await;
     let address = |node: &serde_json::Value| {
         let annotation = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]

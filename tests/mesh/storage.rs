@@ -1,6 +1,7 @@
 //! Tests connections as a Ceph client keeps them: one open connection by pod IP to each of nine daemons on three nodes of another
 //! member. Agents restart, a key is rotated, an anchor moves, the controller and an API server are away, and a node is lost. Only
-//! the connections to the lost node break. The longest gap of each disturbance is printed.
+//! the connections to the lost node break. The test prints the longest gap (time between two echoes) in each
+//! disturbance.
 
 use std::time::Duration;
 
@@ -32,9 +33,9 @@ spec:
         readinessProbe: {tcpSocket: {port: 6800}, periodSeconds: 1}
 ";
 const PORT: u16 = 6800;
-/// The longest gap of a connection that must not break. A restarted userspace agent needs a new handshake, and TCP's retransmission
+/// The limit for the gap of a connection that must not break. A restarted userspace agent needs a new handshake, and TCP's retransmission
 /// timer can double the time without a tunnel.
-const LONGEST_GAP: Duration = Duration::from_secs(15);
+const MAX_GAP: Duration = Duration::from_secs(15);
 
 /// A connection that is used all the time.
 struct Connection {
@@ -110,7 +111,7 @@ impl TestEnv<'_> {
         action().await;
         let gap = self.longest_gap(start, |_| true).await;
         println!("{what}: {} connections, longest gap {gap:.2?}", self.connections.len());
-        assert!(gap < LONGEST_GAP, "{what}: {gap:?}");
+        assert!(gap < MAX_GAP, "{what}: {gap:?}");
     }
 
     /// The longest gap since `start` among the connections to the daemons that `filter` selects. Each must have an echo after this call
@@ -216,6 +217,6 @@ impl TestEnv<'_> {
         }
         let gap = self.longest_gap(start, |daemon| daemon.node != lost).await;
         println!("loss of a node: longest gap of the others {gap:.2?}");
-        assert!(gap < LONGEST_GAP, "{gap:?}");
+        assert!(gap < MAX_GAP, "{gap:?}");
     }
 }

@@ -269,7 +269,7 @@ impl<'a> TestEnv<'a> {
         }
         self.assert_node_port_leads_to(&self.node_of(gateway).await.unwrap(), gateway)
             .await;
-        // The new pod's link has no eBPF program yet.
+        // The new pod's interface has no eBPF program yet.
         self.hub.bypass_netfilter().await.unwrap();
     }
 
@@ -312,7 +312,7 @@ impl<'a> TestEnv<'a> {
             for args in kernel {
                 text += &node.exec(args).await.unwrap().stdout;
             }
-            // Proves that the commands print the state: it has the underlay address of the sandbox's node, the only one that may appear.
+            // Positive control: the output contains the underlay address of the sandbox's node, which may appear.
             let underlay_address = self.lab.node(&self.sandbox_web.node).address().to_string();
             assert!(
                 text.contains(&gateway.pod.to_string()) && text.contains(&underlay_address),

@@ -16,7 +16,7 @@ use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 /// Shorter than the 30 s from an agent's pass to its next resync.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// All rules of the node, and the agent's routes and addresses, as `ip` shows them.
+/// All rules of the node, and the agent's IPv4 routes and IPv4 addresses, as `ip` shows them.
 async fn routing(clusters: &TwoClusters, site: &Site) -> String {
     let script = format!(
         "ip rule show; ip -6 rule show; ip route show table 5182; ip route show table 5183; ip -br -4 addr show dev {}",

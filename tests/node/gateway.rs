@@ -35,8 +35,8 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     masqueraded_source_port_differs_from_tunnel_port(&testbed).await;
     ungranted_destinations_are_unreachable(&testbed);
     endpoint_changes_are_followed(&testbed).await;
-    terminating_endpoint_keeps_its_connections(&testbed).await;
-    grant_without_ready_endpoint_refuses_connections(&testbed).await;
+    terminating_endpoint_keeps_connections_until_removed(&testbed).await;
+    grant_without_endpoints_refuses_connections(&testbed).await;
     sandboxes_have_separate_grants(&testbed).await;
     gateway_port_moved_to_other_service_ends_connections(&testbed).await;
     unanswered_flow_follows_its_grant_to_a_new_port(&testbed).await;
@@ -244,7 +244,7 @@ async fn endpoint_changes_are_followed(testbed: &Testbed) {
 }
 
 // threat: gateway-revoked-connection
-async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
+async fn terminating_endpoint_keeps_connections_until_removed(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some_and(|answer| answer.starts_with("db")));
@@ -276,7 +276,7 @@ async fn terminating_endpoint_keeps_its_connections(testbed: &Testbed) {
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;
 }
 
-async fn grant_without_ready_endpoint_refuses_connections(testbed: &Testbed) {
+async fn grant_without_endpoints_refuses_connections(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
@@ -333,7 +333,7 @@ async fn unanswered_flow_follows_its_grant_to_a_new_port(testbed: &Testbed) {
     // old port.
     testbed.apply_access("m--a", a.access(&granted("log"))).await;
     let before = unanswered_datagrams();
-    wait_until("the flow to reach the new endpoint", TIMEOUT, async || {
+    wait_until("the flow to reach the new port", TIMEOUT, async || {
         match flow.request() {
             Some(answer) if answer.starts_with("db") => Ok(()),
             other => Err(format!("{other:?}")),
@@ -384,9 +384,9 @@ async fn revoked_grant_ends_its_connections_at_once(testbed: &Testbed) {
     assert!(flow.request().is_some());
     let mut connection = TcpConnection::open(&a.ns, socket_addr(GATEWAY[1], SQL_PORT)).expect("a connection");
     assert!(connection.request().is_some());
-    // These connections send again after the grant is restored, and the gateway must reset them. A gateway that translated their
-    // packets again could choose another source port, and then the database would reset the connection. With the old port, the
-    // connection would continue. With eight connections, most likely at least one would get its old port, and the test would fail.
+    // These connections send again after the grant is restored, and the gateway must reset them. A faulty gateway would translate their
+    // packets again. With a new source port, the database would reset the connection, so the fault would not show. With the old source
+    // port, the connection would continue. Of eight connections, most likely at least one would get its old port and show the fault.
     let mut others =
         [0; 8].map(|_| TcpConnection::open(&a.ns, socket_addr(GATEWAY[0], SQL_PORT)).expect("a connection"));
     testbed.apply_access("m--a", a.access(&[])).await;

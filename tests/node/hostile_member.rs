@@ -101,7 +101,7 @@ async fn deleted_tables_are_restored(testbed: &mut Testbed) {
         .expect("the agent restores the table");
         testbed.wait_for_answers("the table is back").await;
         testbed.discard_traffic();
-        testbed.assert_only_allowed_traffic(&format!("after {how}")).await;
+        testbed.assert_only_allowed_traffic(how).await;
     }
 }
 

@@ -24,13 +24,13 @@ use sender::{Sender, Senders, wait_for_new_errors};
 
 use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, cluster_pods, peer};
 
-/// The longest wait on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of a wait for answers or errors of senders, also on a loaded machine.
+const SENDER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The IPv6 networks and addresses of a cluster. Its IPv4 networks are in its site, its IPv4 addresses in [`IPV4`].
 struct Ipv6 {
     pods: &'static str,
-    /// The /32 around `pods`: the pod network of the whole cluster.
+    /// The cluster's pod network, a /32. `pods` is the part of its node.
     wide: &'static str,
     next_hop: &'static str,
     pod: &'static str,
@@ -134,7 +134,7 @@ impl Testbed {
         peer
     }
 
-    async fn wireguard(&self, index: usize) -> IpAddr {
+    async fn wireguard_address(&self, index: usize) -> IpAddr {
         let annotations = self.clusters.wait_for_published(self.clusters.site(index)).await;
         let address = &annotations[clustermesh_api::names::KILO_WIREGUARD_IP];
         address.split('/').next().unwrap().parse().unwrap()
@@ -144,7 +144,7 @@ impl Testbed {
     async fn senders(&self) -> Senders {
         let (pod, host) = (self.pod(TENANT), self.host(TENANT));
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-        let wireguard = self.wireguard(MGMT).await;
+        let wireguard = self.wireguard_address(MGMT).await;
         let start = |from: &str, netns: &PathBuf, to: IpAddr| Sender::start(&format!("{from} -> {to}"), netns, to);
         let [pod_ip, _, unassigned] = IPV4[MGMT];
         Senders {
@@ -228,8 +228,8 @@ impl Testbed {
     }
 }
 
-/// Gives a site's node IPv6, forwarding, a pod, and CNI rules that masquerade packets to destinations outside the
-/// cluster's pod network. Packets that leak out of the tunnel leave by the default routes.
+/// Replaces a site's Node object by one with podCIDRs of both families. Gives the node IPv6, forwarding, a pod, and CNI rules that
+/// masquerade packets to destinations outside the cluster's pod network. Packets that leak out of the tunnel leave by the default routes.
 async fn set_up_dual_stack_node(clusters: &TwoClusters, index: usize, pod: &NetNs) {
     let (site, ipv6) = (clusters.site(index), &IPV6[index]);
     let [address, next_hop, _] = IPV4[index];
@@ -300,7 +300,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     testbed.write_peer_and_policy(MGMT, TENANT).await;
     testbed.write_peer_and_policy(TENANT, MGMT).await;
     clusters.wait_until_ready(mgmt).await;
-    sender::echo(&testbed.host(MGMT), testbed.wireguard(MGMT).await);
+    sender::echo(&testbed.host(MGMT), testbed.wireguard_address(MGMT).await);
 
     // Positive control: without a mesh, a capture shows the senders' packets. So the capture below would show leaks.
     tenant_agent.terminate(TIMEOUT).await.expect("it ends");
@@ -403,7 +403,7 @@ async fn mesh_packets_never_leave_unencrypted() {
     let cluster = clusters.lab.cluster(tenant.cluster);
     cluster.kill_api().expect("kill the API server");
     tenant_agent = testbed.agent(TENANT, "tenant-4");
-    // The agent has Peers and PeerPolicies from its cache, so only these senders must get errors.
+    // The agent has Peers and PeerPolicies from its cache, so only senders to unassigned addresses must get errors.
     senders.wait_for_errors_about_unassigned("the API server is down").await;
     tenant_agent.signal(Signal::SIGKILL).expect("kill");
     tenant_agent.wait_for_exit(TIMEOUT).await.expect("dead");

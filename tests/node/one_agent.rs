@@ -170,10 +170,10 @@ async fn agent_waits_if_kg_was_seen_and_withdraws_when_kg_returns() {
         .expect("readyz");
     };
     let our_state = async || {
-        let all = "ip -br link; ip rule show; ip route show table all; nft list tables";
-        let all = clusters
+        let commands = "ip -br link; ip rule show; ip route show table all; nft list tables";
+        let output = clusters
             .host(site)
-            .exec(["sh", "-ec", all])
+            .exec(["sh", "-ec", commands])
             .await
             .expect("read the node's state")
             .stdout;
@@ -183,7 +183,7 @@ async fn agent_waits_if_kg_was_seen_and_withdraws_when_kg_returns() {
                 .iter()
                 .any(|part| line.contains(part))
         };
-        all.lines().filter(is_ours).map(str::to_owned).collect::<Vec<_>>()
+        output.lines().filter(is_ours).map(str::to_owned).collect::<Vec<_>>()
     };
     let nothing = Vec::<String>::new();
     let mut agent = clusters.agent(site, "agent");
@@ -234,7 +234,7 @@ async fn agent_waits_if_kg_was_seen_and_withdraws_when_kg_returns() {
 }
 
 #[tokio::test]
-async fn foreign_interface_with_the_device_name_stops_all_writes() {
+async fn foreign_interface_with_device_name_stops_kernel_writes() {
     let clusters = TwoClusters::start().await;
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let host = clusters.host(tenant);
@@ -243,7 +243,7 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
         .await
         .expect("make a bridge");
     let _second = clusters.agent(tenant, "agent-tenant");
-    clusters.write_peer(tenant, mgmt).await;
+    clusters.write_peer_and_policy(tenant, mgmt).await;
     wait_until(
         "the agent to report the foreign interface",
         TIMEOUT,
@@ -255,9 +255,9 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
     .await
     .expect("readyz");
     // The interface may be another program's tunnel, which our rules and routes would cut off.
-    let written = "ip rule show; ip route show table all; nft list tables";
+    let commands = "ip rule show; ip route show table all; nft list tables";
     let written = host
-        .exec(["sh", "-ec", written])
+        .exec(["sh", "-ec", commands])
         .await
         .expect("read the node's state")
         .stdout;
@@ -269,7 +269,7 @@ async fn foreign_interface_with_the_device_name_stops_all_writes() {
         .await
         .expect("delete the bridge");
     clusters.wait_until_ready(tenant).await;
-    clusters.write_peer(mgmt, tenant).await;
+    clusters.write_peer_and_policy(mgmt, tenant).await;
     clusters.wait_until_reaches(mgmt, tenant).await;
 }
 

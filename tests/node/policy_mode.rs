@@ -81,7 +81,8 @@ impl Kg {
         }
     }
 
-    /// Configures a Peer as kg does: allowed IPs, and routes in the main table. The laptop's address is a further allowed IP.
+    /// Adds `remote` as a WireGuard peer, as kg does: allowed IPs, and routes in the main table. The laptop's address is a further
+    /// allowed IP.
     async fn add_peer(&self, clusters: &TwoClusters, site: &Site, remote: &Site) {
         let annotations = clusters.wait_for_published(remote).await;
         let spec = peer(remote, &annotations).spec;
@@ -106,7 +107,8 @@ impl Kg {
     }
 }
 
-/// All state of a node that the agent could change, except for our table and annotation.
+/// The state of a node that policy mode must not change: policy routing rules, routes, addresses, WireGuard configuration, kernel
+/// settings, and the nftables tables and annotations that are not ours.
 async fn foreign_state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for args in [
@@ -154,8 +156,8 @@ fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send
     std::thread::spawn(run).join().expect("the thread inside the namespace")
 }
 
-/// Creates a network namespace as a pod of a site. Moves the site's pod address from the node's `lo` to the pod, and adds
-/// the addresses `more`. The tests need a pod, because packets to an address of the node itself pass other firewall rules.
+/// Creates a network namespace as a pod of a site. Moves the site's pod address from the node's `lo` to the pod, and also gives the
+/// pod the addresses `more`. An address on the node is not enough, because packets to the node itself pass other firewall rules.
 async fn make_pod(clusters: &TwoClusters, site: &Site, name: &str, more: &[&str]) -> NetNs {
     let pod = NetNs::new(name);
     let next_hop = site.pods.replace(".0/24", ".1");

@@ -188,7 +188,7 @@ spec: {policyName: agents, validationActions: [Deny]}
 "#;
 
 #[tokio::test]
-async fn missing_admission_policy_is_reported_and_harmless() {
+async fn only_a_missing_admission_policy_is_reported() {
     let clusters = TwoClusters::start().await;
     let tenant = clusters.site(TENANT);
     let mut agent = clusters.agent(tenant, "agent-without-policy");

@@ -48,7 +48,8 @@ async fn pods_reach_each_other_and_a_killed_agent_recovers() {
     clusters.wait_until_reaches(tenant, mgmt).await;
     clusters.wait_until_ready(mgmt).await;
     clusters.wait_until_ready(tenant).await;
-    // The capture starts only now: before both PeerPolicies exist, a ping follows the default route.
+    // The capture starts only now: before the agents had the Peers and PeerPolicies of `write_all_peers`, the pings of
+    // `wait_until_reaches` followed the default route.
     let capture = clusters
         .lab
         .capture("mesh", "ip or ip6")

@@ -218,7 +218,7 @@ impl TwoClusters {
         words
     }
 
-    /// Starts an agent with only the privileges of the DaemonSet: NET_ADMIN, and a read-only `/proc/sys`.
+    /// Starts an agent that is restricted as in the DaemonSet: its only capability is NET_ADMIN, and `/proc/sys` is read-only.
     pub(crate) fn agent(&self, site: &Site, log: &str) -> Running {
         self.agent_with_env(site, log, &[])
     }
@@ -268,7 +268,7 @@ impl TwoClusters {
     }
 
     /// Writes the Peer and PeerPolicy of `source` into `target`, as the controller does.
-    pub(crate) async fn write_peer(&self, target: &Site, source: &Site) {
+    pub(crate) async fn write_peer_and_policy(&self, target: &Site, source: &Site) {
         let annotations = self.wait_for_published(source).await;
         let peer = peer(source, &annotations);
         let peers = self.peers(target).await;
@@ -296,10 +296,11 @@ impl TwoClusters {
             .expect("create the PeerPolicy");
     }
 
+    /// Writes the Peer and PeerPolicy of each cluster into the other.
     pub(crate) async fn write_all_peers(&self) {
         let [mgmt, tenant] = &self.sites;
-        self.write_peer(mgmt, tenant).await;
-        self.write_peer(tenant, mgmt).await;
+        self.write_peer_and_policy(mgmt, tenant).await;
+        self.write_peer_and_policy(tenant, mgmt).await;
     }
 
     /// Sends one ping between pod addresses; `Err` = no reply, with the output of ping.
@@ -376,7 +377,7 @@ pub(crate) fn cluster_pods(site: &Site) -> String {
 
 /// The Peer of a site's node, from the annotations of the Node.
 pub(crate) fn peer(source: &Site, annotations: &BTreeMap<String, String>) -> Peer {
-    let wireguard = annotations[KILO_WIREGUARD_IP]
+    let wireguard_address = annotations[KILO_WIREGUARD_IP]
         .split('/')
         .next()
         .expect("a host part")
@@ -385,7 +386,7 @@ pub(crate) fn peer(source: &Site, annotations: &BTreeMap<String, String>) -> Pee
     let mut peer = Peer::new(
         &format!("mesh--{}--{}", source.cluster, source.node),
         PeerSpec {
-            allowed_ips: vec![source.pods.into(), format!("{wireguard}/32")],
+            allowed_ips: vec![source.pods.into(), format!("{wireguard_address}/32")],
             endpoint: Some(PeerEndpoint {
                 dns_or_ip: DnsOrIp {
                     ip: Some(ip.trim_matches(['[', ']']).into()),

@@ -56,7 +56,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         "{events}"
     );
 
-    // When the API server answers again, the quarantine takes effect there too, and no object is deleted.
+    // When the API server answers again, the quarantine takes effect there too, and no Peer is deleted.
     frozen.thaw_api().unwrap();
     env.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
     assert!(!is_open("tenant-a").await);
@@ -94,7 +94,7 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     // A separate step, which is here because it needs a sandbox with a grant.
-    hostile::hostile_sandbox_changes_nothing_in_other_clusters(&env).await;
+    hostile::hostile_sandbox_changes_only_its_access_and_the_status(&env).await;
 
     let frozen = env.lab.cluster("tenant-a");
     frozen.freeze_api().unwrap();

@@ -64,7 +64,7 @@ impl Flood {
     }
 
     /// The response to a path with its query: status, beginning, and the part that is repeated.
-    fn answer(self, path: &str) -> (u16, String, Option<String>) {
+    fn response(self, path: &str) -> (u16, String, Option<String>) {
         let list = r#"{"apiVersion":"v1","kind":"NodeList","metadata":{"resourceVersion":"1"},"items":["#;
         let watch = path.contains("watch=true");
         let nodes = path.starts_with("/api/v1/nodes") && !watch;
@@ -140,7 +140,7 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
         head.push(stream.read_u8().await?);
     }
     let head = String::from_utf8_lossy(&head).into_owned();
-    let (status, begin, repeat) = flood.answer(head.split(' ').nth(1).unwrap_or_default());
+    let (status, begin, repeat) = flood.response(head.split(' ').nth(1).unwrap_or_default());
     let start = format!("HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n{begin}");
     stream.write_all(start.as_bytes()).await?;
     match repeat {
@@ -257,7 +257,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     env.apply_mesh(&mesh).await;
     env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
-    // The controller has read from every server, and has rejected each response because of the intended limit.
+    // The controller has read from every server, and has rejected its endless responses because of the intended limit.
     let over_budget = |member: &str, limit: &str| {
         format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
     };

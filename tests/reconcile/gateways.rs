@@ -11,8 +11,8 @@ use crate::sandbox;
 
 const GATEWAYS: &str = "clustermesh-gateway";
 
-/// Creates the objects of two gateways in the cluster `name`, whose number is `m`. The addresses of the gateways are 100.64.m.240
-/// and .241.
+/// Creates two gateways (namespace, CRDs, pods and SandboxGateways) in the cluster `name`, whose number is `m`. The addresses of the
+/// gateways are 100.64.m.240 and .241.
 pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
     let cluster = env.lab.cluster(name);
     let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": GATEWAYS}});
@@ -134,7 +134,7 @@ async fn until_endpoints(env: &TestEnv, want: &[&str]) -> Vec<i64> {
 }
 
 #[tokio::test]
-async fn sandbox_enters_through_ready_gateways() {
+async fn mirrored_service_has_only_ready_gateways_as_endpoints() {
     let env = TestEnv::start(&["mgmt", "notebooks"]).await;
     for (cluster, m) in [("mgmt", 1), ("notebooks", 2)] {
         env.create_node(cluster, m, 1).await;

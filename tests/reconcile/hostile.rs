@@ -63,7 +63,7 @@ async fn versions_outside_sandbox(env: &TestEnv) -> BTreeMap<String, String> {
     versions
 }
 
-/// The number of writes into members since the controller has started.
+/// The number of writes into members since the controller started.
 async fn writes(env: &TestEnv) -> u64 {
     let metrics = env.page("/metrics").await;
     let lines = metrics.lines().filter(|line| line.contains("_writes_total{"));
@@ -93,7 +93,7 @@ async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
 /// Needs a mesh `prod` of `mgmt`, `tenant-a` and `notebooks`, each with one node. `notebooks` is a sandbox that may
 /// reach port 5432 of one endpoint on `tenant-a-1` as `default/db`.
 // threat: sandbox-claims-identity
-pub(crate) async fn hostile_sandbox_changes_nothing_in_other_clusters(env: &TestEnv) {
+pub(crate) async fn hostile_sandbox_changes_only_its_access_and_the_status(env: &TestEnv) {
     until_mirrored(env).await;
     let before = versions_outside_sandbox(env).await;
     edited_mirrored_service_is_restored_with_few_writes(env).await;

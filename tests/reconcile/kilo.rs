@@ -26,7 +26,7 @@ const ELECTED: &str = "prod--tenant-a--tenant-a-2";
 /// The Peer of the only node in the west.
 const WEST: &str = "prod--tenant-a--tenant-a-3";
 
-/// A node that runs kg.
+/// A node that kg serves.
 struct KgNode {
     cluster: &'static str,
     /// The number of the cluster. The node's address is 198.51.m.n, its pod network 10.m.n.0/24.
@@ -100,10 +100,12 @@ impl KgNode {
     }
 }
 
-/// The nodes, and the names of those on which kg runs.
+/// The nodes of both clusters.
 struct Fleet {
     nodes: Vec<Arc<KgNode>>,
+    /// A client of each cluster.
     clients: BTreeMap<&'static str, Client>,
+    /// The names of the nodes on which kg runs now.
     checking_in: Arc<Mutex<BTreeSet<String>>>,
 }
 

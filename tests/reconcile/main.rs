@@ -1,4 +1,4 @@
-//! Tests the real controller on real API servers: its writes into members and its status. Needs root.
+//! Tests the real controller on real API servers: its writes into members and the status of ClusterMeshes. Needs root.
 
 mod closing;
 mod flood;

@@ -88,7 +88,7 @@ async fn passes(env: &TestEnv) -> (u64, u64) {
 }
 
 #[tokio::test]
-async fn new_kubeconfig_is_used_and_refused_field_is_named() {
+async fn new_kubeconfig_rewrites_nothing_and_refused_field_is_named() {
     let (env, controller) = TestEnv::start_meshed(&["mgmt", "tenant-a"]).await;
     let before = env.versions().await;
     let pid = controller.pid();
@@ -159,8 +159,8 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         "the session of the renamed Secret to have read the cluster",
         SOON,
         async || {
-            // A session has read its cluster if it knows the cluster's UID. A state with two mentions of the renamed Secret
-            // contains its session; the other mention is in the mesh.
+            // `silent` is null in each session whose API server answers. A session has read its cluster if it knows the
+            // cluster's UID. A state with two mentions of the renamed Secret contains its session; the other mention is in the mesh.
             let state = env.page("/debug/state").await;
             let responsive = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();

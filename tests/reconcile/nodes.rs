@@ -42,7 +42,7 @@ async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
     let columns: Vec<&str> = columns.split_whitespace().collect();
     assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
 
-    // The endpoint in a Node's annotation changes, then becomes invalid; then the annotation is removed. The Peer of the other Node
+    // A Node gets an annotation with an endpoint, then an invalid value, then the annotation is removed. The Peer of the other Node
     // does not change.
     let before = env.peers("mgmt").await;
     env.annotate(
@@ -97,7 +97,7 @@ async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
         before["prod--tenant-a--tenant-a-1"]
     );
 
-    // Each Event was published once: none has a series. The first column is the reason, the second one the count of the series.
+    // These Events were not repeated: they have no series. The first column is the reason, the second one the count of the series.
     let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     let series_counts = |word: &str| {
         let lines = events.lines().filter(|line| line.starts_with(word));

@@ -184,13 +184,13 @@ impl Recorder {
     fn assert_closed_from(&self, first: usize, last: usize, source: &str, what: &str) {
         let writes = self.writes();
         let of_source = |write: &Write| write.name == source || write.name.starts_with(&format!("{source}--"));
-        let begun = (first..last).find(|count| of_source(&writes[*count]));
-        let Some(begun) = begun else {
+        let first_of_source = (first..last).find(|index| of_source(&writes[*index]));
+        let Some(first_of_source) = first_of_source else {
             // No object of `source` existed in this cluster.
             assert!(!Self::is_open(&self.after(last), source), "{what}: nothing was written");
             return;
         };
-        for count in begun + 1..=last {
+        for count in first_of_source + 1..=last {
             let objects = self.after(count);
             assert!(
                 !Self::is_open(&objects, source),
@@ -308,7 +308,8 @@ async fn stricter_profile_closes_first_and_no_peer_lacks_a_policy() {
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // In `notebooks` the Peers are the gateways of the hub. Their policy allows only replies, but it is not closed.
+            // In `notebooks` the Peers are the gateways of the hub. Their policy allows nothing but replies. It counts as wide because
+            // its profile is cluster-meshed.
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };

@@ -131,7 +131,7 @@ async fn removed_cluster_is_in_status_until_clean_or_given_up() {
     assert_eq!(env.peers("tenant-b").await.len(), 2);
 }
 
-/// UIDs of Peers, by cluster and name.
+/// UIDs of the Peers in mgmt and tenant-a, by cluster and name.
 async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for cluster in ["mgmt", "tenant-a"] {
@@ -142,10 +142,10 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Applies a second mesh of mgmt and tenant-a (no change if it exists), because the controller reads a cluster only for a mesh. It has
-/// other networks, and no Peers because its members are standard. Waits until the controller has read both clusters and has lost the
-/// first mesh.
-async fn apply_second_mesh_until_read(env: &TestEnv) {
+/// Applies a second mesh of mgmt and tenant-a (no change if it exists), because the controller reads a cluster only for a mesh. The second
+/// mesh has other networks, and no Peers because its members are standard. Waits until the controller has read both clusters and its state
+/// no longer contains the first mesh.
+async fn read_clusters_for_second_mesh(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");
     let clusters = second["spec"]["clusters"].as_array_mut().unwrap();
@@ -180,20 +180,20 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     assert_eq!(uids(&env).await, before);
     strip_finalizers(&env).await;
     until_gone(&env).await;
-    apply_second_mesh_until_read(&env).await;
+    read_clusters_for_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
     // A controller that starts after the deletion of the mesh deletes nothing, either.
-    let old = env.hub_id().await;
+    let old_hub = env.hub_id().await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     controller = env.start_controller().await;
-    apply_second_mesh_until_read(&env).await;
+    read_clusters_for_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
     delete(&env, ["cmesh", "second"]).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
 
     let _controller = env.start_controller_for(NAMESPACE, &["--hub-id=second"]).await;
     let mut mesh = env.mesh();
-    mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old});
+    mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old_hub});
     env.apply_mesh(&mesh).await;
     wait_until("the new hub to adopt the Peers", SOON, async || {
         let peers = env.peers("tenant-a").await;
@@ -221,6 +221,6 @@ async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
     strip_finalizers(&env).await;
     delete(&env, ["cmesh", "prod"]).await;
     let _controller = env.start_controller().await;
-    apply_second_mesh_until_read(&env).await;
+    read_clusters_for_second_mesh(&env).await;
     assert_eq!(uids(&env).await, before);
 }

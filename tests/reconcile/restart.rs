@@ -34,6 +34,7 @@ async fn until_slices_read(env: &TestEnv) {
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         let member = &state["members"]["Secret clustermesh/tenant-a-kubeconfig key value"];
         let table = &member["tables"]["endpointSlices"]["team-x"];
+        // One more: the EndpointSlice of the granted Service.
         if table["rows"] == SLICES + 1 && table["trust"] == "Live" {
             Ok(())
         } else {

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 
 use crate::gateways;
 
-/// Creates a Service with a selector, and an EndpointSlice with one endpoint (address and Node), as Kubernetes would.
+/// Creates a namespace with a Service that has a selector, and the EndpointSlice that Kubernetes would create, with one endpoint (address
+/// and Node).
 pub(crate) async fn create_service(
     env: &TestEnv,
     cluster: &str,
@@ -93,7 +94,7 @@ async fn sandbox_contains_only_data_of_its_grant() {
     env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // The target contains a SandboxAccess, but no Peer or PeerPolicy.
+    // The cluster of the Service, mgmt, contains a SandboxAccess, but no Peer or PeerPolicy.
     let access = gateways::get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
     assert_eq!(
@@ -147,7 +148,7 @@ async fn sandbox_contains_only_data_of_its_grant() {
         let is_secret = field.starts_with("client-") || field.starts_with("token");
         (is_secret && value.len() > 16).then(|| value.to_owned())
     });
-    let target_data = [
+    let data_of_mgmt = [
         "mgmt-1",
         "mgmt-2",
         "team-x",
@@ -165,7 +166,7 @@ async fn sandbox_contains_only_data_of_its_grant() {
         "100.64.1.2\"",
         "100.64.1.2/",
     ];
-    let mut hidden: Vec<String> = target_data.map(str::to_owned).into();
+    let mut hidden: Vec<String> = data_of_mgmt.map(str::to_owned).into();
     hidden.extend([key(1, 1), key(1, 2), format!("\"{api}"), format!("{api}:")]);
     hidden.extend(credentials);
     for word in &hidden {

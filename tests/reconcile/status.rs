@@ -62,7 +62,7 @@ async fn broken_tunnels_are_in_status_until_repaired() {
     );
     env.until_condition("Ready", "True/Meshed", SOON).await;
     // A compromised node reports more tunnels than it has, and tunnels to a cluster that does not exist. The controller counts at most
-    // its two planned tunnels as down, and ignores the unknown cluster.
+    // the two planned tunnels of the node as down, and ignores the unknown cluster.
     let unknown = format!("{NAMESPACE}/prod/unknown");
     let false_report = json!({
         &tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1},
@@ -216,9 +216,9 @@ async fn anchored_network_survives_restart_and_node_claims() {
     wait_until("the other node to become the anchor", SOON, async || {
         let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         let skipped = rows[1].skipped.first();
-        let refused = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");
+        let is_skipped = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");
         let anchored = anchors_in_status().await;
-        if refused && anchored == want {
+        if is_skipped && anchored == want {
             Ok(())
         } else {
             Err(format!("{skipped:?}, {anchored}"))

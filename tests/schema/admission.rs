@@ -135,15 +135,15 @@ const UNREACHABLE: &str = " lies outside the reachable networks in the ConfigMap
 async fn controller_writes_only_labelled_objects_within_lists() {
     let server = server(Some(LISTS)).await;
     let controller = server.client_as(CONTROLLER, &[]);
-    users_and_controller_cannot_write_each_others_objects(&server, &controller).await;
+    controller_writes_labelled_objects_and_users_write_others(&server, &controller).await;
     peers_outside_network_list_are_refused(&controller).await;
     peer_policies_outside_lists_are_refused(&controller).await;
     grants_outside_service_list_are_refused(&controller).await;
     rules_apply_to_another_served_version(&server, &controller).await;
-    invalid_list_refuses_writes_and_absent_list_limits_nothing(&server, &controller).await;
+    invalid_list_refuses_and_absent_list_allows_any_network(&server, &controller).await;
 }
 
-async fn users_and_controller_cannot_write_each_others_objects(server: &ApiServer, controller: &ApiClient) {
+async fn controller_writes_labelled_objects_and_users_write_others(server: &ApiServer, controller: &ApiClient) {
     let admin = server.client_as("", &[]);
     let user_refusal = "may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under \
                         writers in the ConfigMap clustermesh-admission";
@@ -223,7 +223,7 @@ async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {
     assert_eq!(create(controller, &valid()).await, Ok(()));
     let closed = with(with(valid(), "/spec/allow", json!([])), "/spec/anchored", json!([]));
     assert_eq!(create(controller, &closed).await, Ok(()));
-    // The maximum number of sources in the CRD must not exceed the cost limit of CEL expressions.
+    // The largest list of sources that the CRD allows must not make the CEL expressions exceed their cost limit.
     let sources: Vec<String> = (0..8192).map(|n| format!("10.20.{}.{}/32", n / 256, n % 256)).collect();
     assert_eq!(
         create(controller, &with(valid(), "/spec/sources", json!(sources))).await,
@@ -301,7 +301,7 @@ async fn grants_outside_service_list_are_refused(controller: &ApiClient) {
         ("team-z", "db", "sql"),
     ];
     assert_eq!(create(controller, &access(&listed)).await, Ok(()));
-    // The maximum number of grants in the CRD must not exceed the cost limit of CEL expressions.
+    // The largest list of grants that the CRD allows must not make the CEL expressions exceed their cost limit.
     assert_eq!(create(controller, &access(&[listed[0]; 2048])).await, Ok(()));
     for (grants, refused) in [
         (&[("team-z", "db", "metrics")][..], "team-z/db:metrics"),
@@ -380,7 +380,7 @@ async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &
 
 /// An empty or invalid list of networks refuses Peers with allowed IPs, but no deletion. Without the list, every network is allowed, but
 /// the label is still required.
-async fn invalid_list_refuses_writes_and_absent_list_limits_nothing(server: &ApiServer, controller: &ApiClient) {
+async fn invalid_list_refuses_and_absent_list_allows_any_network(server: &ApiServer, controller: &ApiClient) {
     let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
     let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
     // The API server watches the ConfigMap: a change takes effect after some time.

@@ -46,7 +46,7 @@ fn two_clusters() -> Value {
     ]})
 }
 
-/// [`two_clusters`] with the fields at these JSON pointers set, or removed if the value is null.
+/// A mesh of [`two_clusters`] in which the value at each JSON pointer is set. A field of an object is removed if its value is null.
 fn with(changes: &[(&str, Value)]) -> Value {
     let mut spec = two_clusters();
     for (path, value) in changes {

@@ -64,7 +64,7 @@ async fn invalid_field_is_refused_with_its_path() {
 }
 
 #[tokio::test]
-async fn policy_of_largest_member_is_accepted() {
+async fn policy_with_maximum_sources_and_rule_networks_is_accepted() {
     let server = ApiServer::start().await;
     let mut object = policy();
     // The limits of the schema: 8192 networks in `sources`, and 1024 in one entry of `allow`.

@@ -1,4 +1,4 @@
-//! The path of the agent's program, and a script that limits the privileges of an agent.
+//! The path of the agent's program, and a script that limits an agent's privileges as the DaemonSet does.
 
 use std::sync::LazyLock;
 
@@ -8,7 +8,7 @@ pub fn agent_program() -> &'static str {
     &AGENT
 }
 
-/// A shell script that runs its arguments with only the privileges of the DaemonSet: NET_ADMIN, and a read-only
-/// `/proc/sys`. It must run in a mount namespace of its own.
+/// A shell script that runs its arguments as the DaemonSet's container runs the agent: NET_ADMIN is the only capability, and
+/// `/proc/sys` is read-only. It must run in a mount namespace of its own.
 pub const AGENT_PRIVILEGES: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                             exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";

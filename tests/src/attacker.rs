@@ -35,7 +35,7 @@ const QUEUE_LIMIT: u64 = 1 << 18;
 const MAX_PAUSE: u32 = 20;
 /// Time between two requests of a prober, and the time limit for a reply over UDP.
 const REQUEST_PACE: Duration = Duration::from_millis(50);
-/// After this time without a reply a prober starts a new session, because a restarted target has lost the old session.
+/// After this time without a reply a UDP prober starts a new session, because a restarted target has lost the old session.
 const SESSION_TIMEOUT: Duration = Duration::from_millis(400);
 /// Time limit of a wait, also on a loaded machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -154,7 +154,7 @@ impl Tunnel {
 /// Sends legitimate requests, one after the other, and counts the replies.
 pub struct Prober {
     pub name: String,
-    answers: Arc<AtomicU64>,
+    replies: Arc<AtomicU64>,
     _thread: BackgroundThread,
 }
 
@@ -164,12 +164,12 @@ impl Prober {
         let socket = ns.enter(|| UdpSocket::bind(from)).expect("bind");
         socket.set_read_timeout(Some(REQUEST_PACE)).expect("a timeout");
         let tunnel = tunnel.clone();
-        Self::start(ns, format!("udp {to}"), move |answers, stop| {
+        Self::start(ns, format!("udp {to}"), move |replies, stop| {
             let mut last = Instant::now();
             while !stop.load(Ordering::Acquire) {
                 let _ = socket.send_to(b"request", to);
                 if matches!(socket.recv_from(&mut [0; 100]), Ok((_, from)) if from == to) {
-                    answers.fetch_add(1, Ordering::Release);
+                    replies.fetch_add(1, Ordering::Release);
                     last = Instant::now();
                     thread::park_timeout(REQUEST_PACE);
                 } else if last.elapsed() > SESSION_TIMEOUT {
@@ -182,10 +182,10 @@ impl Prober {
 
     /// Opens a new connection to an [`echo`] for each request.
     pub fn tcp(ns: &NetNs, to: SocketAddr) -> Self {
-        Self::start(ns, format!("tcp {to}"), move |answers, stop| {
+        Self::start(ns, format!("tcp {to}"), move |replies, stop| {
             while !stop.load(Ordering::Acquire) {
                 if request(to).is_ok() {
-                    answers.fetch_add(1, Ordering::Release);
+                    replies.fetch_add(1, Ordering::Release);
                 }
                 thread::park_timeout(REQUEST_PACE);
             }
@@ -193,18 +193,18 @@ impl Prober {
     }
 
     fn start(ns: &NetNs, name: String, work: impl FnOnce(&AtomicU64, &AtomicBool) + Send + 'static) -> Self {
-        let answers = Arc::<AtomicU64>::default();
-        let counted = answers.clone();
+        let replies = Arc::<AtomicU64>::default();
+        let counted = replies.clone();
         let work = BackgroundThread::start(ns, move |stop| work(&counted, stop));
         Self {
             name,
-            answers,
+            replies,
             _thread: work,
         }
     }
 
-    pub fn answers(&self) -> u64 {
-        self.answers.load(Ordering::Acquire)
+    pub fn replies(&self) -> u64 {
+        self.replies.load(Ordering::Acquire)
     }
 }
 
@@ -267,7 +267,7 @@ impl RawSender {
     }
 }
 
-/// What a flood sends in each round.
+/// One item of each round of a flood: one or more packets.
 pub enum FloodPacket {
     /// The same packets to this address.
     Repeated(IpAddr, Vec<Vec<u8>>),
@@ -394,7 +394,7 @@ impl Flood {
         self.started_at
     }
 
-    /// The number of [`FloodPacket`]s in a round. One of them may contain several packets.
+    /// The number of [`FloodPacket`]s in a round.
     pub fn flood_packets_per_round(&self) -> usize {
         self.flood_packets_per_round
     }

@@ -31,7 +31,7 @@ macro_rules! each_device_test {
         $case! {
             two_devices_carry_both_families_and_wg_reads_every_attribute
             new_peer_with_endpoint_gets_a_handshake_without_traffic
-            attribute_changes_keep_session_and_counters
+            peer_changes_keep_session_and_counters
             preshared_key_applies_at_once_and_must_match
             removed_peer_is_unreachable
             roamed_endpoint_survives_other_changes

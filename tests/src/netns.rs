@@ -1,8 +1,8 @@
 //! Creates network namespaces for tests, connects them, and runs code and programs in them.
 //!
-//! A namespace has no name and no mount. An open file descriptor keeps it, so it disappears with the test process, even if
-//! the process panics or is killed. A program started by [`NetNs::spawn`] is killed when its guard is dropped. While a
-//! test runs, the command that [`NetNs::enter_hint`] returns opens a shell in the namespace.
+//! A namespace that [`NetNs::new`] creates has no mount: only an open file descriptor keeps it, so it disappears with the test
+//! process, even if the process panics or is killed. A program that runs in it is killed when its [`Running`] is dropped. While
+//! a test runs, the command that [`NetNs::enter_hint`] returns opens a shell in the namespace.
 
 use std::{
     fs::File,
@@ -62,7 +62,7 @@ impl NetNs {
         }
     }
 
-    /// A path for `ip link set .. netns` and `nsenter --net=`, valid until this value is dropped.
+    /// A path for `ip link set .. netns` and `nsenter --net=`, valid until this `NetNs` is dropped.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
@@ -126,7 +126,7 @@ impl NetNs {
         self.run("nft", &["-f", file.path().to_str().expect("a path")]);
     }
 
-    /// Starts a program that runs until its guard is dropped. It inherits the test's output.
+    /// Starts a program that runs until the returned value is dropped. It inherits the test's output.
     pub fn spawn(&self, program: &str, args: &[&str]) -> Running {
         self.spawn_command(Command::new(program).args(args).stdin(Stdio::null()))
     }

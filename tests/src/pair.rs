@@ -63,7 +63,7 @@ pub fn start_nodes() -> [Site; 2] {
         &[&right[0], &right[1]],
     );
     for (site, other) in [(a, 2), (b, 1)] {
-        // Without this route, the kernel would drop packets that bypass the tunnel, and no capture would show them.
+        // Without these routes, the kernel would drop packets that bypass the tunnel, and no capture would show them.
         site.ns.ip(&format!("route add default via 172.30.{other}.11"));
         site.ns.ip(&format!("-6 route add default via fd00:30::{other}:11"));
         site.attach_pod();
@@ -116,7 +116,7 @@ impl Site {
             NODES,
             json!({
                 "apiVersion": "v1", "kind": "Node", "metadata": {"name": site.node()},
-                "spec": {"podCIDR": site.pods()[0], "podCIDRs": site.pods()},
+                "spec": {"podCIDR": site.pod_cidrs()[0], "podCIDRs": site.pod_cidrs()},
                 "status": {"addresses": [{"type": "InternalIP", "address": format!("172.30.{number}.11")}]},
             }),
         );
@@ -144,7 +144,7 @@ impl Site {
         format!("node-{}", self.number)
     }
 
-    fn pods(&self) -> [String; 2] {
+    fn pod_cidrs(&self) -> [String; 2] {
         let n = self.number;
         [format!("10.{n}0.1.0/24"), format!("fd00:{n}0:0:1::/64")]
     }
@@ -224,7 +224,7 @@ impl Site {
         let annotations = self.wait_for_published();
         let (ip, port) = annotations[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
         let address = annotations[KILO_WIREGUARD_IP].split('/').next().expect("an address");
-        let mut allowed_ips = self.pods().to_vec();
+        let mut allowed_ips = self.pod_cidrs().to_vec();
         allowed_ips.push(format!("{address}/32"));
         json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
@@ -260,7 +260,7 @@ impl Site {
     pub fn wait_for_route_to(&self, other: &Self) {
         wait_until("a route into the tunnel", TIMEOUT, || {
             // `ip` fails while the table does not exist yet.
-            let words = ["route", "show", &other.pods()[0], "table", "5182"];
+            let words = ["route", "show", &other.pod_cidrs()[0], "table", "5182"];
             let routes = self.ns.output("ip", &words).stdout;
             String::from_utf8_lossy(&routes).contains(&format!("dev {}", self.interface))
         });

@@ -127,7 +127,7 @@ impl TestEnv {
         }
     }
 
-    /// Creates the controller's ServiceAccount from `deploy/`.
+    /// Applies the manifest in `deploy/` that contains the controller's ServiceAccount and its rights.
     async fn create_account(&self, name: &str, is_hub: bool) {
         let manifest = if is_hub {
             "deploy/controller.yaml"
@@ -309,7 +309,7 @@ impl TestEnv {
         nodes.delete(node, &DeleteParams::default()).await.unwrap();
     }
 
-    /// A mesh `prod` of all clusters. Member I (from 1) has the networks 10.I.0.0/16, 100.64.I.0/24 and 198.51.I.0/24.
+    /// A mesh `prod` of all clusters. Member `m` (from 1) has the networks 10.M.0.0/16, 100.64.M.0/24 and 198.51.M.0/24.
     pub fn mesh(&self) -> Value {
         let entries: Vec<Value> = self
             .names

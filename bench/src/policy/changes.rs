@@ -89,7 +89,7 @@ impl Measured {
         tokio::time::sleep(PAUSE).await;
         let pod = clusters.gateway_pod(&gateway.name).await?;
         let key = clusters.status(&gateway.name).await?["publicKey"].clone();
-        let (peers, old) = (clusters.peers().await?, clusters.gateway_pid(&pod)?);
+        let (peers_before, old) = (clusters.peer_versions().await?, clusters.gateway_pid(&pod)?);
         let changed_at = now();
         kill(Pid::from_raw(old), Signal::SIGKILL)?;
         wait_until("the next process", TIMEOUT, async || match clusters.gateway_pid(&pod) {
@@ -100,11 +100,11 @@ impl Measured {
         let (_, answered) = longest_silence(&flow, changed_at).await?;
         self.add(Time::Restarted, answered - changed_at);
         tokio::time::sleep(PAUSE).await;
-        let written = clusters.peers().await?;
-        let changed = written
+        let peers_after = clusters.peer_versions().await?;
+        let written = peers_after
             .iter()
-            .filter(|(name, version)| peers.get(*name) != Some(version));
-        self.peers_written += changed.count();
+            .filter(|(name, version)| peers_before.get(*name) != Some(version));
+        self.peers_written += written.count();
         self.keys_changed += u32::from(clusters.status(&gateway.name).await?["publicKey"] != key);
         Ok(())
     }

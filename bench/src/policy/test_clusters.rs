@@ -145,7 +145,7 @@ impl<'a> TestClusters<'a> {
         Ok(())
     }
 
-    /// The gateways, once the sandbox has a Peer of each.
+    /// Waits until the sandbox has a Peer for each gateway, and returns the gateways.
     pub(super) async fn gateways(&self) -> anyhow::Result<Vec<Gateway>> {
         let granted = wait_until("a Peer of every gateway", TIMEOUT, async || {
             self.product.granted(SANDBOX).await.map_err(|error| error.to_string())
@@ -182,6 +182,7 @@ impl<'a> TestClusters<'a> {
         Ok(gateway.data["status"].clone())
     }
 
+    /// The WireGuard backend that the first gateway reports.
     pub(super) async fn backend(&self) -> anyhow::Result<String> {
         let status = self.status(&format!("{GATEWAYS}-0")).await?;
         Ok(status["backend"].as_str().unwrap_or("unknown").to_owned())
@@ -210,8 +211,8 @@ impl<'a> TestClusters<'a> {
         pids.next().with_context(|| format!("no gateway runs on {}", pod.node))
     }
 
-    /// The resourceVersion of every Peer in the sandbox's cluster, by name.
-    pub(super) async fn peers(&self) -> anyhow::Result<BTreeMap<String, String>> {
+    /// The resourceVersion of every Peer in the sandbox, by name.
+    pub(super) async fn peer_versions(&self) -> anyhow::Result<BTreeMap<String, String>> {
         let peers = objects(self.sandbox.client().await?, "Peer", "peers", None);
         let list = peers.list_metadata(&ListParams::default()).await?;
         let version = |meta: kube::core::ObjectMeta| Some((meta.name?, meta.resource_version?));
@@ -232,7 +233,7 @@ impl<'a> TestClusters<'a> {
         members
     }
 
-    /// Writes the mesh; returns the time before the call.
+    /// Writes `members` into `spec.clusters`; returns the time just before the write.
     pub(super) async fn apply(&self, members: &[Value]) -> anyhow::Result<u128> {
         let client = self.hub.client().await?;
         let meshes = objects(client, "ClusterMesh", "clustermeshes", Some(NAMESPACE));

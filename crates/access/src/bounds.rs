@@ -15,7 +15,7 @@ use tower::{BoxError, Layer, Service};
 
 use crate::memory::{Account, Charge, OverBudget};
 
-/// The maximum number of bytes in one response, and in one line of a watch. By default etcd accepts objects of at most 1.5 MiB.
+/// The maximum number of bytes in one response, or, for a watch, in each of its lines. By default etcd accepts objects of at most 1.5 MiB.
 pub const MAX_RESPONSE: usize = 4 * 1024 * 1024;
 /// The maximum number of bytes of memory for one parsed response or line, as `Weight` estimates them.
 pub const MAX_PARSED: usize = 16 * 1024 * 1024;
@@ -122,11 +122,11 @@ impl Meter {
     }
 }
 
-/// A body whose next frame is the error [`OverBudget`] when the body exceeds a limit.
+/// A body whose next frame is the error [`OverBudget`] when the body exceeds a limit of its own, or a limit of its [`Account`].
 #[derive(Debug)]
 pub struct Bounded<B> {
     inner: B,
-    /// `None` = the body exceeded a limit, and no more of it is read.
+    /// `None` = [`OverBudget`] was returned, and no more of the body is read.
     meter: Option<Meter>,
 }
 

@@ -141,11 +141,11 @@ mod tests {
         let uri: Uri = uri.parse().unwrap();
         let mut connector = Connector::with(hub.clone(), uri.port_u16().unwrap_or(443), Arc::new(lookup));
         let dialled = Service::call(&mut connector, uri).await;
-        let refused = dialled.map(drop).map_err(|error| {
+        let outcome = dialled.map(drop).map_err(|error| {
             let refused = cause::<Refused>(&*error);
             refused.map_or_else(|| format!("not refused: {error:?}"), |refused| refused.to_string())
         });
-        (refused, lookups.load(Ordering::Relaxed))
+        (outcome, lookups.load(Ordering::Relaxed))
     }
 
     // threat: kubeconfig-address

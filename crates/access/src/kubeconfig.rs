@@ -44,7 +44,7 @@ pub enum Refused {
         /// The instruction for the author.
         remedy: &'static str,
     },
-    /// `clusters[].cluster.server` names a host or address that no member may have.
+    /// `clusters[].cluster.server` has a host, an address or a form that is not allowed.
     #[error("the kubeconfig's clusters[].cluster.server is refused: {0}")]
     Server(&'static str),
     /// A value is invalid.
@@ -92,7 +92,7 @@ impl HubHosts {
     /// Refuses the addresses that [`check_address`] refuses, and those of the hub's API server.
     ///
     /// # Errors
-    /// [`Refused::Server`], which names the kind of address.
+    /// [`Refused::Server`] with the reason.
     pub fn check(&self, address: IpAddr, port: u16) -> Result<(), Refused> {
         check_address(address)?;
         let known = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
@@ -105,7 +105,8 @@ impl HubHosts {
     }
 
     fn has_host(&self, host: &str, port: u16) -> bool {
-        // A pod's DNS search list completes these names: `kubernetes` in namespace default, `kubernetes.default` in every namespace.
+        // In a pod, `kubernetes.default` and its longer forms (`kubernetes.default.svc`) are the hub's API server. In namespace default,
+        // `kubernetes` is too. They are refused at every port.
         let is_service = matches!(host, "kubernetes" | "kubernetes.default") || host.starts_with("kubernetes.default.");
         is_service || self.hosts.contains(&(host.to_owned(), port))
     }
@@ -138,7 +139,7 @@ pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<
         .await
         .map_err(|_| invalid)?;
     config.connect_timeout = Some(std::time::Duration::from_secs(10));
-    // The callers retry with their own backoff. Retries inside the client would delay that.
+    // The callers retry with backoff. If the client also retried, its errors would reach them later.
     config.default_retry = false;
     Ok(config)
 }
@@ -341,7 +342,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     match host.parse() {
         Ok(address) => hub.check(address, port),
         // A host that ends with a digit is refused, because the resolver accepts 127.1, 0x7f000001 and 2130706433 as addresses, too.
-        // `connect` checks the addresses to which any other host resolves.
+        // When the client connects, `crate::connect` checks the addresses to which any other host resolves.
         Err(_) if host.bytes().next_back().is_some_and(|b| b.is_ascii_digit()) || host.is_empty() => Err(invalid()),
         Err(_) => Ok(()),
     }

@@ -72,6 +72,7 @@ pub async fn build_member_client(
     account: &Account,
 ) -> Result<Client, MemberClientError> {
     let config = kubeconfig::read(text, context, hub).await?;
+    // The checks leave no other value in the kubeconfig that can be invalid.
     build_client(&config, hub, account).map_err(|error| MemberClientError::Certificates(Box::new(error)))
 }
 
@@ -93,7 +94,7 @@ fn build_client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Cl
     Ok(Client::new(stack, config.default_namespace.clone()))
 }
 
-/// Returns `error`, or the first of its causes, that has the type `E`.
+/// Returns a copy of the first error of type `E` among `error` and its causes.
 #[must_use]
 pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Option<E> {
     let mut next = Some(error);

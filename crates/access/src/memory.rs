@@ -27,7 +27,7 @@ pub enum OverBudget {
     #[error("over its budget: its objects take more than {} MiB of the controller's memory", .0 / MIB)]
     Member(usize),
     /// The data of all members exceeds the limit, and the data of this member exceeds an equal share.
-    #[error("over its budget: its objects take more than its share of {} MiB of the controller's memory", .0 / MIB)]
+    #[error("over its budget: its objects take more than an equal share of the {} MiB that the controller has for all members", .0 / MIB)]
     Share(usize),
 }
 
@@ -51,7 +51,8 @@ type Report = dyn Fn(&str, OverBudget) + Send + Sync;
 /// The memory that all members share. Cheap to clone; all clones share one value.
 ///
 /// A member may take half of the limit. When the members together have taken the limit, each may grow only up to an equal share of
-/// it, so members with much data cannot keep the others from being read. The sum stays below twice the limit.
+/// it, so members with much data cannot keep the others from being read. With a constant number of members, the sum stays below
+/// twice the limit.
 #[derive(Clone)]
 pub struct Memory {
     ledger: Arc<Mutex<Ledger>>,

@@ -67,7 +67,8 @@ pub struct Peer {
     pub preshared_key: Option<PresharedKey>,
     /// `spec.endpoint`, resolved.
     pub endpoint: Option<SocketAddr>,
-    /// Further endpoints to try in order, from `kilo-clustermesh.io/endpoints`. [`compile`] drops unusable ones.
+    /// All endpoints to try, in order, from `kilo-clustermesh.io/endpoints`; empty if `endpoint` is the only one. [`compile`] drops
+    /// unusable and duplicate ones.
     pub candidates: Vec<SocketAddr>,
     /// `spec.persistentKeepalive`.
     pub keepalive: Option<NonZeroU16>,
@@ -202,7 +203,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 }
 
 /// Computes the published sources of this node: its WireGuard addresses, and each of its pod CIDRs and InternalIPs that lies inside
-/// its own cluster's allowedNetworks. The node's Peers in other members have these networks among their allowed IPs.
+/// its own cluster's allowedNetworks and outside anchored networks. The node's Peers in other members have all these among their
+/// allowed IPs.
 ///
 /// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
 /// them. In a Masqueraded cluster `allow` contains only WireGuard networks, so every other source address is translated to the

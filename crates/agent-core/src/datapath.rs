@@ -11,7 +11,7 @@ pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str
     if is("datapath-mode", &["netkit", "netkit-l2"]) {
         return Some("datapath-mode is netkit");
     }
-    // Host routing in BPF needs the kube-proxy replacement, and masquerading in BPF or no masquerading. A setting turns it off.
+    // Cilium uses host routing in BPF if it replaces kube-proxy and masquerades in BPF or not at all, unless legacy routing is set.
     let masquerades_without_iptables = is("enable-bpf-masquerade", &["true"])
         || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
     let replaces_kube_proxy = is("kube-proxy-replacement", &["true", "strict"]);

@@ -25,7 +25,7 @@ pub type Peers = BTreeMap<PublicKey, PeerSpec>;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
     /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = an endpoint that the device has
-    /// stays, because WireGuard cannot unset it. If it has none, the peer must initiate.
+    /// stays, because WireGuard cannot unset it. If the device has none, the peer must initiate.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,

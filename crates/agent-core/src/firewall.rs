@@ -79,7 +79,8 @@ pub struct Sets {
     pub mesh: BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs, reached by `throw` routes.
     pub throw: BTreeSet<IpNet>,
-    /// Prefixes of this node that are in the allowed IPs of its Peers in other members. Only these may be sources in the tunnel.
+    /// Prefixes of this node that are in the allowed IPs of its Peers in other members. With [`Scope::Tunnel`], connections
+    /// from other sources into the tunnel get the device's address.
     pub published: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
@@ -89,7 +90,7 @@ pub struct Sets {
     /// Addresses of this node at which other members may reach its listening sockets, if `allow` contains them too: its InternalIPs
     /// and the anchored networks. ClusterIPs can be local addresses, because kube-proxy in IPVS mode adds them to an interface.
     pub listeners: BTreeSet<IpNet>,
-    /// (source, destination) allowed on every port.
+    /// (source, destination) allowed on every port that no other set closes.
     pub allow: BTreeSet<(IpNet, IpNet)>,
     /// (source, destination) denied on every port: the destinations of [`SPECIAL_PURPOSE`] that overlap an allowed network.
     pub deny: BTreeSet<(IpNet, IpNet)>,
@@ -97,8 +98,8 @@ pub struct Sets {
     pub deny_ports: BTreeSet<(IpNet, IpNet, u16)>,
     /// The API server's ClusterIP and endpoints, closed to every member.
     pub api: BTreeSet<(IpAddr, u16)>,
-    /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Every node closes them for all nodes, because the CNI may
-    /// masquerade a forwarded packet, and the other node then sees this node as its source.
+    /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Every node closes them for all nodes: the CNI may
+    /// masquerade a packet that this node forwards to another node, and that node cannot recognize the member's packet then.
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
     pub pods_elsewhere: BTreeSet<IpNet>,
@@ -195,8 +196,8 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
 
 /// The prefixes of [`SPECIAL_PURPOSE`] that overlap an allowed network.
 fn special_purpose(policy: &PolicySpec) -> impl Iterator<Item = &'static IpNet> {
-    let is_allowed = |net: &&IpNet| policy.allow.iter().any(|to| overlap(to, net));
-    SPECIAL_PURPOSE.iter().filter(is_allowed)
+    let overlaps_allowed = |net: &&IpNet| policy.allow.iter().any(|to| overlap(to, net));
+    SPECIAL_PURPOSE.iter().filter(overlaps_allowed)
 }
 
 fn denied_ports(policies: &[PolicySpec], family: Family) -> BTreeSet<(IpNet, IpNet, u16)> {

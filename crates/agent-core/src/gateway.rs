@@ -169,7 +169,8 @@ pub struct Compiled {
     pub refused: BTreeSet<Refused>,
 }
 
-/// A part of a SandboxAccess that is not served. For [`Reason::EndpointForbidden`], only some endpoints of the grant are not served.
+/// A part of a SandboxAccess that is not served. For [`Reason::EndpointForbidden`], the part is one or more endpoints of the
+/// grant.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
     /// Name of the SandboxAccess.
@@ -223,7 +224,7 @@ pub enum Reason {
     ServiceUnknown,
     /// Sandboxes must not reach the Service.
     ServiceNotServed,
-    /// Sandboxes must not reach some of the Service's endpoints. The grant is served at the others.
+    /// Sandboxes must not reach one or more of the Service's endpoints. The grant is served at the others, if there are any.
     EndpointForbidden,
 }
 

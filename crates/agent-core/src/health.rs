@@ -38,6 +38,7 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(15 + 6 * 5);
 /// the peer had 5 s to respond to it.
 const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
 /// How long an endpoint is tried before the next one: two initiations, the second after 5 s (Rekey-Timeout), with 3 s for its response.
+/// The agent checks this every 5 s, so the next endpoint follows after 10 s.
 /// A NAT router forgets a mapping after 30 s without a packet, or later. So while each of two nodes behind NATs tries at most four
 /// endpoints of the other, the mapping that one's turn makes is still there when the other's turn comes.
 const ENDPOINT_TURN: Duration = Duration::from_secs(5 + 3);

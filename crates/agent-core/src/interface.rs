@@ -2,8 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
-/// An interface name that Linux accepts (`dev_valid_name`) and that needs no quoting in a script or path: 1 to 15
-/// characters, each an ASCII letter, a digit, `-`, `_`, `.` or `@`; not `.` or `..`.
+/// An interface name that Linux accepts (`dev_valid_name`) and that needs no escaping in a quoted string of a script or in a
+/// path: 1 to 15 characters, each an ASCII letter, a digit, `-`, `_`, `.` or `@`; not `.` or `..`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InterfaceName(String);
 

@@ -37,7 +37,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_bytes_are_no_preshared_key() {
+    fn all_zero_key_is_no_preshared_key() {
         assert_eq!(PresharedKey::new([0; 32]), None);
     }
 }

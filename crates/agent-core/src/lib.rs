@@ -1,5 +1,5 @@
-//! Computes the desired kernel state of one node (WireGuard device, routes, firewall) from Peers and policies. Pure functions over
-//! plain values, without I/O, clock, runtime or Kubernetes types.
+//! Computes the desired kernel state (WireGuard device, routes, firewall, sysctls) of one node from Peers and PeerPolicies, and of one
+//! gateway from SandboxAccesses. Pure functions over plain values, without I/O, clock, runtime or Kubernetes types.
 //!
 //! # Example
 //!

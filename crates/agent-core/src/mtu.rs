@@ -2,8 +2,8 @@
 //!
 //! The device's MTU fits the largest path MTU; routes to peers with a smaller path MTU get their own, smaller MTU. So a peer whose
 //! path MTU is small, or that forges ICMP errors to make it look small, does not affect the routes to other peers. Only the default
-//! route of [`crate::numbers::TABLE_TUNNEL`] gets the smallest MTU of all. Packets on a route whose MTU is too large still arrive,
-//! because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
+//! route of [`crate::numbers::TABLE_TUNNEL`], which may lead to any peer, gets the smallest of these MTUs. Packets on a route whose MTU
+//! is too large still arrive, because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
 //! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
 //! multiple of 16, so that a packet that just fits still fits after padding.
@@ -58,12 +58,16 @@ pub struct Sizes {
     pub peer_mtus: BTreeMap<PublicKey, u16>,
 }
 
-/// Computes the MTUs for `--mtu auto`. `underlay` is the MTU of the interface by which outer packets leave, `paths` are the known paths
-/// to peers. Without any known path, the device's MTU fits a path over IPv6.
+/// Computes the MTUs for `--mtu auto`. `underlay_mtu` is the MTU of the interface by which outer packets leave, `paths` are the
+/// known paths to peers. Only without any known path, the device's MTU depends on `underlay_mtu`: it fits a path over IPv6.
 #[must_use]
-pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
+pub fn auto(underlay_mtu: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let outer = Family::V6;
-    let without_paths = Path { mtu: underlay, outer }.inner_mtu();
+    let without_paths = Path {
+        mtu: underlay_mtu,
+        outer,
+    }
+    .inner_mtu();
     let widest = paths.values().map(|path| path.inner_mtu()).max();
     let device = widest.unwrap_or(without_paths).max(MINIMUM);
     let peer_mtus = paths
@@ -111,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn device_mtu_leaves_room_for_the_headers() {
+    fn device_mtu_leaves_room_for_headers_or_is_1280() {
         let device = |mtu, outer| auto(1500, &paths(&[(mtu, outer)]));
         let got = [1500, 1450, 1400, 9000, 1280, 0, u16::MAX].map(|mtu| Family::BOTH.map(|f| device(mtu, f).device));
         let want = [

@@ -1,7 +1,8 @@
-//! The numbers and names that mark kernel state as the agent's own: routing tables, rule priorities, mark bits, metrics.
+//! The numbers and names that mark kernel state as the agent's own: routing tables, rule priorities, mark bits, metrics. Also the limit
+//! [`MAX_ALLOWED_IPS`].
 //!
-//! They are fixed, so an agent finds the kernel state of an earlier process even if the flags differ. Observed state is filtered by
-//! them, so the agent never changes the state of other programs.
+//! The numbers and names are fixed, so an agent finds the kernel state of an earlier process even if the flags differ. Observed state is
+//! filtered by them, so the agent never changes the state of other programs.
 
 /// Routing table of the mesh prefixes.
 pub const TABLE: u32 = 5182;
@@ -34,9 +35,10 @@ pub const MARK_TUNNEL: u32 = 0x0020_0000;
 
 /// Metric of `throw` routes. It is the lowest, so they win over all our other routes of the same prefix.
 pub const METRIC_THROW: u32 = 10;
-/// Metric of the routes into the device for the allowed IPs of Peers.
+/// Metric of the routes into the device for the allowed IPs of Peers, and of the default route in [`TABLE_TUNNEL`].
 pub const METRIC_PEER: u32 = 20;
-/// Metric of the fallback route into the device for a mesh prefix. It exists only if an underlay address of this node is in a mesh network.
+/// Metric of the fallback route into the device for a mesh prefix. The route exists only if a mesh network contains an underlay address of
+/// this node of the same family.
 pub const METRIC_FALLBACK: u32 = 4095;
 /// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;

@@ -29,7 +29,8 @@ pub struct Routes {
     pub rules: BTreeSet<Rule>,
 }
 
-/// One route. Its key in the kernel is (table, prefix, metric). Each kind has its own metrics, so no kind replaces another.
+/// One route. Its key in the kernel is (table, prefix, metric). Each kind that the agent writes has its own metrics, so none
+/// of these kinds replaces another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Route {
     /// Routing table.
@@ -47,9 +48,9 @@ pub struct Route {
 pub enum Kind {
     /// Into the WireGuard device.
     Device {
-        /// Source address of this node's own packets (`src` of ip-route(8)); `None` = that of the device.
+        /// Source address of this node's own packets (`src` of ip-route(8)); `None` = the kernel chooses an address of the device.
         source: Option<IpAddr>,
-        /// MTU in bytes (`mtu` of ip-route(8)); `None` = that of the device.
+        /// MTU in bytes (`mtu` of ip-route(8)); `None` = the MTU of the device.
         mtu: Option<u16>,
     },
     /// Rejected with ICMP unreachable.
@@ -178,7 +179,8 @@ pub enum Change {
 }
 
 impl Change {
-    /// Whether the change adds an address or a route to the device. The caller must own the device then.
+    /// Whether the change adds an address or a route to the device. Such a change may be applied only while the agent has the
+    /// device open.
     #[must_use]
     pub const fn adds_to_device(&self) -> bool {
         match self {
@@ -246,7 +248,7 @@ const fn add_order(kind: &Kind, metric: u32) -> u8 {
 }
 
 impl fmt::Display for Route {
-    /// The syntax of ip-route(8), without the name of the device.
+    /// The syntax of ip-route(8), with `<device>` for the name of the device. `(altered)` marks [`Kind::Other`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
             Kind::Device { source, mtu } => {
@@ -281,7 +283,7 @@ impl fmt::Display for Change {
 }
 
 impl Routes {
-    /// Applies one change as the kernel does.
+    /// Applies one change from [`diff`] to the state that was observed, with the same result as in the kernel.
     pub fn apply(&mut self, change: &Change) {
         match change {
             Change::AddAddress(a) => drop(self.addresses.insert(*a)),

@@ -13,8 +13,8 @@ pub struct Sysctl {
     pub value: u8,
     /// Values that the agent leaves as they are; `value` is one of them.
     pub accept: BTreeSet<u8>,
-    /// Whether the agent may write the setting. Forwarding is left to the administrator of the host, because it changes how the host
-    /// handles redirects and router advertisements.
+    /// Whether the running agent may write the setting. Forwarding is left to the administrator of the host, because it changes how the
+    /// host handles redirects and router advertisements. `wg-agent prepare` enables IPv4 forwarding.
     pub write: bool,
     /// Why the data path needs the setting, for error messages.
     pub why: &'static str,
@@ -92,8 +92,8 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors must leave by the path by which their packet came",
         ));
-        // Netlink can write this setting of one interface for IPv4, but not for IPv6, and `/proc/sys` is read-only in the container.
-        // So `wg-agent prepare` sets the default, which the device inherits.
+        // Netlink can write this setting of one interface for IPv4, but not for IPv6, and the agent's container has a read-only
+        // `/proc/sys`. So this is the default for new interfaces, which the device inherits, and `wg-agent prepare` writes it.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
             "without an agent a userspace tunnel has no carrier; senders must then get an ICMP error, not a timeout",

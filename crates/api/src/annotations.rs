@@ -21,18 +21,20 @@ use crate::{
 /// The limit of Kubernetes for all annotations of an object, in bytes. A hostile API server may send more.
 const MAX_TEXT: usize = 256 * 1024;
 
-/// The values that wg-agent publishes on its Node, in Kilo's formats, so that Kilo's tools and the predecessor can read them.
+/// The values that wg-agent publishes on its Node. All except `agent` are in Kilo's formats, so that Kilo's tools and the predecessor can
+/// read them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeIdentity {
     /// The node's public key.
     pub public_key: PublicKey,
-    /// Its address on the device, with the prefix length of the whole WireGuard range (Kilo's tools derive the range from it).
+    /// Its address on the device, with the prefix length of its WireGuard network (Kilo's tools derive the network from it).
     pub wireguard_ip: IpNet,
     /// Its WireGuard endpoint; `None` = not known.
     pub endpoint: Option<SocketAddr>,
     /// Its private address with the prefix length of its interface; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// The endpoint from which each peer sends. Only for peers with an endpoint that their Peer did not contain.
+    /// The endpoints from which peers send, by public key. Only endpoints that the peer's Peer object did not contain when the agent first
+    /// published them.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
     pub agent: AgentStatus,
@@ -151,7 +153,7 @@ impl AgentStatus {
         match &*self.datapath_bypassed {
             "" => None,
             IPVS => Some(Bypass::Ipvs),
-            _ => Some(Bypass::Netfilter),
+            _ => Some(Bypass::Cni),
         }
     }
 
@@ -277,7 +279,7 @@ pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
 }
 
 /// Parses [`KILO_DISCOVERED_ENDPOINTS`]. Entries that do not parse or have a zone are left out, because the others are
-/// useful without them.
+/// useful without them. The map is empty if the text is too long or not a JSON object.
 #[must_use]
 pub fn discovered(text: &str) -> BTreeMap<PublicKey, SocketAddr> {
     if text.is_empty() || text.len() > MAX_TEXT {

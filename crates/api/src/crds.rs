@@ -56,7 +56,7 @@ pub fn all() -> [CustomResourceDefinition; 5] {
 
 /// Removes parts of the derived schema: `nullable` (with it the API server would store a null instead of treating it as "not set"), and
 /// the defaults `false`, null and empty list, which the API server would store in every object. Replaces unsigned formats, which
-/// Kubernetes does not know, by `int64`.
+/// Kubernetes does not know, by `int64`. Also removes empty lists outside the schema.
 fn clean_crd(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(schema) = version.schema.as_mut().and_then(|s| s.open_api_v3_schema.as_mut()) {

@@ -129,9 +129,10 @@ pub struct ClusterEntry {
     /// or /7 (IPv6).
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
-    /// Networks inside `allowedNetworks` that no single node owns, such as the Service network. They are reached through an anchor node,
+    /// Networks inside `allowedNetworks` that no node owns, such as the Service network. They are reached through an anchor node,
     /// which masquerades the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address; once the
-    /// status lists such an entry as anchored, no Node can claim a part of it. An empty list anchors nothing.
+    /// status lists such an entry as anchored, no Node can claim a part of it, unless the entry is exactly its InternalIP. An empty list
+    /// anchors nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
     pub anchored_networks: Option<Vec<String>>,

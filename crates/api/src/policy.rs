@@ -70,7 +70,7 @@ pub struct PeerPolicySpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub deny: Vec<Deny>,
-    /// Ports that are closed on the addresses of the nodes of this cluster: those of the API server, the kubelet, etcd.
+    /// Ports that are closed on the addresses of the nodes of this cluster, such as those of the API server, the kubelet and etcd.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub infrastructure_ports: Vec<InfrastructurePort>,

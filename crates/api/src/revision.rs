@@ -19,8 +19,8 @@ pub fn digest(name: &str, spec: Option<&Value>) -> PolicyDigest {
     digest
 }
 
-/// Computes the revision: 8 hex digits of the SHA-256 of `digests`, one for each policy of a cluster. The caller sorts them by the name of
-/// the policy.
+/// Computes the revision: the first 8 hex digits of the SHA-256 of `digests`. The caller passes the digests of all policies of a cluster,
+/// sorted by policy name.
 #[must_use]
 pub fn of_all<'a>(digests: impl IntoIterator<Item = &'a PolicyDigest>) -> String {
     let sum = digests
@@ -39,7 +39,7 @@ mod tests {
 
     use super::*;
 
-    /// Agents of other versions compute revisions, too. If the hash changed, all of them would look outdated.
+    /// Agents of other versions compute revisions, too. If this version computed them differently, all those agents would look outdated.
     #[test]
     fn revision_is_a_fixed_hash_of_name_and_every_field() {
         let spec = json!({"sources": ["10.5.0.0/16"], "networks": [], "later": 7});

@@ -38,7 +38,8 @@ struct Answer {
     to: String,
     /// How the two ends were interpreted.
     notes: Vec<String>,
-    /// One row for each address of the destination. Empty = the source or the destination was not found; the notes name it.
+    /// One row for each address of the destination, except ClusterIPs that [`resolve_cluster_ips`] removes. Empty = the source or the
+    /// destination was not found; the notes give the reason.
     rows: Vec<Row>,
 }
 
@@ -140,7 +141,7 @@ fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
 /// one of its endpoints is allowed.
 ///
 /// Removes a ClusterIP's row that says that the sandbox has no grant: a grant would not open the ClusterIP, but only gateway ports. The
-/// rows of the endpoints stay and show the same rule.
+/// rows of the endpoints stay and show why they are denied.
 fn resolve_cluster_ips(rows: &mut Vec<Row>) {
     let lacks_grant = |row: &Row| {
         matches!(

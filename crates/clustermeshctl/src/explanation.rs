@@ -82,7 +82,8 @@ pub(crate) enum Rule {
     InfrastructurePort,
     WireguardAddress,
     ApiServer,
-    /// The destination's cluster has PeerPolicies, but none has the source address among its sources, so packets are dropped.
+    /// The destination's cluster has the PeerPolicy CRD, but no planned PeerPolicy for the source's member has the source address
+    /// among its sources, so packets are dropped.
     PolicyMissing,
 }
 

@@ -113,8 +113,8 @@ impl Inputs {
     }
 }
 
-/// Returns for each entry the name under which files of its cluster are given. A cluster may have different names in several
-/// meshes; its files may be given under only one of them.
+/// Returns the name under which the files of an entry's cluster are given, for each entry whose cluster has files. A cluster may have
+/// different names in several meshes; its files may be given under only one of them.
 fn match_names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let mut problems: Vec<Problem> = given
@@ -251,8 +251,8 @@ fn member(objects: &Objects) -> Member {
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
-    // Files may have been saved at any earlier time. So the ages of kg's check-ins (`last-seen`) are measured as in [`checkin::ages`]:
-    // from the newest check-in in the cluster.
+    // Files may have been saved at any earlier time. So the ages of kg's check-ins (`last-seen`) are measured from the newest check-in in
+    // the cluster, and from now only if that is earlier.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {

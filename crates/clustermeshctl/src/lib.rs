@@ -38,7 +38,7 @@ pub fn command() -> clap::Command {
 ///
 /// Exit codes of `plan`: 0 success, 1 error; with `--exit-code` also 2, an object would change.
 /// Exit codes of `explain`: 0 allowed, 1 denied, 2 cannot tell or error.
-/// Exit codes of `verify`: 0 as planned, 1 violation, 2 cannot tell or error, 3 an allowed socket does not answer.
+/// Exit codes of `verify`: 0 as planned, 1 violation, 2 cannot tell or error, 3 a granted socket does not answer.
 pub fn run(
     args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     stdin: &mut dyn Read,

@@ -57,7 +57,7 @@ impl Item<'_> {
         self.kind == T::kind(&()) && self.api_version == T::api_version(&())
     }
 
-    /// Deserializes the object. Also returns the fields that its type does not have, each with its line.
+    /// Deserializes the object. Also returns the fields that `T` does not have, each with its line.
     fn read<T: DeserializeOwned>(&self) -> Result<(T, Vec<(String, u64)>), Problem> {
         document::read(self.tree).map_err(|error| Problem {
             position: Some(self.document.position(error.line)),
@@ -111,7 +111,7 @@ fn unpack<'a>(
     items: &mut Vec<Item<'a>>,
     problems: &mut Vec<Problem>,
 ) {
-    let mut refuse = |line: u64, message: String| {
+    let mut report = |line: u64, message: String| {
         problems.push(Problem {
             position: Some(document.position(line)),
             message,
@@ -120,14 +120,14 @@ fn unpack<'a>(
     let header: Header = match document::read_keys(tree, &["apiVersion", "kind", "metadata"]) {
         Ok(header) => header,
         Err(error) => {
-            refuse(error.line, format!("is not a Kubernetes object: {error}: {SAVE_AGAIN}"));
+            report(error.line, format!("is not a Kubernetes object: {error}: {SAVE_AGAIN}"));
             return;
         }
     };
     let kind = header.kind.as_deref().or(list_type.map(|(_, kind)| kind));
     let api_version = header.api_version.as_deref().or(list_type.map(|(version, _)| version));
     let (Some(kind), Some(api_version)) = (kind, api_version) else {
-        refuse(
+        report(
             tree.line_of("kind"),
             format!("is not a Kubernetes object: apiVersion or kind is missing: {SAVE_AGAIN}"),
         );
@@ -144,7 +144,7 @@ fn unpack<'a>(
         return;
     };
     let Some(entries) = tree.list("items") else {
-        refuse(
+        report(
             tree.line_of("items"),
             format!("{kind}: items: is not a list: {SAVE_AGAIN}"),
         );

@@ -4,8 +4,9 @@
 use std::io::{self, Write};
 
 /// Writes printable text and line breaks unchanged, and every other character as JSON's `\uXXXX`: control characters (escape sequences
-/// begin with one), invisible characters that reorder or hide text (bidirectional overrides, zero-width characters), and combining marks.
-/// JSON output keeps its meaning, because such a character can only be inside a string literal there. Invalid UTF-8 becomes U+FFFD.
+/// begin with one), invisible characters that reorder or hide text (bidirectional overrides, zero-width characters), combining marks,
+/// spaces except U+0020, and private-use and unassigned characters. JSON output keeps its meaning, because such
+/// a character can only be inside a string literal there. Invalid UTF-8 becomes U+FFFD.
 pub(crate) struct Printable<'a>(pub(crate) &'a mut dyn Write);
 
 impl Write for Printable<'_> {
@@ -38,10 +39,10 @@ fn escape(c: char, text: &mut String) {
     }
 }
 
-/// Shortens text from a cluster for a message.
+/// Shortens text from a cluster for a message, to 300 characters and the length of the whole text.
 pub(crate) fn shorten(text: &str) -> String {
-    const MAX: usize = 300;
-    match text.char_indices().nth(MAX) {
+    const MAX_CHARACTERS: usize = 300;
+    match text.char_indices().nth(MAX_CHARACTERS) {
         None => text.to_owned(),
         Some((end, _)) => format!("{}... ({} bytes)", text.get(..end).unwrap_or_default(), text.len()),
     }
@@ -65,7 +66,7 @@ mod tests {
 
     // threat: terminal-injection
     #[test]
-    fn characters_that_act_on_a_terminal_are_escaped() {
+    fn characters_that_are_not_printable_are_escaped() {
         for (hostile, shown) in [
             ("\u{1b}[2J", "\\u001b[2J"),
             ("\u{1b}]52;c;eA==\u{7}", "\\u001b]52;c;eA==\\u0007"),

@@ -29,7 +29,8 @@ use crate::{
 mod report;
 mod table;
 
-/// Runs the command. Notes and warnings go to `stderr`.
+/// Runs the command. Notes and warnings go to `stderr`. Returns the exit code: 2 if `--exit-code` is given and the plan has changes,
+/// else 0.
 ///
 /// # Errors
 /// All errors in the input.
@@ -201,7 +202,7 @@ pub(crate) struct PlanResult {
     pub(crate) inputs: Inputs,
     /// The clients of the members, as in [`LiveClusters::clients`].
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
-    /// The steps for each member, keyed as [`Inputs::clusters`], in the order in which the controller writes them.
+    /// The steps for each member, keyed as [`Inputs::clusters`], in the order of [`diff::diff`].
     steps: BTreeMap<String, Vec<Step>>,
     pub(crate) settings: Settings,
 }
@@ -272,7 +273,7 @@ impl PlanResult {
     fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
         let identity = mesh.identities.get(entry)?;
         let steps = self.steps.get(self.inputs.names.get(identity)?)?;
-        // If a mesh names one cluster twice, only the first entry shows the cluster's changes.
+        // If a mesh names one cluster twice, only the entry whose name sorts first shows the cluster's changes.
         let first = mesh.identities.iter().find(|(_, other)| other.same_cluster(identity));
         let is_shown = first.is_some_and(|(name, _)| name == entry);
         Some(steps.iter().filter(|step| is_shown && step.mesh == *id).collect())
@@ -309,9 +310,9 @@ impl PlanResult {
     }
 }
 
-/// Whether a step is planned only because objects are missing in the input: the policy that the step creates may exist already,
-/// the API server's addresses that the step removes from a policy may be in use, or the Service whose mirror the step deletes may
-/// still exist.
+/// Whether a step may be planned only because objects are missing in the input: the policy that the step creates may exist already,
+/// `spec.deny` of a policy may change because addresses of the API server are missing, or the Service whose mirror the step deletes
+/// may still exist.
 fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {
     match (&step.item, step.action) {
         (Item::Policy(..), Action::Create) => target.not_listed.contains("PeerPolicy"),

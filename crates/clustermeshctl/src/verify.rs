@@ -6,7 +6,7 @@
 use std::{
     collections::BTreeMap,
     io::{Read, Write},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
 };
 
 use clustermesh_core::{
@@ -240,16 +240,16 @@ impl<'a> Verify<'a> {
         report
     }
 
-    /// Returns `allowedNetworks` of a cluster, from all meshes. The cluster's own nodes and pods have these addresses, so a probe of one
-    /// from this cluster would not reach another cluster.
+    /// Returns `allowedNetworks` of a cluster, from all meshes. The cluster's own nodes and pods have these addresses, so from this
+    /// cluster, a probe of such an address would not reach another cluster.
     fn allowed_networks(&self, cluster: &ClusterIdentity) -> Vec<ipnet::IpNet> {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.flat_map(|entry| entry.allowed.iter().copied()).collect()
     }
 
-    /// Selects the sockets of `to` that are probed from `from`: removes the excluded addresses, and adds the Services of `to` that
-    /// are mirrored in `from`.
+    /// Selects the sockets of `to` that are probed from `from`: removes the excluded addresses, and adds the sockets of the mirrored
+    /// Services in `from` whose originals are in `to`. Gateways have to answer only untrusted sources.
     fn select_sockets(
         &self,
         from: &Cluster<'_>,
@@ -305,7 +305,7 @@ impl<'a> Verify<'a> {
         clusters: &BTreeMap<&str, Cluster<'_>>,
         job: &Job<'_>,
         answers: &Answers,
-        interfaces: &BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>,
+        interfaces: &classify::InterfacesByNode,
     ) -> Vec<Row> {
         let from = &clusters[&*job.source.cluster];
         let mut by_cluster: BTreeMap<&str, BTreeMap<SocketAddr, &Socket>> = BTreeMap::new();

@@ -187,18 +187,11 @@ fn infrastructure_port_flag_changes_rule_and_policy() {
 
 #[test]
 fn wireguard_address_is_allowed_only_without_a_port() {
-    let rules = |to: &str| {
-        let answer = run(&format!("explain tenant-a/w1 {to} {INPUT} -o json"), &mesh());
-        let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
-        let answers = answer["answers"].as_array().unwrap().iter();
-        answers
-            .map(|answer| answer["rule"].as_str().unwrap().to_owned())
-            .collect::<Vec<_>>()
-    };
+    let rules_to = |to: &str| rules("tenant-a/w1", to, &mesh()).1;
     // The first rule is for the node's InternalIP, which is outside allowedNetworks of mgmt, the second for its WireGuard address.
     // Without a port the connection can be a ping, which a node's WireGuard address answers.
-    assert_eq!(rules("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
-    assert_eq!(rules("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
+    assert_eq!(rules_to("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
+    assert_eq!(rules_to("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
 }
 
 #[test]
@@ -268,7 +261,7 @@ fn path_shows_which_objects_are_written() {
 }
 
 #[test]
-fn invalid_input_exits_with_code_2() {
+fn input_without_an_answer_exits_with_code_2() {
     for (from, to, message) in [
         (
             "app-0",

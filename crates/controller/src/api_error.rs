@@ -63,8 +63,8 @@ pub(crate) fn is_answer(error: &Error) -> bool {
 
 /// Whether requests for other objects of the cluster would fail for the same reason. Then the caller must wait before it sends more.
 ///
-/// A 500 or a response that does not parse may concern only one object (a webhook, a field of another version). It must not delay
-/// requests for other objects.
+/// A status other than 401, 429 and 502 to 504 and a response that does not parse may concern only one object (a permission, a
+/// webhook, a field of another version). They must not delay requests for other objects.
 pub(crate) fn is_cluster_wide(error: &Error) -> bool {
     match error {
         Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),

@@ -69,7 +69,7 @@ enum Outcome {
 
 impl Outcome {
     /// The value of the metric's label `result`.
-    const fn result(&self) -> &'static str {
+    const fn metric_label(&self) -> &'static str {
         match self {
             Self::Unchanged | Self::Written { .. } => "ok",
             Self::Conflict { .. } => "conflict",
@@ -181,7 +181,7 @@ impl MemberWriter {
         let step = &sent.step;
         let (kind, name) = key(step);
         let action = step.action.as_str();
-        self.metrics.record_write(kind, action, outcome.result());
+        self.metrics.record_write(kind, action, outcome.metric_label());
         match &outcome {
             Outcome::Unchanged => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, "not written: the object is already as planned");
@@ -197,8 +197,8 @@ impl MemberWriter {
                 tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");
             }
         }
-        let changed = self.lock().queue.record(sent, outcome, Instant::now());
-        if changed {
+        let has_problem_changed = self.lock().queue.record(sent, outcome, Instant::now());
+        if has_problem_changed {
             self.changed.notify_one();
         }
     }

@@ -9,7 +9,7 @@ use clustermesh_core::{
 };
 use clustermesh_daemon::LogFormat;
 
-/// Writes the Peers, PeerPolicies and mirrored Services of each ClusterMesh into its members.
+/// Writes the Peers, PeerPolicies, SandboxAccesses and mirrored Services of each ClusterMesh into its members.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "clustermesh-controller", version, about, max_term_width = 120)]
 pub struct Args {
@@ -35,8 +35,8 @@ pub struct Args {
     #[arg(long = "member-namespace", value_name = "NAMESPACE,CIDR[,CIDR...]")]
     pub member_namespaces: Vec<MemberNamespace>,
 
-    /// Pod and WireGuard networks of the hub. In a namespace with a list of CIDRs, the entry with `local: true` may list only
-    /// these, and no other entry may list them. Do not add the addresses of the hub's nodes: a Service of such a namespace could
+    /// Pod and WireGuard networks of the hub. In a namespace with a list of CIDRs, only the entry with `local: true` may list
+    /// hub networks, and it may list no others. Do not add the addresses of the hub's nodes: a Service of such a namespace could
     /// open them to a sandbox. Repeatable.
     #[arg(long = "hub-network", value_name = "CIDR[,CIDR...]", value_delimiter = ',')]
     pub hub_networks: Vec<HubNetwork>,
@@ -69,7 +69,7 @@ pub struct Args {
     pub log_format: LogFormat,
 }
 
-/// Accepts only text that Kubernetes accepts as the value of a label.
+/// Accepts text that Kubernetes accepts as the value of a label, except empty text.
 fn label_value(text: &str) -> Result<String, String> {
     let is_letter_or_digit = |b: u8| b.is_ascii_alphanumeric();
     let bytes = text.as_bytes();
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_infrastructure_port_is_refused_with_an_example() {
+    fn infrastructure_port_flag_is_parsed_or_refused() {
         let parse = |values: &[&str]| {
             let flags = values.iter().flat_map(|value| ["--infrastructure-port", value]);
             Args::try_parse_from(["clustermesh-controller"].into_iter().chain(flags))
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn namespace_flags_with_networks_are_parsed() {
+    fn namespace_and_network_flags_are_parsed() {
         let args = Args::try_parse_from([
             "clustermesh-controller",
             "--hub-namespace=clustermesh",
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn hub_id_that_is_no_label_value_is_refused() {
+    fn invalid_hub_id_is_refused() {
         assert!(label_value("0b9ad1b6-51a3-4a44").is_ok());
         for text in ["", "-a", "a/b", &"x".repeat(64)] {
             assert!(label_value(text).is_err(), "{text:?}");

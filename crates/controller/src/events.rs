@@ -42,7 +42,8 @@ pub(crate) struct Notice {
     pub(crate) node: Option<(String, String)>,
 }
 
-/// The published notices of one mesh: the last reason of each topic.
+/// The notices of one mesh that need no Event any more: the last reason of each topic. They are called published, although the hub may have
+/// refused an Event, and [`MAX_EVENTS`] leaves some out.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reported(BTreeMap<String, String>);
 
@@ -106,7 +107,8 @@ impl EventPublisher {
     /// Publishes the notices in order, and stops at an error that would also affect the next ones, for example if the hub does not
     /// answer. Returns the notices that need no further attempt, and the error that stopped the publication.
     ///
-    /// A notice that the hub refuses, or that exceeds [`MAX_EVENTS`], needs no further attempt: the status contains it.
+    /// A notice that the hub refuses, or that exceeds [`MAX_EVENTS`], needs no further attempt: the status contains all
+    /// notices but those with the reason [`SPEC_ADJUSTED`].
     pub(crate) async fn publish(
         &self,
         id: &MeshId,
@@ -194,7 +196,7 @@ mod tests {
         }
     }
 
-    /// Publishes the unpublished notices and returns their topics.
+    /// Marks the unpublished notices as published and returns their topics.
     fn publish(reported: &mut Reported, notices: &[Notice]) -> Vec<String> {
         let unpublished = reported.unpublished(notices);
         unpublished.iter().for_each(|notice| reported.add(notice));
@@ -227,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn restart_without_changes_publishes_nothing() {
+    fn restart_repeats_no_event_that_the_status_shows() {
         let notices = [
             notice("Ready", "Meshed"),
             notice("node a/n", "NodeNoPodCIDR"),

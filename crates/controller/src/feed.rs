@@ -62,7 +62,7 @@ impl<V> Row<V> {
     }
 }
 
-/// How long the API server must refuse (403) a kind that was never read before the kind counts as forbidden. An API server that has just
+/// A kind that was never read counts as forbidden after the API server has refused it (403) for this long. An API server that has just
 /// started refuses every request until it has loaded its RBAC roles.
 const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 
@@ -404,7 +404,8 @@ impl<V: Clone + PartialEq> Feed<V> {
 }
 
 impl<V: PartialEq> Table<V> {
-    /// Sets one row. Returns whether its value, or its error, changed.
+    /// Sets one row, or stores why the object is malformed. Returns whether a value or reason changed. If [`MAX_MALFORMED`] other objects
+    /// are malformed, the reason is not stored.
     ///
     /// The row of a malformed object keeps its last valid value. Otherwise the object would look as if it was deleted.
     fn set(&mut self, object: Converted<V>) -> bool {
@@ -460,7 +461,7 @@ fn newly_malformed<'a>(
 }
 
 fn log_malformed(name: &ObjectName, why: &str) {
-    tracing::warn!(object = %name, %why, "malformed object; its last valid version stays in use");
+    tracing::warn!(object = %name, %why, "malformed object; its last valid version, if any, stays in use");
 }
 
 /// Returns name, UID and resourceVersion. `None` = one of them is too long, or has a character that no real API server uses. Without this
@@ -483,7 +484,7 @@ fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
 }
 
 /// Whether resourceVersion `a` is older than `b`. Versions of one kind can be compared as numbers (guaranteed since Kubernetes 1.35,
-/// KEP-5504; before that they are etcd's revisions). A version that is not a number is never older.
+/// KEP-5504; before that they are etcd's revisions). `false` if one of them is not a number.
 fn is_older(a: &str, b: &str) -> bool {
     matches!((a.parse::<u64>(), b.parse::<u64>()), (Ok(a), Ok(b)) if a < b)
 }

@@ -301,7 +301,7 @@ impl Queue {
 
     /// Records the outcome of a write.
     fn record(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome, now: Instant) {
-        let reported = match &outcome {
+        let finished_notices = match &outcome {
             Outcome::Done(notices) | Outcome::Unavailable(notices) => &notices[..],
             Outcome::Outdated | Outcome::Refused(_) => &[],
         };
@@ -309,7 +309,7 @@ impl Queue {
         let previous_code = queued.map(|queued| {
             queued.is_writing = false;
             queued.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
-            for notice in reported {
+            for notice in finished_notices {
                 queued.reported.get_or_insert_default().add(notice);
             }
             // After `Outdated` there is nothing to write until a pass publishes new values. If a pass published some during the write, the

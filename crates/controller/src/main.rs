@@ -1,4 +1,5 @@
-//! The program `clustermesh-controller`: parses the command line, starts logging and runs the controller.
+//! The program `clustermesh-controller`: prepares the process (arguments, logging, file descriptors) and runs the controller until a
+//! signal stops it.
 #![forbid(unsafe_code)]
 
 use clap::Parser;

@@ -1,4 +1,4 @@
-//! The controller's metrics. Label values are fixed words, or names of meshes, of clusters and of kubeconfig Secrets.
+//! The controller's metrics. Label values are fixed words, or names of meshes, of clusters, and of kubeconfig Secrets and their keys.
 //! Names of nodes are never label values, because their number is unbounded.
 
 use std::{
@@ -147,10 +147,10 @@ impl Default for Metrics {
 impl Metrics {
     /// Registers all metrics.
     pub(crate) fn register(&self, registry: &mut Registry) {
-        registry.register("reconciles", "Passes of observe, plan, diff", self.passes.clone());
+        registry.register("reconciles", "Passes with a plan", self.passes.clone());
         registry.register(
             "reconcile_seconds",
-            "Time of one pass, without the writes",
+            "Time of one pass until its writes begin",
             self.pass_seconds.clone(),
         );
         registry.register(
@@ -174,7 +174,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Counts a pass and its duration.
+    /// Counts a pass, and records its duration until its writes begin.
     pub(crate) fn record_pass(&self, took: Duration) {
         self.passes.inc();
         self.pass_seconds.observe(took.as_secs_f64());
@@ -212,8 +212,8 @@ mod tests {
         let scrape = || {
             let mut text = String::new();
             prometheus_client::encoding::text::encode(&mut text, &registry).expect("text");
-            let gauges = text.lines().filter(|line| line.contains("ns/m"));
-            gauges.map(str::to_owned).collect::<Vec<_>>()
+            let lines = text.lines().filter(|line| line.contains("ns/m"));
+            lines.map(str::to_owned).collect::<Vec<_>>()
         };
         metrics.replace(vec![gauges("a", "Fresh")]);
         let series_of = |cluster: &str, state: &str| {

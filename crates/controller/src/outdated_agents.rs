@@ -1,7 +1,8 @@
 //! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
 //!
-//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It finds gateways with outdated
-//! SandboxAccesses in the same way; a gateway's current revision is always `enforcement::APPLIED`.
+//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It also finds gateways that
+//! enforce outdated SandboxAccesses: then a gateway stands for the node, its entry in `enforcement::outdated_accesses` is its revision,
+//! and the current revision is always `enforcement::APPLIED`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

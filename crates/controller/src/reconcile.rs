@@ -57,7 +57,7 @@ struct Member {
 /// The content of `/debug/state`, shared with the admin endpoint.
 pub(crate) type SharedDebugView = Arc<Mutex<DebugView>>;
 
-/// The results of the last pass, for `/debug/state`.
+/// The sessions of the last pass, as they are now, and the meshes as that pass saw them, for `/debug/state`.
 #[derive(Default)]
 pub(crate) struct DebugView {
     sessions: BTreeMap<String, Arc<Session>>,
@@ -65,7 +65,7 @@ pub(crate) struct DebugView {
 }
 
 impl DebugView {
-    /// Returns the results as JSON, without secrets.
+    /// Returns both as JSON, without secrets.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let sessions: BTreeMap<_, _> = self
             .sessions
@@ -98,7 +98,7 @@ struct Meshes {
     removed: RemovedClusters,
 }
 
-/// The data of one pass from which the reports are built.
+/// The data of one pass, for the writers and the reports.
 struct Pass {
     meshes: BTreeMap<MeshId, LoadedMesh>,
     seen: Observations,
@@ -204,7 +204,7 @@ impl Reconciler {
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if all_reported {
-            // At least 50 ms, so that times that are due in quick succession share a pass.
+            // At least 50 ms, so that times that are due in quick succession share a pass. While a report waits, there is no minimum.
             next.max(Duration::from_millis(50))
         } else {
             next.min(PENDING_RESYNC)
@@ -397,9 +397,10 @@ fn compute_interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<Clu
         for cluster in &mesh.clusters {
             let interest = wanted.entry(cluster.identity.clone()).or_default();
             interest
-                .pods
+                .pod_namespaces
                 .extend(cluster.exports.iter().map(|export| export.namespace.clone()));
-            // The planner must know whether a Service already has the name of a mirrored Service, so that it is not overwritten.
+            // The session reads the Service that already has the name of a mirrored Service, if any, so that the planner does not plan to
+            // overwrite it.
             let mirrored = cluster.egress.iter().map(|grant| grant.local.clone());
             interest.services.extend(mirrored.collect::<BTreeSet<ObjectName>>());
             for grant in &cluster.egress {

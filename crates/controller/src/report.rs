@@ -49,9 +49,9 @@ pub(crate) struct MemberDetails {
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// When a pass last found an object of the mesh in the member that differed from the plan. `None` = not known yet.
-    /// If no pass of this process found one, the value of the previous status stays. If that has none, it is the time of the first
-    /// pass that found all objects as planned.
+    /// The time of the last pass in which an object of the mesh in the member differed from the plan. If no object has differed since
+    /// this process started: the time in the previous status, or, without one, the time of the first pass that found all objects as
+    /// planned. `None` = not known yet.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct MemberDetails {
 pub(crate) struct ReportInput<'a> {
     /// The ClusterMesh as the hub contains it.
     pub(crate) object: &'a ClusterMesh,
-    /// The planner's input for this mesh: from the spec of `object`, or from the last valid spec if that is refused.
+    /// The planner's input for this mesh: from the spec of `object`, or, if this spec is refused, from the last valid one.
     pub(crate) mesh: &'a Mesh,
     pub(crate) plan: &'a MeshPlan,
     /// Reason and message of the condition `Ready` if the spec is refused.
@@ -74,7 +74,7 @@ pub(crate) struct ReportInput<'a> {
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// Details by entry.
     pub(crate) details: &'a BTreeMap<String, MemberDetails>,
-    /// Links between entries with tunnels down.
+    /// Links that have tunnels down.
     pub(crate) broken: &'a [BrokenTunnels],
     /// Revocations that do not take effect everywhere yet.
     pub(crate) pending: &'a BTreeSet<PendingRevocation>,
@@ -275,8 +275,9 @@ fn broken_link(link: &BrokenTunnels) -> BrokenLink {
 }
 
 fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
-    let granted_service = |cluster: &str, local| {
-        let entry = input.mesh.clusters.iter().find(|entry| entry.name == cluster)?;
+    // Finds the remote Service that a member's grant mirrors as the Service `local`.
+    let remote_service = |member: &str, local| {
+        let entry = input.mesh.clusters.iter().find(|entry| entry.name == member)?;
         let grant = entry.egress.iter().find(|grant| grant.local == local)?;
         Some(ServiceRef {
             cluster: grant.cluster.clone(),
@@ -289,13 +290,14 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
         .egress
         .iter()
         .take(MAX_EGRESS)
-        .filter_map(|grant| {
+        .filter_map(|planned| {
+            // `planned.cluster` is the member that uses the grant, `planned.service` its mirrored Service.
             Some(EgressStatus {
-                cluster: grant.cluster.clone(),
-                service: granted_service(&grant.cluster, grant.service.clone())?,
-                ready: grant.ready,
-                endpoints: to_i64(grant.endpoints),
-                message: Some(truncate(&grant.message, MAX_MESSAGE)).filter(|message| !message.is_empty()),
+                cluster: planned.cluster.clone(),
+                service: remote_service(&planned.cluster, planned.service.clone())?,
+                ready: planned.ready,
+                endpoints: to_i64(planned.endpoints),
+                message: Some(truncate(&planned.message, MAX_MESSAGE)).filter(|message| !message.is_empty()),
             })
         })
         .collect()

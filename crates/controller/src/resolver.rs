@@ -25,7 +25,7 @@ use lookup_queue::LookupQueue;
 const MAX_NAMES: usize = 200;
 /// The maximum number of lookups at the same time.
 const MAX_LOOKUPS: usize = 16;
-/// How often each name is looked up again.
+/// Time from the end of a lookup to the next lookup of the same name.
 const REFRESH: Duration = Duration::from_secs(60);
 /// Timeout of one lookup.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);

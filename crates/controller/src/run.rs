@@ -158,7 +158,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let heartbeat = liveness.watch("reconcile", STUCK_AFTER);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
     // The next pass is due `interval` after the last one, or after a change, but not before `pause` has passed. A changed
-    // ClusterMesh starts it at once.
+    // ClusterMesh makes it due at once.
     let (mut pause, mut interval) = (Duration::ZERO, Duration::ZERO);
     loop {
         let due = async {

@@ -42,10 +42,10 @@ const MAX_RECONNECT_DELAY: u64 = 5_000;
 /// The objects that a session reads only because meshes need them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// The member's own Services that are granted to others, and the names of mirrored Services for the member's own grants.
+    /// The member's Services that other members may use, and the mirrored Services through which the member uses others' Services.
     pub(crate) services: BTreeSet<ObjectName>,
     /// Namespaces whose pods are exported.
-    pub(crate) pods: BTreeSet<String>,
+    pub(crate) pod_namespaces: BTreeSet<String>,
 }
 
 impl Interest {
@@ -118,7 +118,7 @@ impl Session {
     /// Starts a session, which reads the credentials first.
     pub(crate) fn start(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
         let end = CancellationToken::new();
-        let (interest, wanted) = watch::channel(Interest::default());
+        let (interest, interest_receiver) = watch::channel(Interest::default());
         let (cleanup_only, cleanup_only_receiver) = watch::channel(false);
         let account = hub.memory.account(&identity.to_string());
         // The hub is trusted, so its objects are not charged.
@@ -127,7 +127,7 @@ impl Session {
         tokio::spawn(supervise(
             Arc::clone(&shared),
             hub,
-            wanted,
+            interest_receiver,
             cleanup_only_receiver,
             end.clone(),
         ));
@@ -243,7 +243,7 @@ impl Session {
 async fn supervise(
     shared: Arc<Shared>,
     hub: Arc<Hub>,
-    wanted: watch::Receiver<Interest>,
+    interest_receiver: watch::Receiver<Interest>,
     mut cleanup_only: watch::Receiver<bool>,
     end: CancellationToken,
 ) {
@@ -264,7 +264,7 @@ async fn supervise(
                 last_usable = Some(client.clone());
             }
             let is_back = std::mem::replace(&mut was_missing, is_missing) && !is_missing;
-            let served = async {
+            let serve = async {
                 match &current {
                     Credentials::Pending => std::future::pending().await,
                     Credentials::Missing(why) => {
@@ -277,12 +277,12 @@ async fn supervise(
                         if is_back {
                             tokio::time::sleep(reconnect_delay(&shared.identity)).await;
                         }
-                        serve::serve(&shared, client, wanted.clone()).await;
+                        serve::serve(&shared, client, interest_receiver.clone()).await;
                     }
                 }
             };
             tokio::select! {
-                () = served => {}
+                () = serve => {}
                 Ok(()) = cleanup_only.changed(), if is_missing => {}
                 changed = credentials.changed() => if changed.is_err() {
                     tracing::error!(member = %shared.identity, "the task that watches the kubeconfig Secret ended unexpectedly; starting it again");
@@ -306,7 +306,7 @@ fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// Returns the first problem of a feed. `None` = each feed is current, or its kind is not installed.
+/// Returns the problem of the first feed that has one. `None` = each feed is current, or its kind is not installed.
 fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,

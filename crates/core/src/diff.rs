@@ -93,10 +93,10 @@ pub struct Step {
 
 /// Lists all writes into the member `identity`, for all meshes, in order; empty if the member matches its plan.
 ///
-/// PeerPolicies and SandboxAccesses are written first and PeerPolicies are deleted last, so that no Peer exists without its policy.
-/// A Peer that is renamed is deleted under its old name before it is created under the new one. A prefix that moves between
-/// other Peers is added to its new Peer before it is removed from the old one. All other steps for Peers come in the order: deletes,
-/// updates, creates.
+/// PeerPolicies are created and updated first and deleted last, so that no Peer exists without its policy. All steps of SandboxAccesses,
+/// including deletes, also come first. A prefix that moves to another Peer is added to that Peer before the old Peer loses it (`order.rs`
+/// names the exceptions). A renamed Peer is deleted under its old name before it is created under the new one. All other steps for Peers
+/// come in the order: deletes, updates, creates.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -290,8 +290,8 @@ impl<'a> Differ<'a> {
     /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept.
     ///
     /// The mesh of an orphan may have been moved to another hub (`clusterctl move`) rather than deleted, so an orphan is deleted only if an
-    /// active mesh replaces it (`superseded`). Objects of a paused mesh are kept. Objects of a source in `sources_not_fresh` are kept
-    /// unless their mesh is being deleted.
+    /// active mesh (not paused, not in deletion) replaces it (`superseded`). Objects of a paused mesh are kept. Objects of a
+    /// source in `sources_not_fresh` are kept unless their mesh is being deleted.
     fn mesh_allowing_delete(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
@@ -477,6 +477,7 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
             old.infrastructure_ports != new.infrastructure_ports,
         ),
         ("spec.anchored", old.anchored != new.anchored),
+        // A closed PeerPolicy has an isolation profile other than cluster-meshed.
         ("spec.isolationProfile", old.closed != new.closed),
     ])
 }

@@ -1,6 +1,6 @@
 //! Derives the condition `PolicyEnforced`, which names the nodes and gateways that do not enforce the current PeerPolicies or
-//! SandboxAccesses. The inputs are their reports about themselves, and pending revocations. The reports are untrusted: they are
-//! quoted in messages, and a false report changes only what the condition says about the reporter's own cluster.
+//! SandboxAccesses. The inputs are their reports about themselves, and pending revocations. The reports are untrusted and quoted in
+//! messages. A false report can change status and reason, but in the message only what it says about the reporter's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bypass {
     /// The CNI forwards packets of pods without netfilter.
-    Netfilter,
+    Cni,
     /// kube-proxy in mode ipvs. The kernel's IPVS translates Service addresses in netfilter's `input` hook, after the policies
     /// were evaluated (`ip_vs_core.c`, `ip_vs_ops`), so a packet to a Service address goes to any of its endpoints.
     Ipvs,
@@ -29,7 +29,7 @@ pub const IPVS_REMEDY: &str = "set mode: nftables (or iptables) in kube-proxy's 
 /// Nodes and gateways of one member that do not enforce policies, by kind of problem.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unenforced {
-    /// Nodes on which packets bypass netfilter ([`Bypass::Netfilter`]), with the reason that the agent reports.
+    /// Nodes on which packets bypass netfilter ([`Bypass::Cni`]), with the reason that the agent reports.
     pub without_netfilter: BTreeMap<String, String>,
     /// Nodes on which kube-proxy's IPVS translates Service addresses after the policies ([`Bypass::Ipvs`]).
     pub ipvs: BTreeSet<String>,
@@ -41,7 +41,8 @@ pub struct Unenforced {
     pub gateways: BTreeSet<String>,
 }
 
-/// How long an agent or gateway may report an outdated revision. It enforces a change at once, and reports the new revision within 10 s.
+/// How long an agent may report an outdated revision, and a gateway an outdated SandboxAccess. Both enforce a change at once, and report
+/// it within 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
 
 /// Whether an agent that reports the revision `reported` does not enforce the current PeerPolicies, whose revision is `current`. An agent
@@ -158,7 +159,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             kind: "PolicyEnforced",
             status: true,
             reason: "Enforced",
-            message: "no node is known on which PeerPolicies are not enforced".to_owned(),
+            message: "no node or gateway is known that does not enforce its PeerPolicies or SandboxAccesses".to_owned(),
         };
     };
     Condition {

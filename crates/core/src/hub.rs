@@ -195,11 +195,12 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Reduces a mesh to what its namespace allows, also a refused one, because that still takes part in the plan.
+    /// Removes from a mesh the networks that its namespace does not allow, and limits its local entry. The caller also reduces refused
+    /// meshes, because they still take part in the plan.
     ///
-    /// If the networks of the namespace are limited, or it has no rights, this removes networks outside the lists, and ignores the
-    /// profile and quarantine of the local entry, which would restrict the hub in all meshes. If the profiles are limited, it confines
-    /// the local entry ([`Cluster::confined_to`]).
+    /// - A namespace with limited networks or without rights: networks outside the lists are removed. The profile and quarantine of the
+    ///   local entry are ignored, because they would restrict the hub in all meshes.
+    /// - A namespace with limited profiles: the local entry is confined ([`Cluster::confined_to`]).
     pub fn reduce_to_allowed(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);

@@ -1,8 +1,8 @@
 //! Splits the steps for one member by source, so that the writer can rate limit each source separately. Sources share a group if a
 //! prefix or a key moves between them, because then the order matters across sources.
 //!
-//! Each group has two lists. `revoking` is written before `rest`, so that other steps do not delay steps that revoke something. In
-//! each list the steps have the order of [`crate::diff::diff`].
+//! Each group has two lanes, which are lists of steps. `revoking` is written before `rest`, so that other steps do not delay steps that
+//! revoke something. In each lane the steps have the order of [`crate::diff::diff`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use crate::{
 /// The source of a step: a mesh and the name of an entry in it.
 pub type Source = (MeshId, String);
 
-/// The steps of one group of sources.
+/// The two lanes of one group of sources.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
     /// Steps that may revoke something:
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn policy_updates_peer_deletes_and_narrowings_are_revoking() {
+    fn policy_updates_peer_deletes_and_lost_prefixes_are_revoking() {
         let member = member(&[
             ("gone", "a", spec(1, &["10.1.0.0/24"])),
             ("narrower", "a", spec(2, &["10.2.0.0/24", "10.2.1.0/24"])),
@@ -240,7 +240,7 @@ mod tests {
                 Action::Create,
                 Item::Peer("new".into(), Some(spec(6, &["10.6.0.0/24"]))),
             ),
-            // The delete of a policy is the only delete that is not revoking here.
+            // The delete of a policy is not revoking.
             step("b", Action::Delete, Item::Policy("last".into(), None)),
         ];
         let want = [
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn moving_network_is_added_before_it_is_removed() {
+    fn delete_that_loses_a_moving_prefix_is_not_revoking() {
         let member = member(&[("loses", "a", spec(1, &["10.1.0.0/24"])), ("gains", "a", spec(2, &[]))]);
         let steps = vec![
             step(
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_with_a_moving_key_or_network_share_a_group() {
+    fn sources_with_a_moving_key_and_prefix_share_a_group() {
         let member = member(&[
             ("old", "a", spec(1, &["10.1.0.0/24"])),
             ("other", "c", spec(3, &["10.3.0.0/24"])),
@@ -279,7 +279,7 @@ mod tests {
             ),
             step("c", Action::Delete, Item::Peer("other".into(), None)),
         ];
-        // `old` is renamed to `new`, so its delete is revoking although its network moves.
+        // `old` is renamed to `new`, so its delete is revoking although its prefix moves.
         let want = [group("a", &["old"], &["new"]), group("c", &["other"], &[])];
         assert_eq!(split(steps, &member), want);
     }

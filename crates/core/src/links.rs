@@ -42,11 +42,11 @@ pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<Stri
     let mut broken = Vec::new();
     for (from, nodes) in reports {
         let Some(target) = plan.targets.get(from) else { continue };
-        let mut peers: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut peer_counts: BTreeMap<&str, usize> = BTreeMap::new();
         for peer in target.peers.values() {
-            *peers.entry(&peer.source).or_default() += 1;
+            *peer_counts.entry(&peer.source).or_default() += 1;
         }
-        for (to, max_tunnels) in peers.into_iter().filter(|(to, _)| to != from) {
+        for (to, max_tunnels) in peer_counts.into_iter().filter(|(to, _)| to != from) {
             let mut link = BrokenTunnels {
                 from: from.clone(),
                 to: to.to_owned(),

@@ -54,7 +54,7 @@ pub struct Mesh {
     /// `metadata.deletionTimestamp` is set: nothing is planned for the mesh, so everything that it owns is deleted. A paused
     /// mesh keeps its objects.
     pub deleting: bool,
-    /// `kilo-clustermesh.io/adopt-hub`: Peers with this hub label are taken over.
+    /// `kilo-clustermesh.io/adopt-hub`: objects that have this hub label and the labels of this mesh are taken over.
     pub adopt_hub: Option<String>,
     /// `spec.clusters`, in the order they were written.
     pub clusters: Vec<Cluster>,
@@ -180,10 +180,10 @@ pub struct Cluster {
     pub identity: ClusterIdentity,
     /// How much the member may reach.
     pub profile: Profile,
-    /// Which addresses of the member appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
+    /// Which addresses of the member appear as sources in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
-    /// `allowedNetworks`, without host bits. Peers of this member contain only addresses in its accepted networks. These are the networks
-    /// of this list; after a refused change of the list they are the networks accepted before.
+    /// `allowedNetworks`, without host bits. The planner replaces them by the accepted networks (docs/glossary.md). Peers of this member
+    /// contain only addresses in the accepted networks.
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the networks of `allowed` in which no Node's prefix lies, and those in `previous_anchors`.
     pub anchored: Option<Vec<IpNet>>,

@@ -20,9 +20,10 @@ use crate::{
 /// An observed value and how current it is. **No delete is ever derived from a value that is not `Fresh`.**
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Observation<T> {
-    /// Listed completely, and the watch is running.
+    /// Listed completely, and the watches are running. What the controller may not read is left out; that is never Nodes or Peers.
     Fresh(T),
-    /// Was fresh, but the API server does not answer, or a watch is broken or exceeded its limits. The last value, and the reason.
+    /// Was listed completely, but now the API server does not answer, or a list or watch fails or exceeds its limits. The last value,
+    /// and the reason.
     Stale(T, String),
     /// Not listed completely since the session with the member started. The reason is safe to show to users.
     Unreachable(String),
@@ -106,7 +107,7 @@ pub struct Member {
     pub pods: BTreeMap<ObjectName, Pod>,
     /// Namespaces that granted Services, mirrored Services or exports name, and whose objects are unknown.
     pub unlisted: Unlisted,
-    /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
+    /// Addresses and ports of the member's API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
 }
 
@@ -128,7 +129,7 @@ pub enum Claim<T> {
     Absent,
     /// Published, but it does not parse; the error message.
     Invalid(String),
-    /// Published and parsed. Whether the Node may claim it is decided by the planner.
+    /// Published and parsed. The planner decides whether the Node may claim the value.
     Valid(T),
 }
 
@@ -237,7 +238,7 @@ pub struct Node {
     /// How packets bypass the PeerPolicies on this node, as its agent reports; `None` = no known bypass.
     pub bypassed: Option<Bypass>,
     /// How long ago a plan began to hold this node ([`crate::plan::ClusterReport::held`]). From [`crate::plan::HOLD`] on the node is
-    /// skipped until it publishes again. `None` = not held.
+    /// skipped until the reason for the hold is gone. `None` = not held.
     pub held_for: Option<Duration>,
 }
 
@@ -472,9 +473,9 @@ pub struct Slice {
     pub service: String,
     /// Its addresses are IPv6 addresses.
     pub v6: bool,
-    /// Ports of the backends; each corresponds to the Service port of the same name.
+    /// Ports of the endpoints; each corresponds to the Service port of the same name.
     pub ports: Vec<ServicePort>,
-    /// Backends.
+    /// The endpoints.
     pub endpoints: Vec<SliceEndpoint>,
 }
 

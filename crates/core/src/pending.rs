@@ -15,7 +15,7 @@ use crate::{
 /// A revocation that is not known to be in effect in one target.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PendingRevocation {
-    /// `true` = the source is quarantined; `false` = a part of its access was revoked.
+    /// `true` = the source is quarantined; `false` = some or all of its access was revoked otherwise.
     pub quarantine: bool,
     /// The member whose access is revoked, by its entry's name.
     pub source: String,
@@ -28,9 +28,9 @@ pub struct PendingRevocation {
 /// Why a revocation is not known to be in effect.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PendingReason {
-    /// The target was never observed, for this reason.
+    /// The target was never observed. The string says why.
     Unknown(String),
-    /// The source still had access at the last observation. The revocation was not written for this reason.
+    /// The source still had the revoked access at the last observation. The string says why the revocation is not written yet.
     Open(String),
 }
 
@@ -89,8 +89,8 @@ pub fn find_pending(
             _ => None,
         })
         .collect();
-    // Only cluster-meshed targets can have a pending revocation: policies inside a sandbox are no security boundary, and a standard
-    // member has no objects of other members.
+    // Only cluster-meshed targets can have a pending revocation: policies inside a sandbox are no security boundary, and a
+    // standard member is connected to nothing; it has objects of other members only until they are deleted.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
         let not_fresh = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
@@ -150,9 +150,9 @@ fn find_open_sources(
         let (Some(source), Ok(spec)) = (&existing.owner.source_cluster, &existing.spec) else {
             continue;
         };
-        let planned_spec =
+        let planned_policy =
             target_plan.and_then(|target_plan| target_plan.policies.values().find(|policy| policy.source == *source));
-        if ours(&existing.owner) && allows_more(spec, planned_spec.map_or(&nothing, |policy| &policy.spec)) {
+        if ours(&existing.owner) && allows_more(spec, planned_policy.map_or(&nothing, |policy| &policy.spec)) {
             open.insert(source.clone());
         }
     }
@@ -160,16 +160,16 @@ fn find_open_sources(
         let (Some(source), Ok(spec)) = (&existing.owner.source_cluster, &existing.spec) else {
             continue;
         };
-        let planned_spec =
+        let planned_access =
             target_plan.and_then(|target_plan| target_plan.accesses.values().find(|access| access.source == *source));
         let kept =
-            |key: &(_, _), port: &_| planned_spec.is_some_and(|access| access.spec.grants.get(key) == Some(port));
-        if ours(&existing.owner) && !spec.grants.iter().all(|(key, port)| kept(key, port)) {
+            |key: &(_, _), grant: &_| planned_access.is_some_and(|access| access.spec.grants.get(key) == Some(grant));
+        if ours(&existing.owner) && !spec.grants.iter().all(|(key, grant)| kept(key, grant)) {
             open.insert(source.clone());
         }
     }
     // A target that enforces no PeerPolicies has no planned Peers of a quarantined source. There the quarantine is in effect only when
-    // the existing ones are deleted.
+    // the existing Peers are deleted.
     for existing in member.peers.iter().flat_map(BTreeMap::values) {
         let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
             continue;

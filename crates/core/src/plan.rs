@@ -99,7 +99,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
     conflicts::resolve_conflicts(&mut plan, seen);
     for mesh in &by_age {
         if let Some(planned) = plan.meshes.get_mut(&mesh.id) {
-            conflicts::count_nodes_and_peers(planned);
+            conflicts::count_nodes_and_gateways(planned);
             anchor::report(mesh, planned, seen);
         }
     }

@@ -45,7 +45,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum Audience {
     /// Every client that can reach the port.
     Everyone,
-    /// Only clients of the loopback interface. Other clients get 403.
+    /// Only clients with a loopback address. Other clients get 403.
     Loopback,
 }
 
@@ -60,7 +60,7 @@ pub struct State {
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the silent loops. Each of them is on its own line.
     pub liveness: Liveness,
-    /// `/debug/state`: called for each request. The result must contain no secrets. Clients outside the loopback interface get 403.
+    /// `/debug/state`: called for each request. The result must contain no secrets. Clients without a loopback address get 403.
     pub dump: Arc<dyn Fn() -> serde_json::Value + Send + Sync>,
 }
 
@@ -76,7 +76,7 @@ impl fmt::Debug for State {
 /// A bound endpoint that does not serve yet.
 #[derive(Debug)]
 pub struct Admin {
-    /// At least one listener. All have the same address.
+    /// One listener, or one for each interface of [`Self::bind_to_interfaces`]; all for the same address.
     listeners: Vec<TcpListener>,
 }
 
@@ -206,7 +206,7 @@ async fn show_health(extract::State(state): extract::State<State>) -> (StatusCod
 }
 
 async fn show_readiness(extract::State(state): extract::State<State>) -> (StatusCode, String) {
-    let (status, text) = verdict(&state.readiness.list());
+    let (status, text) = verdict(&state.readiness.pending_items());
     let remarks = state.readiness.remarks();
     let remarks: String = remarks.iter().map(|remark| format!("but: {remark}\n")).collect();
     (status, text + &remarks)
@@ -313,7 +313,7 @@ mod tests {
         let stop = CancellationToken::new();
         let served = tokio::spawn(admin.serve(state, stop.clone()));
 
-        let (pending, wedged) = (
+        let (pending, silent) = (
             readiness.pending("first list of Peers"),
             liveness.watch("loop", Duration::ZERO),
         );
@@ -331,7 +331,7 @@ mod tests {
             fetch(address, "/readyz").await,
             (200, "ok\nbut: from the cache\n".to_owned())
         );
-        drop((remark, wedged));
+        drop((remark, silent));
         assert_eq!(fetch(address, "/readyz").await, (200, "ok\n".to_owned()));
         assert_eq!(fetch(address, "/healthz").await, (200, "ok\n".to_owned()));
         assert_eq!(

@@ -13,7 +13,7 @@
 //!
 //! let readiness = Readiness::new();
 //! let peers = readiness.pending("the first list of Peers");
-//! assert_eq!(readiness.list(), ["the first list of Peers"]);
+//! assert_eq!(readiness.pending_items(), ["the first list of Peers"]);
 //!
 //! drop(peers);
 //! assert!(readiness.is_ready());

@@ -18,7 +18,7 @@ struct Beat {
 }
 
 impl Liveness {
-    /// Creates an empty list; with it, the program is alive.
+    /// Creates an empty list. While no loop is watched, the program counts as alive.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

@@ -47,7 +47,7 @@ impl Readiness {
 
     /// The pending items, sorted.
     #[must_use]
-    pub fn list(&self) -> Vec<String> {
+    pub fn pending_items(&self) -> Vec<String> {
         self.names_of(Kind::Pending)
     }
 
@@ -66,7 +66,7 @@ impl Readiness {
     /// Whether no item is pending.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.list().is_empty()
+        self.pending_items().is_empty()
     }
 
     fn lock(&self) -> MutexGuard<'_, Items> {
@@ -90,8 +90,8 @@ impl Drop for ReadinessItem {
             if *count == 0 {
                 list.remove(&self.item);
                 drop(list);
-                let items = self.list.list();
-                tracing::info!(done = %self.item.1, pending = %items.join(", "), "readiness");
+                let pending = self.list.pending_items();
+                tracing::info!(done = %self.item.1, pending = %pending.join(", "), "readiness");
             }
         }
     }
@@ -107,11 +107,11 @@ mod tests {
         let device = readiness.pending("device");
         let peers = readiness.pending("peers");
         let again = readiness.clone().pending("peers");
-        assert_eq!(readiness.list(), ["device", "peers"]);
+        assert_eq!(readiness.pending_items(), ["device", "peers"]);
         drop(peers);
-        assert_eq!(readiness.list(), ["device", "peers"]);
+        assert_eq!(readiness.pending_items(), ["device", "peers"]);
         drop(device);
-        assert_eq!(readiness.list(), ["peers"]);
+        assert_eq!(readiness.pending_items(), ["peers"]);
         let remark = readiness.remark("from the cache");
         drop(again);
         assert!(readiness.is_ready());

@@ -18,8 +18,9 @@ pub enum LogFormat {
 /// logs an error for each unreachable peer every 90 s. The agent's status reports such peers.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
-/// kube-client logs whole responses with their newlines, and an API server may be hostile. Our code logs failed requests itself.
-const ALWAYS_OFF: &str = "kube_client=off";
+/// Replaces a level that `RUST_LOG` sets for all crates or for `kube_client`, but not for a module of `kube_client`. kube-client logs whole
+/// responses with their newlines, and an API server may be hostile. Our code logs failed requests itself.
+const KUBE_CLIENT_OFF: &str = "kube_client=off";
 
 /// Creates the filter of the log. `given` is the value of `RUST_LOG`.
 ///
@@ -31,7 +32,7 @@ pub fn filter(given: Option<&str>) -> anyhow::Result<EnvFilter> {
             .map_err(|error| anyhow::anyhow!("RUST_LOG={text:?} does not parse ({error}); try RUST_LOG=debug"))?,
         _ => EnvFilter::new(DEFAULT_FILTER),
     };
-    Ok(filter.add_directive(ALWAYS_OFF.parse()?))
+    Ok(filter.add_directive(KUBE_CLIENT_OFF.parse()?))
 }
 
 /// Sets up the log of this process. `RUST_LOG` filters it (tracing-subscriber's `EnvFilter` syntax).
@@ -83,7 +84,7 @@ mod tests {
 
     // threat: log-injection
     #[test]
-    fn events_of_kube_client_are_never_logged() {
+    fn level_in_rust_log_does_not_log_kube_client() {
         for given in [None, Some("debug"), Some("warn,kube_client=trace")] {
             let written = Written::default();
             let sink = written.clone();

@@ -124,7 +124,7 @@ impl<'a> Attacker<'a> {
 
     /// The last part of a Peer's name: the Node or gateway that the Peer describes.
     #[must_use]
-    pub fn node_of(peer: &str) -> &str {
+    pub fn node_or_gateway_of(peer: &str) -> &str {
         peer.rsplit_once("--").map_or(peer, |(_, node)| node)
     }
 
@@ -140,7 +140,7 @@ impl<'a> Attacker<'a> {
     /// `throw` route for each. Returns those with a `throw` route, which the node keeps on the underlay, such as its next hop.
     ///
     /// # Errors
-    /// When the routes do not change within 90 s.
+    /// When a Peer cannot be changed, or when the routes do not follow a change within 90 s.
     pub async fn route_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
         // First remove the allowed IPs of all Peers, so that no old route is mistaken for a new one.
         for name in &self.peers {

@@ -1,5 +1,5 @@
-//! Applies the shipped NetworkPolicies for a sandbox whose nodes are pods of the hub, with the lab's values, and
-//! lists the TCP sockets that they admit. WireGuard to the gateways needs no value of the lab: the shipped file selects the
+//! Applies the shipped NetworkPolicy for a sandbox whose nodes are pods of the hub, with the lab's values, and
+//! lists the TCP sockets of the lab that it admits. WireGuard to the gateways needs no value of the lab: the shipped file selects the
 //! gateways by their labels.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use crate::{Cluster, Error, Lab, NodeNetwork, Result, TrafficClient};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
 
-/// A sandbox, its hub, and the NetworkPolicies between them.
+/// A sandbox, its hub, and the NetworkPolicy between them.
 #[derive(Debug)]
 pub struct Boundary<'a> {
     lab: &'a Lab,
@@ -43,7 +43,8 @@ impl Lab {
 }
 
 impl Boundary<'_> {
-    /// The shipped file, in which the values marked SET are replaced: names, and the address of the sandbox's API server.
+    /// The shipped file, in which these values marked SET are replaced: names, and the address of the sandbox's API server. The address of
+    /// the registry stays, because the lab has none.
     ///
     /// # Errors
     /// When the file does not exist, or does not contain such a value.
@@ -67,8 +68,8 @@ impl Boundary<'_> {
         })
     }
 
-    /// The TCP sockets that the policies admit for the sandbox's nodes: their API server, at its ClusterIP in the hub and at its own
-    /// address, and the hub's DNS.
+    /// The TCP sockets of the lab that the policy admits for the sandbox's nodes: their API server, at its ClusterIP in the hub and at
+    /// its own address, and the hub's DNS.
     ///
     /// # Errors
     /// When the hub's API server does not answer.
@@ -119,8 +120,8 @@ impl Boundary<'_> {
         Ok(all)
     }
 
-    /// Applies the policies and waits until they are in force for `from`: every socket of `open` that is neither
-    /// admitted nor granted is closed. `open` = the sockets that were open without policies.
+    /// Applies the policy and waits until it is in force for `from`: every socket of `open` that is neither
+    /// admitted nor granted is closed. `open` = the sockets that were open without the policy.
     ///
     /// # Errors
     /// When such a socket is still open after 90 s.

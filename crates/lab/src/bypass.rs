@@ -94,7 +94,7 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 }
 
 /// Redirects IPv4 packets for a pod in `range` to the link with index `to`; the kernel looks up the route and the
-/// neighbour. All other packets pass, also packets for the first address of the range, which is the node's own.
+/// neighbour. All other packets pass, also packets for the node's own address, which is the first one after the network address.
 ///
 /// Each instruction has: opcode, source and destination register, offset (of a jump: instructions to skip), value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {

@@ -128,7 +128,8 @@ impl Running {
             .unwrap_or_default()
     }
 
-    /// The program's pid in the host's pid namespace; `None` after it has exited.
+    /// The program's pid in the host's pid namespace. `None` after [`Self::wait_for_exit`] has returned the exit status; for a wrapped
+    /// program, also before it has started and as soon as it has exited.
     pub fn pid(&self) -> Option<i32> {
         let own = i32::try_from(self.child.id()?).ok()?;
         if !self.wrapped {
@@ -141,11 +142,11 @@ impl Running {
     /// Sends a signal to the program.
     ///
     /// # Errors
-    /// When the program has exited.
+    /// When [`Self::pid`] is `None`, or the kernel refuses the signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let gone = || {
             Error::Other(format!(
-                "cannot send {signal}: the program has exited; see {}",
+                "cannot send {signal}: the program is not running; see {}",
                 self.log.display()
             ))
         };

@@ -64,7 +64,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     let inside = format!("https://{}:6443", cluster.api_address());
     let from_nodes = server_for_nodes(cluster);
     let outside = format!("https://127.0.0.1:{port}");
-    for (file, server, user, group) in [
+    for (file, url, user, group) in [
         ("admin", &outside, "admin", Some("system:masters")),
         ("inside", &inside, "admin", Some("system:masters")),
         ("controller-manager", &inside, "system:kube-controller-manager", None),
@@ -72,7 +72,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
         ("proxy", &from_nodes, "system:kube-proxy", None),
     ] {
         let text = authority
-            .kubeconfig(&cluster.name, server, user, group)
+            .kubeconfig(&cluster.name, url, user, group)
             .map_err(certificate_error)?;
         write(directory.join(format!("{file}.kubeconfig")), &text)?;
     }
@@ -108,6 +108,7 @@ fn service_ranges(cluster: &ClusterPlan) -> String {
 /// Command lines of the control plane. Each process runs in the underlay's network namespace.
 pub(crate) struct Commands<'a> {
     pub(crate) tools: &'a Tools,
+    /// The run directory, which has a directory for each cluster.
     pub(crate) run: &'a Path,
 }
 

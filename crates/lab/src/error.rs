@@ -1,4 +1,4 @@
-//! Errors of the lab. Each error names the action that failed.
+//! Errors of the lab. Each message names what failed: an action, a command, a condition or a missing thing.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,5 @@
-//! Creates container images without a registry: a docker archive with one layer, from host files and the libraries that
-//! they are linked with. `ctr images import` reads the archive.
+//! Creates container images without a registry: a docker archive with one layer. The layer contains host files, the libraries
+//! that they are linked with, and given texts, links and directories. `ctr images import` reads the archive.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -191,7 +191,7 @@ impl ImageSpec {
         Ok(hex(&done.hash.finalize()))
     }
 
-    /// The directories above all entries, except those that are entries themselves. In this order, `/a` precedes `/a/b`.
+    /// The directories above all entries, except those that are entries themselves. The set is sorted, so `/a` precedes `/a/b`.
     fn parents(&self) -> BTreeSet<String> {
         let ancestors = |path: &String| {
             let above = Path::new(path).ancestors().skip(1).filter(|p| p.parent().is_some());

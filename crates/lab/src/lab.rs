@@ -28,7 +28,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 /// Name of the network namespace with the bridge, the API servers and etcd.
 const UNDERLAY: &str = "underlay";
 
-/// The environment of Kubernetes' programs. Less frequent garbage collection saves a sixth of the CPU time of an API
+/// The environment of etcd, Kubernetes' programs and the nodes. Less frequent garbage collection saves a sixth of the CPU time of an API
 /// server's start, and costs 50 % more memory.
 fn go_environment() -> BTreeMap<String, String> {
     [("GOGC".to_owned(), "400".to_owned())].into()

@@ -48,7 +48,7 @@ pub use lab::{Cluster, Lab, Node};
 pub use machine::{Clock, CommandEnd, Machine};
 pub use plan::{ClusterPlan, HostNode, LabPlan, NatKind, NodeNetwork, NodePlan, PlanV6, ProxyMode, Uplink};
 pub use product::{
-    AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
+    AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_cidrs,
 };
 pub use run::{down_all, down_kept, running_labs, workspace_program};
 pub use scan::{ALWAYS_SCANNED_PORTS, ConnectionWatch, EchoWatch, RepeatedScan};

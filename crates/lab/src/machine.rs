@@ -214,8 +214,8 @@ fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     }
 }
 
-/// The directory of one run, with its command and exit code. It is removed on drop. If this process is
-/// killed while it holds the lock, the next run removes it.
+/// The directory of one run, with its command and exit code. Drop removes the directory. If this process is killed before that, the
+/// next run removes it ([`sweep`]).
 #[derive(Debug)]
 struct Run {
     directory: tempfile::TempDir,

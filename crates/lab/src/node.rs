@@ -24,7 +24,7 @@ pub(crate) struct Settings {
     name: String,
     cluster: String,
     address: Ipv4Addr,
-    /// The pod range of the whole cluster.
+    /// The pod range of the cluster, for all its nodes.
     pod_cidr: Ipv4Net,
     dns: Ipv4Addr,
     /// In a dual-stack cluster: the node's IPv6 address, and the cluster's IPv6 pod range.
@@ -122,13 +122,13 @@ pub(crate) fn init(settings_path: &Path) -> anyhow::Result<()> {
 }
 
 /// Runs the lab's CNI daemon on a node.
-pub(crate) fn cni(settings: &Path) -> anyhow::Result<()> {
+pub(crate) fn cni(settings_path: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(cni::run(&Settings::read(settings)?))
+    runtime.block_on(cni::run(&Settings::read(settings_path)?))
 }
 
 /// Enforces NetworkPolicies on a node.
-pub(crate) fn policies(settings: &Path) -> anyhow::Result<()> {
+pub(crate) fn policies(settings_path: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(policies::run(&Settings::read(settings)?))
+    runtime.block_on(policies::run(&Settings::read(settings_path)?))
 }

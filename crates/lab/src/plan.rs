@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Prefix length of the whole underlay, one link that connects all nodes. Each cluster has a /24 of it.
+/// Prefix length of the whole underlay, one link that connects all API servers, NAT routers and nodes of [`NodeNetwork::Underlay`]. Each
+/// cluster has a /24 of it.
 pub(crate) const UNDERLAY_PREFIX: u8 = 16;
 /// Prefix length of the underlay in IPv6. Each cluster has a /64 of it.
 pub(crate) const UNDERLAY_PREFIX_V6: u8 = 48;

@@ -17,7 +17,7 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 
-pub use gateways::{GATEWAYS, gateway_ranges};
+pub use gateways::{GATEWAYS, gateway_cidrs};
 pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
@@ -265,7 +265,7 @@ impl<'a> Product<'a> {
                 allowed_networks(cluster.plan(), position == 0)
             };
             if position == 0 && self.gateways {
-                networks.extend(gateway_ranges(cluster.plan()));
+                networks.extend(gateway_cidrs(cluster.plan()));
             }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
             if let NodeNetwork::Pods { of, .. } = &cluster.plan().node_network {
@@ -304,7 +304,7 @@ impl<'a> Product<'a> {
     }
 
     /// Waits until the mesh is Ready and every running node of every cluster is registered. In a cluster whose Nodes need no
-    /// Peers, registered gateways suffice.
+    /// Peers, one gateway with a Peer suffices.
     ///
     /// # Errors
     /// After three minutes. The error quotes the mesh's conditions.
@@ -377,13 +377,13 @@ impl<'a> Product<'a> {
 /// The `allowedNetworks` of a cluster: pod range, WireGuard range and Service range. In the hub also the addresses of
 /// its nodes, so that servers in their host network are reachable. In a dual-stack cluster also the IPv6 pod and Service
 /// ranges, and the IPv6 addresses of its nodes.
-fn allowed_networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
+fn allowed_networks(plan: &ClusterPlan, is_hub: bool) -> Vec<String> {
     let mut networks = vec![
         plan.pod_cidr.to_string(),
         plan.wireguard_cidr.to_string(),
         plan.service_cidr.to_string(),
     ];
-    if hub {
+    if is_hub {
         networks.extend((1..=plan.nodes).map(|n| format!("{}/32", plan.node(n).address)));
     }
     if let Some(v6) = &plan.v6 {

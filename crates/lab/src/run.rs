@@ -177,8 +177,8 @@ pub fn running_labs() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Takes every kept lab down and removes the files of dead labs. Labs with an owner belong to running tests and
-/// continue. Returns the number of labs that were taken down.
+/// Takes every kept lab down and removes the files of dead labs. Labs that are not kept end with
+/// their owner, such as a running test, and continue until then. Returns the number of labs that were taken down.
 ///
 /// # Errors
 /// When a supervisor does not exit within half a minute.
@@ -205,7 +205,7 @@ pub(crate) fn is_kept(directory: &Path) -> bool {
     directory.join(KEPT).exists()
 }
 
-/// Takes one lab down, whether or not it has an owner.
+/// Takes one lab down, whether or not it is kept.
 pub(crate) fn down(directory: &Path) -> Result<()> {
     let run = Run {
         directory: directory.into(),

@@ -141,7 +141,7 @@ impl Lab {
     /// The sockets that accept a TCP connection from `from`.
     ///
     /// # Errors
-    /// When the scanner cannot be run.
+    /// When `lab-probe` cannot be run.
     pub async fn scan(
         &self,
         from: &TrafficClient,
@@ -153,7 +153,7 @@ impl Lab {
     /// The sockets that answer a UDP datagram from `from`.
     ///
     /// # Errors
-    /// When the scanner cannot be run.
+    /// When `lab-probe` cannot be run.
     pub async fn scan_udp(
         &self,
         from: &TrafficClient,
@@ -219,7 +219,7 @@ impl Lab {
     /// Starts a scan of these sockets over TCP that repeats until the returned value is dropped.
     ///
     /// # Errors
-    /// When the scanner cannot be started.
+    /// When `lab-probe` cannot be started.
     pub fn scan_repeatedly(
         &self,
         from: &TrafficClient,
@@ -234,7 +234,7 @@ impl Lab {
     /// Sends a datagram to a UDP echo server every 10 ms, until the returned value is dropped.
     ///
     /// # Errors
-    /// When the program cannot be started.
+    /// When `lab-probe` cannot be started.
     pub fn watch_udp(&self, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
         self.watch("udp-watch", from, socket)
     }
@@ -243,7 +243,7 @@ impl Lab {
     /// an echo: the probe waits as long as the connection exists.
     ///
     /// # Errors
-    /// When the program cannot be started.
+    /// When `lab-probe` cannot be started.
     pub fn watch_stream(&self, from: &TrafficClient, socket: SocketAddr) -> Result<EchoWatch> {
         self.watch("stream-watch", from, socket)
     }
@@ -251,7 +251,7 @@ impl Lab {
     /// Opens a new TCP connection every 20 ms, until the returned value is dropped.
     ///
     /// # Errors
-    /// When the program cannot be started.
+    /// When `lab-probe` cannot be started.
     pub fn watch_connections(&self, from: &TrafficClient, socket: SocketAddr) -> Result<ConnectionWatch> {
         self.watch("connect-watch", from, socket)
             .map(|EchoWatch(running)| ConnectionWatch(running))
@@ -284,11 +284,11 @@ impl Lab {
     /// Copies `lab-probe` to a path that is valid on every node, and returns the path.
     ///
     /// # Errors
-    /// When the program cannot be copied.
+    /// When `lab-probe` cannot be copied.
     pub fn probe_program(&self) -> Result<String> {
         let program = self.directory().join("scanner");
         if !program.exists() {
-            std::fs::copy(run::workspace_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
+            std::fs::copy(run::workspace_program("lab-probe")?, &program).map_err(Error::io("copy lab-probe"))?;
         }
         Ok(program.display().to_string())
     }

@@ -128,8 +128,9 @@ impl Supervisor {
                 return Ok(Response::Port(forward::start(namespace, to)?));
             }
             Request::Running => {
-                let state = self.lock();
-                let names = state.processes.iter().filter(|(_, pid)| !self.reaper.has_exited(**pid));
+                let resources = self.lock();
+                let processes = resources.processes.iter();
+                let names = processes.filter(|(_, pid)| !self.reaper.has_exited(**pid));
                 return Ok(Response::Names(names.map(|(name, _)| name.clone()).collect()));
             }
             Request::Keep => {
@@ -168,8 +169,8 @@ impl Supervisor {
     }
 
     fn start(&self, name: &str, argv: &[String], env: &BTreeMap<String, String>, log: &Path) -> anyhow::Result<()> {
-        let mut state = self.lock();
-        if let Some(pid) = state.processes.get(name) {
+        let mut resources = self.lock();
+        if let Some(pid) = resources.processes.get(name) {
             anyhow::ensure!(self.reaper.has_exited(*pid), "{name} is running already");
         }
         let log = std::fs::File::options().create(true).append(true).open(log)?;
@@ -184,7 +185,7 @@ impl Supervisor {
             .reaper
             .spawn(&mut command)
             .map_err(|error| anyhow::anyhow!("start {}: {error}", argv[0]))?;
-        state.processes.insert(name.into(), pid);
+        resources.processes.insert(name.into(), pid);
         Ok(())
     }
 

@@ -42,7 +42,8 @@ impl Tools {
     /// `KUBEBUILDER_ASSETS` (a directory with etcd, kube-apiserver and kubectl) replaces [`ArtefactSet::ControlPlane`].
     ///
     /// # Errors
-    /// When Go, a C compiler or libseccomp is missing, or a build fails. The message quotes the last lines of the build.
+    /// When Go, a C compiler or libseccomp is missing, when `KUBEBUILDER_ASSETS` lacks a program, or when a build fails. The message of a
+    /// failed build quotes its last lines.
     pub fn ensure(sets: &[ArtefactSet], progress: &dyn Fn(&str)) -> Result<Self> {
         let directories = sets
             .iter()
@@ -99,7 +100,7 @@ fn ensure_one(set: ArtefactSet, progress: &dyn Fn(&str)) -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// Twelve hex digits of a hash over the build's flags, the Go version and the files of the Go module.
+/// Twelve hex digits of a hash over the set's recipe, the Go version and architecture, and the files beside the set's go.mod.
 fn key(set: ArtefactSet) -> Result<String> {
     let mut hash = Sha256::new();
     hash.update(set.recipe());

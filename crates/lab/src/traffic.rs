@@ -1,4 +1,5 @@
-//! Sends requests from one pod or node to another, and returns which server answered and which source address reached it.
+//! Runs servers in pods and sends requests to them from pods and nodes. A web server's answer names the server and the source address
+//! that the server saw.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -88,8 +89,8 @@ impl Cluster<'_> {
     }
 
     /// Applies [`STORE`] and waits until the servers are ready. The Service `store-balanced` gets a load balancer's
-    /// address: number 240 of the cluster's underlay range, in a dual-stack cluster one of each family. No load balancer exists,
-    /// but kube-proxy on every node handles packets to these addresses.
+    /// address, number 240 of the cluster's underlay range; in a dual-stack cluster it gets one address of each family. No load balancer
+    /// exists, but kube-proxy on every node handles packets to these addresses.
     ///
     /// # Errors
     /// When they do not become ready.
@@ -180,7 +181,7 @@ impl Cluster<'_> {
     }
 }
 
-/// `None` = the pod does not run, or is being deleted.
+/// `None` = the pod does not run, is being deleted, or has no node or address.
 fn running_pod(pod: Pod) -> Option<RunningPod> {
     let status = pod.status?;
     (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
@@ -199,7 +200,8 @@ fn running_pod(pod: Pod) -> Option<RunningPod> {
 }
 
 impl Lab {
-    /// Runs a program of the lab's machine in the client's network namespace. A failure of the program is no error.
+    /// Runs a program of the host in the client's network namespace; the pod's image need not contain it. A failure of the
+    /// program is no error.
     ///
     /// # Errors
     /// When the program cannot be started.
@@ -210,7 +212,8 @@ impl Lab {
         }
     }
 
-    /// Sends one HTTP request with a timeout of three seconds. The inner `Err` is the output of curl.
+    /// Sends one HTTP request with a timeout of three seconds. The inner `Err` is the output of curl, if it contains no
+    /// [`Answer`].
     ///
     /// # Errors
     /// When curl cannot be started.

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// Runs `check` every 50 ms until it returns a value. `Err(state)` means that the condition is not true yet, and
-/// describes the current state. `what` names the condition in the error.
+/// Runs `check` until it returns a value, with a pause of 50 ms after each `Err`. `Err(state)` means that the condition is not true
+/// yet, and describes the current state. `what` names the condition in the error.
 ///
 /// # Errors
 /// [`Error::Timeout`] after `timeout`, even if a check hangs. It contains the condition and the last state.

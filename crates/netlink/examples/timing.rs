@@ -1,5 +1,5 @@
-//! Measures route lookups, and adding and reading as many routes as the agent has for 5,000 peers, in a network namespace of its own.
-//! Needs root.
+//! Measures route lookups, and how long it takes to add and to read 10,000 routes, as many as the agent has for 5,000 peers. Uses a
+//! network namespace of its own. Needs root.
 //! Run it with `cargo run --release -p clustermesh-netlink --example timing`.
 
 use std::{error::Error, net::Ipv4Addr, time::Instant};
@@ -13,7 +13,7 @@ use netlink_packet_route::{
 use nix::sched::{CloneFlags, unshare};
 
 const PEERS: u32 = 5_000;
-/// Two for each peer: its pod CIDR and its WireGuard address.
+/// The agent has two routes for each peer: to its pod CIDR and to its WireGuard address. Here all routes are `/32`.
 const ROUTES: u32 = 10_000;
 /// Routing table of the added routes.
 const TABLE: u32 = 5182;

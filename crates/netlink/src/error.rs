@@ -10,7 +10,7 @@ use crate::socket::{ATTEMPTS, TIMEOUT};
 /// Why a request failed. The message does not name the object; the caller adds it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The socket could not be opened.
+    /// The socket could not be opened, or its filter or multicast groups could not be set.
     #[error("cannot open a netlink socket: {0}; does a seccomp profile forbid AF_NETLINK?")]
     Open(#[source] io::Error),
     /// The socket failed.

@@ -38,7 +38,8 @@ fn find(socket: &Socket, message: LinkMessage) -> Result<Option<LinkMessage>, Er
 /// Creates an interface in state down, and returns its index.
 ///
 /// # Errors
-/// As [`Socket::create`]. [`Errno::OPNOTSUPP`] = the kernel does not have this kind of interface.
+/// As [`Socket::create`] and [`by_name`]. [`Errno::OPNOTSUPP`] = the kernel does not have this kind of interface; [`Errno::NODEV`] =
+/// another program deleted the new interface at once.
 pub fn create(socket: &Socket, name: &str, kind: InfoKind) -> Result<u32, Error> {
     let mut message = LinkMessage::default();
     message.attributes = vec![

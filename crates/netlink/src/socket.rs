@@ -170,7 +170,8 @@ impl Socket {
         for _ in 0..ATTEMPTS {
             let mut objects = Ok(Vec::new());
             exchange.send(request, NLM_F_DUMP)?;
-            // After an object that cannot be parsed, the rest of the answer is read too: the kernel refuses a dump before this one ends.
+            // After an object that cannot be parsed, the rest of the answer is read too: on one socket, the kernel refuses a new dump
+            // until the answer to the previous one was read.
             let is_consistent = exchange.receive(false, |header, payload| {
                 if let Ok(picked) = &mut objects {
                     match pick(parse(header, payload)) {

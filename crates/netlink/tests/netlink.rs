@@ -154,7 +154,7 @@ impl netlink_packet_core::NetlinkDeserializable for Ignored {
 }
 
 #[test]
-fn missing_answer_is_a_timeout() {
+fn ignored_message_times_out_unless_acknowledged() {
     let socket = open();
     assert!(matches!(socket.get(&Ignored), Err(Error::NoAnswer)));
     // `change` requests an acknowledgement, which the kernel also sends for a message that it ignores.
@@ -162,7 +162,7 @@ fn missing_answer_is_a_timeout() {
 }
 
 #[test]
-fn dump_is_complete_while_links_change() {
+fn dump_while_links_change_is_complete_or_interrupted() {
     in_namespace(|| {
         let socket = open();
         let lasting: BTreeSet<String> = (0..200).map(|number| format!("lasting{number}")).collect();

@@ -81,13 +81,13 @@ pub fn apply_plan(scenario: &Scenario) -> Scenario {
         }
     }
     for mesh in after.meshes.iter_mut().filter(|mesh| !mesh.deleting) {
-        let report = &plan.meshes[&mesh.id].clusters;
-        mesh.accepted = report
+        let reports = &plan.meshes[&mesh.id].clusters;
+        mesh.accepted = reports
             .iter()
             .map(|(name, report)| (name.clone(), report.accepted.clone()))
             .collect();
         for cluster in &mut mesh.clusters {
-            let report = report.get(&cluster.name);
+            let report = reports.get(&cluster.name);
             cluster.previous_anchors = report.map(|report| report.anchored.clone()).unwrap_or_default();
         }
     }

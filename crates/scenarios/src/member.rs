@@ -17,7 +17,7 @@ use proptest::{collection, option, prelude::*, sample::select};
 
 use crate::values::{claim, endpoint, ip, key, net, own_address, own_key, own_pods, own_wireguard, socket_address};
 
-/// The `k`-th node of cluster `n`. Most of its values are valid and its own, so that most nodes get Peers; the others are arbitrary.
+/// The `k`-th node of cluster `n`. Most of its values are valid and its own, so that most nodes get Peers; the other values are arbitrary.
 /// This strategy and [`member`] are boxed, because their nested types would overflow the stack.
 pub fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
     let own_claims = Just(vec![Claim::Valid(own_pods(n, k))]);

@@ -2,7 +2,7 @@
 //! as its peer, the firewall table with a TCP and a UDP grant, routes and forwarding. `cargo xtask bench dataplane --vm` measures flows
 //! through this gateway. Needs root and its own network namespace.
 //!
-//! Prints `ready`, and removes everything when its standard input closes.
+//! Prints `ready`, and removes everything except the sysctl when its standard input closes.
 //!
 //! ```text
 //! gateway --interface wg1 --private-key-file key1 --listen-port 51820 --address 10.9.0.2 --peer KEY,10.9.0.1 \

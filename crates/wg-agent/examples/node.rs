@@ -80,8 +80,8 @@ fn main() -> anyhow::Result<()> {
         mtu,
         underlay: underlay_interface.parse()?,
         underlay_addresses: [underlay_address].into(),
-        // A node accepts connections from the mesh only at these addresses. On a real node they are the InternalIPs. The benchmark
-        // connects to the WireGuard address, so it is added here.
+        // Other members reach the node itself only at its InternalIPs and in anchored networks. The benchmark connects to the
+        // WireGuard address, so this node has that address as an InternalIP, too.
         internal_ips: [underlay_address, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
@@ -120,10 +120,10 @@ fn main() -> anyhow::Result<()> {
 
 /// The inputs of this node in a mesh of two members with one node each. The other node may reach this one.
 fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
-    let network = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
+    let host_prefix = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
     let policy = PolicySpec {
-        sources: network(other),
-        networks: network(other),
+        sources: host_prefix(other),
+        networks: host_prefix(other),
         allow: node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect(),
         ..PolicySpec::default()
     };
@@ -136,7 +136,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
             endpoint: Some(endpoint),
             candidates: Vec::new(),
             keepalive: None,
-            allowed_ips: network(other).into_iter().collect(),
+            allowed_ips: host_prefix(other).into_iter().collect(),
         }],
         policies: [("there".into(), policy)].into(),
         node,

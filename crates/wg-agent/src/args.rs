@@ -22,8 +22,8 @@ pub(crate) use values::BackendFlag;
 use values::parse_duration;
 pub use values::{ModeFlag, Mtu};
 
-/// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
-/// publishes the node's identity.
+/// Turns Peers and PeerPolicies into this node's WireGuard device, routes and firewall table, and publishes the node's
+/// identity. --mode names the other modes.
 #[derive(Debug, Parser)]
 #[command(name = "wg-agent", version)]
 pub struct Cli {
@@ -94,8 +94,8 @@ pub(crate) struct Flags {
     /// File with the node's private key; created on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
-    /// File with the last applied state, for a start while the API server does not answer. Readable only by
-    /// root. Default: wg-agent.cache in the directory of the key file.
+    /// File with the last applied objects and the endpoints of peers, for a start while the API server does not answer.
+    /// Readable only by root. Default: wg-agent.cache in the directory of the key file.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
     /// Maximum time since the API server confirmed the cache, such as 24h or 90m. An older cache is renamed and not used.
@@ -103,7 +103,7 @@ pub(crate) struct Flags {
     #[arg(long, default_value = "24h", value_parser = parse_duration, global = true)]
     cache_max_age: Duration,
     /// MTU of the device: auto = the largest path MTU to a peer, minus 60 over IPv4 or 80 over IPv6. Routes to peers with
-    /// a smaller path MTU get their own MTU.
+    /// a smaller path MTU get their own MTU. In gateway mode auto = the MTU of the pod's network minus 80.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
     /// Do not use the kernel's segmentation offloads: read and write packets one by one. Use it to find out whether an
@@ -201,6 +201,7 @@ pub struct CleanupConfig {
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
     /// The mode of the agent whose state is removed. In policy mode the agent has only a firewall table and one annotation.
+    /// Gateway mode is refused.
     pub mode: ModeFlag,
     /// Name of the device.
     pub interface: InterfaceName,
@@ -277,7 +278,7 @@ impl Flags {
         self.port
     }
 
-    /// The configuration of policy mode. Flags of full mode (key, address, port, MTU, routes) are ignored, so that the
+    /// The configuration of policy mode. Flags that only full mode needs, such as key, port and MTU, are ignored, so that the
     /// arguments of one DaemonSet fit both modes.
     pub(crate) fn into_policy_config(self) -> Result<PolicyConfig, ArgsError> {
         let Self {

@@ -21,7 +21,7 @@ use crate::{
     source::client,
 };
 
-/// Removes the state. A failure does not stop it, and all failures are returned together.
+/// Removes the state. Continues after a failure, and returns all failures together.
 pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let CleanupConfig {
         node_name,
@@ -92,7 +92,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
     let device = match removed {
         Ok(true) => interface.clone(),
         Ok(false) => {
-            tracing::warn!(%interface, "the interface does not belong to this agent: it stays, with its addresses");
+            tracing::warn!(%interface, "the interface belongs to another program: it stays, with its addresses");
             unused_interface_name()
         }
         Err(error) => {
@@ -109,7 +109,7 @@ async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &
         ),
         Err(error) => failures.push(format!("routes: {error}")),
     }
-    if let Err(error) = except_in_use(device::userspace::remove_leftovers(interface.as_str())) {
+    if let Err(error) = except_in_use(device::userspace::remove_control_socket(interface.as_str())) {
         failures.push(format!("control socket: {error}"));
     }
     if let Err(error) = initiation_listener::remove().await {
@@ -164,7 +164,7 @@ async fn is_kg_alive(kubeconfig: Option<&Path>, node: &str) -> bool {
     }
 }
 
-/// Removes this agent's annotations; with `keep_kilo`, those with Kilo's names belong to kg and stay.
+/// Removes this agent's annotations. With `keep_kilo`, all but [`NODE_AGENT`] have Kilo's names, belong to kg and stay.
 async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, keep_kilo: bool) -> Result<(), String> {
     let connection = client::build(kubeconfig).await.map_err(|e| e.to_string())?;
     let mut removal = publish::identity::removal();

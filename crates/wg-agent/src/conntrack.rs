@@ -20,7 +20,8 @@ pub struct Table {
     /// Maximum number of entries (`net.netfilter.nf_conntrack_max`; 0 = no limit).
     pub limit: u64,
     /// Failures since the network namespace was created. `insert_failed`: no source port was left for a destination, or two packets
-    /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry that was not `ASSURED` was evicted.
+    /// of one new connection raced. `drop`: the table was full, or such a race could not be resolved. `early_drop`: an entry that was
+    /// not `ASSURED` was evicted.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
@@ -33,8 +34,9 @@ fn read_setting(name: &str) -> io::Result<u64> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Raises the limit to `least` if it is lower, and returns the previous limit. The hash table grows too, because long
-/// hash chains are slow. `None` = the limit is high enough, or conntrack is not loaded.
+/// Raises the limit to `least` if it is lower, and returns the previous limit. A hash table with fewer than `least / 4` buckets
+/// grows too, because long hash chains are slow. `None` = nothing was raised: the limit is high enough, there is none, or conntrack is not
+/// loaded.
 ///
 /// # Errors
 /// The settings cannot be written: the caller is not in the node's own network namespace, or not privileged.

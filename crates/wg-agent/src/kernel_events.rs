@@ -16,7 +16,7 @@ pub(crate) enum Event {
     Nftables,
     /// The name servers in the resolver file.
     Resolvers,
-    /// A subscription was lost, so anything may have changed.
+    /// A subscription ended, so anything may have changed.
     Unknown,
 }
 
@@ -31,7 +31,7 @@ impl Event {
     }
 }
 
-/// Subscriptions to events of the network namespace in which they were opened.
+/// Subscriptions to events of the network namespace in which they were opened, and the poll of the resolver file.
 pub(crate) struct KernelEvents {
     interface: InterfaceName,
     routes: Option<route::Watch>,
@@ -40,7 +40,7 @@ pub(crate) struct KernelEvents {
 }
 
 impl KernelEvents {
-    /// Opens all subscriptions. A failed subscription is logged and left out. Must be called inside a tokio runtime.
+    /// Opens all subscriptions; one that fails is logged and left out. Must be called inside a tokio runtime.
     pub(crate) fn open(interface: &InterfaceName, resolvers: PathBuf) -> Self {
         let log = |error: &dyn std::fmt::Display| {
             tracing::warn!(%error, "cannot subscribe to changes of this node; polling it instead");
@@ -58,7 +58,7 @@ impl KernelEvents {
         self.routes.is_some()
     }
 
-    /// Waits for the next event. Safe to cancel.
+    /// Waits for the next event. If a subscription ends, opens all of them again and returns [`Event::Unknown`]. Safe to cancel.
     pub(crate) async fn changed(&mut self) -> Event {
         let routes = async {
             match &mut self.routes {
@@ -82,7 +82,7 @@ impl KernelEvents {
             event = resolvers => event,
         };
         event.unwrap_or_else(|error: clustermesh_netlink::Error| {
-            tracing::warn!(%error, "a subscription to changes of this node ended; opening it again");
+            tracing::warn!(%error, "a subscription to changes of this node ended; opening all of them again");
             self.routes = route::Watch::open(self.interface.clone()).ok();
             self.nftables = firewall::Watch::open().ok();
             Event::Unknown

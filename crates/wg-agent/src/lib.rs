@@ -86,7 +86,7 @@ fn rotate_key(path: &std::path::Path) -> anyhow::Result<()> {
     let next = identity::key::create_next(path)?;
     tracing::info!(
         public = %next.public(),
-        "new key created in {}: wg-agent publishes it within 5 s and uses it when the first peer initiates a handshake with it",
+        "new key created in {}: the running wg-agent publishes it within 5 s; /readyz shows what the rotation waits for",
         identity::key::next_path(path).display()
     );
     Ok(())

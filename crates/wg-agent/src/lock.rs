@@ -25,7 +25,7 @@ const DIRECTORY: &str = "/var/run/wireguard";
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
-    status: PathBuf,
+    status_path: PathBuf,
     _file: File,
 }
 
@@ -100,12 +100,12 @@ impl Lock {
     /// Binds the socket of `wg-agent status`. Replaces the socket file of a killed agent; this is safe, because this
     /// process holds the lock.
     pub(crate) fn status_listener(&self) -> io::Result<tokio::net::UnixListener> {
-        match fs::remove_file(&self.status) {
+        match fs::remove_file(&self.status_path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let listener = tokio::net::UnixListener::bind(&self.status)?;
-        fs::set_permissions(&self.status, Permissions::from_mode(0o600))?;
+        let listener = tokio::net::UnixListener::bind(&self.status_path)?;
+        fs::set_permissions(&self.status_path, Permissions::from_mode(0o600))?;
         Ok(listener)
     }
 
@@ -152,7 +152,7 @@ impl Lock {
             written.map_err(failed())?;
             return Ok(Self {
                 path,
-                status: status_socket_in(directory, namespace),
+                status_path: status_socket_in(directory, namespace),
                 _file: file,
             });
         }
@@ -161,7 +161,7 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.status);
+        let _ = fs::remove_file(&self.status_path);
         let _ = fs::remove_file(&self.path);
     }
 }

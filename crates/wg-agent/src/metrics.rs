@@ -175,8 +175,8 @@ impl Metrics {
     }
 
     /// Counts repairs of external changes.
-    pub fn count_repairs(&self, part: &'static str, changes: usize) {
-        self.repairs.get_or_create(&Part { part }).inc_by(changes as u64);
+    pub fn count_repairs(&self, part: &'static str, repairs: usize) {
+        self.repairs.get_or_create(&Part { part }).inc_by(repairs as u64);
     }
 
     /// Counts an error.
@@ -204,7 +204,7 @@ impl Metrics {
         }
     }
 
-    /// Updates the metrics from the device's counters.
+    /// Updates the metrics of peers and of the packets that the device dropped.
     pub fn set_peers(&self, peers: Vec<PeerSample>, drops: &BTreeMap<String, u64>) {
         let mut last = self
             .last_counters

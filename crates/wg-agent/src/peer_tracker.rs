@@ -48,9 +48,9 @@ struct TrackedPeer {
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// `stats.tx_bytes` at the poll that showed the last packet of the peer. With a keepalive interval: at the last poll until which only
-    /// keepalives were sent since that packet.
-    tx_at_last_receive: u64,
+    /// The value of `stats.tx_bytes` after which sent bytes count as unanswered. A poll that shows a packet of the peer sets it to its
+    /// own value. With a keepalive interval, a poll that shows that only keepalives were sent since then does so, too.
+    tx_baseline: u64,
     /// When a poll first showed that the peer has not replied to packets other than keepalives. `None` = it has replied, or no such
     /// packets were sent.
     unanswered_since: Option<Instant>,
@@ -106,7 +106,7 @@ impl PeerTracker {
                 removed_endpoint: None,
                 stats: PeerStats::default(),
                 polled_at: now,
-                tx_at_last_receive: 0,
+                tx_baseline: 0,
                 unanswered_since: None,
                 last_received: None,
                 overdue_since: None,
@@ -134,12 +134,13 @@ impl PeerTracker {
         self.peers.get(key)?.desired
     }
 
-    /// Overwrites `configured.endpoint` with the endpoint in use, where the desired endpoint must replace that one. Returns these peers.
+    /// Overwrites `configured.endpoint` with the endpoint in use, for the peers whose endpoint in use must be replaced by the desired
+    /// one. Returns the keys of these peers.
     ///
-    /// The caller then compares `configured.endpoint` with the desired endpoint, and writes it if they differ. Before this call,
-    /// `configured.endpoint` is the endpoint that was written last. It can equal the desired one although the device uses another.
+    /// The caller then compares `configured.endpoint` with the desired endpoint, and writes the latter if they differ. Without this call
+    /// they could be equal although the device uses another endpoint: `configured.endpoint` is the endpoint that was written last.
     ///
-    /// A peer that has sent since the last poll is left out: the endpoint in use is the one from which it sent, so it works.
+    /// Leaves out a peer that has sent since the last poll: its packets came from the endpoint in use, so that endpoint works.
     pub(crate) fn replace_configured_by_used(&self, observed: &mut ObservedPeers) -> BTreeSet<PublicKey> {
         let mut copied = BTreeSet::new();
         for (key, tracked) in self.peers.iter().filter(|(_, tracked)| tracked.must_write) {
@@ -166,7 +167,8 @@ impl PeerTracker {
         let mut endpoint_changed = false;
         for (key, tracked) in &mut self.peers {
             let Some(peer) = observed.get(key) else { continue };
-            // If `desired` was chosen after the last poll, the packets since then may have come before, and from another endpoint.
+            // If `desired` was chosen after the last poll, packets received since that poll may be older than the choice, and come from
+            // another endpoint.
             let has_sent = peer.stats.rx_bytes > tracked.stats.rx_bytes && tracked.desired_since <= tracked.polled_at;
             tracked.record(&peer.stats, now);
             if let Some(at) = peer.stats.endpoint.filter(|_| tracked.is_alive() && has_sent) {
@@ -267,7 +269,7 @@ impl TrackedPeer {
     ///
     /// The first candidate comes from the peer's own node or from a person, the others can be false reports of other nodes. So a new first
     /// candidate is preferred to other new ones. If this call does not change the desired endpoint, the last new candidate becomes
-    /// [`Self::replacement`].
+    /// [`Self::replacement`]. Without a new candidate, the previous replacement stays while it is a candidate.
     fn set_candidates(&mut self, candidates: &[SocketAddr], now: Instant) {
         let old = std::mem::replace(&mut self.candidates, candidates.to_vec());
         let in_use = self.in_use();
@@ -329,19 +331,19 @@ impl TrackedPeer {
         // `desired` need not be written if the device uses it, or if the peer has sent: then the endpoint in use works.
         self.must_write &= stats.endpoint != self.desired && stats.rx_bytes <= self.stats.rx_bytes;
         // Counters decrease only if the device was opened again, or the peer was removed and added again.
-        let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_at_last_receive;
+        let is_reset = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.tx_baseline;
         if is_reset || stats.rx_bytes > self.stats.rx_bytes {
-            self.tx_at_last_receive = stats.tx_bytes;
+            self.tx_baseline = stats.tx_bytes;
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
-            // Without a keepalive interval, `tx_at_last_receive` stays, so all bytes since the peer's last packet count. With one, it
+            // Without a keepalive interval, `tx_baseline` stays, so all bytes since the peer's last packet count. With one, it
             // moves to this poll if only keepalives were sent, so the limit is for the time since the last poll.
             let time = now.saturating_duration_since(self.polled_at);
-            if stats.tx_bytes - self.tx_at_last_receive > max_keepalive_bytes(self.keepalive, time) {
+            if stats.tx_bytes - self.tx_baseline > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);
             } else if self.keepalive.is_some() {
-                self.tx_at_last_receive = stats.tx_bytes;
+                self.tx_baseline = stats.tx_bytes;
             }
         }
         self.polled_at = now;

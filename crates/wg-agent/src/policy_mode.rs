@@ -31,7 +31,7 @@ use crate::{
     runtime::{NodeChannels, RuntimeBuilder},
     source::{
         datapath::DatapathProblem,
-        objects::{ParsedNode, ParsedPeer, revision},
+        objects::{ParsedNode, ParsedPeer, policy_revision},
         store::{ClusterSnapshot, Store},
     },
     status::{PassReporter, Trouble, view::NodeView},
@@ -106,8 +106,8 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
         )
         .ok();
     while !stop.is_cancelled() {
-        let is_complete = mode.pass(&store.snapshot()).await;
-        let next_pass = Instant::now() + if is_complete { RESYNC } else { RETRY };
+        let are_all_harmless = mode.pass(&store.snapshot()).await;
+        let next_pass = Instant::now() + if are_all_harmless { RESYNC } else { RETRY };
         heartbeat.beat();
         let nftables_event = async {
             match &mut nftables {
@@ -220,7 +220,7 @@ impl<F: Backend> PolicyMode<F> {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             mode: "policy".to_owned(),
             datapath_bypassed: DatapathProblem::annotation(self.datapath_problem.borrow().as_ref()),
-            policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
+            policy_revision: policy_revision(snapshot.policies.objects().map(|(_, policy)| policy)),
             ..AgentStatus::default()
         };
         self.report.dump.set("agent", json!(agent));

@@ -76,8 +76,8 @@ pub fn host_setup(missing: &[Missing], wrong_settings: &[sysctl::WrongSetting]) 
     }
 }
 
-/// Implements `wg-agent preflight`: prints the missing requirements and how to meet them; changes nothing. Fails if the
-/// agent would not start or would not work.
+/// Implements `wg-agent preflight`: prints how to set up the host; changes nothing. Fails with a list of the problems if the agent would
+/// not start or would not work.
 pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);

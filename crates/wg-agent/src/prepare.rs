@@ -15,8 +15,8 @@ use clustermesh_agent_core::{
 
 use crate::{conntrack, gateway::forwarding, preflight, route::sysctl::ensure, run::bullet_list};
 
-/// Ports that the kernel never chooses as ephemeral ports, such as `5000,6000-6999`.
-const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
+/// The file with the ports that the kernel never chooses as ephemeral ports, such as `5000,6000-6999`.
+const RESERVED_PORTS_FILE: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
 /// Writes the settings, or reports which could not be written and how to set them by hand. `port` is the tunnel's listen
 /// port; `connections` is the minimum size of the conntrack table.
@@ -33,7 +33,7 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     for sysctl in &wanted {
         tracing::info!("{} = {}", sysctl.name, sysctl.value);
     }
-    reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
+    reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED_PORTS_FILE}"))?;
     match conntrack::raise_limit(connections) {
         Ok(None) => {}
         Ok(Some(before)) => tracing::info!("net.netfilter.nf_conntrack_max = {connections}, was {before}"),
@@ -80,9 +80,9 @@ const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
 
 /// Reserves the tunnel's port. Otherwise another program could get it as an ephemeral port while no agent runs.
 fn reserve_port(port: u16) -> std::io::Result<()> {
-    let reserved = fs::read_to_string(RESERVED)?;
+    let reserved = fs::read_to_string(RESERVED_PORTS_FILE)?;
     if let Some(reserved) = add_port(&reserved, port) {
-        fs::write(RESERVED, &reserved)?;
+        fs::write(RESERVED_PORTS_FILE, &reserved)?;
         tracing::info!("net.ipv4.ip_local_reserved_ports = {reserved}");
     }
     Ok(())

@@ -206,11 +206,14 @@ mod tests {
             Trouble::new("firewall", "no nft"),
             Trouble::harmless("source", "no CRD"),
         ]);
-        assert_eq!(readiness.list(), ["firewall: no nft", "first pass over the node"]);
+        assert_eq!(
+            readiness.pending_items(),
+            ["firewall: no nft", "first pass over the node"]
+        );
         troubles.set(vec![Trouble::harmless("source", "no CRD")]);
-        assert_eq!(readiness.list(), Vec::<String>::new());
+        assert_eq!(readiness.pending_items(), Vec::<String>::new());
         troubles.set(vec![Trouble::new("routes", "x")]);
-        assert_eq!(readiness.list(), ["routes: x"]);
+        assert_eq!(readiness.pending_items(), ["routes: x"]);
         troubles.set(vec![]);
         assert!(readiness.is_ready());
     }

@@ -2,7 +2,8 @@
 
 use crate::key::PrivateKey;
 
-/// More workers by default would not help, because the locks of the peers and the queues of the kernel become the limit.
+/// The largest number of workers that [`Options::default`] chooses. With more workers, the locks of the peers and the queues of the
+/// kernel are the bottleneck.
 const MAX_DEFAULT_WORKERS: usize = 8;
 
 /// The name of an interface, and the alias by which a program recognizes the interfaces that it created.

@@ -25,7 +25,7 @@ use crate::{
     observed::{Observed, observed},
 };
 
-/// How long to wait for a client to send its request, and to read the answer.
+/// How long one read from a client or one write to it may wait.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes of a request that are read.
 const MAX_REQUEST_BYTES: u64 = 4096;
@@ -109,7 +109,7 @@ pub(crate) fn serve(listener: &UnixListener, shared: &Shared) {
             return;
         }
         if let Ok((client, _)) = listener.accept() {
-            // An error means that the client has closed its connection, or has not sent or read within `CLIENT_TIMEOUT`.
+            // An error is the client's: it closed the connection, did not send or read within `CLIENT_TIMEOUT`, or sent no UTF-8.
             let _ = answer(client, shared);
         }
     }
@@ -122,13 +122,13 @@ fn answer(mut client: UnixStream, shared: &Shared) -> io::Result<()> {
     let mut request = BufReader::new(client.try_clone()?.take(MAX_REQUEST_BYTES));
     let mut operation = String::new();
     request.read_line(&mut operation)?;
-    let get = operation.trim_end() == "get=1";
+    let is_get = operation.trim_end() == "get=1";
     let mut line = String::new();
     // Reads up to the empty line that ends a request. If the socket were closed with unread data, the client would lose the answer.
     while request.read_line(&mut line)? > 1 {
         line.clear();
     }
-    let reply = if get {
+    let answer = if is_get {
         render(
             &observed(shared),
             shared.fwmark.load(Ordering::Relaxed),
@@ -137,7 +137,7 @@ fn answer(mut client: UnixStream, shared: &Shared) -> io::Result<()> {
     } else {
         format!("errno={}\n\n", nix::errno::Errno::EPERM as i32)
     };
-    client.write_all(reply.as_bytes())
+    client.write_all(answer.as_bytes())
 }
 
 fn render(observed: &Observed, fwmark: u32, now: SystemTime) -> String {

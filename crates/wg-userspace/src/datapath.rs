@@ -24,8 +24,9 @@ use crate::{
     tunnel::Output,
 };
 
-/// Maximum number of reads in a batch. A read returns one packet of the interface, or one run of datagrams of a socket (see
-/// [`crate::sockets`]). The maximum applies to each socket. After each batch a thread applies changes of peers, sockets and MTU.
+/// Maximum number of reads in a batch. A read returns one packet of the interface (with offload it may be a large one, to be split), or
+/// one run of datagrams of a socket (see [`crate::sockets`]). The maximum applies to each socket. After each batch a thread applies
+/// changes of peers, sockets and MTU.
 pub(crate) const BATCH: usize = 64;
 /// Maximum number of packets that a thread processes before it unlocks the peer. The peer's other direction waits meanwhile.
 pub(crate) const BURST: usize = 8;
@@ -39,7 +40,7 @@ pub(crate) struct Shared {
     pub(crate) table: RwLock<Arc<PeerTable>>,
     pub(crate) sockets: RwLock<Arc<Sockets>>,
     pub(crate) identity: RwLock<Arc<Identity>>,
-    /// The desired peers, from which the table is built.
+    /// The configured peers, from which the table is built.
     pub(crate) configured: RwLock<Arc<Peers>>,
     pub(crate) fwmark: AtomicU32,
     pub(crate) timers: TimerQueue,
@@ -48,7 +49,7 @@ pub(crate) struct Shared {
     /// Whether another program deleted the interface.
     pub(crate) gone: AtomicBool,
     pub(crate) stopping: AtomicBool,
-    /// An eventfd that becomes readable when `stopping` is set, and so wakes every thread. It is never read.
+    /// An eventfd that becomes readable when `stopping` is set, and so wakes every thread that polls files. It is never read.
     pub(crate) stop: OwnedFd,
     /// One eventfd for each worker, which becomes readable when the sockets are replaced.
     pub(crate) rebound: Vec<OwnedFd>,

@@ -40,8 +40,9 @@ const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// A running WireGuard device, whose interface is up and whose port is bound.
 ///
-/// Calls do not wait for the network, so they may be made from async code. [`Device::open`] and [`Device::close`] can wait for the kernel
-/// for a fraction of a second. All calls must be made from a thread in the network namespace in which the device was opened.
+/// No call waits for the network, so all may be made from async code. [`Device::open`], [`Device::close`] and a drop can take a fraction of
+/// a second, to wait for the kernel or the device's threads. All calls must be made from a thread in the network namespace in which the
+/// device was opened.
 ///
 /// Dropping a device keeps its interface, with addresses and routes, until the next process takes it over. Until then the kernel drops the
 /// packets routed into it. [`Device::close`] removes everything.
@@ -78,7 +79,7 @@ pub struct Device {
     options: Options,
     configuration: Configuration,
     shared: Arc<Shared>,
-    /// A netlink socket in the interface's network namespace, and the counter `tx_dropped` of the interface when this process opened it.
+    /// A netlink socket in the interface's network namespace, and the interface's counter `tx_dropped` when this process opened the device.
     netlink: (Socket, u64),
     threads: Vec<JoinHandle<()>>,
     control: Option<ControlSocket>,
@@ -111,7 +112,7 @@ impl Device {
         };
         device.start_forwarding()?;
         device.start_control()?;
-        // Last, so that an error before leaves no interface behind.
+        // Last, so that an earlier error leaves no new interface behind.
         device
             .shared
             .tun
@@ -391,8 +392,8 @@ impl Device {
         }
         if update.preshared_key.is_some() {
             state.tunnel.set_preshared_key(peers::preshared_key(spec));
-            // Without an endpoint the timer below is not added. The tunnel must then not record a tick, because it schedules no other
-            // while it waits for that one.
+            // `initiate_handshake` records a tick for `now`. Without an endpoint, no timer below would run that tick, and the tunnel would
+            // schedule no later one.
             if state.endpoint.is_some() {
                 state.tunnel.initiate_handshake(now);
             }
@@ -403,7 +404,7 @@ impl Device {
             state.tunnel.endpoint_changed(now);
         }
         if state.endpoint.is_some() {
-            // A handshake that was initiated above recorded a tick for `now`, but only a timer runs it.
+            // `initiate_handshake` and `endpoint_changed` record a tick for `now`, which needs a timer.
             if state.tunnel.expects_tick(now) {
                 self.shared.timers.add(now, peer);
             } else if let Some(at) = state.tunnel.reschedule(now) {

@@ -78,7 +78,8 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, including zeros. The counters of the kernel's queues contain only the drops of closed sockets.
+    /// All counters by name, including zeros. Of the drops in the kernel's queues they contain only those of
+    /// closed UDP sockets.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

@@ -23,8 +23,9 @@ impl Output for Vec<Vec<u8>> {
     }
 }
 
-/// Runs a script. Each step is a letter, a number `n`, and 4 × `n` bytes. The peer follows the protocol. The script
-/// determines how the network changes the peer's messages. Returns the packets that the peer sent, and those that our tunnel decrypted.
+/// Runs a script. Each step is a byte that selects the action, a byte `n`, and 4 × `n` bytes; the last step may have fewer. The peer
+/// follows the protocol. The script determines how the network changes the peer's messages. Returns the packets that the peer sent, and
+/// those that our tunnel decrypted.
 #[must_use]
 pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut now = Instant::now();

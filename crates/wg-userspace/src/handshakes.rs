@@ -1,5 +1,5 @@
-//! Answers initiations on a separate thread with a short queue, so that a flood of them delays no data. Any host can send initiations, and
-//! each needs expensive Diffie-Hellman operations.
+//! Answers initiations on a separate thread with a short queue, so that a flood of initiations delays no data. Any host can send
+//! initiations, and each needs expensive Diffie-Hellman operations.
 
 use std::{
     collections::VecDeque,
@@ -79,8 +79,9 @@ impl Handshakes {
     }
 }
 
-/// Answers initiations until the device stops. `plain` and `scratch` are buffers that [`accept`] needs for every kind of datagram.
+/// Answers initiations until the device stops.
 pub(crate) fn run(shared: &Shared) {
+    // Buffers that `accept` needs for every kind of datagram.
     let (mut plain, mut scratch) = ([0; INITIATION], vec![0; BUFFER]);
     while let Some(queued) = shared.handshakes.next() {
         if let Err(reason) = answer(shared, &queued, &mut plain, &mut scratch) {

@@ -122,7 +122,7 @@ impl Inbound<'_> {
                 // An ICMP error for a datagram that was sent earlier. This call has cleared the error.
                 Err(_) => {}
             }
-            // If the last batch had one datagram, the first datagram of this one does not wait for others.
+            // If the previous batch had one datagram, the first datagram of this one does not wait for others.
             if self.datagram_bytes > ARENA || pace.is_single() && self.datagram_count == 1 {
                 self.flush();
             }
@@ -136,14 +136,14 @@ impl Inbound<'_> {
         let mut rest = span.step_by(segment).map(|at| at..end.min(at + segment)).peekable();
         self.datagram_count += rest.len();
         while let Some(first) = rest.peek().cloned() {
-            let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
+            let Some(peer_index) = data_peer_index(&self.buffers.datagrams[first.clone()]) else {
                 rest.next();
                 if let Err(reason) = self.receive_handshake(first, source) {
                     view.shared.drops.count(reason);
                 }
                 continue;
             };
-            let Some(peer) = view.table.by_index.get(&index) else {
+            let Some(peer) = view.table.by_index.get(&peer_index) else {
                 rest.next();
                 view.shared.drops.count(DropReason::UnknownPeer);
                 continue;
@@ -153,7 +153,7 @@ impl Inbound<'_> {
             let mut known = None;
             while burst < BURST
                 && let Some(span) =
-                    rest.next_if(|next| data_index(&self.buffers.datagrams[next.clone()]) == Some(peer.index))
+                    rest.next_if(|next| data_peer_index(&self.buffers.datagrams[next.clone()]) == Some(peer.index))
             {
                 burst += 1;
                 if let Err(reason) = self.receive_data(peer, &mut state, span, source, &mut known) {
@@ -195,7 +195,7 @@ impl Inbound<'_> {
             }
             Verdict::Invalid => return Err(DropReason::Invalid),
         };
-        // The upper 24 bits of an index identify the peer.
+        // The upper 24 bits of a receiver index identify the peer.
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(DropReason::UnknownPeer)?;
         let mut state = peer.state();
         // An eavesdropper can forge a response with a valid receiver index, and processing it costs as much as an initiation. So responses
@@ -231,7 +231,7 @@ impl Inbound<'_> {
         } = &mut *self.buffers;
         let begin = self.plain_bytes;
         let datagram = &datagrams[span];
-        let Some((length, inner)) = accept(
+        let Some((length, inner_source)) = accept(
             self.view,
             state,
             datagram,
@@ -243,12 +243,12 @@ impl Inbound<'_> {
         else {
             return Ok(());
         };
-        if *known != Some(inner) {
-            let owner = self.view.table.allowed_ips.get(inner);
+        if *known != Some(inner_source) {
+            let owner = self.view.table.allowed_ips.get(inner_source);
             if owner.is_none_or(|owner| !Arc::ptr_eq(owner, peer)) {
                 return Err(DropReason::ForeignSource);
             }
-            *known = Some(inner);
+            *known = Some(inner_source);
         }
         self.plain_bytes += length;
         coalescer.push(plain, begin..begin + length);
@@ -305,7 +305,7 @@ pub(crate) const fn drop_reason(reason: Refused) -> DropReason {
 }
 
 /// The upper 24 bits of the receiver index, which identify the peer; `None` = not a data message (whitepaper §5.4.6).
-fn data_index(datagram: &[u8]) -> Option<u32> {
+fn data_peer_index(datagram: &[u8]) -> Option<u32> {
     match datagram {
         [4, 0, 0, 0, i0, i1, i2, i3, ..] if datagram.len() >= 32 => Some(u32::from_le_bytes([*i0, *i1, *i2, *i3]) >> 8),
         _ => None,

@@ -1,4 +1,4 @@
-//! WireGuard's keys. Key pairs are parsed from the text form of `wg(8)`: 44 characters of base64.
+//! WireGuard's keys. Private and public keys are parsed from the text form of `wg(8)`: 44 characters of base64.
 
 use std::{fmt, str::FromStr};
 
@@ -8,9 +8,7 @@ use zeroize::Zeroizing;
 
 /// The error of a text that is not a key. The text may be a secret, so the message does not contain it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "not a WireGuard key: write 32 bytes as 44 characters of base64, as `wg genkey`, `wg pubkey` and `wg genpsk` print"
-)]
+#[error("not a WireGuard key: write 32 bytes as 44 characters of base64, as `wg genkey` and `wg pubkey` print")]
 pub struct MalformedKey;
 
 /// A private key. Wiped when dropped, and never printed.

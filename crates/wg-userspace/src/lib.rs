@@ -8,8 +8,8 @@
 //! Plain threads do the work. A worker is a pair of threads, one from interface to network (`outbound`) and one from network to interface
 //! (`inbound`); [`Options::workers`] is the number of workers. Further threads run timers (`timer_queue`), answer initiations
 //! (`handshakes`) and serve `wg show` (`control`). All share one immutable table of peers, which is replaced as a whole. A thread locks the
-//! state of a peer for one burst of packets and never locks two peers at once. There is no async runtime, so a busy program delays no
-//! packet and a busy tunnel does not delay the program.
+//! state of a peer for one burst of packets and never locks two peers at once. The threads do not run on the program's async runtime, so a
+//! blocked runtime delays no packets, and packets do not block the runtime.
 //!
 //! With the kernel's offloads, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run: several
 //! datagrams of one size to or from one address (UDP segmentation and receive offload). Without them each packet takes its own system

@@ -39,12 +39,12 @@ pub(crate) enum Kind {
     Other,
 }
 
-/// Reads the interface with this name; `None` = it does not exist.
+/// Reads the interface with this name in this thread's network namespace; `None` = it does not exist.
 pub(crate) fn find(interface: Interface<'_>) -> io::Result<Option<Link>> {
     find_by(&socket()?, interface)
 }
 
-/// Like [`find`], in the socket's network namespace.
+/// Like [`find`], but in the network namespace of `socket`.
 pub(crate) fn find_by(socket: &Socket, interface: Interface<'_>) -> io::Result<Option<Link>> {
     let mut message = LinkMessage::default();
     message

@@ -38,7 +38,7 @@ pub struct ObservedPeer {
 /// Endpoint, handshake and counters of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerStats {
-    /// The current endpoint, which follows authentic data messages and responses; an initiation does not change it.
+    /// The current endpoint. An authentic data message or response replaces it with its own source; an initiation does not change it.
     pub endpoint: Option<SocketAddr>,
     /// Time since the last completed handshake; `None` = none since the peer was added or a key of its tunnel changed.
     pub handshake_age: Option<Duration>,
@@ -63,7 +63,7 @@ pub(crate) fn observed(shared: &Shared) -> Observed {
     let now = Instant::now();
     let table = current(&shared.table);
     let peers = configured.iter().map(|(key, spec)| {
-        // The table contains every configured peer, so the default is not used.
+        // The default is not used: the table has every configured peer, because only `&mut Device` changes either.
         let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
             let state = peer.state();
             PeerStats {

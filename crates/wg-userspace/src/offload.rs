@@ -70,7 +70,7 @@ impl Header {
         [self.flags, self.gso_type, l0, l1, s0, s1, c0, c1, o0, o1]
     }
 
-    /// Whether [`Segments`] has to cut the packet. Otherwise [`complete_checksum`] completes its checksum.
+    /// Whether [`Segments`] has to cut the packet. A packet that is not large is passed to [`complete_checksum`].
     #[must_use]
     pub const fn is_large(&self) -> bool {
         self.gso_type & !ECN != 0

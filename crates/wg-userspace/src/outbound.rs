@@ -31,7 +31,7 @@ const MAX_ERRORS_PER_SECOND: u32 = 100;
 pub(crate) fn forward(shared: &Shared, worker: usize) {
     let mut buffer = vec![0; HEADER + BUFFER];
     let mut buffers = Buffers {
-        part: vec![0; BUFFER],
+        segment: vec![0; BUFFER],
         scratch: vec![0; BUFFER],
         run: vec![0; MAX_RUN_BYTES + BUFFER],
     };
@@ -75,7 +75,7 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
 /// The buffers of a worker's thread.
 struct Buffers {
     /// One segment of a large packet.
-    part: Vec<u8>,
+    segment: Vec<u8>,
     /// A datagram that is sent alone, such as a handshake initiation.
     scratch: Vec<u8>,
     /// The datagrams of a [`Run`].
@@ -113,7 +113,7 @@ struct Outbound<'a, 'e> {
     errors: &'a mut UnreachableErrors<'e>,
     now: Instant,
     mtu: usize,
-    part: &'a mut [u8],
+    segment: &'a mut [u8],
     scratch: &'a mut [u8],
     run: Run<'a>,
 }
@@ -127,7 +127,7 @@ struct Run<'a> {
     /// Number of datagrams.
     count: usize,
     /// Length of a datagram; the last one may be shorter.
-    segment: usize,
+    datagram_length: usize,
     /// The last datagram is shorter than the others, so none can follow (`UDP_SEGMENT`).
     is_complete: bool,
     endpoint: Option<Endpoint>,
@@ -144,20 +144,20 @@ struct LockedPeer<'a> {
 
 impl<'a, 'e> Outbound<'a, 'e> {
     fn new(view: &'a View<'a>, buffers: &'a mut Buffers, errors: &'a mut UnreachableErrors<'e>) -> Self {
-        let Buffers { part, scratch, run } = buffers;
+        let Buffers { segment, scratch, run } = buffers;
         Self {
             view,
             errors,
             now: Instant::now(),
             mtu: view.shared.mtu.load(Ordering::Relaxed),
-            part,
+            segment,
             scratch,
             run: Run {
                 view,
                 bytes: run,
                 used: 0,
                 count: 0,
-                segment: 0,
+                datagram_length: 0,
                 is_complete: false,
                 endpoint: None,
                 peer: None,
@@ -193,17 +193,17 @@ impl<'a, 'e> Outbound<'a, 'e> {
             drops.count(DropReason::Interface);
             return;
         };
-        let part = std::mem::take(&mut self.part);
+        let segment = std::mem::take(&mut self.segment);
         while segments.upcoming().is_some() {
             let mut state = self.lock(peer);
             for _ in 0..BURST {
                 let Some(length) = segments.upcoming() else { break };
-                segments.next(&mut part[..length]);
-                self.seal(&mut state, part, length);
+                segments.next(&mut segment[..length]);
+                self.seal(&mut state, segment, length);
             }
             view.schedule(peer, &mut state, self.now);
         }
-        self.part = part;
+        self.segment = segment;
     }
 
     /// Locks the peer, and makes room for a burst in its run.
@@ -248,14 +248,14 @@ impl<'a> Run<'a> {
                 peer,
                 _order: peer.order(),
             });
-        } else if self.count + BURST > MAX_RUN || self.used + BURST * self.segment > MAX_RUN_BYTES {
+        } else if self.count + BURST > MAX_RUN || self.used + BURST * self.datagram_length > MAX_RUN_BYTES {
             self.send();
         }
     }
 
     /// Returns the buffer for the next datagram of `length` bytes. If the datagram cannot be part of the run, the run is sent first.
     fn reserve(&mut self, endpoint: Endpoint, length: usize) -> &mut [u8] {
-        let follows = self.endpoint == Some(endpoint) && !self.is_complete && length <= self.segment;
+        let follows = self.endpoint == Some(endpoint) && !self.is_complete && length <= self.datagram_length;
         if self.count > 0 && (!follows || self.count == MAX_RUN || self.used + length > MAX_RUN_BYTES) {
             self.send();
         }
@@ -266,9 +266,9 @@ impl<'a> Run<'a> {
     /// Appends the datagram that was written to the reserved buffer.
     fn push(&mut self, length: usize) {
         if self.count == 0 {
-            self.segment = length;
+            self.datagram_length = length;
         }
-        self.is_complete = length < self.segment;
+        self.is_complete = length < self.datagram_length;
         self.used += length;
         self.count += 1;
     }
@@ -276,13 +276,15 @@ impl<'a> Run<'a> {
     /// Sends the datagrams; the peer stays locked.
     fn send(&mut self) {
         if let Some(endpoint) = self.endpoint.filter(|_| self.count > 0) {
-            let lost = self
-                .view
-                .sockets
-                .send_run(self.view.worker, &self.bytes[..self.used], self.segment, endpoint);
+            let lost = self.view.sockets.send_run(
+                self.view.worker,
+                &self.bytes[..self.used],
+                self.datagram_length,
+                endpoint,
+            );
             self.view.shared.drops.count_many(DropReason::Network, lost);
         }
-        (self.used, self.count, self.segment, self.is_complete) = (0, 0, 0, false);
+        (self.used, self.count, self.datagram_length, self.is_complete) = (0, 0, 0, false);
         self.endpoint = None;
     }
 

@@ -160,7 +160,8 @@ mod tests {
     }
 
     #[test]
-    fn added_allowed_ip_moves_from_its_owner() {
+    fn changes_apply_in_order_and_added_allowed_ip_moves() {
+        let unknown = PublicKey::new([9; 32]);
         let mut peers = Peers::new();
         let moves = PeerUpdate {
             add_allowed_ips: nets(&["10.1.0.0/16"]),
@@ -170,7 +171,7 @@ mod tests {
             PeerChange::Add(A, spec(&["10.1.0.0/16", "fd01::/64"])),
             PeerChange::Add(B, spec(&[])),
             PeerChange::Update(B, moves.clone()),
-            PeerChange::Update(PublicKey::new([9; 32]), moves),
+            PeerChange::Update(unknown, moves),
         ];
         apply(&mut peers, &changes);
         assert_eq!(peers, [(A, spec(&["fd01::/64"])), (B, spec(&["10.1.0.0/16"]))].into());

@@ -42,7 +42,7 @@ fn number(address: IpAddr) -> u128 {
 fn flatten<T: Clone>(mut prefixes: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
     prefixes.sort_by_key(|(prefix, _)| (number(prefix.network()), prefix.prefix_len()));
     let mut intervals: Vec<(u128, Option<T>)> = Vec::with_capacity(prefixes.len() * 2);
-    // Last address and value of each prefix that contains the current address, shortest prefix first.
+    // Last address and value of the prefixes that have begun and are not closed yet. Each prefix lies inside the one before it.
     let mut open: Vec<(u128, T)> = Vec::new();
     for (prefix, value) in prefixes {
         let (begin, end) = (number(prefix.network()), number(prefix.broadcast()));

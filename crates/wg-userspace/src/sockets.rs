@@ -1,8 +1,9 @@
 //! Opens the UDP sockets of a device, one for each address family and worker (a pair of threads, one for each direction), and sends and
 //! receives datagrams.
 //!
-//! If the kernel offers it, one call sends (`UDP_SEGMENT`, Linux 4.18) or receives (`UDP_GRO`, Linux 5.0) a run: datagrams of one size to
-//! or from one address (Linux `Documentation/networking/segmentation-offloads.rst`).
+//! If the kernel offers it, one call sends (`UDP_SEGMENT`, Linux 4.18) or receives (`UDP_GRO`, Linux 5.0) a run: datagrams to or from
+//! one address that have one size, except the last one, which may be shorter (Linux
+//! `Documentation/networking/segmentation-offloads.rst`).
 
 use std::{
     io::{self, ErrorKind, IoSlice, IoSliceMut},
@@ -25,7 +26,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 /// flows that arrive while the worker's thread is not running: with 4 MiB, 16 flows lost thousands of packets a second.
 const RECEIVE_BUFFER: usize = 8 << 20;
 const SEND_BUFFER: usize = 4 << 20;
-/// How long a sender waits for room in a full send queue before its datagram is dropped.
+/// How long a sender waits for room in a full send queue before its datagram or run is dropped.
 const SEND_TIMEOUT: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
@@ -59,7 +60,7 @@ mod meminfo {
         nix::sys::socket::sockopt::GetStruct<Numbers>
     );
 
-    /// Datagrams dropped because the receive queue was full.
+    /// How often the socket dropped a datagram or run: its receive queue was full, or, rarely, a checksum was wrong.
     pub(super) fn dropped(socket: &UdpSocket) -> u64 {
         getsockopt(socket, MemInfo).map_or(0, |numbers| u64::from(numbers[DROPS]))
     }
@@ -70,12 +71,12 @@ mod meminfo {
 pub(crate) struct Sockets {
     pub(crate) workers: Vec<WorkerSockets>,
     pub(crate) port: u16,
-    /// Whether one call sends a run. `false` if the kernel or the network card does not support it.
+    /// Whether one call sends a run. `false` if offload is switched off, or the kernel or the network card does not support it.
     segmentation: AtomicBool,
 }
 
 /// One worker's sockets. The kernel selects the worker by a hash of addresses and ports, so one worker receives all datagrams from one
-/// endpoint.
+/// endpoint to one local address.
 #[derive(Debug)]
 pub(crate) struct WorkerSockets {
     pub(crate) v4: UdpSocket,
@@ -93,8 +94,8 @@ pub(crate) struct ReceivedRun {
     pub(crate) source: Endpoint,
 }
 
-/// The endpoint of a peer, and the local address to send from. This is the address that the peer sends to, because a firewall or NAT in
-/// front of the peer may drop packets from other addresses.
+/// The endpoint of a peer, and the local address to send from. The local address is the one to which the peer sends, because a firewall or
+/// NAT in front of the peer may drop packets from other addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Endpoint {
     pub(crate) remote: SocketAddr,
@@ -151,7 +152,7 @@ impl Sockets {
         self.segmentation.load(Ordering::Relaxed)
     }
 
-    /// Datagrams that the kernel dropped because a receive queue was full.
+    /// How often the sockets dropped a datagram or run, mostly because a receive queue was full.
     pub(crate) fn receive_queue_drops(&self) -> u64 {
         let all = self
             .workers
@@ -175,7 +176,7 @@ impl Sockets {
         self.send_with(worker, datagram, None, to)
     }
 
-    /// Sends datagrams of `segment` bytes each (the last one may be shorter); returns how many the kernel refused.
+    /// Sends datagrams of `segment` bytes each (the last one may be shorter); returns how many were not sent.
     pub(crate) fn send_run(&self, worker: usize, run: &[u8], segment: usize, to: Endpoint) -> usize {
         if run.len() > segment && self.has_segmentation() {
             match self.send_with(worker, run, Some(segment as u16), to) {

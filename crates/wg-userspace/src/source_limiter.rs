@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn source_within_the_device_rate_is_not_limited() {
+    fn source_is_limited_only_above_the_device_rate() {
         let (limiter, now) = (SourceLimiter::default(), Instant::now());
         assert!((0..INITIATIONS_PER_SECOND).all(|_| limiter.allow(v4(1), now)));
         assert!((0..BURST).all(|_| limiter.allow(v4(1), now)));

@@ -19,7 +19,7 @@ const MAX_DEVICE_BYTES: usize = 32 << 20;
 /// The budget that all peers of a device share.
 pub(crate) type SharedBudget = Arc<StagingBudget>;
 
-/// Counts the staged bytes of a device, and the staged packets that were dropped.
+/// Counts the staged bytes of a device, and the packets that were dropped.
 #[derive(Debug, Default)]
 pub(crate) struct StagingBudget {
     /// Staged bytes of all peers.

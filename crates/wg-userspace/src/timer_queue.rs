@@ -1,4 +1,5 @@
-//! Keeps the time of each peer's next tick in a heap. A peer without a pending timer has no entry, so thousands of idle peers cost nothing.
+//! Keeps the times of the peers' next ticks in a heap. A peer without a pending timer gets no entry, so thousands of idle peers cost
+//! nothing.
 
 use std::{
     cmp::Reverse,
@@ -44,8 +45,8 @@ impl TimerQueue {
         self.changed.notify_one();
     }
 
-    /// Waits for the next tick; `None` = the device stops. It also returns ticks that the tunnel has since replaced by an earlier one, so
-    /// the caller checks with `Tunnel::expects_tick`.
+    /// Waits for the next tick; `None` = the device stops. If an earlier tick was added for a peer, its later tick stays in the heap and is
+    /// also returned, so the caller checks with `Tunnel::expects_tick`.
     pub(crate) fn next(&self) -> Option<(Arc<Peer>, Instant)> {
         let mut state = self.state();
         loop {

@@ -109,7 +109,7 @@ impl Tun {
             files => files,
         };
         let files = files.map_err(|errno| match errno {
-            // Another program created the interface after `find`.
+            // Another program created or opened the interface after `find`.
             Errno::EBUSY | Errno::EINVAL => Error::Exists(owned()),
             errno => Error::Tun {
                 interface: owned(),
@@ -210,10 +210,10 @@ fn attach(interface: Interface<'_>, name: &[u8; libc::IFNAMSIZ], queues: usize) 
     files
 }
 
-/// Enables as much offload as the kernel offers; none if `wanted` is false.
+/// Enables as much offload as the kernel accepts; none if `wanted` is false.
 fn enable_offload(file: i32, wanted: bool) -> Offload {
     let tcp = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
-    let offers = [
+    let requests = [
         // Since Linux 6.2.
         (
             tcp | libc::TUN_F_USO4 | libc::TUN_F_USO6,
@@ -221,7 +221,7 @@ fn enable_offload(file: i32, wanted: bool) -> Offload {
         ),
         (tcp, Offload { tcp: true, udp: false }),
     ];
-    offers
+    requests
         .into_iter()
         .filter(|_| wanted)
         .find(|(flags, _)| control::offload(file, *flags).is_ok())

@@ -2,7 +2,7 @@
 //! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
 //! As in the kernel, no initiation is sent within 5 s after our last initiation *or response* to the peer. These 5 s end early if the
-//! preshared key changes, or if the endpoint changes while there is no session. A responder cannot send on a new session before the
+//! configuration changes the preshared key or the endpoint. A responder cannot send on a new session before the
 //! initiator has confirmed it. If it has no older session, it stages packets until then.
 //!
 //! **An initiation does not change the endpoint.** The response is sent to the source of the initiation, and the first data message or
@@ -12,9 +12,9 @@
 //! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers, and does not
 //! check the state of the handshake again before it stores the result (`ConsumeMessageResponse`). If our initiation and our response to
 //! its initiation arrive together, it may keep a session whose index it has just deleted; then it receives nothing until its own 15 s
-//! timer. So if the peer's initiation crossed ours, our response is held until our initiation is 50 ms old. By then wireguard-go or the
-//! kernel has answered our initiation, and the held response is dropped, because the peer forgot its own initiation. If the peer is also
-//! this program, it holds its response too; then both sessions are valid.
+//! timer. So if the peer's initiation crossed ours, our response is held until our initiation is 50 ms old. If wireguard-go or the
+//! kernel answers our initiation before that, the held response is dropped, because the peer forgot its own initiation. If the peer is
+//! also this program, it holds its response too; then both sessions are valid.
 //!
 //! ```text
 //!  us                        wireguard-go, kernel         |  us                          this program
@@ -43,7 +43,7 @@ mod protocol;
 #[cfg(test)]
 mod tests;
 
-/// The minimum time from a handshake message to the next initiation (whitepaper §6.1, `REKEY_TIMEOUT`).
+/// The minimum time from our last initiation or response to the next initiation (whitepaper §6.1, `REKEY_TIMEOUT`).
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum random time added to [`REKEY_TIMEOUT`], in milliseconds, so that two peers do not retry at the same time for ever (§6.4).
 const MAX_JITTER: u16 = 333;
@@ -288,7 +288,8 @@ impl Tunnel {
                 self.initiation = None;
                 self.mark_answered_by_peer(now);
                 // The sessions of the peer's own initiations are no longer needed. wireguard-go and the kernel forgot their initiation when
-                // they answered ours, so they would reject our response. A peer that is this program accepts the new session, too.
+                // they answered ours, so they would reject our response. A peer that is this program also accepts the session of its own
+                // response.
                 self.held_response = None;
                 self.unconfirmed.clear();
                 let index = response_receiver(datagram);

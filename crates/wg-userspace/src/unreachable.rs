@@ -10,7 +10,8 @@ const ICMP: u8 = 1;
 const ICMPV6: u8 = 58;
 const HOP_LIMIT: u8 = 64;
 
-/// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
+/// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1): the type and code that kernel WireGuard
+/// sends.
 ///
 /// `None` = no error may be sent, because the packet is shorter than the fixed IP header (20 or 40 bytes, without options or extension
 /// headers), has an invalid one, is an ICMP error (or has no ICMP type) or a later IPv4 fragment, or its source or destination is not a

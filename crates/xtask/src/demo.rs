@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: connects two whole clusters into one mesh, and checks each step with real traffic.
+//! `cargo xtask demo`: connects two or three whole clusters into one mesh, and checks each step with real traffic.
 
 use std::{
     collections::BTreeMap,
@@ -300,7 +300,7 @@ impl<'a> Demo<'a> {
     async fn join(&mut self, member: &Cluster<'a>, server: &RunningPod) -> anyhow::Result<String> {
         let node = member.join_node().await?;
         let name = node.name().to_owned();
-        let published = wait_until(
+        let published_at = wait_until(
             format!("{name} to publish its key"),
             Duration::from_secs(90),
             async || {
@@ -327,7 +327,7 @@ impl<'a> Demo<'a> {
         let from = TrafficClient::Host(name.clone());
         let url = format!("http://{}:8080", server.ip);
         let answer = self.lab.http_get_until_answered(&from, &url).await;
-        let after = published.elapsed();
+        let after = published_at.elapsed();
         let outcome =
             describe(answer).map(|seen| format!("{seen}; {:.2} s after its annotations", after.as_secs_f64()));
         self.check(&format!("{name} -> {url}"), outcome);

@@ -1,5 +1,5 @@
-//! `cargo xtask deps`: checks dependencies with `cargo metadata`: the imports of our crates, the licences of third-party crates, and
-//! crates that are built in several versions.
+//! `cargo xtask deps`: checks dependencies with `cargo metadata`: which of our crates each of our crates imports, the licences of
+//! third-party crates, and crates that are built in several versions.
 
 use std::process::Command;
 

@@ -18,7 +18,7 @@ mod shell;
 struct Block {
     language: String,
     text: String,
-    /// File and number of the first line: `docs/operations/nat.md:12`.
+    /// File, and number of the first line after the fence: `docs/operations/nat.md:12`.
     position: String,
 }
 

@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: runs the fuzz targets (fuzz/) with a pinned cargo-fuzz. The code of the targets is in fuzz/src.
 //!
-//! It uses the stable compiler, which can instrument coverage for libFuzzer; only sanitizers need nightly. Sanitizers would find nothing,
-//! because the fuzzed code has no `unsafe`. The targets find panics, overflows and failed assertions.
+//! It uses the stable compiler, which can instrument coverage for libFuzzer; only sanitizers need nightly. Sanitizers are for `unsafe`
+//! code, and our fuzzed code has none. The targets find panics, overflows and failed assertions.
 
 use std::{fs, path::PathBuf};
 

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// Time until a killed program and its network namespace have disappeared.
+/// How long a killed program and its network namespace may take to disappear.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Files, links, nftables tables, routing rules, cgroups, mounts and processes of this machine, each as its kind and name.

@@ -57,8 +57,8 @@ impl Page {
     }
 }
 
-/// The anchor that GitHub generates for a heading: lower case, without punctuation, and with a hyphen for each space
-/// (`TableOfContentsFilter` in github.com/gjtorikian/html-pipeline).
+/// The anchor that GitHub generates for a heading: lower case, without punctuation except `-` and `_`, and with a hyphen for each
+/// space (`TableOfContentsFilter` in github.com/gjtorikian/html-pipeline).
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept

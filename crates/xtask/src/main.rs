@@ -31,7 +31,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Connect two Kubernetes clusters on this machine into one mesh, show that it works, and remove everything.
+    /// Connect Kubernetes clusters on this machine into one mesh, show that it works, and remove the clusters.
     Demo(demo::Args),
     /// Build the programs that the tests need, and run every test of the project.
     Test(test::Args),
@@ -46,7 +46,7 @@ enum Command {
     },
     /// Install the packages that this machine lacks (Debian, Ubuntu), or list them.
     Prereq(prereq::Prereq),
-    /// Build the lab's programs into the cache: Kubernetes, containerd, CNI plugins, CoreDNS.
+    /// Build the lab's programs into the cache: etcd, Kubernetes, containerd, runc, CNI plugins, CoreDNS, wireguard-go.
     Tools,
     /// Run a command on a virtual machine whose kernel has WireGuard: `cargo xtask vm -- COMMAND`.
     Vm(vm::Args),

@@ -10,7 +10,8 @@ mod gateway;
 
 /// The namespace of the controller and the ClusterMeshes.
 pub(crate) const NAMESPACE: &str = "clustermesh";
-/// The namespace of the agent. The controller has another one, because this one admits privileged pods, for the agent's init container.
+/// The namespace of the agent. It admits privileged pods, because the agent uses the host's network and paths and its init container is
+/// privileged. So the controller has another namespace.
 pub(crate) const AGENT_NAMESPACE: &str = "clustermesh-agent";
 /// The ServiceAccount of the controller in a member.
 pub(crate) const MEMBER_ACCOUNT: &str = "clustermesh-controller";
@@ -127,7 +128,7 @@ fn binding(kind: &str, name: &str, namespace: Option<&str>, role: (&str, &str), 
     binding
 }
 
-/// The controller's permissions in the hub and in every member.
+/// The controller's permissions in every member and in the hub. [`controller`] adds those that it needs only in the hub.
 fn member_rules() -> Value {
     json!([
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},

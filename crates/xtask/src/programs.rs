@@ -82,7 +82,7 @@ pub fn target() -> anyhow::Result<PathBuf> {
     Ok(target.context("a program without a target directory")?.to_owned())
 }
 
-/// Installs a program from crates.io with its own Cargo.lock into the lab's cache. Returns its path.
+/// Installs a package from crates.io, with the Cargo.lock of the package, into the lab's cache. Returns the path of `program` in it.
 pub fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
     let home = lab_home()?;
     let directory = home.join(format!("{package}-{version}"));

@@ -30,7 +30,8 @@ use crate::leftovers::MachineState;
 use count::{Counts, Scope};
 use jobs::{JobResult, Program};
 
-/// The integration tests that `--quick` runs. All others need network namespaces, clusters or a virtual machine.
+/// The integration tests that `--quick` runs. Of these only `schema` needs a cluster: one API server. All others need several clusters,
+/// network namespaces or a virtual machine.
 const QUICK: [&str; 5] = ["conversions", "explain", "plan", "properties", "schema"];
 
 /// Arguments of `cargo xtask test`.
@@ -38,7 +39,7 @@ const QUICK: [&str; 5] = ["conversions", "explain", "plan", "properties", "schem
 pub(crate) struct Args {
     #[command(flatten)]
     prereq: prereq::Prereq,
-    /// Run only unit tests, property tests and the tests of CRDs on a real API server: about three minutes.
+    /// Run only unit tests and the test programs properties, conversions, plan, explain and schema: about three minutes.
     #[arg(long, conflicts_with = "words")]
     quick: bool,
     /// Arguments for `cargo test`, such as `-p clustermesh-core`, `--test mesh flows::`, or the name of a test.

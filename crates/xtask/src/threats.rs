@@ -1,8 +1,8 @@
 //! `cargo xtask threats`: writes `docs/threats-index.md`, which lists the tests of each attack in THREATS.md.
 //!
-//! A row of a table in THREATS.md begins with the ids of one or more attacks in backquotes, separated by commas. A test, or a function
-//! that a larger test calls, names the attacks that it tests in a comment above its attributes: `// threat: ID, ID`. Each attack has
-//! either such functions, or the words `no test: REASON` in its row.
+//! A row of a table in THREATS.md begins with the ids of one or more attacks, each in backquotes and optionally a link, separated by
+//! commas. A test, or a function that a larger test calls, names the attacks that it tests in a comment above its attributes:
+//! `// threat: ID, ID`. Each attack has either such functions, or the words `no test: REASON` in its row.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -9,7 +9,7 @@ pub fn run() -> anyhow::Result<()> {
     build(&ArtefactSet::ALL).map(drop)
 }
 
-/// Like [`run`], for these sets of programs.
+/// Builds those of `sets` that are missing in the cache, and returns the programs of all `sets`.
 pub fn build(sets: &[ArtefactSet]) -> anyhow::Result<Tools> {
     Ok(Tools::ensure(sets, &|line| eprintln!("tools: {line}"))?)
 }

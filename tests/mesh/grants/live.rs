@@ -194,7 +194,7 @@ pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &Test
         .await;
 }
 
-/// The mesh with this profile for the sandbox `SANDBOX_V4`.
+/// The mesh in which the member `SANDBOX_V4` has this profile.
 fn mesh(env: &TestEnv<'_>, profile: &str) -> String {
     let grants = grants(&POD_SERVICES);
     let sandboxes: &[&str] = if profile == "cluster-meshed" {
@@ -218,7 +218,7 @@ fn quarantined(mesh: &str) -> String {
 }
 
 impl PathProbes {
-    /// The time of the last answer.
+    /// The time of the last answer, without the optional flows.
     fn last(&self) -> u128 {
         let last = self.echoes.iter().filter_map(|echo| echo.echo_times().pop());
         last.max().unwrap_or_default()

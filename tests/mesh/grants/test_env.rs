@@ -165,8 +165,10 @@ impl<'a> TestEnv<'a> {
 
     /// The sockets at which a sandbox reaches this port of a Service: one at each gateway.
     pub(super) async fn gateway_sockets(&self, sandbox: &Sandbox<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
-        let access = self.granted_ports(sandbox).await;
-        let granted = access.iter().find(|one| one.service == service && one.port == port);
+        let granted_ports = self.granted_ports(sandbox).await;
+        let granted = granted_ports
+            .iter()
+            .find(|one| one.service == service && one.port == port);
         let port = granted.unwrap().gateway_port;
         let ips = self.gateways.iter().map(|gateway| gateway.address_for(sandbox));
         ips.map(|ip| SocketAddr::new(ip, port)).collect()
@@ -174,9 +176,11 @@ impl<'a> TestEnv<'a> {
 
     /// The gateway's sockets for the granted ports at which a server answers: those over TCP, and those over UDP.
     pub(super) async fn granted_sockets(&self, sandbox: &Sandbox<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
-        let access = self.granted_ports(sandbox).await;
+        let granted_ports = self.granted_ports(sandbox).await;
         [false, true].map(|udp| {
-            let ports = access.iter().filter(|granted| granted.udp == udp && granted.answers());
+            let ports = granted_ports
+                .iter()
+                .filter(|granted| granted.udp == udp && granted.answers());
             ports
                 .map(|granted| SocketAddr::new(gateway.address_for(sandbox), granted.gateway_port))
                 .collect()

@@ -34,6 +34,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         lab.wait_for_open_sockets(from, &tcp).await.unwrap();
     }
     let boundary = lab.boundary(MEMBER).unwrap();
+    // The worker's own API server and the hub's DNS, which the policies admit.
     let admitted = boundary.admitted().await.unwrap();
     let all_sockets = boundary.sockets(&[], &granted).await.unwrap();
     let own_api = SocketAddr::new(env.api, 6443);
@@ -71,6 +72,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .unwrap();
 
     let applied = Instant::now();
+    // Applies the policies for the first client, which has no effect for the second, and waits for each client.
     for from in &clients {
         boundary.enforce(from, &open, &tcp).await.unwrap();
     }
@@ -105,18 +107,18 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
     let hub = env.lab.cluster(HUB);
     let plan = hub.plan();
     let is_allowed = |socket: &SocketAddr| match socket.ip() {
-        // ClusterIPs lead to pods.
+        // ClusterIPs lead to pods. The policy allows the ports of API servers at every address, because it does not contain theirs.
         IpAddr::V4(ip) => {
             plan.pod_cidr.contains(&ip) || plan.service_cidr.contains(&ip) || [443, 6443].contains(&socket.port())
         }
         IpAddr::V6(_) => false,
     };
-    let others: BTreeSet<SocketAddr> = all_sockets
+    let forbidden: BTreeSet<SocketAddr> = all_sockets
         .iter()
         .copied()
         .filter(|socket| !is_allowed(socket))
         .collect();
-    let open = env.lab.scan(another_pod, others.iter().copied()).await.unwrap();
+    let open = env.lab.scan(another_pod, forbidden.iter().copied()).await.unwrap();
     println!("{another_pod}, which no policy selects: {open:?}");
     assert!(open.iter().any(|socket| socket.port() == 10250), "{open:?}");
     for gateway in hub
@@ -133,7 +135,7 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
                 .all(|web| found.contains(&SocketAddr::new(web.ip, 8080))),
             "{found:?}"
         );
-        let open: BTreeSet<SocketAddr> = env.lab.scan(&from, others.iter().copied()).await.unwrap();
+        let open: BTreeSet<SocketAddr> = env.lab.scan(&from, forbidden.iter().copied()).await.unwrap();
         assert_eq!(open, BTreeSet::new(), "{from}");
     }
 }
@@ -207,8 +209,8 @@ async fn mirrored_service_answers_through_gateways(
     }
 }
 
-/// The sandbox's administrator routes all of the hub's addresses through one gateway after another, while the underlay
-/// is closed.
+/// The sandbox's administrator routes the hub's addresses through one gateway after another, while the underlay is closed. The agent
+/// keeps a few addresses on the underlay, such as the next hop.
 // threat: underlay-scan
 async fn scan_through_tunnel_finds_only_granted_ports(
     env: &TestEnv<'_>,

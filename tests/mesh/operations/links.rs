@@ -77,7 +77,8 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
 /// `sender` sends to the node `dead`, which lost its power at `since`. Checks that the mesh's status reports the broken link,
 /// and that the agent on `sender` reports the peer as down.
 pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, sender: &str, dead: &str, since: Instant) {
-    // Only `sender` sends to `dead`, so only it notices that a tunnel is down. It has a tunnel to each of the member's three nodes.
+    // Only `sender` sends to `dead`, so only `sender` notices that a tunnel is down. The member now has three nodes, `dead` among them,
+    // and `sender` has a tunnel to each.
     let link = format!("{}->{} of 3", crate::setup::HUB, crate::setup::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {
         let links = broken_links(mesh).await;

@@ -1,5 +1,5 @@
-//! Tests that flows continue while agents restart, are upgraded and rotate their key, and measures for how long a flow
-//! gets no reply.
+//! Tests that pods reach each other again after the deletion of an agent's pod, and that a flow continues during an upgrade of the
+//! agents and a key rotation. Prints for how long there is no reply.
 
 use super::*;
 
@@ -31,7 +31,7 @@ pub(super) async fn pods_communicate_again_after_agent_restart(mesh: &Mesh<'_>) 
 }
 
 /// The longest time without a reply in the output of `ping -D`, and the time of the last reply.
-fn longest_silence(log: &str) -> (f64, f64) {
+fn longest_silence_and_last_reply(log: &str) -> (f64, f64) {
     let replies = log.lines().filter(|line| line.contains("bytes from"));
     let times = replies.filter_map(|line| line.strip_prefix('[')?.split_once(']')?.0.parse::<f64>().ok());
     let times: Vec<f64> = times.collect();
@@ -72,18 +72,20 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];
     let flow = |name| node.pod_spawn(name, from.ip, ping);
     let assert_continues = async |flow: &clustermesh_lab::Running, what: &str| {
-        let before = longest_silence(&flow.log()).1;
-        wait_until("the flow to continue", PATIENCE, async || {
-            match longest_silence(&flow.log()) {
+        let before = longest_silence_and_last_reply(&flow.log()).1;
+        wait_until(
+            "the flow to continue",
+            PATIENCE,
+            async || match longest_silence_and_last_reply(&flow.log()) {
                 (_, last) if last > before => Ok(()),
                 (_, last) => Err(format!("last reply at {last}")),
-            }
-        })
+            },
+        )
         .await
         .unwrap();
         println!(
             "{what}: at most {:.2} s without a reply, at 20 packets a second",
-            longest_silence(&flow.log()).0
+            longest_silence_and_last_reply(&flow.log()).0
         );
     };
 

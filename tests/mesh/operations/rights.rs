@@ -1,5 +1,5 @@
-//! Compares the rights of our processes on a node, as /proc shows them, with what `deploy/` grants. Checks that an agent's token can
-//! change only annotations of its own Node.
+//! Checks that our processes on a node have, by /proc, exactly the rights that `deploy/` grants, which are listed here. Checks that an
+//! agent's token can change only annotations of its own Node.
 
 use super::*;
 
@@ -130,25 +130,25 @@ pub(super) async fn agent_token_cannot_change_another_node(mesh: &Mesh<'_>) {
         let patch = async |node: &Node<'_>, change: &str| {
             let api = cluster.plan().api_address();
             let url = format!("https://{api}:6443/api/v1/nodes/{}?dryRun=All", node.name());
-            let kind = "content-type: application/merge-patch+json";
-            let words = [
-                "curl", "-sSk", "-X", "PATCH", "-H", &token, "-H", kind, "-d", change, &url,
+            let patch_type = "content-type: application/merge-patch+json";
+            let command = [
+                "curl", "-sSk", "-X", "PATCH", "-H", &token, "-H", patch_type, "-d", change, &url,
             ];
-            let answer: serde_json::Value = serde_json::from_str(&own.exec(words).await.unwrap().stdout).unwrap();
+            let answer: serde_json::Value = serde_json::from_str(&own.exec(command).await.unwrap().stdout).unwrap();
             answer["message"].as_str().map(|message| {
-                let (_, words) = message.split_once(" denied request: ").expect(message);
-                words.to_owned()
+                let (_, reason) = message.split_once(" denied request: ").expect(message);
+                reason.to_owned()
             })
         };
-        let key = r#"{"metadata": {"annotations": {"kilo.squat.ai/key": "x"}}}"#;
-        assert_eq!(patch(own, key).await, None);
+        let set_key = r#"{"metadata": {"annotations": {"kilo.squat.ai/key": "x"}}}"#;
+        assert_eq!(patch(own, set_key).await, None);
         let elsewhere = format!(
             "an agent may write only its own Node, and this token does not belong to a pod on {name}; an agent outside the DaemonSet \
              needs the account clustermesh-agent/wg-agent.{name}",
             name = other.name()
         );
         for (node, change, refused) in [
-            (other, key, &*elsewhere),
+            (other, set_key, &*elsewhere),
             (other, r#"{"spec": {"unschedulable": true}}"#, &*elsewhere),
             (
                 own,

@@ -1,6 +1,6 @@
-//! Disturbs a gateway and its cluster, while a sandbox scans every socket through that gateway continuously. Sockets
-//! without a grant must never answer while the gateway's container, table, pod, SandboxAccess and node are deleted and
-//! restored.
+//! Disturbs a gateway and its cluster, while a sandbox scans every socket through that gateway continuously: kills the
+//! gateway's container, deletes its nftables table, its pod and its SandboxAccess, stops the controller and the API server,
+//! and cuts the power of the gateway's node. Sockets without a grant must never answer.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -220,7 +220,7 @@ impl<'a> ScannedGateway<'a> {
         }
     }
 
-    /// Pids of the gateway. The agent of the node has the same process name.
+    /// Pids of the gateway. Its init container (`wg-agent prepare`) and the agent of the node have the same process name.
     fn pids(&self) -> Vec<i32> {
         let gateway = |pid: &i32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -290,7 +290,7 @@ impl<'a> ScannedGateway<'a> {
         println!("{when}: none of {} sockets answers", self.all_sockets.len());
     }
 
-    /// Waits until all granted sockets answer again, and checks that no other socket has answered meanwhile.
+    /// Waits until all granted sockets answer again, and checks that no other socket has answered since the scans began.
     pub(super) async fn wait_until_settled(&self, when: &str) {
         for from in self.env.clients() {
             let open = self.env.lab.wait_for_open_sockets(&from, &self.granted).await;

@@ -16,7 +16,7 @@ use crate::setup::{PATIENCE, json};
 pub(super) struct Gateway {
     pub(super) pod: RunningPod,
     pub(super) key: String,
-    /// The gateway's WireGuard address.
+    /// The first of the gateway's WireGuard addresses.
     pub(super) address: IpAddr,
 }
 
@@ -47,8 +47,8 @@ impl TestEnv<'_> {
     }
 
     /// The gateway that a Peer of the sandbox describes.
-    pub(super) async fn gateway_of(&self, peer: &str) -> Gateway {
-        let peer = json(&self.sandbox, &["get", "peer", peer]).await;
+    pub(super) async fn gateway_of(&self, peer_name: &str) -> Gateway {
+        let peer = json(&self.sandbox, &["get", "peer", peer_name]).await;
         let gateways = self.gateways().await;
         let has_key = |gateway: &Gateway| peer["spec"]["publicKey"] == *gateway.key;
         gateways.into_iter().find(has_key).unwrap()
@@ -93,7 +93,7 @@ impl TestEnv<'_> {
         all
     }
 
-    /// Waits until the SandboxAccess is deleted.
+    /// Waits until the hub has no SandboxAccess.
     pub(super) async fn wait_for_no_access(&self) {
         wait_until("the SandboxAccess to be deleted", PATIENCE, async || {
             let left = self.hub.kubectl(["get", "sandboxaccesses", "-o", "name"]).await;

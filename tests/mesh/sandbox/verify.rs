@@ -25,10 +25,10 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     let report = verify(&kubeconfig, &[]).await;
     println!("verify from all clusters: {:.1} s", started.elapsed().as_secs_f64());
     assert_eq!(report["exitCode"], 0, "{report:#}");
-    let open = env.granted().await;
-    let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
+    let granted = env.granted().await;
+    let granted_texts: BTreeSet<String> = granted.iter().map(ToString::to_string).collect();
     let mirror = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
-    let expected: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
+    let expected: BTreeSet<String> = granted_texts.iter().cloned().chain([format!("{mirror}:80")]).collect();
     for kind in ["node", "pod"] {
         assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), expected, "from a {kind}");
         assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
@@ -50,7 +50,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     for kind in ["node", "pod"] {
         assert_eq!(
             sockets(&report, kind, HUB, "violations", "tunnel"),
-            granted,
+            granted_texts,
             "from a {kind}"
         );
         let on_underlay = sockets(&report, kind, HUB, "violations", "underlay");
@@ -81,7 +81,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
     env.product.mesh_up(&unpaused).await.unwrap();
     // The controller did not remove the grant while the mesh was paused, so the sockets are still open.
     for from in env.clients() {
-        env.lab.wait_for_open_sockets(&from, &open).await.unwrap();
+        env.lab.wait_for_open_sockets(&from, &granted).await.unwrap();
     }
     println!("verify twice: {:.1} s", started.elapsed().as_secs_f64());
 }

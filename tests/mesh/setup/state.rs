@@ -30,8 +30,8 @@ pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String,
     (text("status"), text("reason"), text("message"))
 }
 
-/// The names of the links and nftables tables of a node, and its rules and routes. The veth links of pods with their routes, and
-/// the routes of the node's own link-local addresses, are left out, because they change at any time.
+/// The names of the links and nftables tables of a node, its policy routing rules and its routes. The veth links of pods with their
+/// routes, and the routes of the node's own link-local addresses, are left out, because they change at any time.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NodeState {
     links: BTreeSet<String>,

@@ -16,7 +16,7 @@ use super::testbed::{GATEWAY, Gateway, HOST_PORT, SQL_PORT, TIMEOUT, Testbed, ba
 /// Deletes the table five times, each time as soon as it is restored, even before the gateway has verified its own write.
 pub(super) async fn deleted_table_is_restored(testbed: &Testbed) {
     let [a, _] = &testbed.sandboxes;
-    // The test checks the agent's count of repairs, because the periodic renewal of the table would restore it, too.
+    // A restored table does not prove a repair, because the periodic renewal restores it too. So the test reads the count of repairs.
     let repairs = || {
         let metrics = testbed
             .gateway_pod
@@ -60,8 +60,8 @@ pub(super) async fn restarted_gateway_keeps_identity_and_connections(
     // Without a process the userspace device drops packets; the kernel's tunnel continues.
     let is_kernel = backend() == "kernel";
     assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(), is_kernel);
-    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header), because a node with a valid session would
-    // send none. So the new process must initiate the handshake.
+    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header). The new process must initiate the handshake
+    // itself, because a node whose session is still valid sends no initiation.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;

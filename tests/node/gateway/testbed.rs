@@ -46,8 +46,9 @@ pub(crate) fn backend() -> &'static str {
 }
 
 const NODE: &str = "172.30.1.11";
-/// The gateway's pod addresses, and its WireGuard addresses.
+/// The addresses of the gateway's pod.
 pub(crate) const GATEWAY_POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
+/// The gateway's WireGuard addresses.
 pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
 /// The addresses of the pods `db` and `other`, which are the endpoints of the Services `db` and `web`.
 pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
@@ -219,7 +220,7 @@ impl Testbed {
             "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
             GATEWAY_POD[0], GATEWAY_POD[1]
         ));
-        // Rules of the portmap plugin and the CNI: a hostPort, and masquerading of pods that leave the cluster.
+        // Rules of the portmap plugin and the CNI: a hostPort, and masquerading of packets from pods to addresses outside the cluster.
         node.nft(&format!(
             "table ip cni {{
                 chain pre {{
@@ -303,13 +304,13 @@ impl Testbed {
             .kubectl(["apply", "--server-side", "-f", &crds])
             .await
             .expect("apply the CRDs");
-        let crds = [
+        let wait = [
             "wait",
             "--for=condition=Established",
             "crd/sandboxaccesses.kilo.squat.ai",
             "crd/sandboxgateways.kilo.squat.ai",
         ];
-        cluster.kubectl(crds).await.expect("the CRDs are served");
+        cluster.kubectl(wait).await.expect("the CRDs are served");
         let manifest = std::fs::read_to_string(repository("deploy/gateway.yaml")).expect("deploy/gateway.yaml");
         cluster.apply(&manifest).await.expect("apply deploy/gateway.yaml");
         let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(self.client.clone(), NAMESPACE);

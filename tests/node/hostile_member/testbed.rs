@@ -53,7 +53,7 @@ pub(crate) const MEMBER_UNDERLAY: &str = "172.30.3.11";
 pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
 /// Addresses of the third member's networks that no peer has: the target's route to them is `unreachable`.
 pub(crate) const UNUSED: [&str; 2] = ["100.66.4.9", "fd00:66:4::9"];
-/// The ports on which every pod and every machine of [`neighbours`] listens.
+/// The ports on which every pod, every machine of [`neighbours`] and the target node (at [`NODE_ON_POD_LINKS`]) listen.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;
 /// Source port of the prober, which sends legitimate requests from the member to [`ALLOWED_POD`].
@@ -220,14 +220,14 @@ impl Testbed {
             .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
     }
 
-    /// Waits for two new replies to the prober: the first one may answer a request from before the call.
+    /// Waits until the prober has two new replies: the first one may be to a request from before the call.
     pub(crate) async fn wait_for_answers(&self, why: &str) {
-        let before = self.prober.answers();
+        let before = self.prober.replies();
         wait_until(format!("answers: {why}"), PATIENCE, async || {
-            if self.prober.answers() > before + 1 {
+            if self.prober.replies() >= before + 2 {
                 Ok(())
             } else {
-                Err(format!("none of {}\n{}", self.prober.name, self.agent.log()))
+                Err(format!("fewer than two at {}\n{}", self.prober.name, self.agent.log()))
             }
         })
         .await
@@ -245,8 +245,8 @@ impl Testbed {
         for witness in &mut self.arrival_witnesses {
             arrived.extend(witness.new_counts());
         }
-        // ICMP errors of the node itself are not the attacker's traffic. The node sends them to pods and neighbours whose replies it
-        // cannot route. Neighbours reply to packets that passed while the test had deleted the agent's nftables table.
+        // If the node cannot route a reply of a pod or neighbour, it sends an ICMP error to the pod or neighbour. These errors are not the
+        // attacker's traffic. Neighbours have replies to send because packets reached them while the agent's nftables table was deleted.
         arrived.retain(|key, _| {
             ![NODE_ON_POD_LINKS, neighbours::NODE_ON_LAN, neighbours::BRIDGE]
                 .iter()
@@ -265,11 +265,13 @@ impl Testbed {
         self.new_traffic();
     }
 
-    /// Waits until every kind of allowed traffic has been seen, except ICMP errors. Fails if forbidden traffic has been seen.
+    /// Waits until every kind of allowed traffic has been seen, except ICMP errors. Fails if one is still missing after 5000 rounds of the
+    /// flood, or if forbidden traffic has been seen.
     /// Traffic counts from the end of the previous call of this function or of [`Self::discard_traffic`].
     pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
-        // The kernel rate-limits ICMP errors, so these are allowed but not required.
+        // The kernel rate-limits ICMP errors, so they are allowed but not required: destination-unreachable from the member, and
+        // parameter-problem as a reply of the pod.
         let mut required = allowed.clone();
         let is_required = |key: &String| !key.contains("destination-unreachable");
         required.arrived.retain(|key, _| is_required(key));

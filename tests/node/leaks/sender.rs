@@ -21,7 +21,7 @@ use nix::{
     sys::socket::{setsockopt, sockopt},
 };
 
-use super::PATIENCE;
+use super::SENDER_TIMEOUT;
 
 /// The port of every echo server.
 const ECHO_PORT: u16 = 7007;
@@ -33,9 +33,9 @@ const PACE: Duration = Duration::from_millis(10);
 /// gets one token a second. An error for an `unreachable` route takes two tokens: one in ip_error, then one in icmp_send.
 /// A sender with shorter pauses gets two errors and then none, because ip_error takes each token before icmp_send can.
 const SLOW_PACE: Duration = Duration::from_millis(2100);
-/// After this many packets without a reply, a sender opens a new socket, as a retrying client does, because the first
-/// packet of a flow fixes its NAT.
-const PACKETS_BEFORE_RETRY: u32 = 25;
+/// After this many rounds (connect or send) without a reply, a sender opens a new socket, as a retrying client does, because the
+/// first packet of a flow fixes its NAT.
+const ROUNDS_BEFORE_RETRY: u32 = 25;
 
 /// Replies and errors that a sender has received so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Responses {
     }
 }
 
-/// Sends to one address until it is dropped.
+/// A thread that sends to one address. It ends when the `Sender` is dropped.
 pub(crate) struct Sender {
     pub(crate) name: String,
     responses: Arc<Mutex<Responses>>,
@@ -151,7 +151,7 @@ impl Sender {
                         .entry(format!("{code:?}"))
                         .or_default() += 1;
                 }
-                if unanswered >= PACKETS_BEFORE_RETRY {
+                if unanswered >= ROUNDS_BEFORE_RETRY {
                     (from, connected, unanswered) = (socket(&netns, source, to), false, 0);
                 }
                 thread::park_timeout(pace);
@@ -237,7 +237,7 @@ impl Senders {
                 Err(format!("{late:?}"))
             }
         };
-        wait_until(format!("answers: {why}"), PATIENCE, all_answered)
+        wait_until(format!("answers: {why}"), SENDER_TIMEOUT, all_answered)
             .await
             .unwrap();
     }
@@ -277,7 +277,7 @@ pub(super) async fn wait_for_new_errors(senders: impl Iterator<Item = &Sender>, 
     };
     wait_until(
         format!("every sender to get an unreachable error: {why}"),
-        PATIENCE,
+        SENDER_TIMEOUT,
         all_got_errors,
     )
     .await

@@ -120,12 +120,13 @@ pub fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     header
 }
 
-/// An IPv4 source route option through `hop`, padded to whole words; `kind` = 131 (loose) or 137 (strict).
+/// An IPv4 source route option: the destination in the header forwards the packet to `hop`, the last address of the route. Padded to
+/// whole 32-bit words; `kind` = 131 (loose) or 137 (strict).
 pub fn source_route(kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![kind, 7, 4], bytes(hop), vec![0]].concat()
 }
 
-/// An IPv6 routing header of the type `kind`, with one segment left.
+/// An IPv6 routing header of the type `kind`, with one segment left, `hop`.
 pub fn routing(next: u8, kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![next, 2, kind, 1, 0, 0, 0, 0], bytes(hop)].concat()
 }

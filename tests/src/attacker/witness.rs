@@ -15,7 +15,7 @@ pub const NEW_PORTS: std::ops::Range<u16> = 20_000..20_256;
 /// The hooks at which packets are counted.
 #[derive(Debug, Clone, Copy)]
 pub enum CountingPoint {
-    /// In prerouting, before any other chain of this namespace.
+    /// In prerouting with priority raw: before conntrack and all filters.
     Arrival,
     /// In input and forward, after all filters: packets that the node accepts or forwards.
     AfterFilters,
@@ -144,8 +144,8 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. For every ICMPv6 type, CODE is nft's
-/// name of the code in destination-unreachable, for example `no-route` for 0.
+/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. nft prints CODE as in ICMPv6
+/// destination-unreachable whatever the ICMPv6 type is: 0 as `no-route`.
 fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {

@@ -1,4 +1,4 @@
-//! Tests of the device: listen port, fwmark, external changes, closing.
+//! Tests of the device: listen port, fwmark, external changes, ICMP errors, foreign interfaces, closing.
 
 use super::*;
 

@@ -53,7 +53,7 @@ pub fn new_peer_with_endpoint_gets_a_handshake_without_traffic(backend: Backend)
     assert_eq!(a.wg_peers()[&public(2).to_string()][3], "off");
 }
 
-pub fn attribute_changes_keep_session_and_counters(backend: Backend) {
+pub fn peer_changes_keep_session_and_counters(backend: Backend) {
     let [mut a, b] = connected_pair(backend);
     let (handshake, before) = (a.handshake(), a.peer(2).stats);
     for round in 1..=5_u16 {
@@ -261,7 +261,7 @@ pub fn change_of_one_of_5000_peers_keeps_all_others(backend: Backend) {
         ..PeerUpdate::default()
     };
     let began = Instant::now();
-    a.update_key(key(17), update);
+    a.update_by_key(key(17), update);
     let changing = began.elapsed();
     println!("5,000 peers added in {adding:?}, one changed in {changing:?}");
     let changed = ["(none)", "(none)", "10.66.0.0/16", "21"].map(ToOwned::to_owned);
@@ -273,7 +273,7 @@ pub fn change_of_one_of_5000_peers_keeps_all_others(backend: Backend) {
 }
 
 impl Node {
-    fn update_key(&mut self, key: PublicKey, update: PeerUpdate) {
+    fn update_by_key(&mut self, key: PublicKey, update: PeerUpdate) {
         self.apply(&[PeerChange::Update(key, update)]);
     }
 

@@ -56,7 +56,7 @@ pub struct Api {
 }
 
 struct Shared {
-    state: Mutex<Store>,
+    store: Mutex<Store>,
     changed: Condvar,
     /// While set, new connections are closed without a response.
     is_unresponsive: AtomicBool,
@@ -109,14 +109,14 @@ impl Api {
     }
 
     pub fn delete(&self, collection: &str, name: &str) {
-        let mut state = self.shared.state();
-        let gone = state.objects.get_mut(collection).and_then(|all| all.remove(name));
-        state.apply_event(collection, "DELETED", gone.expect("an object of this name"));
+        let mut store = self.shared.store();
+        let gone = store.objects.get_mut(collection).and_then(|all| all.remove(name));
+        store.apply_event(collection, "DELETED", gone.expect("an object of this name"));
         self.shared.changed.notify_all();
     }
 
     pub fn get(&self, collection: &str, name: &str) -> Value {
-        self.shared.state().objects[collection][name].clone()
+        self.shared.store().objects[collection][name].clone()
     }
 }
 
@@ -180,7 +180,7 @@ impl Store {
 
 impl Shared {
     fn new() -> Self {
-        let state = Store {
+        let store = Store {
             revision: 0,
             objects: COLLECTIONS
                 .map(|collection| (collection.to_owned(), BTreeMap::new()))
@@ -188,28 +188,28 @@ impl Shared {
             events: Vec::new(),
         };
         Self {
-            state: Mutex::new(state),
+            store: Mutex::new(store),
             changed: Condvar::new(),
             is_unresponsive: AtomicBool::new(false),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, Store> {
-        self.state.lock().expect("the state")
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().expect("the store")
     }
 
     fn put(&self, collection: &str, object: Value) {
-        self.state().put(collection, object);
+        self.store().put(collection, object);
         self.changed.notify_all();
     }
 
     fn read(&self, path: &str) -> Option<Value> {
-        self.state().read(path)
+        self.store().read(path)
     }
 
     /// Holds the lock while it reads and writes the object, so that no other write is lost.
     fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
-        let merged = self.state().merge(path, patch);
+        let merged = self.store().merge(path, patch);
         self.changed.notify_all();
         merged
     }
@@ -289,22 +289,22 @@ fn list_type(path: &str) -> (String, &'static str) {
     (api_version, kind)
 }
 
-/// Sends the events after `from`, one per line, with chunked encoding.
+/// Sends the collection's events after `from` for [`WATCH_DURATION`], one per line, with chunked encoding.
 fn watch(shared: &Shared, mut stream: &TcpStream, collection: &str, mut from: usize) -> Option<()> {
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
     stream.write_all(head.as_bytes()).ok()?;
     let until = std::time::Instant::now() + WATCH_DURATION;
     while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
-        let state = shared.state();
-        let (state, _) = shared
+        let store = shared.store();
+        let (store, _) = shared
             .changed
-            .wait_timeout_while(state, left, |state| state.events.len() <= from)
-            .expect("the state");
-        let new_events = state.events[from..].iter().filter(|(of, _)| of == collection);
+            .wait_timeout_while(store, left, |store| store.events.len() <= from)
+            .expect("the store");
+        let new_events = store.events[from..].iter().filter(|(of, _)| of == collection);
         let text: String = new_events.map(|(_, event)| format!("{event}\n")).collect();
-        from = state.events.len();
-        drop(state);
+        from = store.events.len();
+        drop(store);
         if !text.is_empty() {
             write!(stream, "{:x}\r\n{text}\r\n", text.len()).ok()?;
         }

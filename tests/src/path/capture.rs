@@ -49,7 +49,7 @@ impl Capture {
             let text = std::fs::read_to_string(self.file.path()).unwrap();
             text.contains(&format!(".{END_PORT}: ")).then_some(text)
         };
-        let text = wait_for("the last packet in the capture", Duration::from_secs(10), send_end);
+        let text = wait_for("an end packet in the capture", Duration::from_secs(10), send_end);
         text.lines()
             .filter(|line| !line.contains(&format!(".{END_PORT}: ")))
             .map(str::to_owned)

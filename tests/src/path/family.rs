@@ -4,9 +4,10 @@
 ///
 /// The nodes are `hub` and `hub2` in the hub, `member` in a second cluster, and `worker` in a third. Every node has one pod.
 ///
-/// `*_pods` is the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_bridge` the address of a node on its pods' bridge.
+/// `*_pod` is the address of a node's pod, `*_pods` the pod CIDR of a node, `*_pod_net` the pod network of a cluster, and `*_bridge` the
+/// address of a node on its pods' bridge.
 pub struct Family {
-    /// 4 or 6.
+    /// The IP version: 4 or 6.
     pub n: u8,
     /// The prefix length of a single address.
     pub host: u8,
@@ -34,7 +35,7 @@ pub struct Family {
     pub hub_pod_net: &'static str,
     pub member_pods: &'static str,
     pub member_pod_net: &'static str,
-    /// WireGuard ranges of the clusters.
+    /// WireGuard networks of the clusters.
     pub hub_wireguards: &'static str,
     pub member_wireguards: &'static str,
     /// The Service network of the hub, and one ClusterIP in it.
@@ -42,7 +43,7 @@ pub struct Family {
     pub service: &'static str,
     /// A ClusterIP of the member.
     pub local_service: &'static str,
-    /// A source address of the member that is not in the allowed IPs of its Peer.
+    /// A source address from which `member` sends, and which the allowed IPs of its Peer do not contain.
     pub stray: &'static str,
     /// An address in the hub's pod network. The hub's policies deny TCP port 9090 of this address.
     pub denied: &'static str,

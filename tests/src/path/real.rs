@@ -98,8 +98,8 @@ pub fn key(number: u8) -> PublicKey {
 }
 
 impl Star {
-    /// Creates nodes 1, 2, .. whose links to the router have these MTUs; `outer` returns the outer family of a pair. Peers,
-    /// routes and rules are not configured yet.
+    /// Creates nodes 1, 2, .. with userspace devices, whose links to the router have these MTUs; `outer` returns the outer family of
+    /// a pair. Peers, routes and rules are not configured yet.
     pub fn new(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
         Self::with_backends(mtus, |_| Backend::Userspace, outer)
     }
@@ -172,24 +172,17 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, oute
     ns.ip(&format!("link set eth0 mtu {mtu}"));
     router.ip(&format!("link set {far} mtu {mtu}"));
     let [pod4, pod6] = Family::BOTH.map(|f| pod(number, f));
-    let cni = [format!("10.21{number}.0.1"), format!("fd00:21{number}::1")];
-    let bridge = [format!("{}/24", cni[0]), format!("{}/64", cni[1])];
+    let pod_gateways = [format!("10.21{number}.0.1"), format!("fd00:21{number}::1")];
+    let [cni4, cni6] = [format!("{}/24", pod_gateways[0]), format!("{}/64", pod_gateways[1])];
     let (pod_net4, pod_net6) = (with_prefix_length(pod4), with_prefix_length(pod6));
-    veth(
-        &ns,
-        "cni0",
-        &[&bridge[0], &bridge[1]],
-        &inside,
-        "eth0",
-        &[&pod_net4, &pod_net6],
-    );
+    veth(&ns, "cni0", &[&cni4, &cni6], &inside, "eth0", &[&pod_net4, &pod_net6]);
     for (n, family) in [(4, Family::V4), (6, Family::V6)] {
         ns.ip(&format!(
             "-{n} route add default via {}",
             router_address(number, family)
         ));
     }
-    for (n, via) in [(4, &cni[0]), (6, &cni[1])] {
+    for (n, via) in [(4, &pod_gateways[0]), (6, &pod_gateways[1])] {
         inside.ip(&format!("-{n} route add default via {via}"));
     }
     let interface = unique_name("pm");

@@ -103,7 +103,7 @@ impl MeshWithWorker {
     }
 
     /// Sends a datagram to [`Self::echo`] and returns the reply. The socket is connected, so it accepts a reply only from
-    /// the worker's address.
+    /// the worker's address. `state` is text for the failure message: the state in which the reply is expected.
     pub fn ask_echo(&self, from: &NetNs, port: u16, state: &str) -> String {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = from.enter(|| {
@@ -125,8 +125,8 @@ impl MeshWithWorker {
 }
 
 fn worker_inputs(f: &Family) -> Inputs {
-    let mut member = inputs(f, "worker", 2);
-    policy_of(&mut member).allow = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
+    let mut common = inputs(f, "worker", 2);
+    policy_of(&mut common).allow = prefixes(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
     Inputs {
         node: Node {
             wireguard_ips: parse_all(&[f.worker_wireguard]),
@@ -134,11 +134,11 @@ fn worker_inputs(f: &Family) -> Inputs {
             underlay_addresses: parse_all(&[f.worker]),
             internal_ips: parse_all(&[f.worker]),
             pod_cidrs: parse_all(&[f.worker_pods]),
-            ..member.node
+            ..common.node
         },
         throw: prefixes(&[f.hub_bridge]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
         all_node_addresses: parse_all(&[f.worker, f.worker_wireguard]),
-        ..member
+        ..common
     }
 }

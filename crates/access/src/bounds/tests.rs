@@ -117,16 +117,16 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     let memory = Memory::new(8 * MIB, |_, _| {});
     let (hostile, honest) = (memory.account("hostile"), memory.account("honest"));
     let (client, read) = endless(200, "x", &hostile);
-    let version = client.apiserver_version().await.unwrap_err();
+    let error = client.apiserver_version().await.unwrap_err();
     // A member may use half of the memory.
-    assert_eq!(over_budget(&version), Some(OverBudget::Member(4 * MIB)));
+    assert_eq!(over_budget(&error), Some(OverBudget::Member(4 * MIB)));
     // The account is charged more than the bytes read: kube holds up to [`COPIES`] copies of them.
     assert!(read.load(Ordering::Relaxed) < 2 * MIB);
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
 #[test]
-fn weight_is_at_least_the_memory_of_the_parsed_value() {
+fn weight_covers_parsed_values_and_counts_strings_as_text() {
     // An array, the number of its elements, and the minimum memory of each element. 632 bytes = the B-tree leaf of a map of one entry. A
     // non-empty array has room for at least four values. 4 + 24 bytes = the text of a string and its `String`.
     for (text, elements, least) in [
@@ -139,6 +139,8 @@ fn weight_is_at_least_the_memory_of_the_parsed_value() {
         text.bytes().for_each(|byte| weight.add(byte));
         assert!(weight.bytes >= elements * least, "{text}: {}", weight.bytes);
     }
+    // The opening quote weighs `STRING`, and each of the 15 bytes after it 1: an escaped quote does not end the string, and its brackets
+    // and commas are text.
     let mut escaped = Weight::default();
     r#""\"{{{{[[[[,,,,""#.bytes().for_each(|byte| escaped.add(byte));
     assert_eq!((escaped.bytes, escaped.in_string), (Weight::STRING + 15, false));

@@ -18,7 +18,8 @@ use crate::{
 pub struct PolicyMode {
     /// The nftables table.
     pub firewall: Firewall,
-    /// The mesh networks of the inputs, without the `before` of [`compile_policy_mode`].
+    /// The networks and sources of the PeerPolicies and the allowed IPs of the Peers, except those that were left out. Does not contain
+    /// the `before` of [`compile_policy_mode`].
     pub mesh_networks: BTreeSet<IpNet>,
     /// The parts that were left out, with reasons: sorted, without duplicates.
     pub refused: Vec<Refused>,
@@ -26,11 +27,11 @@ pub struct PolicyMode {
 
 /// Compiles the table of policy mode.
 ///
-/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them; the
-/// prefixes `/0` and those that overlap this node's pod CIDRs are left out. Keys, endpoints and the MTU are ignored.
+/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Allowed IPs
+/// that are `/0` or overlap this node's pod CIDRs are ignored, as are keys, endpoints and the MTU.
 ///
-/// `before` are prefixes that belonged to a mesh earlier. They stay mesh prefixes, because sources outside mesh prefixes are not
-/// filtered, and the other program may keep the peer of a deleted Peer on the device.
+/// `before` are earlier mesh networks. They stay mesh networks, because the table does not filter packets with sources outside the mesh
+/// networks, and the other program may keep the peer of a deleted Peer on the device.
 #[must_use]
 pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;
@@ -47,8 +48,8 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         mesh_networks.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let mesh = aggregate(mesh_networks.iter().chain(before));
-    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so it does not count as elsewhere. A shared
-    // pod network is recognized by being anchored.
+    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so `pods_elsewhere` must not contain it. The
+    // inputs do not name this cluster's shared pod network, but it is one of the cluster's anchored networks.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere

@@ -103,7 +103,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
 
 proptest! {
     #[test]
-    fn any_inputs_converge_in_one_pass(a in inputs(), b in inputs()) {
+    fn route_diff_converges_and_firewall_update_is_minimal(a in inputs(), b in inputs()) {
         let (a, b) = (compile(&a), compile(&b));
         let mut routes = a.routes.clone();
         for change in diff(&a.routes, &b.routes).unwrap_or_default() {
@@ -150,7 +150,7 @@ proptest! {
         inputs in inputs(), shared in vec((1u8..3, 16u8..=32), 1..4)
     ) {
         let mut inputs = inputs;
-        // Every Peer gets the same valid allowed IPs, with host bits set.
+        // Every Peer gets the same valid allowed IPs. All that are shorter than /32 have host bits set.
         let shared: Vec<IpNet> =
             shared.iter().map(|(n, l)| IpNet::new_assert(IpAddr::from([198, 18, 4 * n, 9]), *l)).collect();
         for (n, peer) in inputs.peers.iter_mut().enumerate() {
@@ -176,8 +176,9 @@ proptest! {
         }
     }
 
+    /// Also, no route of the table is a default route, and only throw routes overlap the node's own pod CIDRs.
     #[test]
-    fn peer_routes_are_allowed_ips_and_all_routes_have_fallback(inputs in inputs()) {
+    fn peer_routes_are_allowed_ips_and_table_routes_have_fallback(inputs in inputs()) {
         let got = compile(&inputs);
         let allowed_ips: BTreeSet<IpNet> = got.peers.values().flat_map(|p| p.allowed_ips.clone()).collect();
         let unreachable: BTreeSet<IpNet> =

@@ -36,7 +36,7 @@ impl fmt::Display for Object {
     }
 }
 
-/// Why a part is refused, as one word for logs, Events and the metric's label.
+/// Why a part is refused, as one word for logs, `/debug/state` and the metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
     /// The endpoint cannot be that of a node.
@@ -155,9 +155,9 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.
 ///
-/// A network that contains a WireGuard address of this node is refused. So is an InternalIP or underlay address of this node, or the API
-/// server's address, as a /32 or /128. A wider network that contains such an address is accepted only if `networks` (those of all
-/// PeerPolicies) cover it. If this node is a virtual machine in a pod of the source cluster, that cluster's networks contain the node's
+/// A network that contains a WireGuard address of this node is always refused. A network that contains an InternalIP or underlay address
+/// of this node, or the API server's address, is accepted only if it is wider than this address (no /32 or /128) and `networks` (those of
+/// all PeerPolicies) cover it. If this node is a virtual machine in a pod of the source cluster, that cluster's networks contain the node's
 /// underlay address; `throw` routes then keep destinations of the underlay outside the tunnel.
 fn allowed_ip_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;

@@ -97,6 +97,7 @@ fn update_contains_only_differences() {
     );
 }
 
+/// Each peer has an endpoint, because [`diff`] keeps an endpoint that is no longer desired.
 fn any_peers() -> impl Strategy<Value = Peers> {
     // At most one owner for each of eight prefixes.
     let owners = prop::collection::vec(prop::option::of(0u8..5), 8);
@@ -129,7 +130,7 @@ fn any_peers() -> impl Strategy<Value = Peers> {
 
 proptest! {
     #[test]
-    fn any_desired_state_is_reached_in_one_pass(had in any_peers(), want in any_peers()) {
+    fn any_desired_peers_with_endpoints_are_reached_by_one_diff(had in any_peers(), want in any_peers()) {
         let mut now = had.clone();
         if let Some(changes) = diff(&observed(&had), &want) {
             apply(&mut now, &changes);

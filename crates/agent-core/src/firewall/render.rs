@@ -97,8 +97,8 @@ pub(super) const TO_THIS_NODE: &str =
 /// Renders the chain for connections to addresses of this node itself.
 ///
 /// Programs that listen on every address of the node are meant for its own cluster. Other members may reach them only at listener
-/// addresses. The WireGuard address and the pods' default gateway are no listener addresses, although they lie in allowed networks,
-/// unless an anchored network contains them.
+/// addresses. The WireGuard address and the pods' default gateway are listener addresses only if an anchored network contains them;
+/// that they lie in allowedNetworks is not enough.
 pub(super) fn to_this_node_chain() -> String {
     let mut out = String::from("\n  chain to_this_node {\n");
     add_rule_pair(

@@ -1,9 +1,9 @@
 //! Compiles SandboxAccesses and Services into the peers and the table of a gateway.
 //!
-//! Only an invalid part is left out; a SandboxAccess is left out as a whole only if it has no valid network. Of two parts that
-//! conflict, the one in the older SandboxAccess wins; if both are equally old, the one in the SandboxAccess whose name sorts first; in
-//! one SandboxAccess, the one that is listed first. Two SandboxAccesses of one sandbox, written for two meshes, conflict only in parts
-//! that differ.
+//! SandboxAccesses of sandboxes that the gateway does not serve are ignored. Of the others only invalid parts are left out; a
+//! SandboxAccess is left out as a whole only if it has no valid network. Of two parts that conflict, the one in the older SandboxAccess
+//! wins; if both are equally old, the one in the SandboxAccess whose name sorts first; in one SandboxAccess, the one that is listed
+//! first. Two SandboxAccesses of one sandbox, written for two meshes, conflict only in parts that differ.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -149,7 +149,7 @@ impl<'a> Compiler<'a> {
                     continue;
                 }
             };
-            // As `clustermesh_core::mesh::is_too_wide`.
+            // The limits of `clustermesh_core::mesh::is_too_wide`.
             let widest = if network.addr().is_ipv4() { 8 } else { 7 };
             let reserved = settings.reserved.iter().chain(&settings.endpoint_networks);
             let mut reserved = reserved.chain(&SPECIAL_PURPOSE);
@@ -167,7 +167,7 @@ impl<'a> Compiler<'a> {
                 overlap(other, &network) && !is_same
             }) {
                 let message = format!(
-                    "{network} overlaps {other} of SandboxAccess {}, which is older and keeps it",
+                    "{network} overlaps {other} of SandboxAccess {}, which comes first and keeps it",
                     owner.name
                 );
                 self.refuse(access, field, Reason::NetworkOverlap, message);
@@ -239,8 +239,8 @@ impl<'a> Compiler<'a> {
             self.refuse_grant(access, granted, field(".protocol"), Reason::ProtocolNotServed, message);
             return;
         }
-        let port = (sandbox, granted.protocol, granted.gateway_port);
-        if let Some(other) = self.ports.get(&port) {
+        let key = (sandbox, granted.protocol, granted.gateway_port);
+        if let Some(other) = self.ports.get(&key) {
             if *other == granted {
                 return;
             }
@@ -253,7 +253,7 @@ impl<'a> Compiler<'a> {
             return;
         }
         // The grant keeps the port even if its Service does not exist or is not read yet, so that the port does not move between grants.
-        self.ports.insert(port, granted);
+        self.ports.insert(key, granted);
         let service = self.inputs.services.get(&granted.service);
         let resolved = match endpoints::resolve(granted, service, &self.inputs.settings) {
             Ok(resolved) => resolved,
@@ -262,6 +262,7 @@ impl<'a> Compiler<'a> {
                 return;
             }
         };
+        // Only endpoints are refused. The grant is added with the others.
         if let Some(message) = resolved.left_out {
             self.refuse_grant(access, granted, field(".service"), Reason::EndpointForbidden, message);
         }
@@ -282,6 +283,6 @@ impl<'a> Compiler<'a> {
             balancer: resolved.balancer,
             allowed_endpoints: resolved.allowed_endpoints,
         };
-        self.out.table.grants.insert(port, grant);
+        self.out.table.grants.insert(key, grant);
     }
 }

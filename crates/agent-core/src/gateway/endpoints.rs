@@ -14,14 +14,15 @@ pub(super) struct ResolvedGrant {
     pub(super) balancer: Balancer,
     /// The endpoints to which packets of the grant's connections may go: those of `balancer`, and draining ones (serving, not ready).
     pub(super) allowed_endpoints: BTreeSet<SocketAddr>,
-    /// Message about the endpoints that are left out; `None` = no endpoint is left out.
+    /// Message about the endpoints that are left out because sandboxes must not reach them; `None` = there are none.
     pub(super) left_out: Option<String>,
 }
 
 /// Resolves a grant. Endpoints that sandboxes must not reach are left out.
 ///
 /// # Errors
-/// If the Service or its port is missing or was not observed, or if sandboxes must not reach the Service: the reason and a message.
+/// The reason and a message, if the Service or its port is missing, the Service was not observed, it is of type ExternalName, or
+/// sandboxes must not reach it.
 pub(super) fn resolve(
     granted: &GrantSpec,
     service: Option<&Service>,

@@ -15,7 +15,7 @@ use super::{GrantId, RuleParameters, SandboxId, connection_limits::ConnectionLim
 use crate::{numbers::NFT_TABLE, prefixes::Family};
 
 /// A part of the table that can be added and removed separately. Pieces are added in the order of the variants: a chain before the
-/// element that refers to it, an endpoint before the grant that allows it.
+/// element that refers to it, and a grant's endpoints before `Open` and `Grant`, which let its connections in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Piece {
     /// The named limit of a sandbox's new connections.
@@ -28,7 +28,7 @@ pub(super) enum Piece {
     Backend(GrantId, Family, usize),
     /// The map element from a grant to the chooser of one family.
     Service(GrantId, Family),
-    /// The set element that accepts packets of a grant's connections to this endpoint.
+    /// The set element that accepts packets of a grant's connections to this endpoint, and the replies.
     Endpoint(GrantId, SocketAddr),
     /// The set element that accepts ICMP errors about the grant's connections to this address.
     Host(GrantId, IpAddr),
@@ -110,7 +110,7 @@ fn family_of(address: IpAddr) -> Family {
 impl Piece {
     /// The set or map that contains this piece as an element, and the element's key. `None` = the piece is a limit or a chain.
     fn element(&self) -> Option<(&'static str, String)> {
-        let port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
+        let granted_port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {} . {port}", mark(sandbox.0), protocol.lowercase())
         };
         let by_family = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
@@ -134,8 +134,8 @@ impl Piece {
                 by_family(Family::of(network), ["sandboxes4", "sandboxes6"]),
                 network.to_string(),
             ),
-            Self::Open(granted, id) => ("open", format!("{} . {}", port(granted), mark(id.0))),
-            Self::Grant(granted) => ("grants", port(granted)),
+            Self::Open(port, id) => ("open", format!("{} . {}", granted_port(port), mark(id.0))),
+            Self::Grant(port) => ("grants", granted_port(port)),
         })
     }
 
@@ -181,7 +181,7 @@ impl Piece {
     }
 }
 
-/// Number of elements in one statement. With one statement for each element, nft takes twice the memory.
+/// Maximum number of elements in one statement. With one statement for each element, nft takes twice the memory.
 const BATCH: usize = 100;
 
 /// Elements that are not written yet, by set. All belong to one set, or to the two sets of one kind, such as `hosts4` and `hosts6`,

@@ -44,7 +44,7 @@ pub struct RuleParameters {
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
     pub listen_port: u16,
-    /// TCP port of `/metrics` and `/readyz`.
+    /// The admin port (TCP).
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
@@ -160,11 +160,11 @@ impl Table {
         next
     }
 
-    /// Returns the parts that can be added and removed separately, each before those that refer to it, with the text that the part sets,
-    /// such as a mark. Empty = the part has no such text.
+    /// Returns the pieces of the table, each before those that refer to it, with the value that the piece sets, such as a mark. Empty = the
+    /// piece sets no value.
     fn pieces(&self) -> BTreeMap<Piece, String> {
         let mut out = BTreeMap::new();
-        let mut put = |piece: Piece, text: String| drop(out.insert(piece, text));
+        let mut put = |piece: Piece, value: String| drop(out.insert(piece, value));
         for (sandbox, rate) in &self.rates {
             put(Piece::Limit(*sandbox), render::rate(*rate));
             put(Piece::LimitElement(*sandbox), render::rate(*rate));
@@ -216,7 +216,7 @@ impl Budget {
 /// Renders the transaction for `nft -f` from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old`,
 /// the whole table is written.
 ///
-/// A part that changes is removed and added in one transaction, so that every packet finds the old or the new part.
+/// A piece that changes is removed and added in one transaction, so that every packet finds the old or the new piece.
 #[must_use]
 pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     let wanted = new.pieces();
@@ -227,7 +227,7 @@ pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     };
     let existing = old.pieces();
     let mut out = String::new();
-    // A part is removed before the parts that it refers to.
+    // A piece is removed before the pieces that it refers to.
     let removed = existing
         .iter()
         .rev()

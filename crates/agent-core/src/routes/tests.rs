@@ -37,7 +37,7 @@ fn unreachable_routes_are_added_before_device_routes_and_rules() {
 }
 
 #[test]
-fn removed_peer_deletes_one_route() {
+fn removed_peer_prefix_deletes_one_route() {
     let without = Plan {
         peers: nets(&["100.66.1.1/32"]),
         ..plan_of_a_node()
@@ -66,7 +66,7 @@ fn unreachable_routes_are_deleted_after_rules_and_device_routes() {
 }
 
 #[test]
-fn underlay_address_in_the_mesh_is_source_of_peer_routes() {
+fn mesh_underlay_address_is_source_of_peer_and_fallback_routes() {
     let plan = Plan {
         throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),

@@ -28,7 +28,7 @@ pub fn is_paused(object: &ClusterMesh) -> bool {
 /// Converts a mesh. Returns it with warnings about values that are ignored or changed.
 ///
 /// # Errors
-/// One finding for each invalid field. The whole mesh is refused, because a mesh without the invalid parts would cut connections.
+/// Findings for all invalid fields. The whole mesh is refused, because a mesh without the invalid parts would cut connections.
 pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<Finding>> {
     let id = core::MeshId {
         namespace: object
@@ -361,10 +361,10 @@ impl Reader {
                 namespace: egress.service.namespace.clone(),
                 name: egress.service.name.clone(),
             };
-            let named = egress.local.clone().unwrap_or_default();
+            let alias = egress.local.clone().unwrap_or_default();
             let local = core::ObjectName {
-                namespace: named.namespace.unwrap_or_else(|| service.namespace.clone()),
-                name: named.name.unwrap_or_else(|| service.name.clone()),
+                namespace: alias.namespace.unwrap_or_else(|| service.namespace.clone()),
+                name: alias.name.unwrap_or_else(|| service.name.clone()),
             };
             for (field, text) in [
                 ("service.namespace", &service.namespace),

@@ -72,7 +72,6 @@ pub fn to_core(node: &Node) -> observe::Node {
             .collect(),
         discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
         server: server(agent.as_ref()),
-        // How packets bypass the PeerPolicies on this node.
         bypassed: agent.and_then(|agent| agent.bypassed()),
         held_for: None,
     }
@@ -105,7 +104,7 @@ fn parse_claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> 
     }
 }
 
-/// The taints of autoscalers on a node that they will remove: cluster-autoscaler's, and Karpenter's.
+/// The taints that cluster-autoscaler and Karpenter set on a node before they remove it.
 const LEAVING_TAINTS: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
 
 fn is_leaving(node: &Node) -> bool {

@@ -20,7 +20,7 @@ use crate::{
 ///
 /// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, so
 /// that the controller rewrites it. This also repairs networks with host bits, which make kg reset all sessions every 30 s. A Peer
-/// without a mesh label needs only a valid key. Other values of its spec that cannot be parsed are left out, and so are its candidates.
+/// without a mesh label needs only a valid key. All its candidates are left out, and so is every other value that cannot be parsed.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
@@ -35,7 +35,7 @@ pub fn to_core(peer: &Peer) -> ObservedPeer {
 /// Converts a Peer strictly. wg-agent programs only Peers that this function accepts.
 ///
 /// # Errors
-/// The Peer cannot be programmed. The message names the field and the remedy.
+/// The Peer cannot be programmed. The message names the field and the problem.
 pub fn parse_strictly(peer: &Peer) -> Result<observe::PeerSpec, String> {
     let spec = &peer.spec;
     let mut allowed_ips = BTreeSet::new();
@@ -100,7 +100,8 @@ fn parse_endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     }
 }
 
-/// Parses the endpoint candidates. They must be addresses, because a host name would make the node send DNS queries.
+/// Parses the endpoint candidates. They must be addresses, so that a node resolves at most one host name for a Peer: that of
+/// `spec.endpoint`.
 fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
     let text = peer
         .metadata

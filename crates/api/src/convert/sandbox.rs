@@ -18,8 +18,8 @@ use crate::sandbox::{
     LocalService, SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode,
 };
 
-/// Converts an observed SandboxAccess. If it contains a value that the controller never writes, the spec is an error and the object is
-/// rewritten.
+/// Converts an observed SandboxAccess. If a network, key or address is invalid or `newConnectionsPerSecond` is set, the field `spec` of
+/// the result is an error, and the controller rewrites the object.
 #[must_use]
 pub fn to_core(access: &SandboxAccess) -> ObservedAccess {
     ObservedAccess {
@@ -83,7 +83,7 @@ fn parse_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     texts.iter().map(parse).collect()
 }
 
-/// Parses the WireGuard addresses of a gateway. More than one of a family is an error; a compromised gateway may publish more.
+/// Parses the WireGuard addresses of a gateway. More than one of a family is an error: only a compromised gateway publishes more.
 fn parse_gateway_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     let addresses = parse_addresses(texts)?;
     let families: BTreeSet<bool> = addresses.iter().map(IpAddr::is_ipv4).collect();
@@ -93,7 +93,7 @@ fn parse_gateway_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String>
     Ok(addresses)
 }
 
-/// Changes an existing SandboxAccess to `spec` and the labels of `owner`. The rest of its metadata stays.
+/// Sets the spec and the labels of `owner` in a SandboxAccess (a new one, or an existing one). The other metadata stays.
 pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     set_labels(access.labels_mut(), owner);
     let nodes = spec.nodes.iter().map(|(key, node)| SandboxNode {
@@ -120,8 +120,8 @@ pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     };
 }
 
-/// Converts the status of a gateway. Returns it with the UID of the pod that wrote it; the caller sets `exists` and `ready` from that
-/// pod. `None` = the gateway has not published its status yet. In `refused`, only entries that name a grant are converted.
+/// Converts the status of a gateway. Returns the gateway and the UID of the pod that wrote the status; the caller sets `exists` and
+/// `ready` from that pod. `None` = no status is published yet. In `refused`, only entries that name a grant are converted.
 ///
 /// # Errors
 /// A field of the status is invalid.
@@ -169,7 +169,7 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
     Ok(Some((gateway, pod_uid.clone())))
 }
 
-/// The UID of a gateway's pod, and whether it accepts connections: it is Ready and is not being deleted.
+/// The UID of a gateway's pod, and whether the pod accepts connections: it is Ready and is not being deleted.
 #[must_use]
 pub fn gateway_pod(pod: &Pod) -> (String, bool) {
     let conditions = pod

@@ -1,4 +1,5 @@
-//! Converts Services, EndpointSlices and Pods to the values of `clustermesh_core`, and writes mirrored Services.
+//! Converts Services, EndpointSlices and Pods to the values of `clustermesh_core`, and planned mirrored Services and their EndpointSlices
+//! to Kubernetes objects.
 
 use std::{
     collections::BTreeSet,
@@ -118,7 +119,7 @@ fn slice_endpoint(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
     })
 }
 
-/// The addresses of the API server: the endpoints of `default/kubernetes` in any state.
+/// The addresses and ports of the API server: the endpoints of `default/kubernetes` in any state.
 #[must_use]
 pub fn api_endpoints<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>) -> BTreeSet<SocketAddr> {
     slices
@@ -147,11 +148,11 @@ pub fn pod_to_core(pod: &Pod) -> observe::Pod {
     let node = spec.and_then(|s| s.node_name.clone()).unwrap_or_default();
     let ended = matches!(status.and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"));
     let host_network = spec.and_then(|s| s.host_network).unwrap_or(false);
-    let several = status.and_then(|s| s.pod_ips.as_deref()).unwrap_or_default();
-    let texts: Vec<&str> = if several.is_empty() {
+    let pod_ips = status.and_then(|s| s.pod_ips.as_deref()).unwrap_or_default();
+    let texts: Vec<&str> = if pod_ips.is_empty() {
         status.and_then(|s| s.pod_ip.as_deref()).into_iter().collect()
     } else {
-        several.iter().map(|ip| &*ip.ip).collect()
+        pod_ips.iter().map(|ip| &*ip.ip).collect()
     };
     observe::Pod {
         labels: pod.metadata.labels.clone().unwrap_or_default(),
@@ -226,7 +227,7 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
             .ports
             .iter()
             .map(|port| EndpointPort {
-                // The only port of a Service may have no name. An EndpointSlice then has an empty name, the default of the API server.
+                // The only port of a Service may have no name. Its name in an EndpointSlice is then empty, the default of the API server.
                 name: Some(port.name.clone()),
                 port: Some(port.port.into()),
                 protocol: Some(port.protocol.as_str().to_owned()),

@@ -94,14 +94,14 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// When the objects became as planned; until then, the time of the last pass.
+    /// When an object last differed from the plan; if none did, the first pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub kubernetes_version: Option<String>,
-    /// Numbers of its nodes, by the program that manages WireGuard.
+    /// Numbers of its nodes, by the agents that run on them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentCounts>,
 }

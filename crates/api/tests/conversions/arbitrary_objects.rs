@@ -1,4 +1,5 @@
-//! Property tests of the conversions: no input causes a panic, and written values are read back unchanged.
+//! Tests conversions and names with arbitrary input: nothing panics, written values are read back unchanged, and the names of Peers and
+//! PeerPolicies are valid and unique.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -51,7 +52,7 @@ fn net() -> impl Strategy<Value = IpNet> {
     (address(), 0_u8..=128)
         .prop_map(|(a, len)| IpNet::new(a, if a.is_ipv4() { len % 33 } else { len }).unwrap().trunc())
         .prop_filter(
-            "IPv4 inside IPv6",
+            "IPv4-mapped network",
             |n| !matches!(n, IpNet::V6(v6) if v6.addr().to_ipv4_mapped().is_some()),
         )
 }
@@ -91,7 +92,7 @@ proptest! {
     #[test]
     fn any_peer_is_converted_or_refused(
         texts in proptest::collection::vec(hostile(), 6), numbers in any::<(i32, i64)>(), has_dns in any::<bool>(),
-        ours in any::<bool>(),
+        has_mesh_label in any::<bool>(),
     ) {
         let mut object = Peer::new("p", PeerSpec {
             allowed_ips: texts[..2].to_vec(),
@@ -104,7 +105,7 @@ proptest! {
             public_key: texts[4].clone(),
         });
         object.metadata.annotations = Some([(names::PEER_ENDPOINTS.to_owned(), texts[5].clone())].into());
-        object.metadata.labels = ours.then(|| [(names::LABEL_MESH.to_owned(), "m".to_owned())].into());
+        object.metadata.labels = has_mesh_label.then(|| [(names::LABEL_MESH.to_owned(), "m".to_owned())].into());
         if let Ok(spec) = peer::to_core(&object).spec {
             prop_assert!(spec.allowed_ips.iter().all(|net| *net == net.trunc()));
         }
@@ -152,7 +153,7 @@ proptest! {
 
     // threat: hostile-names
     #[test]
-    fn every_name_is_a_valid_object_name(mesh in hostile(), cluster in hostile(), node in hostile(), is_taken in any::<bool>()) {
+    fn peer_and_policy_names_are_valid_object_names(mesh in hostile(), cluster in hostile(), node in hostile(), is_taken in any::<bool>()) {
         let id = MeshId { namespace: "ns".into(), name: mesh };
         for name in [names::peer_name("hub", &id, &cluster, &node, is_taken), names::policy_name("hub", &id, &cluster, is_taken)] {
             prop_assert!(name.len() <= 253, "{}", name);
@@ -172,7 +173,7 @@ proptest! {
 
 // threat: hostile-names
 #[test]
-fn names_of_different_nodes_differ() {
+fn peer_names_of_different_nodes_differ() {
     let parts = ["a", "a-", "a--b", "b", "-b", "a.b", "A", "", "é"];
     let mut seen = BTreeSet::new();
     for mesh in parts {

@@ -77,7 +77,7 @@ fn json_with_tabs_keeps_line_numbers() {
 }
 
 #[test]
-fn line_of_a_missing_path_is_that_of_its_parent() {
+fn missing_field_has_the_line_of_its_innermost_parent() {
     let tree = &parse("f", "spec:\n  clusters:\n  - name: a\n  - name: b\n    x: y\n").unwrap()[0].tree;
     let lines = [
         "spec.clusters[1].x",

@@ -17,7 +17,7 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end or its address, or several clusters in the input have that address.
+    /// The input does not contain the end, its address, its port or an endpoint of it, or several clusters in the input have the address.
     Unresolved(String),
 }
 
@@ -96,15 +96,15 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the addresses of this end. If it is a Service that is granted to the sandbox of the sources `from`, they are addresses of
-    /// gateways.
+    /// Returns the addresses of this end. If the sources `from` are in a sandbox, and the end is a Service that is granted to this sandbox,
+    /// these are addresses of gateways.
     pub(super) fn find_destinations(
         &self,
         end: &ConnectionEnd,
         port: Option<&Port>,
         from: &[Source],
     ) -> Result<LocatedDestination, LocateError> {
-        let number = match port {
+        let numbered_port = match port {
             Some((protocol, PortRef::Number(number))) => Some((*protocol, *number)),
             _ => None,
         };
@@ -113,7 +113,7 @@ impl Finder<'_> {
                 cluster: cluster.clone(),
                 node,
                 address,
-                port: number,
+                port: numbered_port,
             },
             kind: "address",
             is_cluster_ip: false,
@@ -180,10 +180,10 @@ impl Finder<'_> {
         port: Option<&Port>,
         from: &[Source],
     ) -> Result<LocatedDestination, LocateError> {
-        if let Some((cluster, exporter, service)) = self.find_original(cluster, name) {
-            let mut located = self.find_service(&cluster, &exporter, &service, port, from)?;
+        if let Some((remote, remote_entry, service)) = self.find_remote_service(cluster, name) {
+            let mut located = self.find_service(&remote, &remote_entry, &service, port, from)?;
             let note =
-                format!("Service {name} in cluster {entry:?} is the mirror of {service} in cluster {exporter:?}");
+                format!("Service {name} in cluster {entry:?} is the mirror of {service} in cluster {remote_entry:?}");
             located.notes.insert(0, note);
             return Ok(located);
         }
@@ -358,7 +358,7 @@ impl Finder<'_> {
 
     /// Returns the remote Service of the mirrored Service `name`: the remote cluster, the name of its entry, and the remote Service's
     /// name. The mirrored Service may not exist yet: a grant is enough. `None` = the Service is not mirrored.
-    fn find_original(
+    fn find_remote_service(
         &self,
         cluster: &ClusterIdentity,
         name: &ObjectName,
@@ -375,8 +375,8 @@ impl Finder<'_> {
                 .iter()
                 .find(|entry| entry.identity.same_cluster(cluster))?;
             let grant = entry.egress.iter().find(|grant| grant.local == *name)?;
-            let exporter = mesh.clusters.iter().find(|entry| entry.name == grant.cluster)?;
-            Some((exporter.identity.clone(), exporter.name.clone(), grant.service.clone()))
+            let remote = mesh.clusters.iter().find(|entry| entry.name == grant.cluster)?;
+            Some((remote.identity.clone(), remote.name.clone(), grant.service.clone()))
         })
     }
 

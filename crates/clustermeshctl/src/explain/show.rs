@@ -161,13 +161,14 @@ struct RowReport<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     mesh: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    path: Option<PathReport<'a>>,
+    path: Option<RouteReport<'a>>,
     notes: &'a [String],
 }
 
+/// A [`Route`], which JSON and YAML name `path`.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct PathReport<'a> {
+struct RouteReport<'a> {
     out: HopReport<'a>,
     anchored: bool,
     back: HopReport<'a>,
@@ -227,13 +228,13 @@ impl<'a> From<&'a Row> for RowReport<'a> {
             rule: explanation.rule.to_string(),
             message: &explanation.message,
             mesh: explanation.mesh.as_ref().map(ToString::to_string),
-            path: explanation.route.as_ref().map(PathReport::from),
+            path: explanation.route.as_ref().map(RouteReport::from),
             notes: &explanation.notes,
         }
     }
 }
 
-impl<'a> From<&'a Route> for PathReport<'a> {
+impl<'a> From<&'a Route> for RouteReport<'a> {
     fn from(route: &'a Route) -> Self {
         let Route {
             out,

@@ -13,7 +13,8 @@ use super::{
     Destination, Explanation, Rule, Source, allowed_networks_text, last_observed, packet::PacketTrace, port_text,
 };
 
-/// A connection to explain, in one mesh.
+/// A connection to explain, in one mesh. `source` and `destination` are its two ends. The `source` of a Peer or SandboxAccess is another
+/// thing: the member that it describes.
 pub(super) struct Query<'q> {
     pub(super) observations: &'q Observations,
     pub(super) plan: &'q Plan,
@@ -37,7 +38,7 @@ impl<'q> Query<'q> {
         })
     }
 
-    /// Both entries, each with its name.
+    /// Both members, each with the name of its entry.
     fn both_members(&self) -> [(&'q str, MemberView<'q>); 2] {
         [
             (self.source, self.source_member),
@@ -51,8 +52,8 @@ impl<'q> Query<'q> {
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// Why the source's member cannot open any connection to the destination's. `None` = the nodes and addresses decide about each
-    /// connection.
+    /// Why the source member cannot open any connection to the destination member. `None` = each connection depends on its nodes and
+    /// addresses, or on a grant.
     fn denied_between_members(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
@@ -145,12 +146,14 @@ impl<'q> Query<'q> {
     }
 
     /// Why no Peer for this gateway of the destination is planned in the source (a sandbox), although the SandboxAccess exists.
-    /// `None` = the Peer is planned, or the SandboxAccess does not exist yet: the planner plans the Peer only after that.
+    /// `None` = the Peer is planned, or the SandboxAccess does not exist yet (the planner plans the Peer only once it exists), or the
+    /// destination was not observed.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.destination_member.last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
         let access_exists = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
         let plan = self.plan.meshes.get(&self.mesh.id)?;
+        // The gateway's Peer describes the destination, and is written into the source.
         let mut peers = plan.targets.get(self.source)?.peers.values();
         let has_peer = peers
             .any(|peer| peer.source == self.destination && peer.spec.allowed_ips.contains(&self.to.address.into()));
@@ -186,6 +189,7 @@ impl<'q> Query<'q> {
                     _ => None,
                 });
                 let message = overlap.unwrap_or_else(|| format!("cluster {name:?} has no network in allowedNetworks"));
+                // The rule covers both: networks that overlap, and no networks.
                 Explanation::new(Rule::NetworksOverlap, message)
             }
             NotConnected::Sandboxes => Explanation::new(
@@ -234,7 +238,7 @@ impl<'q> Query<'q> {
         })
     }
 
-    /// Lists the grants of the source, as a sentence for a message.
+    /// Lists the grants of the source (a sandbox), as a sentence for a message.
     pub(super) fn grants_text(&self) -> String {
         let source = self.source_member.cluster();
         if source.egress.is_empty() {
@@ -269,7 +273,7 @@ impl<'q> Query<'q> {
             )
         });
         let grants: Vec<String> = grants.collect();
-        format!("Its grants are: {}", grants.join("; "))
+        format!("The sandbox's grants are: {}", grants.join("; "))
     }
 
     /// Explains why no Peer in the source's cluster contains the destination.

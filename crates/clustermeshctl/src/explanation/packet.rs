@@ -131,10 +131,10 @@ impl PacketTrace<'_> {
         }
     }
 
-    /// Returns the source address of arriving packets, and the Peer in the destination's cluster that contains this address. This is the
-    /// client's own address if the Peer of the client's node, or of that node's leader, contains it. If the client's node is unknown, any
-    /// Peer may contain it. Otherwise it is the WireGuard address of the client's node. `Err` = no Peer contains either address, or the
-    /// WireGuard address is not of the destination's IP family.
+    /// Returns the source address that packets have at the destination, and the Peer in the destination's cluster that contains this
+    /// address. The source address is the client's own if the Peer of the client's node, or of that node's leader, contains it; if the
+    /// client's node is unknown, a Peer of any node counts. In all other cases the source address is the WireGuard address of the client's
+    /// node. `Err` = no Peer contains either address, or the WireGuard address is not of the destination's IP family.
     fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
@@ -193,7 +193,8 @@ impl PacketTrace<'_> {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
         // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::denied_between_members`
-        // has already denied both causes (quarantine, not cluster-meshed). This check is only a safeguard, so it has one rule for both.
+        // has already denied both causes (quarantine, not cluster-meshed). This check is only a
+        // safeguard, so it reports the same rule for both, although neither cause needs a sandbox.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
@@ -350,11 +351,11 @@ fn contains(nets: &BTreeSet<IpNet>, address: IpAddr) -> bool {
 }
 
 fn wireguard_addresses(member: &Member) -> BTreeSet<IpAddr> {
-    let claims = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
+    let addresses = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
         Claim::Valid(net) => Some(net.addr()),
         _ => None,
     });
-    claims.collect()
+    addresses.collect()
 }
 
 fn is_internal_ip(member: &Member, address: IpAddr) -> bool {

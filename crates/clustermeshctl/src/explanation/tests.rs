@@ -1,5 +1,5 @@
-//! Property tests: the answers agree with a second, independent evaluation that reads only the planned Peers, policies
-//! and SandboxAccesses, and uses none of the planner's rules.
+//! Property tests: the answers agree with a second, independent evaluation. It reads the planned Peers, policies and
+//! SandboxAccesses, and the observed members. It uses none of the planner's rules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -164,8 +164,9 @@ fn is_wireguard_only(member: &Member, address: IpAddr) -> bool {
     is_wireguard && !is_internal
 }
 
-/// The source address of arriving packets of `from`, or none if they do not arrive. It is the address of `from` if the Peer of its node
-/// (any Peer, if the node is unknown) contains it, else the WireGuard address of the node, if its Peer contains it and the family fits.
+/// The source address with which packets of `from` arrive; empty if they do not arrive. First choice: the address of `from`, if the Peer of
+/// the node (any Peer, if the node is unknown) contains that address. Second choice: the node's WireGuard address, if the Peer of the node
+/// contains that address, and the destination has the same family.
 fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let is_in_own_peer = |address: &IpAddr| {
         let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);
@@ -243,6 +244,7 @@ const MESH_ADDRESSES: &[&str] = &[
     "10.1.200.1",
     "100.66.1.10",
 ];
+/// Destination ports of the queries. None is a gateway port (those begin at 20000), so no query enters through a gateway.
 const PORTS: &[u16] = &[80, 443, 6443, 10250];
 
 fn query() -> impl Strategy<Value = (Source, Destination)> {
@@ -289,14 +291,14 @@ fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination)
     Explainer::new(meshes, seen, &Settings::default(), &TestNaming, plan).explain(from, to)
 }
 
-/// Whether the address of `from` may be in the Peer of another node, the leader of its location (kg with granularity `location`).
-/// The planner chooses the leader, so this model cannot check such an answer.
+/// Whether packets of `from` may pass through the leader of its location (kg with granularity `location`): the Peer of its node does not
+/// contain its address. The planner chooses the leader, so this model cannot check such an answer.
 fn is_behind_leader(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> bool {
     let Some(address) = from.address else { return false };
     let nodes = scenario.seen.members[&from.cluster].last().map(|member| &member.nodes);
     let has_locations = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
-    let elsewhere = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, address);
-    has_locations && from.node.as_ref().is_some_and(|node| !elsewhere.contains(node))
+    let owners = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, address);
+    has_locations && from.node.as_ref().is_some_and(|node| !owners.contains(node))
 }
 
 proptest! {

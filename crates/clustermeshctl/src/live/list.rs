@@ -117,7 +117,7 @@ fn by_name<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName
     objects.into_iter().flatten().filter_map(named).collect()
 }
 
-/// Reads the objects of one cluster. Also returns notes about objects that could not be read.
+/// Reads the objects of one cluster. Also returns notes about objects and kinds that could not be read.
 pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String>), String> {
     let mut notes = Vec::new();
     let objects = tokio::time::timeout(TOTAL_TIMEOUT, list_objects(client, &mut notes)).await;
@@ -125,7 +125,7 @@ pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String
     let more = notes.len().saturating_sub(MAX_NOTES);
     notes.truncate(MAX_NOTES);
     if more > 0 {
-        notes.push(format!("and {more} more objects that are left out"));
+        notes.push(format!("and {more} more notes"));
     }
     Ok((objects, notes))
 }

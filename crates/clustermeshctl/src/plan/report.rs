@@ -120,7 +120,7 @@ impl From<&PlanResult> for Report {
 
 impl MeshReport {
     fn new(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
-        // A plan writes and deletes nothing and reads no reports of agents. It lists the outstanding objects in `changes`.
+        // The empty arguments: `plan` attempts no write and no deletion, reads no tunnel reports, and lists pending writes in `changes`.
         let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),

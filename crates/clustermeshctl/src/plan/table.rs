@@ -1,5 +1,5 @@
-//! Renders the plan as text for people: the conditions that need attention, every change with its content, and the nodes that
-//! are left out. [`super::report`] is the format for programs.
+//! Renders the plan as text for people: for each mesh the condition Ready and all conditions that need attention, every change with its
+//! content, and the nodes and networks that are left out. [`super::report`] is the format for programs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use clustermesh_core::{
 use super::PlanResult;
 use crate::page;
 
-/// The limit of printed items of a list.
+/// The maximum number of items of a list that are printed.
 const MAX_ITEMS: usize = 24;
 
 pub(super) fn render(outcome: &PlanResult) -> String {
@@ -42,8 +42,8 @@ struct Page {
 impl Page {
     fn write_mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
         self.write_line(0, 0, &format!("ClusterMesh {id}"));
-        // The empty arguments are results of writes and reports of agents, which a plan does not have, and the numbers of outstanding
-        // objects, which the steps below show.
+        // This command writes nothing and reads no reports of agents, so it knows no failed writes, no leftovers of removed clusters and
+        // no tunnels that are down. The numbers of outstanding objects are empty, because the steps below show them.
         for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || needs_attention(&condition) {
                 let state = match (condition.kind, condition.status) {
@@ -139,7 +139,7 @@ impl Page {
                 self.write_line(
                     2,
                     4,
-                    &format!("Nodes of {entry} that keep their Peers for 5 minutes and are then left out:"),
+                    &format!("Nodes of {entry} that keep their Peers for up to 5 minutes and are then left out:"),
                 );
                 for (node, reason) in &cluster.held {
                     self.write_line(4, 8, &format!("! Node {node}  {reason}"));
@@ -247,9 +247,9 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
     }
 }
 
-/// Returns the lines of `describe` for an object that is created, deleted, or was invalid, and the lines of `changes` for the update of a
-/// valid object.
-/// An update also has lines for changed labels. The deletion of an invalid object has no lines.
+/// Returns the lines of `describe` for a created or deleted object, and the lines of `changes` for an updated one. If the existing object
+/// is invalid, its update has the reason and the lines of `describe`, and its deletion has no lines. Each update also has lines for
+/// changed labels.
 fn compare<T>(
     step: &Step,
     planned: Option<&T>,

@@ -63,7 +63,7 @@ pub(super) struct Row {
     /// Sockets that the plan denies and that answer on the underlay, if [`Classifier::is_underlay_checked`] is false.
     pub(super) on_underlay: Vec<Finding>,
     /// Sockets that the plan denies and that refuse the connection: no process listens, or a firewall rejects the packets.
-    /// Without those on the underlay, if [`Classifier::is_underlay_checked`] is false.
+    /// If [`Classifier::is_underlay_checked`] is false, sockets that refuse on the underlay are left out.
     pub(super) refused: Vec<Finding>,
     /// Sockets that answer and for which the plan gives no verdict.
     pub(super) unknown: Vec<Finding>,
@@ -93,7 +93,8 @@ pub(super) struct Classifier<'a> {
     pub(super) explainer: &'a Explainer<'a>,
     pub(super) source: &'a ProbeSource,
     pub(super) from: &'a ClusterIdentity,
-    /// Whether a denied socket that answers on the underlay is a violation. False for a cluster-meshed source.
+    /// Whether denied sockets on the underlay are findings, too: an answer is a violation. False for a cluster that is
+    /// cluster-meshed in every mesh and not quarantined.
     pub(super) is_underlay_checked: bool,
     /// The mesh's WireGuard device.
     pub(super) device: &'a str,
@@ -233,15 +234,15 @@ impl Classifier<'_> {
                     "Node {node} has no route to the address: wg-agent blocks it or refused the Peer; see `wg-agent status` on the Node"
                 ),
             },
-            // No route in the plan: the source is a sandbox, whose packets go through a gateway.
+            // An allowed connection without a route in the plan is that of a sandbox: its packets go through a gateway.
             (_, Path::Tunnel | Path::Unknown) if planned.route.is_none() => format!(
-                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway up \
+                "no answer ({}): is the tunnel between Node {node} of {cluster:?} and the gateway up \
                  (`wg-agent status` on the Node)? Is the SandboxAccess applied, without refused grants (kubectl get \
                  sandboxgateways -A -o wide)? Does a NetworkPolicy block traffic from the gateways to the Service?",
                 answer.outcome
             ),
             (_, Path::Tunnel | Path::Unknown) => format!(
-                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the destination's node up \
+                "no answer ({}): is the tunnel between Node {node} of {cluster:?} and the destination's node up \
                  (`wg-agent status` on both)? Does a NetworkPolicy block the packets? Has wg-agent on the destination's node applied \
                  the PeerPolicy?",
                 answer.outcome

@@ -84,16 +84,17 @@ enum Line {
     },
 }
 
-/// Builds the Jobs that probe the sockets from one cluster. Adds a note if the cluster has more Ready Nodes than `--nodes`.
+/// Builds the Jobs that run in the cluster `from` and probe sockets of other clusters. Adds a note if
+/// `from` has more Ready Nodes than `--nodes`.
 pub(super) fn build<'o>(
     from: &Cluster<'o>,
-    outcome: &PlanResult,
+    plan_result: &PlanResult,
     args: &VerifyArgs,
     sockets_by_cluster: &[(&'o str, Sockets)],
     report: &mut Report,
 ) -> Result<Vec<Job<'o>>, String> {
     let name = from.name;
-    let client = outcome.clients.get(from.identity).ok_or_else(|| {
+    let client = plan_result.clients.get(from.identity).ok_or_else(|| {
         format!(
             "cluster {name:?}: nothing is probed from it, because this program has no credentials for it; name a context with \
              --member-context"
@@ -296,7 +297,7 @@ fn manifest(
 }
 
 /// The timeout of all probes of one pod: 30 s, and 5 s for every 400 sockets. `wg-agent probe` opens 400 connections at once, each with a
-/// timeout of 2.5 s.
+/// timeout of 2.5 s, so it should need at most half of the 5 s.
 fn probe_timeout(arguments: &[String]) -> Duration {
     let sockets: usize = arguments.iter().map(|argument| argument.split(',').count()).sum();
     Duration::from_secs(30) + Duration::from_millis((sockets / 400) as u64 * 5000)
@@ -413,7 +414,7 @@ fn waiting_reason(pod: &Pod) -> String {
         .unwrap_or_else(|| "it is starting or running".to_owned())
 }
 
-/// Returns why a pod failed: the reason in its status and the end of its log.
+/// Returns why a pod failed: the message (else the reason) in its status, and the end of its log.
 async fn failure_reason(pods: &Api<Pod>, pod: &Pod) -> String {
     let name = pod.metadata.name.clone().unwrap_or_default();
     let status = pod.status.as_ref();
@@ -430,7 +431,7 @@ async fn failure_reason(pods: &Api<Pod>, pod: &Pod) -> String {
     )
 }
 
-/// Deletes a Job and waits until the Job and its pod are gone. Returns a message if this fails.
+/// Deletes a Job and waits until it is gone. Foreground deletion removes the pod before the Job. Returns a message if this fails.
 async fn delete_job(job: &Job<'_>) -> Option<String> {
     let jobs: Api<batch::Job> = Api::namespaced(job.client.clone(), &job.namespace);
     let delete = DeleteParams {

@@ -1,5 +1,5 @@
-//! Collects the addresses and TCP ports of a cluster to probe, from its objects: pods, endpoints, Services, Nodes, gateways and API
-//! server.
+//! Collects the addresses and TCP ports that are probed in one cluster. They come from the cluster's objects: pods, endpoints,
+//! Services, Nodes, gateways and API server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,7 +19,7 @@ use crate::{
     inputs::ReadCluster,
 };
 
-/// Probed on every address of a node, in addition to the infrastructure ports.
+/// Probed on every address of a node or gateway, in addition to the infrastructure ports.
 const SSH_PORT: u16 = 22;
 
 /// A socket to probe. Its address and port are the key in [`Sockets`].
@@ -309,14 +309,14 @@ fn gateway_backends(
         *protocol == Protocol::Tcp && granted.service == *service && port_names.contains(&*granted.port)
     });
     let serves_sandbox = |gateway: &&Gateway| gateway.serves(sandbox);
-    let backends_at_gateway_port = |(port, _): (&(Protocol, u16), _)| {
+    let backends_at_gateway_port = |(gateway_port, _): (&(Protocol, u16), _)| {
         let gateways = member.gateways.values().filter(serves_sandbox);
         let addresses =
             gateways.flat_map(|gateway| gateway.addresses.iter().map(|ip| (ip.to_canonical(), gateway.ready)));
         let backends = addresses.map(|(address, ready)| Backend {
             address,
             node: None,
-            port: *port,
+            port: *gateway_port,
             ready: ready && is_service_ready,
         });
         backends.collect::<Vec<_>>()

@@ -1,4 +1,7 @@
-use std::path::{Path as File, PathBuf};
+use std::{
+    net::IpAddr,
+    path::{Path as File, PathBuf},
+};
 
 use clustermesh_core::plan::Settings;
 
@@ -32,22 +35,22 @@ async fn planned() -> PlanResult {
     read.unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
-/// Classifies the answers of the hub's sockets to a pod with this address. `answer` gives the answer of each socket. Only the routes
-/// to 10.244.1.20 and, from the sandbox, to the gateway lead into the tunnel.
+/// Classifies the answers of the hub's sockets to a pod with the address `pod_ip`. `answer` gives the answer of each socket. Only the
+/// routes to 10.244.1.20 and, from the sandbox, to the gateway lead into the tunnel.
 fn classify_hub_sockets(
-    outcome: &PlanResult,
-    (cluster, node, pod): (&str, &str, &str),
+    planned: &PlanResult,
+    (cluster, node, pod_ip): (&str, &str, &str),
     answer: impl Fn(SocketAddr) -> &'static str,
 ) -> Row {
     let identity_of = |name: &str| {
-        let (identity, _) = outcome.inputs.names.iter().find(|(_, other)| *other == name).unwrap();
+        let (identity, _) = planned.inputs.names.iter().find(|(_, other)| *other == name).unwrap();
         identity
     };
     let hub = identity_of("mgmt");
     let all = sockets::collect(
-        outcome.inputs.cluster(hub).unwrap(),
-        &outcome.settings,
-        &planned_accesses(outcome, hub),
+        planned.inputs.cluster(hub).unwrap(),
+        &planned.settings,
+        &planned_accesses(planned, hub),
     );
     let source = ProbeSource {
         cluster: cluster.to_owned(),
@@ -60,7 +63,7 @@ fn classify_hub_sockets(
     };
     let answers = Answers {
         source: source.clone(),
-        addresses: vec![pod.parse().unwrap()],
+        addresses: vec![pod_ip.parse().unwrap()],
         by_socket: all.keys().map(|address| (*address, answer_of(address))).collect(),
     };
     let interface = |address: IpAddr| {
@@ -79,7 +82,7 @@ fn classify_hub_sockets(
         .map(|address| (address.ip(), Some(interface(address.ip()).to_owned())))
         .collect();
     let classifier = Classifier {
-        explainer: &outcome.explainer(),
+        explainer: &planned.explainer(),
         source: &source,
         from: identity_of(cluster),
         is_underlay_checked: cluster == "notebooks",
@@ -101,7 +104,7 @@ const SANDBOX: (&str, &str, &str) = ("notebooks", "nb1", "10.243.0.9");
 const TENANT: (&str, &str, &str) = ("tenant-a", "w1", "10.20.1.9");
 
 #[tokio::test]
-async fn socket_open_to_sandbox_without_grant_is_a_violation() {
+async fn open_socket_without_grant_is_a_violation() {
     let row = classify_hub_sockets(&planned().await, SANDBOX, |_| "open");
     assert_eq!(sockets_on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
     let tunnel = sockets_on(&row.violations, Path::Tunnel);
@@ -152,12 +155,12 @@ async fn silent_gateway_is_reported_with_a_hint() {
 
 #[tokio::test]
 async fn infrastructure_port_is_probed_on_nodes_and_gateways() {
-    let outcome = planned().await;
-    let read = outcome.inputs.clusters.get("mgmt").unwrap();
+    let planned = planned().await;
+    let read = planned.inputs.clusters.get("mgmt").unwrap();
     // Only TCP ports are probed.
     let ports = ["8132/TCP", "8133/UDP"].map(|text| text.parse().unwrap());
     let more = sockets::collect(read, &Settings::with_infrastructure_ports(&ports).unwrap(), &[]);
-    let before = sockets::collect(read, &outcome.settings, &[]);
+    let before = sockets::collect(read, &planned.settings, &[]);
     let more: Vec<String> = (more.keys())
         .filter(|socket| !before.contains_key(socket))
         .map(ToString::to_string)
@@ -194,8 +197,8 @@ async fn refused_socket_without_grant_is_no_violation() {
 
 #[tokio::test]
 async fn own_and_underlay_allowed_addresses_are_not_probed() {
-    let outcome = planned().await;
-    let notebooks = outcome.inputs.clusters.get("notebooks").unwrap();
+    let planned = planned().await;
+    let notebooks = planned.inputs.clusters.get("notebooks").unwrap();
     let allowed: Vec<UnderlayAllowed> = ["192.0.2.7", "10.96.0.10:53"]
         .map(|text| text.parse().unwrap())
         .to_vec();
@@ -217,15 +220,16 @@ async fn own_and_underlay_allowed_addresses_are_not_probed() {
     ] {
         assert_eq!(excluded.contains(socket.parse().unwrap()), is_excluded, "{socket}");
     }
+    // Only addresses can be excluded, not names.
     let wrong = "write ADDRESS or ADDRESS:PORT, for example 10.96.0.10:53 or [fd00::10]:53".to_owned();
     assert_eq!("resolver:53".parse::<UnderlayAllowed>(), Err(wrong));
 }
 
 #[tokio::test]
 async fn exit_code_reports_the_worst_result() {
-    let outcome = planned().await;
+    let planned = planned().await;
     let report = |answer: &'static str, not_probed: &[&str]| Report {
-        rows: vec![classify_hub_sockets(&outcome, SANDBOX, move |socket| {
+        rows: vec![classify_hub_sockets(&planned, SANDBOX, move |socket| {
             if socket.to_string() == "100.66.255.1:24040" {
                 answer
             } else {
@@ -240,6 +244,6 @@ async fn exit_code_reports_the_worst_result() {
     assert_eq!(report("silent", &[]).code(), UNANSWERED);
     assert_eq!(report("silent", &["a node"]).code(), CANNOT_TELL);
     let mut open = report("open", &["a node"]);
-    open.rows.push(classify_hub_sockets(&outcome, SANDBOX, |_| "open"));
+    open.rows.push(classify_hub_sockets(&planned, SANDBOX, |_| "open"));
     assert_eq!(open.code(), VIOLATION);
 }

@@ -306,7 +306,7 @@ fn meshes_in_several_documents_share_a_cluster() {
         .map(|mesh| &mesh["name"])
         .collect();
     assert_eq!(names, ["lab", "prod"]);
-    // The files given for `mgmt` are also used for `hub`, because both entries are the local cluster.
+    // Only `tenant-b` has no files: those given for `mgmt` are also used for `hub`, because both entries are the local cluster.
     assert_eq!(
         both["meshes"][0]["conditions"][0]["message"],
         "cluster \"tenant-b\": not given; add --cluster tenant-b=FILE_OR_DIR"
@@ -352,9 +352,9 @@ fn hub_id_defaults_to_kube_system_uid_then_to_peer_labels() {
         labels["kilo-clustermesh.io/hub"].as_str().unwrap().to_owned()
     };
     assert_eq!(hub(""), "unknown");
-    let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id most -o json")).json());
+    let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id labels -o json")).json());
     let existing = applied.flags(&["mgmt", "tenant-a"]);
-    assert_eq!(hub(&existing), "most");
+    assert_eq!(hub(&existing), "labels");
     let system = applied.folder.path().join("system.yaml");
     fs::write(
         &system,
@@ -364,7 +364,7 @@ fn hub_id_defaults_to_kube_system_uid_then_to_peer_labels() {
     let system = format!("{existing} --cluster mgmt={}", system.display());
     assert_eq!(hub(&system), "11-22");
     assert_eq!(hub(&format!("{system} --hub-id flag")), "flag");
-    // With another id, the existing Peers belong to another hub, so no step changes or deletes them.
+    // With this id, the existing objects belong to a different hub, so no step changes or deletes them.
     let foreign = plan(&format!("{AGENTS}{existing} --hub-id another -o json")).json();
     assert_eq!(
         changes(&foreign, "mgmt")

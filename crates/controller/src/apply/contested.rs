@@ -11,7 +11,7 @@ use crate::backoff::Backoff;
 
 const CONTESTED_AFTER: u32 = 3;
 
-/// Our last writes to one object, from which [`Self::is_contested`] follows.
+/// Our last write to one object, and the changes of the object by another client.
 #[derive(Debug)]
 pub(super) struct ObjectWrites {
     pub(super) mesh: MeshId,
@@ -19,6 +19,7 @@ pub(super) struct ObjectWrites {
     pub(super) last_written: Option<Item>,
     /// The number of changes by the other client in a row.
     changes: u32,
+    /// When [`Self::record`] was called last.
     pub(super) recorded_at: Instant,
     pub(super) backoff: Option<Backoff>,
     /// The other client's field manager in `managedFields`.

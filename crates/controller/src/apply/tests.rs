@@ -301,7 +301,7 @@ async fn retries_after_409_back_off_and_name_other_field_manager() {
     assert_eq!(fixture.writer.problem(&mesh()), None);
 }
 
-/// The writer must detect this without a 409: two clients that take turns to overwrite an object never cause one.
+/// The writer must detect the reverts without a 409, because two clients that overwrite an object in turn never cause one.
 #[tokio::test(start_paused = true)]
 async fn writes_of_object_that_another_client_reverts_back_off() {
     let mut fixture = Fixture::new(|method, path| match method {
@@ -309,7 +309,7 @@ async fn writes_of_object_that_another_client_reverts_back_off() {
         _ => (200, None),
     });
     let steps = [peer_step("a", 1, Action::Update)];
-    // The watch delivers the write of the other client 20 ms after ours.
+    // Every 20 ms a pass plans the update again, because the other client has reverted it.
     for _ in 0..3000 {
         fixture.set_steps(&steps);
         tokio::time::sleep(Duration::from_millis(20)).await;

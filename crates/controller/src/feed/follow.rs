@@ -16,12 +16,13 @@ use super::{Feed, List, Trust, identity};
 use crate::api_error;
 
 /// Objects in one page of a list; a page of Nodes has about 1 MB. If a page exceeds a memory limit ([`OverBudget`]), it is requested
-/// again with half as many objects, down to one; later pages keep this size. So the limit of one response does not limit the number of
-/// objects.
+/// again with half as many objects, down to one; later pages keep this size. So a list does not fail because
+/// 50 of its objects exceed the limit of one response.
 const PAGE_SIZE: u32 = 50;
 /// At most this many objects of one kind are read. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
-/// At most this many pages of one list are read. [`MAX_OBJECTS`] alone does not limit the pages, because a server may send empty ones.
+/// At most this many pages of one list are requested, repeated requests included. [`MAX_OBJECTS`] alone does not limit the pages, because
+/// a server may send empty ones.
 const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
 /// The longest `continue` token. The next request contains it in the URL.
 const MAX_TOKEN: usize = 16 * 1024;
@@ -59,7 +60,7 @@ pub(crate) type Resume = watch::Receiver<u64>;
 pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>, resume: Resume) {
     let mut progress = Progress {
         backoff: new_backoff(),
-        expired: 0,
+        has_expired: false,
         is_suspect: false,
         resume,
     };
@@ -84,8 +85,8 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
 /// The state of [`follow`] between attempts.
 struct Progress {
     backoff: ExponentialBackoff,
-    /// 1 after a 410 response (version expired) since the last established watch, else 0.
-    expired: u32,
+    /// Whether a 410 response (version expired) arrived since the last established watch.
+    has_expired: bool,
     /// Since the last established watch the server has repeated 410 or exceeded a limit. Its lists do not count as current until a
     /// watch is established.
     is_suspect: bool,
@@ -93,10 +94,10 @@ struct Progress {
 }
 
 impl Progress {
-    /// Resets the backoff and the count of 410 responses after a watch was established.
+    /// Resets the backoff and forgets a 410 response, after a watch was established.
     fn reset(&mut self) {
         self.backoff = new_backoff();
-        self.expired = 0;
+        self.has_expired = false;
     }
 
     /// Waits for `pause`; `None` = for the next pause of the backoff. The signal to resume ends the wait.
@@ -134,7 +135,7 @@ enum FollowError {
     Expired,
     /// There are too many objects or pages, or a `continue` token is too long.
     TooMany,
-    /// The member exceeds its memory budget.
+    /// A response, an event or all data of the member exceed a memory limit.
     OverBudget(OverBudget),
     Api(Error),
     TimedOut,
@@ -166,8 +167,8 @@ fn report<V: Clone + PartialEq>(
     let what = &resource.description;
     let (trust, pause) = match error {
         // A single 410 (expired) is normal. A server that repeats it offers no usable list and watch.
-        FollowError::Expired if progress.expired == 0 => {
-            progress.expired += 1;
+        FollowError::Expired if !progress.has_expired => {
+            progress.has_expired = true;
             return None;
         }
         FollowError::Expired => (
@@ -176,7 +177,9 @@ fn report<V: Clone + PartialEq>(
         ),
         FollowError::TooMany => (
             Trust::Broken(format!(
-                "its API server lists more than {MAX_OBJECTS} {what}, or more than {MAX_PAGES} pages of them"
+                "its API server lists more than {MAX_OBJECTS} {what}, more than {MAX_PAGES} pages of them, or sends a `continue` token of \
+                 more than {} KiB",
+                MAX_TOKEN / 1024
             )),
             None,
         ),

@@ -161,6 +161,7 @@ fn older_event_or_list_does_not_undo_our_own_write() {
 
 #[test]
 fn older_list_replaces_rows_that_came_from_a_list() {
+    // Versions decrease when a cluster is restored from a backup.
     let feed = feed();
     replace(
         &feed,
@@ -181,7 +182,7 @@ fn older_list_undoes_our_own_write_after_forget_writes() {
 }
 
 #[test]
-fn kind_is_forbidden_after_ten_seconds_unless_read_before() {
+fn refused_kind_is_forbidden_later_unless_read_before() {
     let denied = || Trust::Denied("403".into());
     let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
         feed.set_trust(denied());

@@ -19,7 +19,8 @@ pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
     }
 }
 
-/// Estimates the bytes of memory that an object takes. The estimate is more likely too high than too low.
+/// Estimates the bytes of memory that an object takes. The estimate is more likely too high than too low. Finalizers, owner references
+/// and timestamps are not counted.
 pub(super) fn estimate(object: &DynamicObject) -> usize {
     let metadata = &object.metadata;
     let texts = [

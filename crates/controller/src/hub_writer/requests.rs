@@ -1,4 +1,4 @@
-//! The requests that change a ClusterMesh. They write only its finalizers and its status.
+//! The requests that change a ClusterMesh, and the update of the feed from their responses. The requests write only finalizers and status.
 
 use std::{sync::Arc, time::Duration};
 

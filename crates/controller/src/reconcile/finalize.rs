@@ -1,7 +1,8 @@
 //! Decides when our finalizer is added to a ClusterMesh and when it is removed.
 //!
-//! Nothing is written for a mesh before it has the finalizer. The finalizer is removed when no object of the mesh is left in any member,
-//! except objects that may be left behind according to an annotation of the ClusterMesh.
+//! Nothing is written for a mesh before it has the finalizer. The finalizer is removed from a ClusterMesh that is being deleted and is
+//! not paused, when no object of the mesh is left in any member, except objects that may be left behind according to an annotation of
+//! the ClusterMesh.
 
 use clustermesh_core::{
     diff::Action,

@@ -10,10 +10,10 @@ use std::{
 
 use clustermesh_core::{links::BrokenTunnels, mesh::MeshId};
 
-/// The minimum time between two changes of the report of a mesh. Agents report their links at the same interval.
+/// The minimum time between two changes of the report of a mesh. An agent writes its status at most this often, too.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The last report of each mesh that has broken links, or had broken links less than [`INTERVAL`] ago.
+/// The last report of each mesh. A missing report counts as one without broken links that is at least [`INTERVAL`] old.
 #[derive(Debug, Default)]
 pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
 

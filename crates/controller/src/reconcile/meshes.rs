@@ -1,8 +1,8 @@
 //! Converts ClusterMeshes to the planner's input.
 //!
-//! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) keeps its last valid content, and its accepted
-//! networks stay reserved. Unless it is in deletion, it is paused, so that its objects stay in the members. A ClusterMesh that this
-//! process could never parse is also refused, but without content.
+//! A refused mesh (its spec is invalid, or exceeds the permissions of its namespace) keeps its last valid content, or what
+//! [`last_valid_mesh`] can restore of it after a restart. Its accepted networks stay reserved. Unless it is in deletion, it is paused, so
+//! that its objects stay in the members. A ClusterMesh that this process could never parse is also refused, but without content.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,8 +22,8 @@ use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
 pub(super) struct LoadedMesh {
     /// The object, in the last version that parses. `None` = this process has seen no such version.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// The planner's input. A refused mesh has its last valid content (empty if there is no `object`). It is paused, except that a mesh in
-    /// deletion is paused only if its `object` is.
+    /// The planner's input. That of a refused mesh comes from [`last_valid_mesh`] (empty if there is no `object`). A refused mesh is
+    /// paused, except that a mesh in deletion is paused only if its `object` is.
     pub(super) mesh: Mesh,
     /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,

@@ -1,5 +1,6 @@
-//! Tracks clusters that were removed from the spec of a mesh, until the mesh's objects in them are deleted, or the annotation
-//! `force-cleanup` allows leaving the objects behind. The status of the mesh contains the list, so that a restart does not lose it.
+//! Tracks clusters that were removed from the spec of a mesh, until the mesh's objects in them are deleted, the annotation
+//! `force-cleanup` allows leaving the objects behind, or another entry proves to be the same cluster. The status of the mesh contains
+//! the list, so that a restart does not lose it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -153,7 +154,7 @@ pub(super) fn may_be_left_behind(object: &ClusterMesh, cluster: &str) -> bool {
     }
 }
 
-/// A message for the status that explains how the objects in a cluster are removed or left behind.
+/// A message for the status that explains how the objects in a cluster that does not answer are removed or left behind.
 pub(super) fn cleanup_hint(cluster: &str) -> String {
     format!(
         "Its objects are removed when it answers; to leave them there, annotate the ClusterMesh with {FORCE_CLEANUP}={cluster}"
@@ -221,8 +222,8 @@ impl Reconciler {
             (None, Some(why)) => Some(format!("{why}. {}", cleanup_hint(name))),
             (None, None) if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(
                 "it may be the same cluster as another entry: their UIDs (of the Namespace kube-system) are equal or not both \
-                 known. {}",
-                cleanup_hint(name)
+                 known. Its objects are removed when both UIDs are known and differ; to leave them there, annotate the \
+                 ClusterMesh with {FORCE_CLEANUP}={name}"
             )),
             (None, None) => None,
         };
@@ -310,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn member_read_by_an_earlier_process_only_is_cleaned_up() {
+    fn removed_member_that_an_earlier_process_read_is_tracked() {
         let mut clusters = RemovedClusters::default();
         clusters.update(&mesh(true));
         assert_eq!(clusters.identities().count(), 0);

@@ -74,7 +74,7 @@ impl Reports {
         }
     }
 
-    /// The next time after `now` at which a report may change because time has passed.
+    /// The next time at which a report may change only because time passes.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let outdated = [self.outdated_agents.due(now), self.outdated_gateways.due(now)];
         outdated.into_iter().chain([self.links.due()]).flatten().min()
@@ -163,9 +163,9 @@ impl Reconciler {
             .throttle(id, links::find_broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh has to wait, at most [`MAX_REPORT_DELAY`]. One reason is a member that has had no fresh observation for
-    /// a short time ([`Session::is_settling`](crate::session::Session::is_settling)). The other is an object that does not match the plan
-    /// yet, if the mesh is not paused.
+    /// Whether the report of a mesh has to wait, at most [`MAX_REPORT_DELAY`]. It waits for a member that lost its fresh observation only a
+    /// short time ago, or just began to be read ([`Session::is_settling`](crate::session::Session::is_settling)). If the mesh is not
+    /// paused, it also waits for objects that do not match the plan yet, except in members that do not answer or refuse writes.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
@@ -175,7 +175,7 @@ impl Reconciler {
         let is_settling = members().any(|member| member.session.is_settling());
         let has_outstanding = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
-                // A report does not wait for a member that does not answer or refuses writes, because that may last long.
+                // Such a problem may last long.
                 let has_failed = self
                     .members
                     .get(identity)
@@ -223,7 +223,7 @@ impl Reconciler {
                 };
                 self.reports.synced.entry(key.clone()).or_insert_with(stored_or_now);
             } else if is_outstanding {
-                // While objects are outstanding, each pass sets the current time. After the last one is written, the time stays.
+                // While objects are outstanding, each pass sets the current time. When all objects are written, the time stays.
                 self.reports.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
@@ -350,7 +350,7 @@ pub(super) fn truncate_to_seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
 }
 
 /// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each restart.
-/// Because these nodes are counted, a restart of kg causes no status write.
+/// The status counts them as nodes without wg-agent, as before the restart, so that a restart of kg causes no status write.
 fn restarting_kg_nodes(planned: &ClusterReport, member: &Member) -> BTreeSet<String> {
     let skipped: BTreeSet<&String> = planned.skipped.iter().map(|skipped| &skipped.node).collect();
     // If a node is neither held nor skipped, the leader of its Kilo location has the tunnel for it.

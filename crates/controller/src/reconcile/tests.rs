@@ -87,6 +87,7 @@ fn unreferenced_secret_of_the_same_cluster_deletes_nothing() {
         let unknown = [(old.clone(), with_peer(old_uid)), (new.clone(), with_peer(new_uid))];
         assert_eq!(deleted(&plan, &unknown), vec![new.clone()], "{old_uid:?} {new_uid:?}");
     }
+    // Until the cluster of the referenced Secret is read, both Secrets may be of one cluster.
     let pending = [
         (old.clone(), with_peer(Some("u"))),
         (new.clone(), Observation::Unreachable("not yet".into())),
@@ -175,6 +176,7 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
             .lines()
             .filter(|line| line.starts_with("registered_nodes{"))
             .count();
+        // Two clusters of each of the five meshes.
         assert_eq!(series, 10, "{text}");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }

@@ -1,4 +1,4 @@
-//! Chooses the next name to look up, from the member with the fewest lookups in progress. So names that never resolve do not
+//! Chooses the next name to look up: a due name of the member that has the fewest lookups in progress. So names that never resolve do not
 //! delay the names of other members. The caller does the lookups and passes the current time.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,12 +55,12 @@ impl LookupQueue {
         Some((member.clone(), name))
     }
 
-    /// Marks a lookup as finished. The name is due again at `next`, unless it is not wanted any more.
-    pub(super) fn finish(&mut self, member: &ClusterIdentity, name: String, next: Instant) {
+    /// Marks a lookup as finished. The name is due again at `due_at`, unless it is not wanted any more.
+    pub(super) fn finish(&mut self, member: &ClusterIdentity, name: String, due_at: Instant) {
         let Some(queue) = self.0.get_mut(member) else { return };
         queue.in_progress.remove(&name);
         if !queue.dropped.remove(&name) {
-            queue.waiting.insert((next, name));
+            queue.waiting.insert((due_at, name));
         }
     }
 

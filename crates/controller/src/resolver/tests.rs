@@ -33,7 +33,7 @@ fn failed_lookup_changes_nothing() {
 
 /// Two hundred names do not resolve. While they are looked up, a name of another member is added.
 #[tokio::test(start_paused = true)]
-async fn names_without_answer_do_not_delay_other_members() {
+async fn silent_names_delay_other_members_by_one_timeout_at_most() {
     let silent: BTreeSet<String> = (0..MAX_NAMES).map(|n| format!("silent-{n:03}.example")).collect();
     let mut wanted: NamesByMember = [(member("hostile"), silent.clone())].into();
     let (names, receiver) = watch::channel(wanted.clone());

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn ages_in_the_first_list_do_not_depend_on_the_clock() {
+    fn wrong_node_clocks_do_not_change_ages_of_first_values() {
         let mut fixture = Fixture::new();
         // The clocks of the cluster are ten minutes behind.
         let then = START_UNIX - 600;

@@ -123,8 +123,8 @@ pub(super) fn follow(
                     let digest: [u8; 32] = Sha256::digest(&bytes).into();
                     if last_digest != Some(digest) {
                         last_digest = Some(digest);
-                        let connected = connect(&bytes, context.as_deref(), &hub, &account).await;
-                        let credentials = connected.unwrap_or_else(|why| {
+                        let built = build_credentials(&bytes, context.as_deref(), &hub, &account).await;
+                        let credentials = built.unwrap_or_else(|why| {
                             Credentials::Missing(format!(
                                 "{} key {key:?}: {why}",
                                 secret_name
@@ -141,7 +141,12 @@ pub(super) fn follow(
     receiver
 }
 
-async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub, account: &Account) -> Result<Credentials, String> {
+async fn build_credentials(
+    bytes: &[u8],
+    context: Option<&str>,
+    hub: &Hub,
+    account: &Account,
+) -> Result<Credentials, String> {
     let client = clustermesh_access::build_member_client(bytes, context, &hub.hosts, account).await;
     client.map(Credentials::Ready).map_err(|unusable| {
         tracing::debug!(

@@ -1,7 +1,7 @@
 //! The feeds of all kinds that are read from one member, and their conversion to the planner's [`Member`].
 //!
-//! The member's ServiceAccount needs list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services,
-//! endpointslices and pods.
+//! The member's ServiceAccount must be allowed to list and watch nodes and peers. It should also be allowed to list and watch
+//! peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods; [`MemberFeeds::trusts`] has the exception.
 
 use std::{
     collections::BTreeMap,
@@ -204,8 +204,10 @@ impl MemberFeeds {
             };
             on_demand.services.entry(namespace).or_insert_with(new);
         }
-        on_demand.pods.retain(|namespace, _| interest.pods.contains(namespace));
-        for namespace in &interest.pods {
+        on_demand
+            .pods
+            .retain(|namespace, _| interest.pod_namespaces.contains(namespace));
+        for namespace in &interest.pod_namespaces {
             let new = || OnDemandFeed::new(self.factory.pods());
             on_demand.pods.entry(namespace.clone()).or_insert_with(new);
         }
@@ -265,7 +267,7 @@ impl MemberFeeds {
                 tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, slices));
             }
         }
-        for namespace in &interest.pods {
+        for namespace in &interest.pod_namespaces {
             if let Some(pods) = on_demand.pods.get(namespace) {
                 let resource = self.in_namespace::<core_v1::Pod>(client, "pods", namespace, "");
                 tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, pods));
@@ -350,7 +352,7 @@ impl MemberFeeds {
                 }
             }
         }
-        for namespace in &interest.pods {
+        for namespace in &interest.pod_namespaces {
             let feed = on_demand.pods.get(namespace);
             match feed.map_or(Err("it is not being read yet".to_owned()), OnDemandFeed::rows) {
                 Ok(pods_here) => pods.extend(pods_here),

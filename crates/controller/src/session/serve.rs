@@ -17,11 +17,12 @@ use crate::{api_error, events::truncate};
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// The pause after the first failed probe.
 const RETRY_INTERVAL: Duration = Duration::from_secs(3);
-/// The API server is unresponsive after this many failures in a row. A single failure has no effect.
+/// The API server is unresponsive after this many failures in a row. A single failure only shortens the next pause.
 const MAX_FAILURES: u32 = 2;
 
-/// Runs a connection. Returns if one of its tasks panicked, so that the caller connects again, or if the sender of `wanted` was dropped.
-pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: watch::Receiver<Interest>) {
+/// Runs a connection. Returns if one of its tasks panicked, so that the caller connects again, or if the sender of `interest_receiver`
+/// was dropped.
+pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut interest_receiver: watch::Receiver<Interest>) {
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone());
         connection.unresponsive = None;
@@ -39,15 +40,15 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     // The probe has its own task. Otherwise the set of feeds could not change while the probe waits for a response.
     let probing = (Arc::clone(shared), client.clone());
     tasks.spawn(async move { probe(&probing.0, &probing.1, &resume).await });
-    wanted.mark_changed();
+    interest_receiver.mark_changed();
 
     loop {
         tokio::select! {
-            changed = wanted.changed() => {
+            changed = interest_receiver.changed() => {
                 if changed.is_err() {
                     return;
                 }
-                let interest = wanted.borrow_and_update().clone();
+                let interest = interest_receiver.borrow_and_update().clone();
                 let needed: BTreeMap<String, FeedTask> = shared.feeds.on_demand_tasks(client, &interest);
                 on_demand.retain(|feed_name, (feed_id, handle)| {
                     // A feed that was dropped and created again needs a new task, even if it watches the same objects.

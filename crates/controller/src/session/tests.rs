@@ -33,9 +33,9 @@ struct Server {
 }
 
 /// The body of a response; `None` = the body sends nothing and does not end.
-struct Answer(Option<Bytes>);
+struct AnswerBody(Option<Bytes>);
 
-impl http_body::Body for Answer {
+impl http_body::Body for AnswerBody {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
@@ -49,11 +49,11 @@ impl http_body::Body for Answer {
 }
 
 impl Server {
-    async fn answer(&self, path: String) -> Response<Answer> {
+    async fn answer(&self, path: String) -> Response<AnswerBody> {
         let latency = *self.latency.lock().expect("not poisoned");
         tokio::time::sleep(latency).await;
         let answer = |status: u16, body: serde_json::Value| {
-            let body = Answer(Some(format!("{body}\n").into()));
+            let body = AnswerBody(Some(format!("{body}\n").into()));
             Response::builder().status(status).body(body).expect("an answer")
         };
         let refused = |code: u16| {
@@ -71,7 +71,7 @@ impl Server {
                 code => refused(code),
             }
         } else if path.contains("watch=true") {
-            Response::new(Answer(None))
+            Response::new(AnswerBody(None))
         } else if path.ends_with("/namespaces/kube-system") {
             answer(200, json!({"metadata": {"name": "kube-system", "uid": "u"}}))
         } else if !forbidden_path.is_empty() && path.contains(&forbidden_path) {
@@ -106,9 +106,9 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
         context: None,
     };
     let shared = Arc::new(Shared::new(identity, account, true, changed));
-    let (interest, wanted) = watch::channel(Interest::default());
+    let (interest, interest_receiver) = watch::channel(Interest::default());
     let served = Arc::clone(&shared);
-    let task = tokio::spawn(async move { serve::serve(&served, &client, wanted).await });
+    let task = tokio::spawn(async move { serve::serve(&served, &client, interest_receiver).await });
     let session = Session {
         shared,
         interest,
@@ -126,7 +126,7 @@ fn interest_in(namespace: &str) -> Interest {
     };
     Interest {
         services: [name].into(),
-        pods: BTreeSet::new(),
+        pod_namespaces: BTreeSet::new(),
     }
 }
 
@@ -225,7 +225,7 @@ async fn forbidden_namespace_leaves_the_member_fresh() {
     let (session, _task) = session(&server);
     let mut interest = interest_in("team");
     interest.services.extend(interest_in("open").services);
-    interest.pods.insert("team".into());
+    interest.pod_namespaces.insert("team".into());
     session.set_interest(&interest);
     seconds(15).await;
     let Observation::Fresh(member) = session.observe() else {

@@ -1,5 +1,7 @@
-//! Orders the writes of one member's Peers. A prefix that moves to another Peer is added to that Peer before the old Peer loses it. The
-//! exception is a renamed Peer: the Peer with the old name is deleted before the one with the new name is created.
+//! Orders the writes of one member's Peers. A prefix that moves to another Peer is added to that Peer before the old Peer loses it, with
+//! two exceptions:
+//! - a renamed Peer: the Peer with the old name is deleted before the one with the new name is created
+//! - a Peer that gains one moving prefix and loses another, in one write: the lost prefix may be in no Peer until the next write
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +17,7 @@ use crate::{
 pub(crate) struct PeerOrder {
     /// Prefixes that one Peer loses and another gains.
     pub(crate) moving_prefixes: BTreeSet<IpNet>,
-    /// Public keys of Peers that are created. An existing Peer with such a key is renamed.
+    /// Public keys of Peers that are created. If a step deletes an existing Peer with such a key, the Peer is renamed.
     pub(crate) created_keys: BTreeSet<PublicKey>,
 }
 

@@ -30,7 +30,8 @@ pub struct MemberNamespace {
 }
 
 /// One network of `--hub-network`: a network of the hub's own cluster; the host bits are zero. If `--hub-namespace` or
-/// `--member-namespace` limits the networks of a namespace, only the local entry of a mesh there may list addresses of this network.
+/// `--member-namespace` limits the networks of a namespace, the local entry of a mesh there may list only networks inside those
+/// of `--hub-network`, and no other entry may list a network that overlaps one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HubNetwork(pub IpNet);
 

@@ -70,7 +70,7 @@ fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
 
 // threat: hub-rights-borrowed
 #[test]
-fn local_entry_needs_own_namespace_or_a_flag() {
+fn local_entry_needs_a_flag_or_without_flags_own_namespace() {
     let refusal = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
     assert_eq!(refusal(&[], "own"), None);
     assert_eq!(refusal(&[], "other"), Some("LocalNotAllowed"));
@@ -154,15 +154,18 @@ fn restricted_mesh_outside_listed_networks_is_refused() {
     );
     // A list of networks applies with every profile. A namespace that allows cluster-meshed members and has no list may use
     // any network.
-    let meshed = |flag: &str| {
+    let refusal_of_meshed = |flag: &str| {
         reason(
             &hub(&[flag]),
             &with_allowed(mesh("t", Profile::ClusterMeshed), 1, &["10.9.0.0/16"]),
         )
     };
-    assert_eq!(meshed("t"), None);
-    assert_eq!(meshed("t=cluster-meshed,10.9.0.0/16"), None);
-    assert_eq!(meshed("t=cluster-meshed,10.8.0.0/16"), Some("NetworksNotAllowed"));
+    assert_eq!(refusal_of_meshed("t"), None);
+    assert_eq!(refusal_of_meshed("t=cluster-meshed,10.9.0.0/16"), None);
+    assert_eq!(
+        refusal_of_meshed("t=cluster-meshed,10.8.0.0/16"),
+        Some("NetworksNotAllowed")
+    );
 }
 
 // threat: hub-closed-for-others
@@ -177,7 +180,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         let mut closing = mesh("t", Profile::Sandbox);
         change(&mut closing.clusters[0]);
         assert_eq!(reason(&listed, &closing), Some("ProfileNotAllowed"));
-        // Without a flag, the controller's own namespace has no list of networks, so its meshes may close the hub.
+        // Only a namespace with a list of networks must not close the hub. Without flags, the controller's own has none.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
         // A refused mesh still takes part in the plan, but `reduce_to_allowed` resets the hub's entry in it.

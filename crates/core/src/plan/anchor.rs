@@ -26,9 +26,9 @@ fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
 /// before that Node joins. Until then another node is the anchor of the address; if it stayed the anchor, it would get the packets
 /// for the new Node.
 pub(super) fn unanchor_node_addresses(cluster: &mut Cluster, member: &Member) {
-    let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
-    for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
-        cluster.previous_anchors.remove(&host);
+    let internal_ips = member.nodes.values().flat_map(|node| &node.internal_ips);
+    for network in internal_ips.map(|address| IpNet::from(address.to_canonical())) {
+        cluster.previous_anchors.remove(&network);
     }
 }
 
@@ -41,7 +41,7 @@ pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpN
 
 /// Returns the anchored networks of a member: its anchoredNetworks. Without that field, they are the allowedNetworks that an earlier
 /// plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too, because kg removes its annotations
-/// for a few seconds when it restarts. `registry` = `None` if the member was not observed.
+/// for a few seconds when it restarts. `registry` = `None` if the member was never observed.
 pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -77,8 +77,8 @@ fn split(net: IpNet, anchor_count: u16) -> Vec<IpNet> {
     net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
 }
 
-/// Adds the nodes whose Peers contain each anchored network to the reports. Removes the networks that no Peer contains and no earlier
-/// plan anchored: while no node of a member is registered, all its networks look anchored.
+/// Adds to the reports, for each anchored network, the nodes whose Peers contain a part of it. Removes the networks of which no Peer
+/// contains a part, unless an earlier plan anchored them: while no node of a member is registered, all its networks look anchored.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
@@ -102,7 +102,7 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
             continue;
         };
         let Some(source) = member(&cluster.identity).filter(|_| !planned.paused) else {
-            // The mesh is paused or the member was not observed, so the member's anchors in the status stay as they are.
+            // The mesh is paused or the member was never observed, so the member's anchors in the status stay as they are.
             report.anchored = cluster.previous_anchors.clone();
             continue;
         };

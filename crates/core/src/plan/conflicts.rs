@@ -1,5 +1,5 @@
 //! Resolves conflicts between the plans of several meshes for one target, so that each key and each prefix has one owner
-//! (design rule 2), and counts the planned nodes and Peers.
+//! (design rule 2), and counts the planned nodes and gateways.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -39,8 +39,8 @@ fn active_targets<'p>(
     let meshes = meshes.filter_map(|(rank, claimant)| Some((rank, &claimant.mesh, plan.meshes.get(&claimant.mesh)?)));
     let meshes = meshes.filter(|(_, _, planned)| !planned.paused);
     meshes.flat_map(move |(rank, mesh, planned)| {
-        planned.targets.iter().filter_map(move |(name, target)| {
-            let identity = planned.identities.get(name)?;
+        planned.targets.iter().filter_map(move |(target, target_plan)| {
+            let identity = planned.identities.get(target)?;
             let member = seen.members.get(identity).and_then(Observation::last);
             let existing = ExistingPeers {
                 plan,
@@ -50,8 +50,8 @@ fn active_targets<'p>(
             Some((
                 rank,
                 mesh,
-                &**name,
-                target,
+                &**target,
+                target_plan,
                 target::canonical_identity(identity),
                 existing,
             ))
@@ -68,7 +68,7 @@ struct ExistingPeers<'p> {
 }
 
 impl<'p> ExistingPeers<'p> {
-    /// The spec of `peer`, if the peer belongs to the mesh.
+    /// The spec of `peer`, if it is valid and the Peer belongs to the mesh.
     fn spec(&self, peer: &'p ObservedPeer) -> Option<&'p PeerSpec> {
         let ours = ownership::of(&peer.owner, &self.plan.hub, &self.plan.claimants) == Ownership::Mesh(self.mesh);
         peer.spec.as_ref().ok().filter(|_| ours)
@@ -146,7 +146,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 }
 
 /// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
-/// mesh. This happens if both meshes have the same source, because each mesh chooses its anchors independently.
+/// mesh. Two meshes with the same source can plan the same anchored network, because each mesh chooses its anchors independently.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     // (does not exist yet, rank of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
@@ -179,7 +179,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 
 /// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in a sandbox.
 /// Reports targets with too many Peers.
-pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
+pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, target_plan) in &planned.targets {

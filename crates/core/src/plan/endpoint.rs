@@ -83,7 +83,7 @@ impl NodeFamilies {
     }
 }
 
-/// The IP families of a node's addresses and endpoints, without host names; `None` = it has none of these.
+/// The IP families of a node's addresses and endpoints. Host names are ignored; `None` = the node has no IP address at all.
 fn node_families(node: &Node) -> Option<Families> {
     let endpoints = explicit_annotations(node).map(|(_, claim)| claim);
     let endpoints = endpoints.into_iter().chain([&node.kilo_endpoint]);
@@ -103,8 +103,8 @@ fn node_families(node: &Node) -> Option<Families> {
     known
 }
 
-/// Whether the Node has an address or endpoint. A new Node of a cloud provider has none for some time, which does not show that it is
-/// behind NAT.
+/// Whether the Node publishes an address or an endpoint, also a malformed endpoint. A new Node of a cloud provider publishes none for
+/// some time. That does not show that the Node is behind NAT.
 pub(super) fn has_any_address(node: &Node) -> bool {
     let has_explicit = explicit_annotations(node)
         .into_iter()
@@ -153,12 +153,12 @@ pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
 /// All addresses that a Node publishes, in its status and as endpoints.
 pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     let claims = [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint];
-    let published = claims.into_iter().filter_map(|claim| match claim {
+    let endpoints = claims.into_iter().filter_map(|claim| match claim {
         Claim::Valid(Endpoint::Ip(address)) => Some(address.ip()),
         _ => None,
     });
     let status = node.internal_ips.iter().chain(&node.external_ips).copied();
-    status.chain(published).map(|address| address.to_canonical())
+    status.chain(endpoints).map(|address| address.to_canonical())
 }
 
 /// Whether all addresses that a Node publishes are private, and it publishes some.
@@ -227,9 +227,9 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Chooses the endpoints of a gateway for a sandbox's nodes, best first. `member` is the gateway's cluster, and `context.source` its
-/// entry. An address inside allowedNetworks of this cluster is usable only if a node of the cluster has it, or if `endpointNetworks`
-/// of the sandbox contains it: then the sandbox's nodes are in that network themselves.
+/// Chooses the endpoints of a gateway for a sandbox's nodes, best first. `member` is the gateway's cluster, and `context.source`
+/// is the entry of this cluster. An address inside the cluster's allowedNetworks is usable only if a node of the cluster has it, or if
+/// it is inside endpointNetworks of the sandbox: then the sandbox's nodes are themselves inside the cluster's networks.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
@@ -288,11 +288,11 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         addresses.push(address);
     }
     let explicit_count = addresses.len();
-    let published = node
+    let kilo_endpoint = node
         .kilo_endpoint
         .value()
         .and_then(|endpoint| context.resolve(endpoint, &mut unresolved));
-    addresses.extend(published.filter(|address| !is_private(address.ip())));
+    addresses.extend(kilo_endpoint.filter(|address| !is_private(address.ip())));
     let port = node
         .kilo_endpoint
         .value()

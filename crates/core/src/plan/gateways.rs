@@ -107,7 +107,7 @@ impl GatewayAccess<'_> {
 }
 
 impl<'a> MeshInputs<'a> {
-    /// The existing SandboxAccess of this mesh for a sandbox in a member, with its name.
+    /// The existing SandboxAccess of this mesh for a sandbox in a member, with its name. `None` also if its spec is invalid.
     pub(super) fn existing_access(&self, member: &'a Member, sandbox: &str) -> Option<(&'a str, &'a AccessSpec)> {
         let mut all = member.accesses.iter().flatten();
         let (name, ours) = all.find(|(_, access)| {
@@ -169,7 +169,7 @@ impl<'a> MeshInputs<'a> {
             usable_addresses: usable,
             exhausted: protocols
                 .into_iter()
-                .filter(|protocol| gateway_ports(*protocol, 0).all(|key| taken.contains(&key)))
+                .filter(|protocol| all_gateway_ports(*protocol, 0).all(|key| taken.contains(&key)))
                 .collect(),
             unusable_because,
             refused,
@@ -243,6 +243,7 @@ impl<'a> MeshInputs<'a> {
             },
             id,
         };
+        // A SandboxAccess is named like a PeerPolicy.
         let name_if = |is_name_taken| self.naming.policy(self.mesh, source, is_name_taken);
         let plain_name = name_if(false);
         let is_foreign = accesses.get(&plain_name).is_some_and(|access| {
@@ -309,8 +310,8 @@ impl<'a> MeshInputs<'a> {
             .collect()
     }
 
-    /// Gives each granted Service port a gateway port. A grant that the sandbox also has in an older mesh uses the port of that mesh;
-    /// any other existing grant keeps its port. A grant for which no port is free is left out;
+    /// Gives each granted Service port a gateway port: that of an older mesh which grants the sandbox the same Service port, else that
+    /// of the existing SandboxAccess, else a free one. A Service port for which no gateway port is free is left out;
     /// [`GatewayAccess::exhausted`] brings this into the status of the grant.
     fn planned_grants(
         &self,
@@ -370,13 +371,13 @@ impl<'a> MeshInputs<'a> {
 /// the same ports. `None` = every port is taken.
 fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> Option<(Protocol, u16)> {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
-    let start = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();
-    gateway_ports(protocol, start).find(|key| !taken.contains(key))
+    let offset = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();
+    all_gateway_ports(protocol, offset).find(|key| !taken.contains(key))
 }
 
-/// All gateway ports of a protocol, beginning with the one at `start`.
-fn gateway_ports(protocol: Protocol, start: u16) -> impl Iterator<Item = (Protocol, u16)> {
-    (0..PORT_COUNT).map(move |step| (protocol, FIRST_PORT + (start + step) % PORT_COUNT))
+/// All gateway ports of a protocol, beginning with `FIRST_PORT + offset`.
+fn all_gateway_ports(protocol: Protocol, offset: u16) -> impl Iterator<Item = (Protocol, u16)> {
+    (0..PORT_COUNT).map(move |step| (protocol, FIRST_PORT + (offset + step) % PORT_COUNT))
 }
 
 impl<'a> PeerPlanner<'a, '_> {

@@ -86,8 +86,9 @@ fn registered_and_held<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&
 
 /// Whether all nodes of a member that have a tunnel enforce PeerPolicies in both directions. Each node of a
 /// cluster configures all Peers of the cluster, so one node that does not enforce policies is enough to admit the traffic of these
-/// Peers. A node in policy mode does not count as enforcing, because it filters only packets from the tunnel. A Node without a key
-/// has no tunnel, unless it is registered or held. False if no node has a tunnel, or if the PeerPolicies of the member are not known.
+/// Peers. A node in policy mode does not count as enforcing, because it filters only packets from the tunnel; nor does a node whose
+/// agent reports that packets bypass the PeerPolicies. A Node without a key has no tunnel, unless it is registered or
+/// held. False if no node has a tunnel, or if the PeerPolicies of the member are not known.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let registered_or_held = registered_and_held(registry);
     let has_tunnel =
@@ -97,7 +98,8 @@ pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<
     member.policies.is_some() && with_tunnel.peek().is_some() && with_tunnel.all(enforced)
 }
 
-/// Why `importer` cannot use a Service of the entry that its grant names.
+/// Why `importer` cannot use a Service of the cluster `name`, which its grant names. `exporter` is that cluster's entry; `None` = the mesh
+/// has no such entry.
 pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_>>, name: &str) -> String {
     let explain = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
         Profile::Sandbox if mesh_member.cluster.name == name => Some(format!(
@@ -115,7 +117,7 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 
-/// Whether policies for this source must be closed: it is quarantined or not cluster-meshed.
-pub(super) const fn is_closed(mesh_member: &MeshMember<'_>) -> bool {
-    !matches!(mesh_member.cluster.profile, Profile::ClusterMeshed) || mesh_member.cluster.quarantine
+/// Whether policies for `source` must be closed: the source is quarantined or not cluster-meshed.
+pub(super) const fn is_closed(source: &MeshMember<'_>) -> bool {
+    !matches!(source.cluster.profile, Profile::ClusterMeshed) || source.cluster.quarantine
 }

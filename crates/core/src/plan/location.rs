@@ -43,11 +43,11 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
         }
     }
     for nodes in locations.into_values() {
-        // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
-        // has just lost the lead. The leader is the first that exists of:
-        // - a node that publishes an address and is not silent, chosen by kg's own order
+        // kg writes wireguard-ip "" on nodes that do not lead. So two nodes claim a WireGuard address only if one of them
+        // is dead or has just lost the lead. The leader is the first that exists of:
+        // - a node that claims an address and is not silent, chosen by kg's own order
         // - a held node, on which kg is restarting
-        // - a silent node that publishes an address
+        // - a silent node that claims an address
         // If no granularity is published, only a held node can lead.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
@@ -72,7 +72,7 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
 }
 
 /// Whether kg treats the node's endpoint as public: every address outside RFC 1918 and fd00::/16, including shared address space
-/// (RFC 6598).
+/// (RFC 6598). A host name is not public.
 fn is_public(node: &Node) -> bool {
     match &node.kilo_endpoint {
         Claim::Valid(Endpoint::Ip(address)) => match address.ip().to_canonical() {

@@ -79,8 +79,8 @@ impl<'a> MeshMembers<'a> {
 }
 
 impl<'m> MemberView<'m> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without the networks of
-    /// the member's gateways: only sandboxes send to gateways.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks. It does not have the networks
+    /// of the member's gateways, because cluster-meshed members do not use them.
     #[must_use]
     pub const fn cluster(&self) -> &'m Cluster {
         &self.member.cluster

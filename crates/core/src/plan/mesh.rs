@@ -168,7 +168,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             }
             let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let member = observed.and_then(Observation::last);
-            // All accepted networks. The next lines remove those of gateways from `cluster.allowed`.
+            // All accepted networks: `remove_gateway_networks` below removes those of gateways only from `cluster.allowed`.
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
                 // An entry that keeps its former networks keeps its former addressing too. If none of its Nodes has a podCIDR in these
@@ -334,8 +334,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
         registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
-        // (is not local, profile, has no existing object, position of the entry, entry, name of the node or of its existing
-        // Peer): the smallest claim wins.
+        // (is not local, profile, has no existing object, position of the entry, entry, name of the node): the smallest claim wins. If
+        // the member was not observed and a Peer claims the key, the last item is the name of that Peer.
         type KeyClaim = (bool, Profile, bool, usize, String, String);
         let peers = mesh_members
             .values()
@@ -347,29 +347,29 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter(|mesh_member| is_trusted(mesh_member))
             .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
-        let mut existing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
+        let mut existing_keys: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
         let own_peers = peers
             .flatten()
             .filter(|(_, peer)| self.is_owned_by_this_mesh(&peer.owner));
         for (name, peer) in own_peers {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
-                existing.entry(source).or_default().insert(spec.public_key, name);
+                existing_keys.entry(source).or_default().insert(spec.public_key, name);
             }
         }
         for (_, access) in accesses.filter(|(_, access)| self.is_owned_by_this_mesh(&access.owner)) {
             if let (Some(source), Ok(spec)) = (&access.owner.source_cluster, &access.spec) {
                 let nodes = spec.nodes.iter().map(|(key, node)| (*key, &*node.name));
-                existing.entry(source).or_default().extend(nodes);
+                existing_keys.entry(source).or_default().extend(nodes);
             }
         }
-        let mut claims: BTreeMap<PublicKey, Vec<KeyClaim>> = BTreeMap::new();
+        let mut claims_by_key: BTreeMap<PublicKey, Vec<KeyClaim>> = BTreeMap::new();
         for (position, entry) in self.mesh.clusters.iter().enumerate() {
             let Some(mesh_member) = mesh_members.get(&entry.name) else {
                 continue;
             };
-            let existing = existing.get(&*entry.name);
+            let keys_of_entry = existing_keys.get(&*entry.name);
             let local = target::is_local(entry);
-            let mut claim = |key: PublicKey, exists: bool, name: &str| {
+            let mut add_claim = |key: PublicKey, exists: bool, name: &str| {
                 let claim = (
                     !local,
                     mesh_member.cluster.profile,
@@ -378,34 +378,34 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     entry.name.clone(),
                     name.to_owned(),
                 );
-                claims.entry(key).or_default().push(claim);
+                claims_by_key.entry(key).or_default().push(claim);
             };
             match registries.get(&entry.name) {
                 Some(registry) => registry.registered.iter().for_each(|node| {
-                    claim(
+                    add_claim(
                         node.key,
-                        existing.is_some_and(|keys| keys.contains_key(&node.key)),
+                        keys_of_entry.is_some_and(|keys| keys.contains_key(&node.key)),
                         node.node,
                     );
                 }),
                 // The member was not observed since the controller started, so the existing Peers and SandboxAccesses claim
                 // its keys. Otherwise a member that copies one of these keys would get it.
                 None if mesh_member.can_connect => {
-                    existing
+                    keys_of_entry
                         .into_iter()
                         .flatten()
-                        .for_each(|(key, name)| claim(*key, true, name));
+                        .for_each(|(key, name)| add_claim(*key, true, name));
                 }
                 None => {}
             }
         }
-        for (key, mut claims) in claims {
-            claims.sort();
-            let mut claims = claims.into_iter();
-            let Some((.., owner_cluster, owner)) = claims.next() else {
+        for (key, mut key_claims) in claims_by_key {
+            key_claims.sort();
+            let mut key_claims = key_claims.into_iter();
+            let Some((.., owner_cluster, owner)) = key_claims.next() else {
                 continue;
             };
-            for (.., cluster, node) in claims {
+            for (.., cluster, node) in key_claims {
                 let Some(registry) = registries.get_mut(&cluster) else {
                     continue;
                 };

@@ -1,5 +1,5 @@
-//! Finds networks that are listed for one member although another member uses them: its Nodes have addresses in them, or its kg
-//! routes them into kg's interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
+//! Finds networks that are listed for one member although another member uses them: its Nodes have addresses in them, or kg
+//! on its Nodes routes them into its own interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,8 +45,8 @@ impl<'p> AcceptedNetworks<'p> {
 }
 
 /// For each cluster-meshed member, returns one fact for each network of another cluster in which Nodes of the member have addresses,
-/// or which their kg routes into its own interface. Networks that overlap the member's endpointNetworks are ignored.
-/// Nodes of sandboxes are ignored, because their untrusted claims must not affect the status of other members.
+/// or which kg on these Nodes routes into its own interface. Networks that overlap the member's endpointNetworks are ignored. Sandboxes
+/// are left out, because the untrusted claims of their Nodes must not affect the status of other members.
 pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
     let accepted_networks = AcceptedNetworks::of(mesh_members);
     let mut facts = BTreeSet::new();

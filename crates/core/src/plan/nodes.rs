@@ -40,9 +40,9 @@ pub(super) struct NodeRegistry<'a> {
     /// The registered nodes, sorted by age.
     pub(super) registered: Vec<RegisteredNode<'a>>,
     pub(super) skipped: Vec<Skipped>,
-    /// Nodes that publish nothing usable at the moment and keep their last Peers, with the reason.
+    /// Held nodes (docs/glossary.md), with the reason why they are not registered.
     pub(super) held: BTreeMap<&'a str, Reason>,
-    /// podCIDRs of registered nodes that their Peers leave out, sorted by the age of the nodes.
+    /// podCIDRs of registered nodes and their followers that the Peers leave out, sorted by the age of the registered nodes.
     pub(super) uncovered: Vec<Uncovered>,
     /// The leaders of Kilo's locations and their followers.
     pub(super) segments: Segments<'a>,
@@ -222,8 +222,9 @@ impl<'a> RegistryBuilder<'a, '_> {
         owned
     }
 
-    /// Whether a Node that is not registered for `reason` keeps its last Peer. A restart of kg removes the Node's annotations, and kg
-    /// publishes a new WireGuard address late. So a missing key, a missing address and, with kg, a duplicate address may be temporary.
+    /// Whether a Node keeps its last Peer although `reason` prevents its registration. A restart of kg removes the Node's annotations,
+    /// and kg publishes a new WireGuard address late. So a missing key, a missing address and, with kg, a duplicate address may be
+    /// temporary.
     fn is_held(&self, name: &str, node: &Node, reason: Reason) -> bool {
         let is_temporary = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
@@ -435,7 +436,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         hosts.filter(|net| self.is_claimable(*net)).collect()
     }
 
-    /// Nodes whose tunnel kg owns, and with an InternalIP that no Peer may contain. kg sends packets of the host network from the
+    /// Nodes whose tunnel kg owns and which have an InternalIP that no Peer may contain. kg sends packets of the host network from the
     /// InternalIP, so other members drop them; wg-agent sends them from the WireGuard address. At most five, because a condition has no
     /// room for all.
     fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {

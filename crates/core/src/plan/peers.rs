@@ -53,7 +53,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
     /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
-    omitted_internal_ips: BTreeMap<String, BTreeSet<String>>,
+    nodes_without_internal_ip: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
     /// The endpoints at which members other than the target see nodes.
@@ -79,7 +79,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             by_key.entry(spec.public_key).or_default().push(peer);
             // A Peer that stays in the target regardless of the plan keeps its key and prefixes. If its key were free, a member that
             // copies the key could replace the Peer. These Peers stay: a foreign one (such as that of a laptop), one without a mesh
-            // label, one whose source was not observed, one of a paused mesh, and most orphans.
+            // label, one whose source was not observed, one of another mesh that is paused, and most orphans.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),
@@ -126,7 +126,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
-            omitted_internal_ips: BTreeMap::new(),
+            nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
@@ -301,7 +301,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             }
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
-                self.omitted_internal_ips
+                self.nodes_without_internal_ip
                     .entry(source.to_owned())
                     .or_default()
                     .insert(node.node.to_owned());
@@ -436,14 +436,14 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         outcome.plan.peers = self.peers;
         outcome.skipped = self.skipped;
         outcome.facts.extend(self.facts);
-        let omitted_internal_ips = self.omitted_internal_ips.into_iter();
-        outcome
-            .facts
-            .extend(omitted_internal_ips.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
+        let nodes_without_internal_ip = self.nodes_without_internal_ip.into_iter();
+        outcome.facts.extend(
+            nodes_without_internal_ip.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
                 cluster,
                 target: self.name.to_owned(),
                 nodes,
-            }));
+            }),
+        );
     }
 }
 
@@ -460,6 +460,5 @@ fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     let has_kg = |(name, node): (&String, &Node)| {
         node.server != Server::Agent && (node.public_key != Claim::Absent || is_held(name))
     };
-    let kilo = member.nodes.iter().any(has_kg);
-    kilo || !member.nodes.values().any(|node| node.server == Server::Agent)
+    member.nodes.iter().any(has_kg) || !member.nodes.values().any(|node| node.server == Server::Agent)
 }

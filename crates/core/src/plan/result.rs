@@ -13,7 +13,8 @@ use crate::{
     ownership::Claimant,
 };
 
-/// The reason why a Node has neither a Peer nor an entry in a SandboxAccess, or a gateway has no Peer (rule 3 of docs/design/planner.md).
+/// The reason why one target or all have no Peer of a Node or gateway, or no entry for a Node in a SandboxAccess (rule 3 of
+/// docs/design/planner.md).
 /// The name of the variant is shown in Events, conditions, metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
@@ -42,7 +43,7 @@ impl fmt::Display for Reason {
 /// A Node or gateway that is left out of one target or of all, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Skipped {
-    /// `metadata.name` of the Node, or the name of a gateway.
+    /// `metadata.name` of the Node, or `gateway NAMESPACE/NAME`.
     pub node: String,
     /// The reason, for programs.
     pub reason: Reason,
@@ -300,7 +301,7 @@ pub struct ClusterReport {
     /// The nodes and gateways that are left out of one target or of all, sorted by name.
     pub skipped: Vec<Skipped>,
     /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
-    /// network. Sorted by the age of the nodes.
+    /// network. [`Fact::PodCIDRNotCovered`] reports only those of an IP family that allowedNetworks has. Sorted by the age of the nodes.
     pub uncovered: Vec<Uncovered>,
     /// The profile that applies is sandbox.
     pub sandbox: bool,

@@ -161,7 +161,8 @@ pub(super) struct Resolved {
 /// Resolves a grant against the observed state of the exporting member.
 ///
 /// Endpoints of an IP family in which the importer has no network are left out, because its nodes have no source address for them.
-/// A message reports this only if no endpoint remains, because the same pods usually have endpoints of the other family.
+/// A message reports this only without gateways, and only if no endpoint remains: the same pods usually have endpoints of the other
+/// family.
 ///
 /// # Errors
 /// Why the grant cannot be mirrored, and the remedy.
@@ -411,11 +412,11 @@ fn pack_slices(
     naming: &dyn Naming,
 ) -> BTreeMap<String, PlannedSlice> {
     let mut slices = BTreeMap::new();
-    let mut index = BTreeMap::from([(false, 0), (true, 0)]);
+    let mut next_index = BTreeMap::from([(false, 0), (true, 0)]);
     for ((v6, ports), endpoints) in groups {
         let endpoints: Vec<SliceEndpoint> = endpoints.into_iter().collect();
         for chunk in endpoints.chunks(SLICE_SIZE) {
-            let index = index.entry(v6).or_default();
+            let index = next_index.entry(v6).or_default();
             let name = naming.slice(mesh, service, v6, *index);
             *index += 1;
             slices.insert(

@@ -39,9 +39,9 @@ impl Settings {
         infrastructure_ports.extend(ports.iter().map(|port| (port.protocol, port.port)));
         match infrastructure_ports.len() {
             ..=Self::MAX_PORTS => Ok(Self { infrastructure_ports }),
-            all => Err(SettingsError::TooManyPorts {
-                all,
-                most: Self::MAX_PORTS,
+            count => Err(SettingsError::TooManyPorts {
+                count,
+                limit: Self::MAX_PORTS,
             }),
         }
     }
@@ -65,12 +65,12 @@ pub enum SettingsError {
     )]
     MalformedPort(String),
     /// There are more ports than a PeerPolicy can hold.
-    #[error("--infrastructure-port: {all} ports with the built-in ones, and a PeerPolicy holds {most}: name fewer")]
+    #[error("--infrastructure-port: {count} ports with the built-in ones, and a PeerPolicy holds {limit}: name fewer")]
     TooManyPorts {
         /// How many ports there are.
-        all: usize,
+        count: usize,
         /// How many a PeerPolicy can hold.
-        most: usize,
+        limit: usize,
     },
 }
 
@@ -154,6 +154,9 @@ mod tests {
             Settings::with_infrastructure_ports(&(1..=count).map(|n| port(Protocol::Tcp, n)).collect::<Vec<_>>())
         };
         assert!(more(room).is_ok());
-        assert_eq!(more(room + 1), Err(SettingsError::TooManyPorts { all: 65, most: 64 }));
+        assert_eq!(
+            more(room + 1),
+            Err(SettingsError::TooManyPorts { count: 65, limit: 64 })
+        );
     }
 }

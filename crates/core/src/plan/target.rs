@@ -117,7 +117,8 @@ impl UsedNames {
     }
 }
 
-/// Removes the key of the Secret from an identity, so that all entries of the same cluster have equal identities.
+/// Clears `key` (the data key inside the Secret) in an identity. Then two identities are equal exactly if
+/// [`ClusterIdentity::same_cluster`] is true.
 pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity {
     match identity {
         ClusterIdentity::Local => ClusterIdentity::Local,
@@ -155,7 +156,7 @@ impl<'a> MeshInputs<'a> {
         outcome.plan.source_networks = self.source_networks(name, target);
         for (source, mesh_member) in self.sources(name, target) {
             // A connected source whose observation is not Fresh keeps its objects; a source that is not connected loses them. Sandboxes
-            // are left out: their grants come from the ClusterMesh, and `planned_nodes` keeps their nodes.
+            // are left out: their grants come from the ClusterMesh, and `plan_access` keeps their nodes.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
@@ -188,16 +189,16 @@ impl<'a> MeshInputs<'a> {
         outcome
     }
 
-    /// How `source` is connected to the entry `name`. `None` also if `source` is quarantined and some nodes of `name` do not
-    /// enforce PeerPolicies: on these nodes, only deleting the Peers of `source` stops its traffic.
+    /// How `source` is connected to the target `name`. `None` also if `source` is quarantined and the target does not enforce PeerPolicies
+    /// on all nodes: on the other nodes, only deleting the Peers of `source` stops its traffic.
     fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!is_unenforced).then_some(link)
     }
 
-    /// Reports that an observed member lacks the Peer CRD, if Peers are planned in it. A member to which only sandboxes are
-    /// connected gets no Peers.
+    /// Reports that the observed target `name` lacks the Peer CRD, if a source is connected to it that is no sandbox. Sandboxes get no
+    /// Peers in a target.
     fn missing_peer_crd(&self, name: &'a str, target: &'a MeshMember<'a>) -> Option<Fact> {
         let mut sources = self.sources(name, target);
         let gets_peers = sources.any(|(_, mesh_member)| {
@@ -209,7 +210,7 @@ impl<'a> MeshInputs<'a> {
         })
     }
 
-    /// The possible sources of the entry `name`: all members that are other clusters.
+    /// The possible sources of the target `name`: all members that are other clusters.
     fn sources(
         &self,
         name: &'a str,
@@ -223,7 +224,7 @@ impl<'a> MeshInputs<'a> {
             .map(|(source, mesh_member)| (&**source, mesh_member))
     }
 
-    /// The networks of the sources that are connected to the entry `name`.
+    /// The accepted networks of the sources that are connected to the target `name`.
     pub(super) fn source_networks(&self, name: &str, target: &MeshMember<'_>) -> BTreeSet<IpNet> {
         let is_linked = |(_, mesh_member): &(&str, &MeshMember<'_>)| self.link(name, target, mesh_member).is_some();
         let sources = self.sources(name, target).filter(is_linked);
@@ -309,8 +310,8 @@ impl<'a> MeshInputs<'a> {
             if mesh_member.cluster.profile != Profile::Sandbox
                 && (mesh_member.last_observed().is_none() || has_held_nodes())
             {
-                // A node that is not observed at the moment may still exist. Removing its network from the policy would disconnect the
-                // node, and would remove the `unreachable` route of that network.
+                // `networks` may lack a node that was not observed yet, or that publishes no address for a moment. If its existing network
+                // were removed from the policy, the node would be disconnected, and the network would lose its `unreachable` route.
                 let ours = existing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.is_ours(&policy.owner)
                 });

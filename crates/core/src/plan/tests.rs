@@ -265,6 +265,7 @@ fn store_anchors(mesh: &mut Mesh, seen: &Observations) {
     }
 }
 
-fn names(steps: &[Step]) -> Vec<(Action, String)> {
+/// The action and the object name of each step.
+fn summaries(steps: &[Step]) -> Vec<(Action, String)> {
     steps.iter().map(|step| (step.action, step.item.name())).collect()
 }

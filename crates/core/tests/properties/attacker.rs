@@ -1,5 +1,5 @@
-//! Property tests for a hostile administrator of a sandbox: its Nodes claim keys, addresses and prefixes of other members, its API server
-//! claims the UID of another cluster, or it has ten thousand Nodes. Objects in other members do not change, except the nodes in the
+//! Property tests for a hostile sandbox: its Nodes claim keys, addresses and prefixes of other members, its API server claims the UID of
+//! another cluster, or it has ten thousand Nodes. Objects in other members do not change, except the nodes in the
 //! sandbox's SandboxAccesses: these have only keys that no other member has, and addresses in the networks of the sandbox's entry.
 
 use std::net::IpAddr;
@@ -14,12 +14,12 @@ use clustermesh_scenarios::{Scenario, apply_plan, identity, planned, sandboxed};
 use ipnet::IpNet;
 use proptest::{collection, option, prelude::*, sample::select};
 
-use crate::sandbox::state_without;
+use crate::sandbox::plan_without;
 
-/// A Node of the attacker, built from the values of other members.
+/// A Node of the sandbox that claims values of other members or valid values of its own.
 #[derive(Debug, Clone)]
 struct ForgedNode {
-    /// The index of the copied key in the list of keys.
+    /// The index of the Node's key in the list of keys.
     key: prop::sample::Index,
     wireguard: IpAddr,
     pods: Option<IpNet>,
@@ -76,7 +76,7 @@ impl ForgedNode {
     }
 }
 
-/// A scenario in which the hub and `c1` are valid, several plans were written, and the sandbox has no usable Node yet.
+/// A scenario in which the hub and `c1` each have a valid Node, the sandbox's only Node publishes nothing, and four plans were applied.
 fn healthy() -> impl Strategy<Value = Scenario> {
     sandboxed().prop_map(|mut scenario| {
         for mesh in &mut scenario.meshes {
@@ -130,12 +130,9 @@ fn sandbox(scenario: &mut Scenario) -> &mut Member {
     }
 }
 
-/// [`state_without`] the sandbox `c2`, of all meshes.
-fn state_without_sandbox(plan: &Plan) -> Vec<String> {
-    plan.meshes
-        .values()
-        .flat_map(|mesh| state_without(mesh, "c2"))
-        .collect()
+/// The plans of all meshes without the sandbox `c2`, as [`plan_without`] returns it.
+fn plans_without_sandbox(plan: &Plan) -> Vec<String> {
+    plan.meshes.values().flat_map(|mesh| plan_without(mesh, "c2")).collect()
 }
 
 proptest! {
@@ -148,7 +145,7 @@ proptest! {
         nodes in collection::vec(forged_node(), 1..6),
         uid in select(&["uid-0", "uid-1", "uid-2"][..]),
     ) {
-        let before = state_without_sandbox(&planned(&scenario));
+        let before = plans_without_sandbox(&planned(&scenario));
         // The keys of the hub's node and of the node of `c1`, and a key that only the sandbox has.
         let keys = [PublicKey::new([50; 32]), PublicKey::new([60; 32]), PublicKey::new([200; 32])];
         let mut attacked = scenario;
@@ -159,7 +156,7 @@ proptest! {
         }
         for _ in 0..3 {
             let plan = planned(&attacked);
-            prop_assert_eq!(&state_without_sandbox(&plan), &before);
+            prop_assert_eq!(&plans_without_sandbox(&plan), &before);
             for mesh in plan.meshes.values() {
                 for (name, target) in mesh.targets.iter().filter(|(name, _)| *name != "c2") {
                     prop_assert!(target.peers.values().all(|peer| peer.source != "c2"));
@@ -201,7 +198,7 @@ fn ten_thousand_sandbox_nodes_do_not_affect_others() {
         assert_eq!(mesh.clusters[2].profile, Profile::Sandbox);
     }
     let scenario = apply_plan(&scenario);
-    let before = state_without_sandbox(&planned(&scenario));
+    let before = plans_without_sandbox(&planned(&scenario));
     let mut attacked = scenario.clone();
     let member = sandbox(&mut attacked);
     for n in 0u32..10_000 {
@@ -218,12 +215,12 @@ fn ten_thousand_sandbox_nodes_do_not_affect_others() {
         member.nodes.insert(format!("n{n:05}"), node);
     }
     let plan = planned(&attacked);
-    assert_eq!(state_without_sandbox(&plan), before);
+    assert_eq!(plans_without_sandbox(&plan), before);
     let mesh = plan.meshes.values().next().unwrap();
     let mut accesses = mesh.targets["c0"].accesses.values();
     let used = accesses.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
     let too_many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
-    // Only the oldest 5,000 Nodes are considered. One of these is "a", which publishes nothing.
+    // Only the oldest 5,000 Nodes are considered (`max_nodes`, set by `sandboxed`). One of these is "a", which publishes nothing.
     assert_eq!((used, too_many.count()), (4_999, 5_001));
 }

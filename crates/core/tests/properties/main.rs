@@ -1,4 +1,4 @@
-//! Property tests: the planner obeys its rules for generated hostile input.
+//! Property tests: the planner obeys its rules for generated input, also hostile input.
 
 mod attacker;
 mod plan;

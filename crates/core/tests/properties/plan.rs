@@ -233,8 +233,8 @@ proptest! {
         let first = only_agents.first().copied().flatten();
         let value_of_all = first.filter(|value| only_agents.iter().all(|other| *other == Some(*value)));
         // If all meshes have `Some` with the same value, the bad Node gets that value. Else (the values differ, or a mesh has `None`)
-        // it gets no key, so it has no tunnel and changes no value. The planner also checks whether wg-agent serves any Node, with or
-        // without a tunnel: if none, it assumes kg. So in the second case wg-agent serves the bad Node only if it serves another one.
+        // the bad Node gets no key, so it has no tunnel and changes no value. The planner also checks whether wg-agent serves any Node,
+        // with or without a tunnel: if none, it assumes kg. So a bad Node without a key is served by wg-agent only if another Node is.
         let is_bad_agent = value_of_all.unwrap_or_else(|| {
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
@@ -242,7 +242,8 @@ proptest! {
         bad.server = if is_bad_agent { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
-        // A paused mesh writes nothing, and its status does not change.
+        // Paused meshes are not compared: `after_writes` adds none of their anchored networks to the status, so the bad Node may end the
+        // anchoring.
         for (id, mesh) in before.meshes.iter().filter(|(_, mesh)| !mesh.paused) {
             for (target, target_plan) in &mesh.targets {
                 let after = &after.meshes[id].targets[target].peers;
@@ -274,19 +275,19 @@ proptest! {
                 if step.action == Action::Create {
                     continue;
                 }
-                let existing = match &step.item {
+                let owner = match &step.item {
                     Item::Peer(name, _) => member.peers.as_ref().unwrap()[name].owner.clone(),
                     Item::Policy(name, _) => member.policies.as_ref().unwrap()[name].owner.clone(),
                     Item::Access(name, _) => member.accesses.as_ref().unwrap()[name].owner.clone(),
                     Item::Service(name, _) => member.services[name].managed.clone().unwrap(),
                     Item::Slice(name, _) => member.slices[name].managed.clone().unwrap(),
                 };
-                prop_assert_ne!(ownership_of(&plan, &existing), Ownership::Foreign);
-                let Ownership::Mesh(id) = ownership_of(&plan, &existing) else { continue };
+                prop_assert_ne!(ownership_of(&plan, &owner), Ownership::Foreign);
+                let Ownership::Mesh(id) = ownership_of(&plan, &owner) else { continue };
                 let mesh = &plan.meshes[id];
                 prop_assert!(!mesh.paused);
                 if step.action == Action::Delete && !mesh.deleting && matches!(step.item, Item::Peer(..)) {
-                    let source = existing.source_cluster.unwrap_or_default();
+                    let source = owner.source_cluster.unwrap_or_default();
                     let Some(source_identity) = mesh.identities.get(&source) else { continue };
                     let mesh_input = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
                     let is_meshed = |name: &str| {
@@ -340,6 +341,7 @@ proptest! {
                     for endpoint in candidates.iter().copied().chain(first) {
                         prop_assert!(can_be_endpoint(endpoint), "{endpoint} of {peer:?}");
                         let inside = planned.clusters[target].accepted.iter().any(|net| net.contains(&endpoint.ip()));
+                        // Exception: endpoints inside the source's `endpoint_networks`.
                         prop_assert!(!inside || entry.endpoint_networks.iter().any(|net| net.contains(&endpoint.ip())));
                     }
                 }

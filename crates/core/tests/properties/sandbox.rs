@@ -25,12 +25,12 @@ fn is_host(net: &IpNet) -> bool {
 
 /// The plan of one mesh as text, without the objects in the member `sandbox`, its nodes (in Peers and SandboxAccesses) and the reports
 /// of its egress.
-pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
-    let mut state = Vec::new();
+pub(crate) fn plan_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
+    let mut parts = Vec::new();
     for (target, target_plan) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
         let peers = target_plan.peers.iter().filter(|(_, peer)| peer.source != sandbox);
-        state.extend(peers.map(|(name, peer)| format!("{target} {name} {peer:?}")));
-        state.extend(
+        parts.extend(peers.map(|(name, peer)| format!("{target} {name} {peer:?}")));
+        parts.extend(
             target_plan
                 .policies
                 .iter()
@@ -44,8 +44,8 @@ pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
                 access.spec.networks, access.spec.grants
             )
         });
-        state.extend(accesses);
-        state.extend(
+        parts.extend(accesses);
+        parts.extend(
             target_plan
                 .services
                 .iter()
@@ -53,8 +53,8 @@ pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
         );
     }
     let egress = mesh.egress.iter().filter(|report| report.cluster != sandbox);
-    state.extend(egress.map(|report| format!("{report:?}")));
-    state
+    parts.extend(egress.map(|report| format!("{report:?}")));
+    parts
 }
 
 proptest! {
@@ -140,7 +140,7 @@ proptest! {
         with_hostile.seen.members.insert(sandbox, Observation::Fresh(hostile));
         let (before, after) = (planned(&scenario), planned(&with_hostile));
         for (id, mesh) in &before.meshes {
-            prop_assert_eq!(state_without(mesh, "c2"), state_without(&after.meshes[id], "c2"), "mesh {}", id);
+            prop_assert_eq!(plan_without(mesh, "c2"), plan_without(&after.meshes[id], "c2"), "mesh {}", id);
         }
     }
 }

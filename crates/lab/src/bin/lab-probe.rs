@@ -18,14 +18,14 @@ const USAGE: &str = "usage:
   lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes lines
-  lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms; prints each round trip; status 1 if an echo takes over 2 s
-  lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints the time of each echo, in milliseconds since 1970
+  lab-probe stream-get ADDRESS SECONDS one connection, a line 100 ms after each echo; prints each round trip; status 1 if an echo takes over 2 s
+  lab-probe stream-watch ADDRESS       one connection, a line 20 ms after each echo; prints the time of each echo, in milliseconds since 1970
   lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
   lab-probe scan-udp FILE              up to 3 datagrams to every ADDRESS in FILE within 1 s; prints those that answer
   lab-probe scan-on FILE               repeats scan forever: prints each ADDRESS when it first opens, and each round
   lab-probe pause                      waits forever
-ADDRESS is host:port; a server listens on all addresses for :port.";
+ADDRESS is host:port, but IP:port in a FILE and for udp-talk, udp-trips and connect-watch; a server listens on all addresses for :port.";
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;

@@ -1,4 +1,4 @@
-//! Prepares each cluster that has nodes: writes the base images, installs DNS, and waits until the nodes are Ready.
+//! Writes the base images of the lab. Installs DNS in a cluster that has nodes, and waits until the nodes are Ready.
 
 use k8s_openapi::api::core::v1 as core;
 use kube::ResourceExt;

@@ -44,11 +44,11 @@ impl<'a> Cluster<'a> {
         self.read("inside.kubeconfig")
     }
 
-    /// The audit log: the completed writes of the controller's ServiceAccount in order, including refused ones. Each
-    /// line is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`.
+    /// The audit log: the writes of the controller's ServiceAccount in the order of their responses, including writes that
+    /// the API server refused. Each line is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`.
     ///
     /// # Errors
-    /// When a line is not an audit event.
+    /// When a line is not JSON.
     pub fn audit(&self) -> Result<Vec<String>> {
         // The file does not exist before the first write.
         let text = self.read(AUDIT_LOG).unwrap_or_default();
@@ -208,10 +208,10 @@ impl<'a> Cluster<'a> {
             .collect()
     }
 
-    /// Adds a node with the next free number; returns when all powered-on nodes are Ready.
+    /// Adds a node with the next number; returns when all powered-on nodes are Ready.
     ///
     /// # Errors
-    /// When one of them is not Ready within three minutes.
+    /// When the node cannot be started, or a powered-on node is not Ready within three minutes.
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let count = self.nodes().len();
         let n = u8::try_from(count + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;

@@ -20,9 +20,9 @@ impl Lab {
         };
         let (router, public) = (cluster.nat_router(), cluster.nat_address());
         self.run.request(&Request::AddNamespace { name: router.clone() })?;
-        let port = format!("n{}", public.octets()[2]);
+        let bridge_port = format!("n{}", public.octets()[2]);
         let cable = format!(
-            "link add {port} type veth peer name wan netns {netns}\nlink set {port} master br0 up\n",
+            "link add {bridge_port} type veth peer name wan netns {netns}\nlink set {bridge_port} master br0 up\n",
             netns = self.namespace(&router).display(),
         );
         self.ip_batch(UNDERLAY, &cable).await?;
@@ -89,9 +89,9 @@ impl Lab {
 
     /// Connects a node to the private network behind its cluster's router.
     pub(super) async fn connect_behind_nat(&self, node: &NodePlan, lan: ipnet::Ipv4Net, router: &str) -> Result<()> {
-        let (address, port) = (node.address, super::underlay::port(node.address));
+        let (address, bridge_port) = (node.address, super::underlay::port(node.address));
         let cable = format!(
-            "link add {port} type veth peer name eth0 netns {}\nlink set {port} master lan up\n",
+            "link add {bridge_port} type veth peer name eth0 netns {}\nlink set {bridge_port} master lan up\n",
             self.namespace(&node.name).display()
         );
         self.ip_batch(router, &cable).await?;
@@ -116,8 +116,9 @@ fn not_behind_nat(cluster: &ClusterPlan) -> Error {
     Error::Other(format!("the nodes of {} are not behind a NAT", cluster.name))
 }
 
-/// The nftables table of a router. Its chains drop unexpected packets from outside before conntrack confirms an entry for them. A
-/// confirmed entry would occupy the mapped port for the outside sender: a later packet of the node to this sender would get another port.
+/// The nftables table of a router. Its chains drop unexpected packets from outside, except to the addresses of a one-to-one NAT, before
+/// conntrack confirms an entry for them. A confirmed entry would occupy the mapped port for the outside sender: a later packet of the
+/// node to this sender would get another port.
 fn table(cluster: &ClusterPlan, kind: NatKind) -> Result<String> {
     let NodeNetwork::Nat { lan, .. } = &cluster.node_network else {
         return Err(not_behind_nat(cluster));

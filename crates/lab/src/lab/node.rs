@@ -141,7 +141,7 @@ impl<'a> Node<'a> {
     /// Runs a program in all of the node's namespaces (for a bare host: in its network namespace).
     ///
     /// # Errors
-    /// When the program fails. The error quotes the last lines of its output.
+    /// When the node is down or the program fails. The error quotes the last lines of the program's output.
     pub async fn exec<S: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
         command::run(&self.inside(argv(words))?, None).await
     }

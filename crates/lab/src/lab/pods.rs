@@ -13,7 +13,7 @@ use crate::plan::HostNode;
 use crate::{ClusterPlan, NodeNetwork, NodePlan, Result, Uplink, command, wait_until};
 
 impl Lab {
-    /// The plan of node number `n` of a cluster. For a worker in a pod, waits until the host node has a pod range.
+    /// The plan of node number `n` of a cluster. For a worker in a pod, waits until the host node has a podCIDR.
     pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
         let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
             return Ok(cluster.node(n));
@@ -21,13 +21,13 @@ impl Lab {
         let host = self.cluster(of);
         let host_node = host.plan().node(*node);
         let nodes: Api<Node> = Api::all(host.client().await?);
-        let range = wait_until(format!("the pod range of {}", host_node.name), TIMEOUT, async || {
+        let pod_cidr = wait_until(format!("the podCIDR of {}", host_node.name), TIMEOUT, async || {
             let node = nodes.get(&host_node.name).await.map_err(|error| error.to_string())?;
-            let range = node.spec.and_then(|spec| spec.pod_cidr).unwrap_or_default();
-            range.parse().map_err(|_| format!("spec.podCIDR is {range:?}"))
+            let pod_cidr = node.spec.and_then(|spec| spec.pod_cidr).unwrap_or_default();
+            pod_cidr.parse().map_err(|_| format!("spec.podCIDR is {pod_cidr:?}"))
         })
         .await?;
-        Ok(cluster.node_in_pods(n, &host_node, range))
+        Ok(cluster.node_in_pods(n, &host_node, pod_cidr))
     }
 
     /// If the cluster's workers are pods, creates the Service of its API server in the host cluster.
@@ -67,7 +67,7 @@ endpoints: [{{addresses: [{address}]}}]
             return Ok(());
         };
         let cluster = self.cluster(&worker.cluster);
-        let NodeNetwork::Pods { of: host, .. } = &cluster.plan().node_network else {
+        let NodeNetwork::Pods { of: host_cluster, .. } = &cluster.plan().node_network else {
             return Ok(());
         };
         let (namespace, pod) = (
@@ -102,7 +102,7 @@ spec:
             "podIP": worker.address, "podIPs": [{"ip": worker.address}],
         }})
         .to_string();
-        let host = self.cluster(host);
+        let host = self.cluster(host_cluster);
         wait_until(
             format!("the pod {namespace}/{pod} of {}", worker.name),
             Duration::from_secs(60),
@@ -132,10 +132,10 @@ spec:
         name: &str,
         address: Ipv4Addr,
         api: Ipv4Addr,
-        (host_node, range): (&HostNode, Ipv4Net),
+        (host_node, pod_cidr): (&HostNode, Ipv4Net),
     ) -> Result<()> {
-        let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
-        let length = range.prefix_len();
+        let gateway = Ipv4Addr::from(u32::from(pod_cidr.network()) + 1);
+        let length = pod_cidr.prefix_len();
         let port = port(address);
         // The CNI creates this bridge with the node's first pod, or uses an existing one.
         let cable = format!(

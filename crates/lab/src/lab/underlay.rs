@@ -1,5 +1,5 @@
 //! Creates the underlay, which connects the nodes: a bridge in a network namespace without IP forwarding, and a veth
-//! pair for each node. `pods.rs` connects nodes that are pods of another cluster.
+//! pair for each node. `pods.rs` connects nodes that are pods of another cluster, and `nat.rs` those behind a NAT router.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 

@@ -84,7 +84,7 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
         });
     }
     let home = lab_home()?;
-    let directory = home.join(format!("machine-{}", key()));
+    let directory = home.join(format!("machine-{}", cache_key()));
     let kernel = Kernel {
         vmlinux: directory.join("vmlinux"),
         initramfs: directory.join("initramfs"),
@@ -105,9 +105,9 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     Ok(kernel)
 }
 
-/// Twelve hex digits of a hash over the pin, the module lists and the scripts. The host's busybox, which the initramfs contains, is not
-/// hashed.
-fn key() -> String {
+/// Twelve hex digits of a hash over the package's hash, the module lists and the scripts. The host's busybox, which the initramfs
+/// contains, is not hashed.
+fn cache_key() -> String {
     let mut hash = Sha256::new();
     for part in [SHA256, MODULES, &BOOT.join(" "), image::INIT, image::STAGE2] {
         hash.update((part.len() as u64).to_be_bytes());
@@ -167,12 +167,13 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     }
     std::fs::write(result.join("initramfs"), image::initramfs(&boot)?).map_err(io("write into"))?;
     std::fs::rename(&result, directory).map_err(Error::io(format!("rename to {}", directory.display())))?;
-    // Remove intermediate files, and directories and packages of other versions.
+    // Remove intermediate files, and the directories and packages that other versions of this file have left in the cache.
     let _ = std::fs::remove_dir_all(&unfinished);
     for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let is_cached = name.starts_with("machine-") || (name.starts_with("linux-image-") && name != PACKAGE);
-        if is_cached && entry.path() != directory {
+        let is_old_directory = name.starts_with("machine-") && entry.path() != directory;
+        let is_old_package = name.starts_with("linux-image-") && name != PACKAGE;
+        if is_old_directory || is_old_package {
             let _ = std::fs::remove_dir_all(entry.path()).or_else(|_| std::fs::remove_file(entry.path()));
         }
     }
@@ -217,8 +218,7 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
 }
 
 /// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1, 0x248 and
-/// 0x24c).
-/// QEMU boots the uncompressed kernel, because the guest would need seconds to decompress it.
+/// 0x24c). QEMU boots the uncompressed kernel, because the guest would need seconds to decompress it.
 fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;
     let word = |at: usize| {

@@ -67,7 +67,7 @@ fn update(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(is_same_family)?))
         })
         .collect();
-    // All families or none: a name in the file `routes` means that the node's routes of all families exist.
+    // All families or none: the name of another node in the file `routes` means that its routes of all families were added.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),

@@ -62,7 +62,7 @@ cgroupDriver: cgroupfs
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 failSwapOn: false
 oomScoreAdj: 0
-# the nodes share the host's memory, which their disks are in, too; its usage must not evict pods
+# all nodes use the host's memory, also for their disks; a shortage of memory or disk space must not evict pods
 evictionHard: {{memory.available: \"0%\", nodefs.available: \"0%\", nodefs.inodesFree: \"0%\", imagefs.available: \"0%\"}}
 imageGCHighThresholdPercent: 100
 enforceNodeAllocatable: [pods]

@@ -19,7 +19,7 @@ use super::{Settings, cni};
 use table::ClusterObjects;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // Uses the administrator's kubeconfig, because a node's account may not read every Pod and NetworkPolicy.
+    // Uses the administrator's kubeconfig, because a node's account has no right to read all Pods and NetworkPolicies.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("inside.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let client = Client::try_from(config)?;

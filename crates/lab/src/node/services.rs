@@ -131,7 +131,7 @@ impl Manager<'_> {
             },
             Service { name: "cni", argv: cni },
         ];
-        let policies = match &self.settings.policies {
+        let argv = match &self.settings.policies {
             None => return Ok(services),
             Some(PolicyEngine::Own) => vec![
                 "/proc/self/exe".into(),
@@ -155,10 +155,7 @@ impl Manager<'_> {
                 ),
             ],
         };
-        services.push(Service {
-            name: "policies",
-            argv: policies,
-        });
+        services.push(Service { name: "policies", argv });
         Ok(services)
     }
 

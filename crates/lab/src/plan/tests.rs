@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn default_plan_gives_each_cluster_its_own_ranges() {
+fn second_cluster_of_a_plan_has_the_second_default_ranges() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]);
     let tenant = &plan.clusters[1];
     assert_eq!(
@@ -77,16 +77,20 @@ fn clusters_with_equal_pod_and_service_ranges_are_valid() {
 fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
     let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
-    let of = "mgmt".into();
     let api = Ipv4Addr::new(10, 11, 0, 101);
-    assert_eq!(kv.node_network, NodeNetwork::Pods { of, node: 1, api });
+    let node_network = NodeNetwork::Pods {
+        of: "mgmt".into(),
+        node: 1,
+        api,
+    };
+    assert_eq!(kv.node_network, node_network);
     assert_eq!(
         (kv.advertised_api(), kv.api_address()),
         (api, Ipv4Addr::new(172, 30, 2, 1))
     );
     assert_eq!(mgmt.advertised_api(), mgmt.api_address());
     let range = "10.10.1.0/24".parse().unwrap();
-    let of = HostNode {
+    let host = HostNode {
         name: "mgmt-1".into(),
         address: Ipv4Addr::new(172, 30, 1, 11),
     };
@@ -94,7 +98,7 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
         name: "kv-1".into(),
         cluster: "kv".into(),
         address: Ipv4Addr::new(10, 10, 1, 250),
-        uplink: Uplink::Pods { of, range },
+        uplink: Uplink::Pods { of: host, range },
         address_v6: None,
     };
     assert_eq!(kv.node_in_pods(1, &mgmt.node(1), range), want);

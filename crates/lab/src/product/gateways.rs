@@ -6,19 +6,19 @@ use crate::{ClusterPlan, Result, command::argv};
 /// Namespace and name of the objects in `deploy/gateway.yaml`.
 pub const GATEWAYS: &str = "clustermesh-gateway";
 
-/// The ranges for the WireGuard addresses of a cluster's gateways, in the families of its pods.
+/// The CIDRs for the WireGuard addresses of the gateways of a cluster, in the families of its pods.
 #[must_use]
-pub fn gateway_ranges(plan: &ClusterPlan) -> Vec<String> {
-    let mut ranges = vec!["100.127.255.0/28".to_owned()];
+pub fn gateway_cidrs(plan: &ClusterPlan) -> Vec<String> {
+    let mut cidrs = vec!["100.127.255.0/28".to_owned()];
     if plan.v6.is_some() {
-        ranges.push("fd00:127:255::/124".to_owned());
+        cidrs.push("fd00:127:255::/124".to_owned());
     }
-    ranges
+    cidrs
 }
 
 impl Product<'_> {
-    /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Sandboxes of meshes
-    /// that are created later enter the hub through them.
+    /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Only meshes that are
+    /// created after this call use them for their sandboxes.
     ///
     /// # Errors
     /// When the hub refuses a manifest, or a gateway does not become ready.
@@ -38,7 +38,8 @@ impl Product<'_> {
         hub.wait_for_rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
     }
 
-    /// The commands of [`Product::install_gateways`] as in docs/operations/sandboxes.md, to show them to users.
+    /// The commands that [`Product::install_gateways`] runs, without the waits, as docs/operations/sandboxes.md has
+    /// them. They are shown to users.
     #[must_use]
     pub fn gateway_commands(&self, namespaces: &[&str]) -> Vec<String> {
         let hub = self.hub();
@@ -57,10 +58,7 @@ fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
     let mut endpoints = vec![plan.pod_cidr.to_string()];
     endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));
     let mut config_map = argv(["-n", GATEWAYS, "create", "configmap", GATEWAYS]);
-    config_map.push(format!(
-        "--from-literal=gateway-cidr={}",
-        gateway_ranges(plan).join(",")
-    ));
+    config_map.push(format!("--from-literal=gateway-cidr={}", gateway_cidrs(plan).join(",")));
     config_map.push(format!("--from-literal=endpoint-network={}", endpoints.join(",")));
     let bindings = namespaces.iter().map(|namespace| {
         let mut words = argv(["-n", namespace, "create", "rolebinding", GATEWAYS]);

@@ -1,5 +1,4 @@
-//! Lists the sockets that a sandbox may reach through the hub's gateways. Reads them from objects in the hub and in the
-//! sandbox.
+//! Lists the sockets at the hub's gateways that a sandbox may reach. Reads them from objects in the hub and in the sandbox.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,5 +1,6 @@
 //! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base image consists of
-//! Debian packages, because the lab uses no registry. Both images are rebuilt only when an input has changed.
+//! Debian packages, because the lab uses no registry. The product's images are rebuilt only when an input
+//! has changed.
 
 use std::{
     fs,
@@ -78,7 +79,7 @@ fn base(progress: &dyn Fn(&str)) -> Result<String> {
     }
 }
 
-/// A key that changes with every input of the images.
+/// A key of the images' inputs: the base's name, the size and modification time of the programs, and the text of the Containerfiles.
 fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
     let mut key = format!("{base}\n");
     for program in programs.iter().chain([&run::workspace_program("xtask")?]) {
@@ -185,7 +186,7 @@ impl Scratch {
             self.path("run").display()
         );
         fs::write(self.path("storage.conf"), text).map_err(Error::io("write storage.conf"))?;
-        // buildah creates its directory for networks, with a lock, even if it uses no network. So that directory is here too.
+        // buildah creates its directory for networks, with a lock, even if it uses no network. It must not be the user's either.
         let text = format!("[network]\nnetwork_config_dir = \"{}\"\n", self.path("net.d").display());
         fs::write(self.path("containers.conf"), text).map_err(Error::io("write containers.conf"))?;
         create(&self.path("tmp"))

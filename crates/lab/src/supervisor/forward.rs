@@ -19,7 +19,7 @@ pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<
         match runtime {
             Ok(runtime) => {
                 let _ = report_start.send(Ok(()));
-                runtime.block_on(splice_all(listener, to));
+                runtime.block_on(forward_all(listener, to));
             }
             Err(error) => drop(report_start.send(Err(error))),
         }
@@ -28,7 +28,7 @@ pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<
     Ok(port)
 }
 
-async fn splice_all(listener: std::net::TcpListener, to: SocketAddr) {
+async fn forward_all(listener: std::net::TcpListener, to: SocketAddr) {
     let listener = match tokio::net::TcpListener::from_std(listener) {
         Ok(listener) => listener,
         Err(error) => return eprintln!("forward to {to}: {error}"),

@@ -24,7 +24,7 @@ enum LabCommand {
         /// The lab's run directory.
         run: PathBuf,
     },
-    /// Join the node's cgroups, then exec `argv`.
+    /// Join the node's cgroups, then exec `argv`, which starts the node's pid 1.
     #[command(hide = true)]
     Machine {
         /// The lab's run directory.

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::sets::{ArtefactSet, GoBuild};
 use crate::{Error, Result};
 
-/// Builds `set` into `target`. The caller holds the build lock, so an existing temporary directory belongs to a killed
-/// build.
+/// Builds `set` into `target`. The caller holds the build lock, so an existing temporary directory belongs to a build
+/// that failed or was killed.
 pub(super) fn build(set: ArtefactSet, home: &Path, target: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     let temporary = home.join(format!("{}.unfinished", set.name()));
     if temporary.exists() {

@@ -1,4 +1,4 @@
-//! Tests the lab with whole clusters: they run pods, recover from power cuts, and are removed completely.
+//! Tests that whole clusters run pods and recover from power cuts, and what is left of a lab that is dropped, killed or kept.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ async fn web_pods(cluster: &Cluster<'_>) -> Vec<WebPod> {
 }
 
 #[tokio::test]
-async fn two_clusters_run_pods_and_do_not_reach_each_other() {
+async fn two_separate_clusters_work_and_are_removed_completely() {
     let start = Instant::now();
     let lab = Lab::start(LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 2)]))
         .await

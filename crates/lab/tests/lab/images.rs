@@ -62,10 +62,10 @@ impl Image {
     fn programs(&self) -> Vec<&str> {
         let is_library = |path: &str| {
             let (directory, name) = path.rsplit_once('/').unwrap_or_default();
-            let known = ["lib", "lib64", "usr/lib"];
-            known
+            let loader_directories = ["lib", "lib64", "usr/lib"];
+            loader_directories
                 .iter()
-                .any(|start| directory == *start || directory.starts_with(&format!("{start}/")))
+                .any(|known| directory == *known || directory.starts_with(&format!("{known}/")))
                 && name.contains(".so.")
         };
         let files = self.files.iter().map(String::as_str);

@@ -33,7 +33,7 @@ fn reason(text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn truncated_datagram_gives_only_its_whole_messages() {
+fn truncated_datagram_gives_no_partial_message() {
     let datagram = [message(20, 0, b"hello"), message(21, 0, b"")].concat();
     let all: Vec<_> = split(&datagram).map(Result::unwrap).collect();
     let seen: Vec<_> = all
@@ -44,7 +44,7 @@ fn truncated_datagram_gives_only_its_whole_messages() {
     for cut in 1..datagram.len() {
         let whole = split(&datagram[..cut]).filter(Result::is_ok).count();
         assert!(whole <= 1, "{cut}");
-        // The first message needs no padding: a cut between its payload and the second message leaves no partial message.
+        // A message is whole even without its padding, so a cut between the first payload and the second message leaves no error.
         let ends_after_first = (HEADER + 5..=HEADER + 8).contains(&cut);
         assert_eq!(
             split(&datagram[..cut]).all(|message| message.is_ok()),

@@ -125,7 +125,7 @@ pub struct GatewayConfig {
     pub listen: SocketAddr,
 }
 
-/// Why the gateway flags are refused. Each message says what to set instead.
+/// Why the gateway flags are refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GatewayArgsError {
     /// The pod's name or namespace is missing.

@@ -65,7 +65,7 @@ fn cache_file_is_next_to_the_key_file_by_default() {
 }
 
 /// The values of a key of the systemd unit, in order.
-fn unit(key: &str) -> Vec<&'static str> {
+fn unit_values(key: &str) -> Vec<&'static str> {
     let unit = include_str!("../../../../deploy/systemd/wg-agent.service");
     let lines = unit.lines().filter_map(|line| line.split_once('='));
     lines.filter(|(k, _)| *k == key).map(|(_, value)| value).collect()
@@ -82,7 +82,7 @@ fn systemd_unit_has_valid_flags_and_minimal_privileges() {
     );
     let (_, options) = example.split_once("for example: OPTIONS=").unwrap();
     let options = options.lines().next().unwrap();
-    let [start] = unit("ExecStart")[..] else {
+    let [start] = unit_values("ExecStart")[..] else {
         panic!("one ExecStart")
     };
     let start = start.replace("$OPTIONS", options);
@@ -97,12 +97,12 @@ fn systemd_unit_has_valid_flags_and_minimal_privileges() {
         config.kubeconfig.as_deref(),
         Some(Path::new("/etc/clustermesh/kubeconfig"))
     );
-    let state = format!("/var/lib/{}", unit("StateDirectory")[0]);
+    let state = format!("/var/lib/{}", unit_values("StateDirectory")[0]);
     assert_eq!(
         [config.key_file.parent(), config.cache_file.parent()],
         [Some(Path::new(&state)); 2]
     );
-    let [before] = unit("ExecStartPre")[..] else {
+    let [before] = unit_values("ExecStartPre")[..] else {
         panic!("one ExecStartPre")
     };
     let before = before.strip_prefix('+').expect("full privileges");
@@ -113,9 +113,9 @@ fn systemd_unit_has_valid_flags_and_minimal_privileges() {
     ));
 
     assert_eq!(
-        unit("ExecStopPost"),
+        unit_values("ExecStopPost"),
         [""; 0],
-        "a stopped agent leaves its firewall table"
+        "a stopped agent keeps its firewall table"
     );
     for (key, value) in [
         ("CapabilityBoundingSet", "CAP_NET_ADMIN"),
@@ -126,7 +126,7 @@ fn systemd_unit_has_valid_flags_and_minimal_privileges() {
         ("DeviceAllow", "/dev/net/tun rw"),
         ("SystemCallFilter", "@system-service"),
     ] {
-        assert_eq!(unit(key), [value], "{key}");
+        assert_eq!(unit_values(key), [value], "{key}");
     }
 }
 

@@ -32,7 +32,7 @@ impl From<BackendFlag> for Backend {
 pub enum ModeFlag {
     /// This agent owns the tunnel.
     Full,
-    /// kg owns the tunnel.
+    /// kg owns the tunnel, and this agent only the firewall table.
     Policy,
     /// This process is a gateway: a pod through which sandboxes enter the cluster.
     Gateway,

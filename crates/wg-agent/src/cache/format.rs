@@ -1,7 +1,7 @@
 //! Defines the format of the cache: two lines of JSON, the header and the values.
 //!
 //! The types in [`SavedObjects`] are part of the format, so a change of one of them needs a new [`VERSION`]. A test compares
-//! the written cache with the golden file of the version, and fails until the version is raised.
+//! the written cache with the golden file of the version. It fails until the version is raised and its golden file is written.
 
 use std::borrow::Cow;
 
@@ -15,7 +15,7 @@ const FORMAT: &str = "clustermesh wg-agent cache";
 /// The format version; a file of another version is not read.
 pub(super) const VERSION: u32 = 5;
 
-/// Why a file is not used. It is renamed, because later starts could not use it either.
+/// Why a file is not used. The agent renames such a file to `*.damaged`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unusable {
     /// Truncated, changed, or not written by an agent.

@@ -30,11 +30,11 @@ mod format;
 
 pub use file::{LoadedCache, load, remove};
 
-/// The time between two writes while objects change: the objects of a new mesh arrive in many small changes.
+/// The minimum time between two writes if `saved` changed: the objects of a new mesh arrive in many small changes.
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
-/// The time between two writes while no objects change: some peers roam all the time, and change their endpoints.
+/// The minimum time between two writes if `saved` did not change: some peers roam all the time, and change their endpoints.
 const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
-/// The time after which a failed write is tried again, unless the content changes before.
+/// The time after which a failed write is tried again; a change of the content causes an earlier try.
 const RETRY_DELAY: Duration = Duration::from_secs(10);
 
 /// The objects in the cache: the complete input of a pass.
@@ -45,7 +45,7 @@ pub struct SavedObjects {
     pub peers: BTreeMap<String, ParsedPeer>,
     /// PeerPolicies.
     pub policies: BTreeMap<String, ParsedPolicy>,
-    /// Nodes, without values that soon change: the annotations of this node, and the time at which kg checked in last.
+    /// Nodes, without two values that soon change: the annotations that this agent writes, and the time at which kg checked in last.
     pub nodes: BTreeMap<String, ParsedNode>,
     /// The API server's endpoints, by EndpointSlice.
     pub api_servers: BTreeMap<String, std::collections::BTreeSet<SocketAddr>>,
@@ -90,15 +90,16 @@ pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 pub struct CacheContent {
     /// `None` = this process has not applied anything yet, so the file must not be overwritten.
     pub saved: Option<Arc<SavedObjects>>,
-    /// When the API server last confirmed `saved`. It changes only when `saved` changes, after
-    /// [`CacheFile::max_lag`], or when the clock was set back, so that not every pass writes the file.
+    /// When the API server confirmed `saved`. The last confirmation may be later, by up to [`CacheFile::max_lag`], so that
+    /// not every pass writes the file.
     pub confirmed: UnixTime,
     /// Live endpoints.
     pub live: LiveEndpoints,
 }
 
 impl CacheContent {
-    /// Records that the API server confirmed `saved` at the time `now`. Returns whether the file must be written.
+    /// Must be called when the API server confirmed `saved` at the time `now`. Records this if `saved` changed, if the recorded
+    /// time lags by `max_lag`, or if the clock was set back. Returns whether it did, so that the file must be written.
     pub fn confirm(&mut self, saved: SavedObjects, now: UnixTime, max_lag: Duration) -> bool {
         let changed = self.saved.as_deref() != Some(&saved);
         let was_clock_set_back = now < self.confirmed;
@@ -176,7 +177,7 @@ fn write_delay(content: &CacheContent, written: &CacheContent, age: Option<Durat
 /// Writes the content when it changes. When the senders are dropped, writes the last content and returns.
 ///
 /// If the new file cannot be written, the old file is deleted: a start from it could restore a Peer or an allowed
-/// network that was revoked since. The write is tried again.
+/// network that was revoked since. The write is tried again, unless the senders are dropped.
 pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, metrics: Metrics) {
     let mut written = CacheContent::default();
     let mut last_write: Option<Instant> = None;

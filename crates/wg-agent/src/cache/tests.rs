@@ -414,8 +414,8 @@ fn confirmation_time_lags_by_at_most_max_lag() {
         (true, at(5)),
         "a clock that was set back"
     );
-    let max_lag_seconds = |hours: u64| {
-        let max_age = Duration::from_secs(hours * 3600);
+    let max_lag_seconds = |max_age_hours: u64| {
+        let max_age = Duration::from_secs(max_age_hours * 3600);
         CacheFile {
             max_age,
             ..file(Path::new("/"))

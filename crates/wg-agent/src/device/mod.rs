@@ -20,8 +20,8 @@ use x25519_dalek::StaticSecret;
 
 pub use memory::Memory;
 
-/// The alias (`IFLA_IFALIAS`) of the agent's interface; `ip link show` prints it. Another program's interface can have the
-/// same name, but not this alias.
+/// The alias (`IFLA_IFALIAS`) of the agent's interface; `ip link show` prints it. It distinguishes the interface from one of
+/// the same name that another program created.
 pub const ALIAS: &str = "clustermesh wg-agent";
 
 /// An open WireGuard device: interface up, port bound.
@@ -202,7 +202,7 @@ pub fn open(
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
                 // If the control socket of a killed userspace device exists, `wg show` uses it and not the kernel.
-                if let Err(error) = userspace::remove_leftovers(interface) {
+                if let Err(error) = userspace::remove_control_socket(interface) {
                     tracing::warn!(%error, "cannot remove the control socket of the userspace backend");
                 }
                 return Ok(Opened {
@@ -223,7 +223,7 @@ pub fn open(
     })
 }
 
-/// Why a device could not be opened, changed or observed, with the likely cause.
+/// Why a device could not be opened, changed, observed or closed, with the likely cause.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// The kernel answers `EOPNOTSUPP`.

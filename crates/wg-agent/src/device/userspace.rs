@@ -92,12 +92,12 @@ impl Device for Userspace {
 ///
 /// # Errors
 /// The file cannot be removed, or a process listens on it.
-pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
+pub fn remove_control_socket(interface: &str) -> Result<(), DeviceError> {
     Ok(wg_userspace::remove_control_socket(interface)?)
 }
 
-/// Removes the interface of that name if it has the agent's alias. `true` = no such interface exists any more; `false` = the
-/// interface has another alias, or none, and stays.
+/// Removes the interface of that name if it has the agent's alias. `true` = no interface of that name exists any more;
+/// `false` = the interface has another alias, or none, and stays.
 ///
 /// # Errors
 /// A process still has the interface open, or the kernel refuses.

@@ -1,6 +1,6 @@
 //! Reads the generation of nftables: the kernel's count of transactions in all tables. It shows whether anything was
 //! written since a listing. Reading it needs one netlink message, while a listing needs an `nft` process. Elements that
-//! time out do not change it.
+//! time out do not change it. Also checks whether the agent's table exists.
 
 use std::{fs, io, os::unix::fs::MetadataExt};
 

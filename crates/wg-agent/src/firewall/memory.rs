@@ -7,7 +7,7 @@ use super::{Backend, Error, Listing};
 pub struct Memory {
     /// The scripts since the table was last replaced; empty = there is no table.
     pub scripts: Vec<String>,
-    /// A script that contains one of these texts fails; with the text `destroy`, so does the deletion of the table.
+    /// A script that contains one of these texts fails. If one of them is `destroy`, [`Backend::destroy`] fails, too.
     pub refuse: Vec<String>,
 }
 

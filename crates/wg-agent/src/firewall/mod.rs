@@ -92,8 +92,8 @@ fn hint(stderr: &str) -> &'static str {
     }
 }
 
-/// Applies the desired table. Stores the table that it wrote last, to find the set elements that change, and the listing of that table,
-/// to detect external changes.
+/// Applies the desired table. Stores the table that it wrote or recognized last, to find the set elements that change, and the listing
+/// of that table, to detect external changes.
 #[derive(Debug)]
 pub struct FirewallManager<B> {
     backend: B,

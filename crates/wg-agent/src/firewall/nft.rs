@@ -19,7 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug, Clone)]
 pub struct Nft {
     program: PathBuf,
-    /// The ruleset generation of the last listing, and the listing (`None` = no table). `None` = the table has to be listed again.
+    /// The last listing, with its ruleset generation. The inner `None` = there is no table; the outer `None` = `observe` has to list it
+    /// again.
     listed: Option<(Generation, Option<Listing>)>,
 }
 
@@ -41,7 +42,8 @@ impl Nft {
 
     /// Runs nft. Returns its standard output, or the first lines of its standard error if it fails.
     async fn call(&self, arguments: &[&str], script: Option<&str>) -> Result<Result<Vec<u8>, String>, Error> {
-        let start = |source| Error::Start {
+        // Also for the rare error while waiting for nft.
+        let start_error = |source| Error::Start {
             program: self.program.clone(),
             source,
         };
@@ -57,7 +59,7 @@ impl Nft {
             .stderr(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .map_err(start)?;
+            .map_err(start_error)?;
         let stdin = child.stdin.take();
         let feed = async move {
             if let (Some(mut stdin), Some(script)) = (stdin, script) {
@@ -69,7 +71,7 @@ impl Nft {
         let output = tokio::time::timeout(TIMEOUT, both)
             .await
             .map_err(|_| Error::Timeout(TIMEOUT.as_secs()))?
-            .map_err(start)?;
+            .map_err(start_error)?;
         if output.status.success() {
             return Ok(Ok(output.stdout));
         }

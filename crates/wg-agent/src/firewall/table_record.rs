@@ -40,7 +40,7 @@ impl TableRecord {
             None => self.remove(),
         };
         if let Err(error) = done {
-            tracing::info!(file = %self.0.display(), %error, "cannot record the firewall table; the next start replaces it");
+            tracing::info!(file = %self.0.display(), %error, "cannot record the firewall table; the next start replaces the table");
         }
     }
 

@@ -1,5 +1,5 @@
-//! Binds the admin port of a gateway to all interfaces except the WireGuard device, so that sandboxes cannot reach it even while the pod
-//! has no firewall table. On Linux before 5.7 it is bound to all interfaces.
+//! Binds the admin port of a gateway to all interfaces that exist at the start except the WireGuard device, so that sandboxes cannot
+//! reach the port even while the pod has no firewall table. On Linux before 5.7 the port is bound to all interfaces.
 
 use std::io;
 

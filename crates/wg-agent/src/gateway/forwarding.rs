@@ -11,8 +11,8 @@ use ipnet::IpNet;
 
 use crate::{route::sysctl, status::Trouble};
 
-/// Enables IPv4 forwarding on each interface except loopback, and reports settings that are wrong and cannot be written. `networks`
-/// are those of the sandboxes: IPv6 forwarding is needed only if one of them is IPv6.
+/// Enables IPv4 forwarding on each interface except loopback. Reports each forwarding setting that is still wrong after that; the one
+/// for IPv6 only if one of `networks`, the networks of the sandboxes, is IPv6.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
@@ -24,7 +24,8 @@ pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -
         .collect()
 }
 
-/// The forwarding settings that `wg-agent prepare --mode=gateway` writes; the pod's interface and the new device inherit them.
+/// The forwarding settings that `wg-agent prepare --mode=gateway` writes. The kernel applies them to the pod's existing interfaces and
+/// to the device that the gateway creates later.
 pub(crate) fn pod_settings(v6: bool) -> Vec<Sysctl> {
     let mut out = vec![setting(Name::Global("ipv4/ip_forward"))];
     if v6 {

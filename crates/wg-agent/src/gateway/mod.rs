@@ -38,7 +38,7 @@ use table_manager::TableManager;
 const RESYNC: Duration = Duration::from_secs(30);
 /// How often the device's peers are polled.
 const POLL_PEERS: Duration = Duration::from_secs(1);
-/// Pause after a failed pass or renewal.
+/// Pause after a failed pass or renewal, and if the generation of nftables cannot be read.
 const RETRY: Duration = Duration::from_secs(2);
 /// Changes of objects within this time, or the time that the last pass took if it is longer, are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
@@ -76,7 +76,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, config.drain).await?;
     let metrics = builder.runtime.metrics.clone();
     let mut runtime = builder.serve(&lock)?;
-    let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
+    let (publish, status_to_publish) = watch::channel(SandboxGatewayStatus::default());
     let mut gateway = Gateway {
         api_server: runtime.connection.server.address().map(|server| server.ip()),
         table_manager: TableManager::default(),
@@ -115,7 +115,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         probe_interval,
         runtime.stop.clone(),
     ));
-    let publisher = publish::run(client, config.gateway, wanted, metrics, runtime.stop.clone());
+    let publisher = publish::run(client, config.gateway, status_to_publish, metrics, runtime.stop.clone());
     runtime.tasks.spawn(publisher);
     run_loop(
         &mut gateway,
@@ -183,7 +183,7 @@ async fn run_loop(
                     if let Some(answered_at) = answered_at && !gateway.renew(answered_at).await {
                         break RETRY;
                     }
-                    // If the table is not written yet, the pass may have waited for this answer.
+                    // If this process has not written a table, or the last write failed, the pass may have waited for this answer.
                     if !gateway.table_manager.has_written() {
                         break Duration::ZERO;
                     }

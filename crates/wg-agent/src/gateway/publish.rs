@@ -58,7 +58,7 @@ impl Identity<'_> {
         let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.clone()).collect();
         if let Some(first) = compiled.refused.first() {
             let count = compiled.refused.len();
-            messages.push(format!("{count} left out, see status.refused; the first: {first}"));
+            messages.push(format!("{count} left out, see status.refused; for example: {first}"));
         }
         SandboxGatewayStatus {
             public_key: self.public_key.to_string(),

@@ -63,7 +63,7 @@ impl ReadinessGate {
             return;
         }
         sandboxes.retain(|_, keys| !keys.is_empty());
-        self.wait(now + CONNECT_TIMEOUT, sandboxes);
+        self.wait_or_open(now + CONNECT_TIMEOUT, sandboxes);
     }
 
     /// Stops waiting for the sandboxes that have connected or have no peers any more. Opens the gate when none is left, or
@@ -81,7 +81,9 @@ impl ReadinessGate {
         };
         match &self.state {
             GateState::New => {}
-            GateState::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, unconnected(sandboxes)),
+            GateState::Waiting { until, sandboxes, .. } if now < *until => {
+                self.wait_or_open(*until, unconnected(sandboxes))
+            }
             GateState::Waiting { sandboxes, .. } | GateState::Open { missing: sandboxes } => {
                 let missing = unconnected(sandboxes);
                 self.state = GateState::Open { missing };
@@ -89,7 +91,8 @@ impl ReadinessGate {
         }
     }
 
-    fn wait(&mut self, until: Instant, sandboxes: NodeKeys) {
+    /// Waits for these sandboxes; opens the gate if there are none.
+    fn wait_or_open(&mut self, until: Instant, sandboxes: NodeKeys) {
         self.state = if sandboxes.is_empty() {
             GateState::Open { missing: sandboxes }
         } else {
@@ -172,13 +175,13 @@ mod tests {
         let mut gate = ReadinessGate::new(readiness.clone(), true);
         gate.begin(sandboxes(), now);
         gate.observe(&connected(&[]), now);
-        assert!(readiness.list()[0].contains("no node of m--a, m--b has connected"));
+        assert!(readiness.pending_items()[0].contains("no node of m--a, m--b has connected"));
         gate.observe(&connected(&KEYS[1..2]), now);
-        assert!(readiness.list()[0].contains("no node of m--b has connected"));
+        assert!(readiness.pending_items()[0].contains("no node of m--b has connected"));
         gate.observe(&connected(&KEYS[1..]), now);
         assert!(readiness.is_ready());
         gate.begin(sandboxes(), now);
-        assert!(readiness.is_ready(), "sandboxes that are added later");
+        assert!(readiness.is_ready(), "an open gate does not wait again");
     }
 
     #[test]

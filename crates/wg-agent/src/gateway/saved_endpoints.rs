@@ -33,11 +33,11 @@ impl SavedEndpoints {
             tracing::warn!(file = %file.display(), %error, "cannot read the saved endpoints of peers");
             String::new()
         });
-        let line = |line: &str| {
+        let parse_line = |line: &str| {
             let (key, endpoint) = line.split_once(' ')?;
             Some((key.parse().ok()?, endpoint.parse().ok()?))
         };
-        let endpoints = text.lines().filter_map(line).collect();
+        let endpoints = text.lines().filter_map(parse_line).collect();
         Self { file, endpoints }
     }
 
@@ -53,8 +53,8 @@ impl SavedEndpoints {
     /// Saves the endpoints if they changed. Call it only while the device has all desired peers, because a peer that is not in
     /// `observed`, or has no endpoint, is removed from the file.
     pub(super) fn save(&mut self, observed: &ObservedPeers) {
-        let endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));
-        let endpoints: BTreeMap<PublicKey, SocketAddr> = observed.iter().filter_map(endpoint).collect();
+        let key_and_endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));
+        let endpoints: BTreeMap<PublicKey, SocketAddr> = observed.iter().filter_map(key_and_endpoint).collect();
         if endpoints == self.endpoints {
             return;
         }

@@ -39,8 +39,8 @@ struct Namespace {
     /// Since when a watch fails, and how.
     failing: Option<(Instant, Failure)>,
     /// The failure, once it has lasted so long that no Service of the namespace is served:
-    /// - access denied: [`watches::DENIAL_GRACE`]; no time if Services or EndpointSlices were never listed
-    /// - another error: [`Store::timeout`], in which the API server answers other requests all the time
+    /// - access denied: after [`watches::DENIAL_GRACE`], or at once if Services or EndpointSlices were never listed
+    /// - another error: after [`Store::timeout`], if the API server has answered other requests all that time
     lasting_failure: Option<Failure>,
 }
 
@@ -70,13 +70,13 @@ impl GatewaySnapshot {
 
     /// Whether the SandboxAccesses are listed, and each namespace with a granted Service is listed or fails.
     pub(super) fn is_complete(&self) -> bool {
-        let answered = |name: &String| {
+        let is_listed_or_fails = |name: &String| {
             let suffix = format!(" of namespace {name}");
-            let failed = self.errors.keys().any(|kind| kind.ends_with(&suffix));
+            let fails = self.errors.keys().any(|kind| kind.ends_with(&suffix));
             let namespace = self.namespaces.get(name);
-            failed || namespace.is_some_and(Namespace::is_listed)
+            fails || namespace.is_some_and(Namespace::is_listed)
         };
-        self.are_accesses_listed() && self.granted_namespaces().iter().all(answered)
+        self.are_accesses_listed() && self.granted_namespaces().iter().all(is_listed_or_fails)
     }
 
     /// A message that names the objects for which the gateway waits.

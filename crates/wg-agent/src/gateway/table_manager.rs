@@ -37,7 +37,7 @@ struct Written {
 /// The result of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Progress {
-    /// The number of lines of the script that was run.
+    /// The number of changes: every line of the script that was run counts as one.
     pub(super) changes: usize,
     /// Whether the table is the desired one. If not, the next step is due at once.
     pub(super) finished: bool,
@@ -56,7 +56,7 @@ impl TableManager {
     }
 
     /// Whether the API server has answered this process. Before that, a new table stays closed.
-    pub(super) const fn can_open(&self) -> bool {
+    pub(super) const fn api_has_answered(&self) -> bool {
         self.open_until.is_some()
     }
 

@@ -1,8 +1,8 @@
 //! Chooses this node's WireGuard address from the claims of all Nodes of its cluster.
 //!
-//! Nodes choose without a coordinator. A node keeps its published address across restarts and when other nodes join, while the range
-//! contains it. If two nodes choose the same address at the same time, both see the other's claim, and the later one by
-//! (creationTimestamp, name) chooses another address.
+//! Nodes choose without a coordinator. A node keeps its published address across restarts and when other nodes join, while the address
+//! is usable in the range ([`Range::is_usable`]). If two nodes choose the same address at the same time, both see the other's claim, and
+//! the later one by (creationTimestamp, name) chooses another address.
 
 use std::{
     collections::BTreeSet,
@@ -27,7 +27,7 @@ pub enum RangeError {
     TooSmall(IpNet),
     /// Every usable address is claimed.
     #[error(
-        "every address of {0} is claimed by a Node of this cluster ({1} of them): give the nodes a larger \
+        "the Nodes of this cluster claim all {1} usable addresses of {0}: give the nodes a larger \
          --wireguard-cidr, or remove `kilo.squat.ai/wireguard-ip` from Nodes that are gone for good"
     )]
     Full(IpNet, usize),
@@ -36,7 +36,7 @@ pub enum RangeError {
 /// The published address of one Node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Claim {
-    /// `metadata.creationTimestamp`, Unix seconds. This field precedes the name, so that claims sort by age.
+    /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
     /// The Node's name.
     pub node: String,
@@ -44,7 +44,7 @@ pub struct Claim {
     pub address: IpAddr,
 }
 
-/// The claim of this node.
+/// This node, and the address that it claims, if any.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnClaim<'a> {
     /// `metadata.creationTimestamp`, Unix seconds.

@@ -52,8 +52,8 @@ pub(crate) enum ListenError {
 }
 
 impl InitiationListener {
-    /// Listens for initiations for `key` to the UDP `port` of the device. At the first one, wakes the task that waits for
-    /// changes of `store`, which runs the next pass.
+    /// Listens for initiations for `key` to the UDP `port` of the device. The first one causes a pass, because it wakes the
+    /// main loop, which waits for changes of `store`.
     pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, ListenError> {
         let socket = Socket::open(Protocol::Netfilter)?;
         for message in subscription() {
@@ -106,9 +106,9 @@ pub(crate) async fn remove() -> Result<(), Error> {
         .await
 }
 
-/// The script that writes the table. Its chain runs before other base chains, including those of a firewall that drops
-/// initiations. `udp length` includes the UDP header (8 bytes); `@th,64,8 1` is the message type of an initiation, the
-/// first byte after this header.
+/// The script that writes the table. The low priority makes its chain run before the base chains of a firewall at the
+/// prerouting or input hook, which may drop initiations. `udp length` includes the UDP header (8 bytes); `@th,64,8 1` is
+/// the message type of an initiation, the first byte after this header.
 fn script(port: u16) -> String {
     let length = INITIATION + 8;
     format!(
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn truncated_log_message_yields_no_partial_packet() {
-        // A message NFULNL_MSG_PACKET of NFNL_SUBSYS_ULOG, with an unknown attribute of 5 bytes and a payload (NFULA_PAYLOAD).
+        // The type of a netlink message: subsystem NFNL_SUBSYS_ULOG, NFULNL_MSG_PACKET.
         const PACKET: u16 = 4 << 8;
         let attribute = |kind: u16, value: &[u8]| {
             let mut out = (4 + value.len() as u16).to_ne_bytes().to_vec();
@@ -209,6 +209,7 @@ mod tests {
             out.resize(out.len().next_multiple_of(4), 0);
             out
         };
+        // `struct nfgenmsg` (AF_INET, version 0, group 5182), an unknown attribute, and NFULA_PAYLOAD.
         let body = [
             vec![2, 0, 0x14, 0x3e],
             attribute(100, b"hello"),

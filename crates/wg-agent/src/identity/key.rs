@@ -1,7 +1,7 @@
 //! Stores the node's private key on disk: creates it on the first start, reads it later, and replaces it in a rotation.
 //!
 //! The file has Kilo's path and format (`/var/lib/kilo/key`: base64 without a newline, 0600), so that an agent that
-//! replaces kg keeps the node's identity. A key that others could read is refused, because they may know it.
+//! replaces kg keeps the node's identity. A key file that other users can read or write is refused, because they may know the key.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
@@ -94,7 +94,7 @@ pub enum KeyFileError {
     /// A system call failed.
     #[error("cannot {operation} {path}: {error}")]
     Io {
-        /// A verb, such as `open`.
+        /// What failed, such as `open` or `chmod 700`.
         operation: &'static str,
         /// File or directory.
         path: PathBuf,

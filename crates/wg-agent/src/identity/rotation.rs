@@ -5,7 +5,8 @@
 //! learns the new key drops its session and sends an initiation for the new key. At the first such initiation the
 //! device switches, and starts a handshake with every peer that has an endpoint. Traffic with a peer is interrupted from the
 //! time when the peer or the device switches, whichever is first, until both have switched and completed a handshake. As long
-//! as no peer learns the new key, for example because the controller is down, nothing is interrupted.
+//! as no peer learns the new key, for example because the controller is down, nothing is interrupted, except on a node that
+//! cannot detect initiations (see below).
 //!
 //! ```text
 //! rotate-key     published       first initiation for the new key      every peer knows the new key
@@ -126,7 +127,7 @@ pub(crate) async fn advance(
                 None
             }
         };
-        tracing::info!(old = %key.public(), new = %next.public(), "publishing a new key; the old one is used until a peer initiates a handshake with the new one");
+        tracing::info!(old = %key.public(), new = %next.public(), "publishing a new key; this node still uses the old one");
         *rotation = Some(Rotation { next, listener });
     }
     let current = rotation.as_ref()?;
@@ -134,7 +135,7 @@ pub(crate) async fn advance(
         return Some(Trouble::harmless(
             "key",
             format!(
-                "the agent publishes the new key {}; it is used when the first peer initiates a handshake with it; to cancel, remove {}",
+                "the agent publishes the new key {} and still uses the old one; to cancel before it switches, remove {}",
                 current.public(),
                 key::next_path(path).display()
             ),

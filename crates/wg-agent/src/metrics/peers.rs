@@ -14,17 +14,17 @@ use prometheus_client::{
 
 use super::PeerSample;
 
-/// The maximum number of peers with metrics, in the order of their names. Each peer has four time series.
+/// Only this many peers have metrics: the first ones by name. Each has four time series, or three before its first handshake.
 const MAX_PEERS: usize = 1000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Peer {
+struct PeerLabels {
     cluster: String,
     peer: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct PeerState {
+struct StateLabels {
     cluster: String,
     peer: String,
     state: &'static str,
@@ -59,16 +59,16 @@ fn family<'p, L: EncodeLabelSet, M: EncodeMetric>(
 impl Collector for Peers {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (peers, not_shown) = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let labels = |peer: &PeerSample| Peer {
+        let labels = |peer: &PeerSample| PeerLabels {
             cluster: peer.cluster.clone(),
             peer: peer.name.clone(),
         };
-        let states = peers.iter().map(|peer| {
-            let Peer { cluster, peer: name } = labels(peer);
-            let labels = PeerState {
+        let states = peers.iter().map(|sample| {
+            let PeerLabels { cluster, peer } = labels(sample);
+            let labels = StateLabels {
                 cluster,
-                peer: name,
-                state: peer.state.as_str(),
+                peer,
+                state: sample.state.as_str(),
             };
             (labels, ConstGauge::new(1i64))
         });

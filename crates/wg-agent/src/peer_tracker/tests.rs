@@ -55,7 +55,7 @@ fn candidates_are_tried_in_turn_until_one_answers() {
 }
 
 #[test]
-fn live_endpoint_is_kept_while_its_session_is_alive() {
+fn desired_endpoint_stays_while_the_session_is_alive() {
     let now = Instant::now();
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], now);
@@ -89,21 +89,21 @@ fn live_endpoint_is_kept_while_its_session_is_alive() {
 }
 
 /// A peer with a live session. The agent last wrote the endpoint `configured`, and the peer last sent from `used`, so the device uses that.
-fn roamed(configured: &str, used: &str, rx: u64, tx: u64) -> ObservedPeers {
+fn live_session(configured: &str, used: &str, rx: u64, tx: u64) -> ObservedPeers {
     let mut observed = observed(Some(9), Some(used), rx, tx);
     observed.get_mut(&KEY).unwrap().configured.endpoint = Some(at(configured));
     observed
 }
 
 #[test]
-fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
+fn quiet_endpoint_that_is_no_candidate_is_replaced_by_newest() {
     let start = Instant::now();
     let after = |seconds| start + Duration::from_secs(seconds);
     let (private, mapped, remapped) = ("192.168.2.1:51820", "198.51.100.9:40001", "198.51.100.9:41001");
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[private], start);
     // The peer is behind a NAT, which maps its private endpoint to `mapped`. It sends first, so the device uses `mapped`.
-    let mut device = roamed(private, mapped, 1, 1);
+    let mut device = live_session(private, mapped, 1, 1);
     tracker.update(&device, start);
     for candidates in [&[private, mapped][..], &[private], &[private, mapped]] {
         sync(&mut tracker, candidates, start);
@@ -127,14 +127,14 @@ fn quiet_removed_endpoint_is_replaced_by_newest_candidate() {
     assert_eq!(
         device[&KEY].configured.endpoint,
         Some(at(mapped)),
-        "the endpoint in use, not the configured one"
+        "the endpoint in use, so that `remapped` differs and is written"
     );
     // The agent has written the new endpoint. No packet of the peer has arrived since.
-    let mut device = roamed(remapped, remapped, 1, 1);
+    let mut device = live_session(remapped, remapped, 1, 1);
     tracker.update(&device, after(36));
     assert!(tracker.replace_configured_by_used(&mut device).is_empty());
     assert_eq!(tracker.live_endpoints()[&KEY], at(mapped));
-    tracker.update(&roamed(remapped, remapped, 2, 2), after(41));
+    tracker.update(&live_session(remapped, remapped, 2, 2), after(41));
     assert_eq!(tracker.live_endpoints()[&KEY], at(remapped));
 }
 
@@ -146,11 +146,14 @@ fn false_candidates_move_no_peer_that_sends() {
     let (public, mapped) = ("192.0.2.1:1", "198.51.100.9:40001");
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &[public, mapped], start);
-    tracker.update(&roamed(mapped, mapped, 1, 1), start);
+    tracker.update(&live_session(mapped, mapped, 1, 1), start);
     // The peer sends from `mapped` all the time. Other nodes no longer report this endpoint, but a new false one every 2 s.
     for n in 1..100 {
         sync(&mut tracker, &[public, &format!("203.0.113.66:{n}")], after(n * 2));
-        assert!(!tracker.update(&roamed(mapped, mapped, 1 + n, 1), after(n * 2)), "{n}");
+        assert!(
+            !tracker.update(&live_session(mapped, mapped, 1 + n, 1), after(n * 2)),
+            "{n}"
+        );
     }
     // Without a session, the other candidates are still tried, although there is a new false one every 2 s.
     let mut tracker = PeerTracker::default();
@@ -170,14 +173,14 @@ fn false_candidates_move_no_peer_that_sends() {
 }
 
 #[test]
-fn packet_from_another_endpoint_cancels_endpoint_change() {
+fn endpoint_from_which_the_peer_sends_is_not_replaced() {
     let now = Instant::now();
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], now);
-    tracker.update(&roamed("192.0.2.1:1", "192.0.2.1:1", 1, 1), now);
+    tracker.update(&live_session("192.0.2.1:1", "192.0.2.1:1", 1, 1), now);
     sync(&mut tracker, &["192.0.2.2:1"], now);
     // The agent has written the new endpoint, and then a packet of the peer arrived from a third one.
-    let mut device = roamed("192.0.2.2:1", "203.0.113.5:777", 2, 1);
+    let mut device = live_session("192.0.2.2:1", "203.0.113.5:777", 2, 1);
     let before = device.clone();
     assert!(
         tracker.replace_configured_by_used(&mut device).is_empty(),
@@ -198,17 +201,17 @@ fn unanswering_peer_is_tried_at_every_endpoint_in_turn() {
     let mut tracker = PeerTracker::default();
     let (one, two, live) = ("192.0.2.1:1", "192.0.2.2:1", "203.0.113.5:777");
     sync(&mut tracker, &[one, two], start);
-    tracker.update(&roamed(one, live, 100, 100), start);
+    tracker.update(&live_session(one, live, 100, 100), start);
     // From now on the peer receives data and sends nothing.
-    tracker.update(&roamed(one, live, 100, 1_000), after(5));
+    tracker.update(&live_session(one, live, 100, 1_000), after(5));
     assert!(
-        !tracker.update(&roamed(one, live, 100, 2_000), after(25)),
+        !tracker.update(&live_session(one, live, 100, 2_000), after(25)),
         "the endpoint stays for 20 s without a reply"
     );
     let mut tried = vec![];
     let mut used = live;
     for seconds in [26, 42, 58, 74] {
-        let mut device = roamed(one, used, 100, 1_000 * seconds);
+        let mut device = live_session(one, used, 100, 1_000 * seconds);
         assert!(tracker.update(&device, after(seconds)));
         // At 26 s the desired endpoint is `one`, which is also the configured one. The agent writes it again, because the endpoint in
         // use differs.
@@ -332,7 +335,7 @@ fn peer_that_does_not_answer_is_down() {
     tracker.update(&observed(Some(0), None, 10, 10), after(1));
     tracker.update(&observed(Some(200), None, 10, 10), after(201));
     assert_eq!(tracker.state(&KEY, after(201)), PeerHealth::Unknown, "idle");
-    // The session has expired, so the peer is down if data gets no reply for 15 s (`HANDSHAKE_TIMEOUT`).
+    // The session has expired, so the peer is down if a packet to it (a handshake initiation) gets no reply for 15 s (`HANDSHAKE_TIMEOUT`).
     tracker.update(&observed(Some(280), None, 10, 158), after(281));
     assert_eq!(tracker.state(&KEY, after(300)), PeerHealth::Down);
     tracker.update(&observed(Some(281), None, 11, 158), after(301));

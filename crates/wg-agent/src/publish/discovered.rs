@@ -22,11 +22,11 @@ pub(crate) struct LivePeer<'a> {
     pub(crate) candidates: &'a [SocketAddr],
 }
 
-/// Returns the endpoint of each live peer whose Peer object does not contain that endpoint.
+/// Returns the endpoints of live peers, at most [`MAX_ENDPOINTS`]: those that the peer's own Peer object does not contain, and those in
+/// `published`, the current annotation.
 ///
-/// The controller adds a published endpoint to the Peers in this cluster, too. So an endpoint in `published`, the current annotation,
-/// stays published while the peer sends from it. Otherwise this node would remove it, the controller would
-/// remove it from the Peers, and this node would publish it again.
+/// The second condition is needed because the controller adds a published endpoint to the Peers in this cluster, too. Without it, this
+/// node would stop publishing the endpoint, the controller would remove it from the Peers, and this node would publish it again.
 pub(crate) fn endpoints<'a>(
     node: &str,
     peers: impl Iterator<Item = LivePeer<'a>>,

@@ -18,7 +18,7 @@ use ipnet::IpNet;
 use super::{Annotations, DesiredAnnotations};
 use crate::source::objects::ParsedNode;
 
-/// Every annotation that this agent writes.
+/// Every annotation that the agent writes in full mode. In policy mode it writes only [`NODE_AGENT`].
 pub const KEYS: [&str; 7] = [
     KILO_KEY,
     KILO_WIREGUARD_IP,
@@ -31,7 +31,7 @@ pub const KEYS: [&str; 7] = [
 
 /// The values from which the annotations are computed.
 #[derive(Debug, Clone)]
-pub struct NodeFacts<'a> {
+pub struct AnnotationInputs<'a> {
     /// The node's public key.
     pub public_key: PublicKey,
     /// Its WireGuard address, with the prefix length of `--wireguard-cidr`.
@@ -50,8 +50,8 @@ pub struct NodeFacts<'a> {
 
 /// Computes the desired annotations. Also returns the annotations that the Node has now (`seen`).
 #[must_use]
-pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
-    let NodeFacts {
+pub fn desired(inputs: AnnotationInputs<'_>) -> DesiredAnnotations {
+    let AnnotationInputs {
         public_key,
         wireguard_ip,
         port,
@@ -59,7 +59,7 @@ pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
         underlay,
         discovered,
         agent,
-    } = facts;
+    } = inputs;
     let own = node.own.clone().unwrap_or_default();
     let internal = node.internal_ips.first().copied();
     let prefix_length = |ip: &IpAddr| underlay.get(ip).copied().unwrap_or(if ip.is_ipv4() { 32 } else { 128 });
@@ -103,7 +103,7 @@ mod tests {
 
     fn published(node: &ParsedNode) -> Annotations {
         let underlay = [("192.0.2.7".parse().unwrap(), 24)].into();
-        desired(NodeFacts {
+        desired(AnnotationInputs {
             public_key: "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=".parse().unwrap(),
             wireguard_ip: "100.66.0.9/16".parse().unwrap(),
             port: 51821,

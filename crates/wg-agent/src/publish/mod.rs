@@ -27,7 +27,7 @@ pub type Annotations = BTreeMap<&'static str, Option<String>>;
 pub struct DesiredAnnotations {
     /// The node's identity: written at once.
     pub identity: Annotations,
-    /// The agent's status: written at most every [`STATUS_EVERY`].
+    /// The agent's status: written at most once in [`STATUS_EVERY`].
     pub status: Annotations,
     /// The observed values of the same keys.
     pub seen: Annotations,
@@ -35,7 +35,7 @@ pub struct DesiredAnnotations {
 
 /// The shortest time between two writes of the status.
 pub const STATUS_EVERY: Duration = Duration::from_secs(10);
-/// If the agent's watch does not show a write within this time, the write is repeated.
+/// If the agent's watch does not show a write within this time, the write is repeated; a write of the status after [`STATUS_EVERY`].
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -98,7 +98,7 @@ pub async fn run(
     metrics: Metrics,
     stop: CancellationToken,
 ) {
-    let mut written = WriteHistory::default();
+    let mut history = WriteHistory::default();
     let new_backoff = || {
         let backoff = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(500))
@@ -112,11 +112,11 @@ pub async fn run(
     let mut last_error = String::new();
     loop {
         let desired = receiver.borrow_and_update().clone();
-        let (due, mut next_check) = written.due(&desired, Instant::now());
+        let (due, mut next_check) = history.due(&desired, Instant::now());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
                 Ok(()) => {
-                    written.record(&due, &desired.status, Instant::now());
+                    history.record(&due, &desired.status, Instant::now());
                     metrics.count_changes("publish", due.len());
                     if due.keys().any(|key| desired.identity.contains_key(key)) {
                         tracing::info!(annotations = describe(&due), "published on this Node");
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn current_annotations_are_not_written() {
+    fn only_annotations_that_differ_are_written() {
         let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "1")]),
@@ -219,30 +219,30 @@ mod tests {
     fn status_waits_ten_seconds_and_identity_is_written_at_once() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut written = WriteHistory::default();
-        written.record(&some(&[("agent", "1")]), &some(&[("agent", "1")]), start);
+        let mut history = WriteHistory::default();
+        history.record(&some(&[("agent", "1")]), &some(&[("agent", "1")]), start);
         let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "2")]),
             seen: some(&[("agent", "1")]),
         };
         assert_eq!(
-            written.due(&desired, at(4)),
+            history.due(&desired, at(4)),
             (some(&[("key", "a")]), Some(Duration::from_secs(6)))
         );
-        assert_eq!(written.due(&desired, at(10)).0, some(&[("key", "a"), ("agent", "2")]));
+        assert_eq!(history.due(&desired, at(10)).0, some(&[("key", "a"), ("agent", "2")]));
     }
 
     #[test]
     fn unobserved_write_is_repeated_after_five_seconds() {
         let start = Instant::now();
-        let mut written = WriteHistory::default();
-        written.record(&some(&[("key", "a")]), &Annotations::new(), start);
+        let mut history = WriteHistory::default();
+        history.record(&some(&[("key", "a")]), &Annotations::new(), start);
         let desired = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             ..DesiredAnnotations::default()
         };
-        assert_eq!(written.due(&desired, start), (Annotations::new(), Some(SETTLE)));
-        assert_eq!(written.due(&desired, start + SETTLE), (some(&[("key", "a")]), None));
+        assert_eq!(history.due(&desired, start), (Annotations::new(), Some(SETTLE)));
+        assert_eq!(history.due(&desired, start + SETTLE), (some(&[("key", "a")]), None));
     }
 }

@@ -1,4 +1,4 @@
-//! The steps of a pass that write the firewall table and the routes.
+//! The parts of a pass that write the firewall table and the routes.
 
 use clustermesh_agent_core::compile::Compiled;
 
@@ -24,8 +24,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
-    /// Applies the route changes. If the device is not open, changes that would add a route or address to it are left out. Returns one
-    /// trouble for each failed change. An error means that nothing was changed.
+    /// Changes the kernel's routes to the compiled ones. If the device is not open, changes that would add a route or address to the
+    /// device are left out. Returns one trouble for each failed change. An error means that nothing was changed.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;
         let outcome = match self.device.open {

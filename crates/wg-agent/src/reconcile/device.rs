@@ -39,8 +39,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.deps.kernel.firewall.matches_kernel().await.unwrap_or(false)
     }
 
-    /// Opens the device, or changes its MTU and key if they differ. Returns whether the device was just opened: then it
-    /// has no peers, or those of an earlier process.
+    /// Opens the device if it is not open or a due check fails; else changes its MTU and key if they are not `mtu` and the agent's
+    /// key. Returns whether the device was just opened: then it may have no peers, or old ones.
     pub(super) fn ensure_device(&mut self, mtu: u16) -> Result<bool, Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
         let configuration = Configuration {

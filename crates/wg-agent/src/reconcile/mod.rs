@@ -1,10 +1,11 @@
 //! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
 //! a pass may begin, `poll_peers` polls the peers after and between passes, and `run` decides when to run passes and polls.
 //!
-//! The order of a pass keeps packets for the mesh from leaving unencrypted: the firewall drops packets to mesh networks if they
-//! would leave by another device than the tunnel, and `unreachable` routes have a higher metric than the tunnel's routes. A pass
-//! that opens the device, or tries and fails, applies: device, firewall, routes, peers. Any other pass applies: firewall, peers,
-//! routes, so that the peer of a new route always exists. If the firewall cannot be written, the pass ends before routes and peers.
+//! Firewall and routes keep packets for the mesh from leaving unencrypted: the firewall drops packets to mesh networks if they would
+//! leave by another device than the tunnel, and `unreachable` routes, with a higher metric than the tunnel's routes, apply while the
+//! tunnel's routes are missing. A pass that opens the device, or tries and fails, applies: device, firewall, routes, peers. Any other
+//! pass applies: firewall, peers, routes, so that the peer of a new route always exists. If the firewall cannot be written, the pass
+//! ends before routes and peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,7 +41,7 @@ use crate::{
     source::{
         client::Server,
         datapath::DatapathProblem,
-        objects::{ParsedNode, revision},
+        objects::{ParsedNode, policy_revision},
         store::{ClusterSnapshot, Store},
         underlay::{self, Underlay},
     },
@@ -273,7 +274,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             wireguard_ip,
             first_endpoints,
             sizes,
-            policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
+            policy_revision: policy_revision(snapshot.policies.objects().map(|(_, policy)| policy)),
             is_node_listed: !cached_kinds.contains(&"Node"),
         }));
         if cached_kinds.is_empty() {
@@ -346,7 +347,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 
     /// The key to publish: the next one during a rotation.
-    fn public_key(&self) -> PublicKey {
+    fn key_to_publish(&self) -> PublicKey {
         let next = self.rotation.as_ref().map(Rotation::public);
         next.unwrap_or_else(|| self.deps.key.public())
     }

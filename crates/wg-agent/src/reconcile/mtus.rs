@@ -1,4 +1,4 @@
-//! Looks up the path MTU to each peer's current endpoint. [`clustermesh_agent_core::mtu`] computes the MTUs of the device
+//! Looks up the path MTU to each peer's endpoint. [`clustermesh_agent_core::mtu`] computes the MTUs of the device
 //! and of the routes from the path MTUs.
 
 use std::{
@@ -55,7 +55,8 @@ pub(super) fn packet_sizes(
         .iter()
         .map(|(key, endpoint)| (*key, endpoint.ip().to_canonical()))
         .collect();
-    // A later entry replaces an earlier one: the destination of outer packets replaces the endpoint from which the peer last sent.
+    // A later entry replaces an earlier one: best is the destination of outer packets, then the endpoint from which the peer last sent,
+    // then the first endpoint.
     for (key, endpoint) in tracker
         .live_endpoints()
         .iter()

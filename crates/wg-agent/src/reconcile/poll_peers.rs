@@ -22,7 +22,7 @@ use crate::{
     metrics::PeerSample,
     publish::{
         discovered,
-        identity::{self, NodeFacts},
+        identity::{self, AnnotationInputs},
     },
     route::Routing,
     source::datapath::DatapathProblem,
@@ -82,7 +82,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         }
         let poll = self.build_poll(&applied, observed, now);
         self.update_metrics(&applied, &poll);
-        let key = self.public_key();
+        let key = self.key_to_publish();
         let node = dump::node(&self.deps.config.node_name, key.to_string(), &applied);
         let poll = Arc::new(poll);
         dump::update(&self.deps.report.dump, node, &applied, &poll);
@@ -90,7 +90,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             // While the Node comes from the cache, its annotations are unknown.
             return;
         }
-        let desired = identity::desired(NodeFacts {
+        let desired = identity::desired(AnnotationInputs {
             public_key: key,
             wireguard_ip: self.deps.config.range.with_prefix(applied.wireguard_ip),
             port: self.deps.config.port,

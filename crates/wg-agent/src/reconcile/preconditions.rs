@@ -62,16 +62,16 @@ pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
     Some(now.saturating_sub(seen)).filter(|ago| *ago < KG_ALIVE_SECONDS)
 }
 
-/// When kg was last alive on this node. kg removes `last-seen` whenever it exits, even if it restarts at once, so for
-/// some time a missing annotation does not prove that kg is gone.
+/// Remembers when kg was last alive on this node, and how far this agent has removed its own state because of kg. kg removes `last-seen`
+/// whenever it exits, even if it restarts at once, so for some time a missing annotation does not prove that kg is gone.
 #[derive(Debug, Default)]
 pub(super) struct KgWatch {
     /// `None` = kg was never alive since this agent started. Then a missing annotation counts as proof that kg is gone.
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,
-    /// An agent in full mode wrote the firewall table, so it has to be removed. Routes and policy routing rules prove this, so this
-    /// field is set before they are removed.
+    /// The firewall table has to be removed, because an agent in full mode wrote it. Routes and policy routing rules are the proof that
+    /// such an agent ran here, so this agent sets the field before it removes them.
     pub(super) must_remove_table: bool,
 }
 
@@ -114,7 +114,7 @@ pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: 
     if cached_kinds.is_empty() {
         return None;
     }
-    let source = format!(
+    let origin = format!(
         "their objects come from the cache, which the API server last confirmed at {confirmed} ({})",
         file.display()
     );
@@ -124,13 +124,13 @@ pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: 
         .collect();
     Some(if forbidden.is_empty() {
         let message = format!(
-            "the API server has not listed these kinds since this agent started: {}; {source}; check the API server and --kubeconfig",
+            "the API server has not listed these kinds since this agent started: {}; {origin}; check the API server and --kubeconfig",
             cached_kinds.join(", ")
         );
         Trouble::harmless("cache", message)
     } else {
         let message = format!(
-            "the API server answers but refuses to list: {}; {source}, and no changes arrive; check this agent's account \
+            "the API server answers but refuses to list: {}; {origin}, and no changes arrive; check this agent's account \
              (ClusterRole and binding in deploy/agent.yaml) or --kubeconfig",
             forbidden.join(", ")
         );

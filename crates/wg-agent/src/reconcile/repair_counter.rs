@@ -62,17 +62,17 @@ impl RepairCounter {
         repaired
     }
 
-    /// A pass applied the settings in `wanted`.
-    pub(super) fn count_setting_repairs(&mut self, wanted: &[Sysctl], outcome: &sysctl::Outcome) -> usize {
+    /// A pass applied the settings `desired`.
+    pub(super) fn count_setting_repairs(&mut self, desired: &[Sysctl], outcome: &sysctl::Outcome) -> usize {
         let repaired = outcome.written.intersection(&self.settings).count();
         let is_wrong = |name: &Name| outcome.wrong.iter().any(|wrong| wrong.sysctl.name == *name);
-        let correct = wanted.iter().map(|sysctl| &sysctl.name).filter(|name| !is_wrong(name));
+        let correct = desired.iter().map(|sysctl| &sysctl.name).filter(|name| !is_wrong(name));
         self.settings = correct.cloned().collect();
         repaired
     }
 
-    /// Records that the device was opened. The device may lack its peers, and a new interface lacks its settings. Applying
-    /// either is not a repair.
+    /// Records that the device was opened. The device may lack its peers, and a new interface lacks its settings. To add these
+    /// peers or to write these settings is not a repair.
     pub(super) fn forget_device(&mut self) {
         self.peers = None;
         self.settings.retain(|name| matches!(name, Name::Global(_)));
@@ -167,7 +167,7 @@ mod tests {
     fn setting_that_is_written_again_is_a_repair() {
         let global = Name::Global("ipv4/fwmark_reflect");
         let own = Name::Interface("kilo0".parse().unwrap(), "rp_filter");
-        let wanted = [global.clone(), own.clone()].map(|name| Sysctl {
+        let settings = [global.clone(), own.clone()].map(|name| Sysctl {
             name,
             value: 1,
             accept: [1].into(),
@@ -179,7 +179,7 @@ mod tests {
             wrong: wrong
                 .iter()
                 .map(|at| sysctl::WrongSetting {
-                    sysctl: wanted[*at].clone(),
+                    sysctl: settings[*at].clone(),
                     found: String::new(),
                     error: None,
                 })
@@ -187,20 +187,23 @@ mod tests {
         };
         let mut counter = RepairCounter::default();
         assert_eq!(
-            counter.count_setting_repairs(&wanted, &pass(&[&own], &[0])),
+            counter.count_setting_repairs(&settings, &pass(&[&own], &[0])),
             0,
             "startup"
         );
         assert_eq!(
-            counter.count_setting_repairs(&wanted, &pass(&[&global], &[])),
+            counter.count_setting_repairs(&settings, &pass(&[&global], &[])),
             0,
             "the previous pass could not write it"
         );
-        assert_eq!(counter.count_setting_repairs(&wanted, &pass(&[], &[])), 0);
-        assert_eq!(counter.count_setting_repairs(&wanted, &pass(&[&global, &own], &[])), 2);
+        assert_eq!(counter.count_setting_repairs(&settings, &pass(&[], &[])), 0);
+        assert_eq!(
+            counter.count_setting_repairs(&settings, &pass(&[&global, &own], &[])),
+            2
+        );
         counter.forget_device();
         assert_eq!(
-            counter.count_setting_repairs(&wanted, &pass(&[&own], &[])),
+            counter.count_setting_repairs(&settings, &pass(&[&own], &[])),
             0,
             "a new interface"
         );

@@ -15,8 +15,8 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Removes this agent's rules and routes, even if an earlier process wrote them, the userspace device that this process has open, and
-    /// this agent's annotation. Also removes the firewall table, unless it may be that of an agent in policy mode. Each pass tries again
+    /// Removes this agent's rules, routes and annotation, the userspace device that this process has open, and the firewall table, unless
+    /// that may be the table of an agent in policy mode. Rules and routes of earlier processes are removed, too. Each pass tries again
     /// until everything is removed.
     pub(super) async fn withdraw(&mut self, own_node: &ParsedNode) -> Result<(), Trouble> {
         if self.kg.is_withdrawn {

@@ -120,8 +120,9 @@ pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<O
     apply_changes(routing, desired, |_| true).await
 }
 
-/// Like [`converge`], while the agent's device is not open: adds no address or route to an interface of its name, because it may
-/// belong to another program. Desired objects that exist already stay, because the device may still forward packets.
+/// Like [`converge`], while the agent's device is not open: adds no address or route to an interface with the device's name, because
+/// that interface may belong to another program. Desired addresses and routes that exist already stay: a kernel device forwards packets
+/// even if the agent has not opened it.
 pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     apply_changes(routing, desired, |change| !change.adds_to_device()).await
 }

@@ -19,14 +19,14 @@ use netlink_packet_route::{
 
 use super::address_family;
 
-/// The interface of a route, and the route's own MTU if it has one.
+/// The index of a route's interface, and the MTU of the route or of a learned exception, if there is one.
 type RouteInfo = (u32, Option<u32>);
 
 /// The path MTU in bytes to each address in `to` for packets with `mark`, in the caller's network namespace. Addresses
 /// without a route, or on this node, are left out.
 ///
 /// # Errors
-/// The netlink socket cannot be opened, or a request fails.
+/// The netlink socket cannot be opened or fails, or the kernel cannot look up an interface.
 pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, Error> {
     if to.is_empty() {
         return Ok(BTreeMap::new());
@@ -50,7 +50,7 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, u16>, E
 /// Addresses without a route, or on this node, are left out.
 ///
 /// # Errors
-/// The netlink socket cannot be opened, or a request fails.
+/// The netlink socket cannot be opened or fails, or the kernel cannot look up an interface.
 pub fn interfaces(to: &BTreeSet<IpAddr>) -> Result<BTreeMap<IpAddr, String>, Error> {
     let socket = Socket::open(Protocol::Route)?;
     let routes = routes(&socket, to, 0)?;
@@ -99,8 +99,8 @@ fn route_info(route: &RouteMessage) -> Option<RouteInfo> {
     (route.header.kind == RouteType::Unicast).then_some((interface, mtu))
 }
 
-/// Looks up the route to each address. Leaves out addresses of this node and addresses without a route, which the kernel answers with an
-/// error.
+/// Looks up the route to each address. Leaves out addresses of this node, and addresses for which the kernel returns an error, for
+/// example because they have no route.
 fn routes(socket: &Socket, to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<IpAddr, RouteInfo>, Error> {
     let mut routes = BTreeMap::new();
     for to in to {
@@ -108,7 +108,7 @@ fn routes(socket: &Socket, to: &BTreeSet<IpAddr>, mark: u32) -> Result<BTreeMap<
             Ok(RouteNetlinkMessage::NewRoute(route)) => {
                 routes.extend(route_info(&route).map(|route| (*to, route)));
             }
-            Ok(_) | Err(Error::Kernel { .. }) => {} // no route
+            Ok(_) | Err(Error::Kernel { .. }) => {}
             Err(error) => return Err(error),
         }
     }

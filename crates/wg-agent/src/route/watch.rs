@@ -31,7 +31,8 @@ pub enum RoutingEvent {
     /// Kernel settings of the device or of all interfaces. Of the agent's settings, the kernel reports changes only of
     /// forwarding, rp_filter and ignore_routes_with_linkdown.
     Settings,
-    /// The node's own network: its default routes, and its addresses except those with prefix length 32 or 128.
+    /// The node's own network: its default routes in the main table, and its addresses of scope universe except those with prefix length
+    /// 32 or 128.
     Underlay,
     /// Objects that the agent may have written, or the device. Also used when events were lost.
     Ours,

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_address_is_parsed_from_every_url_form() {
+    fn server_is_parsed_from_url_with_address_or_host_name() {
         let parse = |text: &str| parse_server(&text.parse().unwrap());
         assert_eq!(
             parse("https://10.95.0.1:443").address(),

@@ -1,6 +1,6 @@
-//! Detects datapaths in which packets bypass the firewall table: Cilium may process packets outside netfilter, and
-//! kube-proxy's IPVS translates addresses after the table. `clustermesh_agent_core::datapath` interprets Cilium's
-//! settings.
+//! Detects datapaths in which the firewall table cannot enforce PeerPolicies: packets that Cilium forwards may bypass
+//! netfilter, and kube-proxy's IPVS translates destinations only after the table. `clustermesh_agent_core::datapath`
+//! interprets Cilium's settings.
 
 use std::time::{Duration, Instant};
 
@@ -124,7 +124,7 @@ pub(crate) enum DatapathProblem {
 }
 
 impl DatapathProblem {
-    /// For the Node's annotation: why packets bypass the table; empty = no such reason is known.
+    /// For the Node's annotation: why the table cannot enforce PeerPolicies; empty = no reason is known.
     pub(crate) fn annotation(found: Option<&Self>) -> String {
         match found {
             Some(Self::Bypassed(why)) => (*why).to_owned(),

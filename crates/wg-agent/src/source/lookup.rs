@@ -11,7 +11,7 @@ use futures::{StreamExt, stream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// How often the names are resolved; they are also resolved when the set of names changes.
+/// Pause between two rounds of lookups. A change of the set of names ends the pause.
 const INTERVAL: Duration = Duration::from_secs(30);
 /// Timeout of one lookup.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -21,9 +21,9 @@ const CONCURRENCY: usize = 16;
 /// An address for each name that has one.
 pub type Addresses = BTreeMap<String, IpAddr>;
 
-/// Resolves the names in `wanted` until the token is cancelled. Calls `report` with all addresses when they change. A name keeps its
-/// address while the answers contain it, so that round-robin DNS does not move a peer, and while there is no answer. `known` contains
-/// the addresses that an earlier process found.
+/// Resolves the names in `wanted` until the token is cancelled or the sender of `wanted` is dropped. Calls `report` with all
+/// addresses when they change. A name keeps its address while the answers contain it, so that round-robin DNS does not move a
+/// peer, and while there is no answer. `known` contains the addresses that an earlier process found.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,
@@ -36,17 +36,17 @@ pub async fn run(
         let old = &known;
         // Before the first pass no name is wanted. The addresses that an earlier process found stay known until then.
         let is_first_pass_pending = names.is_empty();
-        let answers: Addresses = stream::iter(names)
+        let selected: Addresses = stream::iter(names)
             .map(|name| async move {
                 let address = select_address(old.get(&name).copied(), &resolve(&name).await);
                 address.map(|address| (name, address))
             })
             .buffer_unordered(CONCURRENCY)
-            .filter_map(|answer| async { answer })
+            .filter_map(|entry| async { entry })
             .collect()
             .await;
-        if !is_first_pass_pending && answers != **old {
-            known = Arc::new(answers);
+        if !is_first_pass_pending && selected != **old {
+            known = Arc::new(selected);
             report(known.as_ref().clone());
         }
         tokio::select! {

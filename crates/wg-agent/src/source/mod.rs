@@ -1,4 +1,4 @@
-//! Reads the agent's inputs: the objects of its own cluster, and the node's underlay.
+//! Reads the agent's inputs: objects of the node's own cluster, addresses of host names, and the node's underlay, resolvers and datapath.
 
 use clustermesh_api::{peer::Peer, policy::PeerPolicy};
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -22,6 +22,7 @@ pub mod store;
 pub mod underlay;
 pub mod watch;
 
+/// The kind for which [`store`] also sends a notification of its own.
 const PEER_POLICY: &str = "PeerPolicy";
 
 /// Starts the watches of all Peers, PeerPolicies and Nodes, and of the API server's endpoints. They update `store` until the

@@ -29,7 +29,7 @@ pub struct ParsedPeer {
     pub cluster: String,
     /// Namespace and name of the ClusterMesh; empty if the Peer has no such labels.
     pub mesh: (String, String),
-    /// Its resourceVersion, which orders Peers by their last write; 0 if it is missing or no number.
+    /// Its resourceVersion (not a policy revision), which orders Peers by their last write; 0 if it is missing or no number.
     pub revision: u64,
     /// Its values, or why they cannot be used.
     pub spec: Result<PeerSpec, String>,
@@ -70,8 +70,8 @@ impl ParsedPeer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPolicy {
-    /// The policy to enforce. An unparsable policy allows nothing. It keeps those of its networks that can be read, so that
-    /// packets to them never leave unencrypted.
+    /// The policy to enforce. If the object cannot be parsed, it allows nothing; it keeps the networks that [`Self::new`] could
+    /// read, so that packets to them never leave unencrypted.
     pub spec: PolicySpec,
     /// Why the object cannot be parsed; `None` = it was parsed.
     pub problem: Option<String>,
@@ -80,8 +80,8 @@ pub struct ParsedPolicy {
 }
 
 impl ParsedPolicy {
-    /// Parses an object. If that fails, the policy allows nothing and keeps those of its networks that can be read: none if the
-    /// object does not match the CRD.
+    /// Parses an object. If that fails, the policy allows nothing. It then keeps the valid entries of `spec.networks` if the
+    /// object matches the CRD, and no networks otherwise.
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
@@ -190,7 +190,7 @@ pub fn sockets(slice: &EndpointSlice) -> BTreeSet<SocketAddr> {
 
 /// The policy revision: a hash of all policies.
 #[must_use]
-pub fn revision<'a>(policies: impl Iterator<Item = &'a ParsedPolicy>) -> String {
+pub fn policy_revision<'a>(policies: impl Iterator<Item = &'a ParsedPolicy>) -> String {
     revision::of_all(policies.map(|policy| &policy.digest))
 }
 

@@ -82,7 +82,8 @@ impl ClusterSnapshot {
         .collect()
     }
 
-    /// Uses the cached objects of each pending kind. Returns whether a kind was pending.
+    /// Uses the cached objects of each pending kind, and the cached addresses of names that have no address. Returns whether a kind was
+    /// pending.
     fn fill_from_cache(&mut self, saved: SavedObjects) -> bool {
         fn fill<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
             let pending = matches!(seen, WatchedKind::Pending);
@@ -111,8 +112,8 @@ impl ClusterSnapshot {
     }
 
     /// Whether the API server still confirms the whole snapshot, as far as the agent can know. Nodes change every few
-    /// minutes, so a watch of Nodes without an error proves that the API server still sends changes. A re-established
-    /// watch of another kind proves nothing until an object changes.
+    /// minutes, so a watch of Nodes without an error proves that the API server still sends changes. Errors of other
+    /// kinds do not count: they stay in `errors` until an object of the kind changes, even if the watch works again.
     #[must_use]
     pub fn is_confirmed(&self) -> bool {
         self.pending_kinds().is_empty()
@@ -143,7 +144,7 @@ pub struct Store {
     /// Notified for PeerPolicies only.
     policies_notify: Arc<Notify>,
     metrics: Metrics,
-    /// The cached objects, until they are used.
+    /// The objects and addresses from the cache, until [`Self::use_cache`] takes them.
     saved: Arc<Mutex<Option<SavedObjects>>>,
 }
 
@@ -158,7 +159,8 @@ impl Store {
         }
     }
 
-    /// Uses the cached objects of each pending kind. The first list of a kind replaces them.
+    /// Uses the cached objects of each pending kind and the cached addresses. Only the first call has an effect. The first list of a kind
+    /// replaces its cached objects.
     pub fn use_cache(&self) {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
         if saved.is_some_and(|saved| self.lock().fill_from_cache(saved)) {

@@ -65,7 +65,7 @@ const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
 /// meanwhile only the kernel state of an earlier process is in force.
 const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
-/// When the API server first answered that it does not know a kind; `None` = its last answer was different.
+/// Since when the API server has answered every request with "unknown kind"; `None` = it has not answered the last request so.
 #[derive(Debug, Default)]
 struct UnknownSince(Option<Instant>);
 
@@ -102,7 +102,7 @@ fn backoff() -> impl Iterator<Item = Duration> {
         .build()
 }
 
-/// Watches until the token is cancelled. `convert` parses each object; an object whose parsed value stays equal has not changed.
+/// Watches until the token is cancelled. `convert` parses each object; an object whose parsed value stays equal counts as unchanged.
 pub(crate) async fn watch_kind<K, V>(
     api: Api<K>,
     config: watcher::Config,
@@ -124,7 +124,7 @@ pub(crate) async fn watch_kind<K, V>(
         };
         let wait = match event {
             Ok(Some(event)) => {
-                // A watcher emits Init before its first request.
+                // Not an answer: a watcher emits Init before it requests a list.
                 if !matches!(event, Event::Init) {
                     pause = backoff();
                     unknown_since.reset();
@@ -211,9 +211,9 @@ fn is_unknown_kind(error: &watcher::Error) -> bool {
 mod tests {
     use super::*;
 
-    /// For each answer, whether a kind in the state `seen` becomes missing. An answer is the seconds since the start, and `true`
-    /// for 404 (unknown kind) or `false` for no response.
-    fn missing_after_each(seen: &WatchedKind<()>, answers: &[(u64, bool)]) -> Vec<bool> {
+    /// For each request, whether a kind in the state `seen` becomes missing. A request is the seconds since the start, and `true`
+    /// for the answer 404 (unknown kind) or `false` for no answer.
+    fn missing_after_each(seen: &WatchedKind<()>, requests: &[(u64, bool)]) -> Vec<bool> {
         let start = Instant::now();
         let mut unknown_since = UnknownSince::default();
         let mut becomes_missing = |(at, is_unknown): &(u64, bool)| {
@@ -223,35 +223,35 @@ mod tests {
             }
             seen.becomes_missing(unknown_since.record(start + Duration::from_secs(*at)))
         };
-        answers.iter().map(&mut becomes_missing).collect()
+        requests.iter().map(&mut becomes_missing).collect()
     }
 
     #[test]
     fn pending_kind_counts_as_missing_after_ten_seconds() {
-        let answers = [(0, true), (3, true), (9, true), (12, true)];
+        let requests = [(0, true), (3, true), (9, true), (12, true)];
         assert_eq!(
-            missing_after_each(&WatchedKind::Pending, &answers),
+            missing_after_each(&WatchedKind::Pending, &requests),
             [false, false, false, true]
         );
         // The API server does not respond after 3 s because it restarts, and may not know its CRDs for a while afterwards.
-        let answers = [(0, true), (3, false), (12, true), (15, true), (24, true)];
+        let requests = [(0, true), (3, false), (12, true), (15, true), (24, true)];
         assert_eq!(
-            missing_after_each(&WatchedKind::Pending, &answers),
+            missing_after_each(&WatchedKind::Pending, &requests),
             [false, false, false, false, true]
         );
     }
 
     #[test]
     fn listed_or_cached_kind_counts_as_missing_after_a_minute() {
-        let answers = [(0, true), (12, true), (60, true), (63, true)];
+        let requests = [(0, true), (12, true), (60, true), (63, true)];
         assert_eq!(
-            missing_after_each(&WatchedKind::Listed(BTreeMap::new()), &answers),
+            missing_after_each(&WatchedKind::Listed(BTreeMap::new()), &requests),
             [false, false, false, true]
         );
         assert_eq!(
-            missing_after_each(&WatchedKind::Cached(BTreeMap::new()), &answers),
+            missing_after_each(&WatchedKind::Cached(BTreeMap::new()), &requests),
             [false, false, false, true]
         );
-        assert_eq!(missing_after_each(&WatchedKind::CrdMissing, &answers), [false; 4]);
+        assert_eq!(missing_after_each(&WatchedKind::CrdMissing, &requests), [false; 4]);
     }
 }

@@ -62,14 +62,14 @@ fn can_query(client: &Client) -> bool {
 /// Why a query failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum QueryError {
-    /// No process listens.
+    /// No process listens, or the path of the socket is unknown.
     #[error(
         "no wg-agent runs in this network namespace ({0}). Run this in the agent's pod (`kubectl -n NAMESPACE exec POD -- \
          wg-agent status`) or as root on its node; if the agent should run here, its log says why it does not"
     )]
     NotRunning(io::Error),
     /// The user may not open the socket, the agent closed the connection, or its answer is not JSON.
-    #[error("the agent sent no state: it answers only root, and only once it has started ({0})")]
+    #[error("the agent sent no state: it answers only root and its own user, and only once it has started ({0})")]
     NoState(String),
     /// The agent did not answer in time.
     #[error("the agent does not answer within {} s: it is starting, ending or stuck; its log says which", TIMEOUT.as_secs())]

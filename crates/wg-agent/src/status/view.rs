@@ -10,14 +10,15 @@ use clustermesh_api::{annotations::AgentStatus, sandbox::SandboxGatewayStatus};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// The parts of the agent's state that `wg-agent status` shows. `None` = not known yet; in policy mode `device` stays `None`.
+/// The parts of the agent's state that `wg-agent status` shows. `None` = not known yet. In policy mode, `device` stays
+/// `None`; in gateway mode, `agent` and `node`; in all other modes, `gateway`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
     /// The status that the agent writes into an annotation of its Node.
     pub(crate) agent: Option<AgentStatus>,
     pub(crate) node: Option<NodeView>,
-    /// In gateway mode, the status of the SandboxGateway. Then `agent` and `node` are `None`.
+    /// The status of the SandboxGateway.
     pub(crate) gateway: Option<SandboxGatewayStatus>,
     pub(crate) device: Option<DeviceView>,
     /// The peers, by the name of their Peer.
@@ -80,6 +81,7 @@ pub(crate) struct PeerView {
     pub(crate) allowed_ips: BTreeSet<IpNet>,
     /// Endpoints to try, in order.
     pub(crate) candidates: Vec<SocketAddr>,
+    /// The endpoint that the agent wrote to the device.
     pub(crate) configured_endpoint: Option<SocketAddr>,
     /// The endpoint to which packets go.
     pub(crate) live_endpoint: Option<SocketAddr>,
@@ -105,7 +107,7 @@ pub(crate) struct TroubleView {
 }
 
 impl View {
-    /// Whether there is no problem to fix.
+    /// Whether the agent is known to work without a problem. A missing admission policy does not count.
     pub(crate) fn is_healthy(&self) -> bool {
         (self.node.is_some() || self.gateway.is_some())
             && self.refused.is_empty()

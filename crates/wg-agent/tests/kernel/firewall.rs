@@ -32,8 +32,8 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// A table that allows packets from `sources` to `to`, except TCP packets to the first address of each network of `to` with the
-/// number of one of `ports`. `ports` are also the infrastructure ports.
+/// A table that allows packets from `sources` to `to`. `ports` are the infrastructure ports. Their numbers are also denied as TCP
+/// ports (whatever their protocol) of the first address of each network of `to`.
 fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
     let denied = |net: &IpNet| {
         let address = net.addr();
@@ -68,7 +68,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(P
     })
 }
 
-/// A table that allows packets from `sources` to `to`, but not to the networks `denied`.
+/// A table that allows packets from `sources` to `to`, but not to the IPv4 networks `denied`.
 fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, denied: &BTreeSet<IpNet>) -> Firewall {
     let mut firewall = firewall(sources, to, &BTreeSet::new());
     let pairs = sources
@@ -340,8 +340,9 @@ async fn run_update(nft: &mut Nft, step: &Update) -> Result<(), String> {
     Ok(())
 }
 
-/// If the update writes the whole table, adds 500 rules before the lookup of the allow set, and 500 before the lookups of the deny sets.
-/// An update of elements stays the same. The rules delay packets, so that many packets are between the two lookups during an update.
+/// If the update writes the whole table, adds 500 rules before the lookup of the allow set, and 500 at the start of the chain `allowed`,
+/// which then looks up the deny sets. An update of elements stays the same. The rules delay packets, so that many packets are between
+/// the two lookups during an update.
 fn with_slow_rules(step: Update) -> Update {
     let Update::Whole { script } = step else {
         return step;

@@ -1,5 +1,6 @@
 //! Sends packets through the whole data path of nodes in real network namespaces: routes, conntrack, the masquerading of
-//! a CNI and the DNAT of a Service. In most tests a veth pair named kilo0 replaces the tunnel. Needs root, nft and tcpdump.
+//! a CNI and the DNAT of a Service. In most tests a veth pair named kilo0 replaces the tunnel. Needs root, nft, curl and
+//! tcpdump.
 
 mod worker;
 
@@ -31,8 +32,8 @@ both! {
     node_address_is_tunnelled_while_outer_packets_are_not
     icmp_errors_come_back_through_the_tunnel
     destinations_outside_the_policy_are_unreachable
-    host_listeners_are_open_only_at_listed_node_addresses
-    removed_allow_rule_blocks_an_open_connection
+    host_listeners_are_open_only_at_listener_addresses
+    emptied_allow_list_blocks_an_open_connection
     closed_policy_blocks_open_connections_both_ways
     mesh_packets_never_leave_unencrypted_without_a_tunnel
     spoofed_mesh_source_is_not_forwarded
@@ -58,8 +59,8 @@ across! {
     locally_translated_service_keeps_the_pod_source
     icmp_errors_come_back_through_the_tunnel
     destinations_outside_the_policy_are_unreachable
-    host_listeners_are_open_only_at_listed_node_addresses
-    removed_allow_rule_blocks_an_open_connection
+    host_listeners_are_open_only_at_listener_addresses
+    emptied_allow_list_blocks_an_open_connection
     closed_policy_blocks_open_connections_both_ways
     spoofed_mesh_source_is_not_forwarded
     mss_fits_the_smaller_device_mtu
@@ -202,7 +203,7 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
     // The member reaches addresses of another node through the hub's node, whether the Node object has them or not. Port 10250 is open
-    // inside the hub, and closed to the member below.
+    // inside the hub; the next loop shows that it is closed to the member.
     for other in [f.hub2, f.hub2_bridge] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
@@ -252,7 +253,7 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
 }
 
 // threat: node-listener
-fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
+fn host_listeners_are_open_only_at_listener_addresses(f: &'static Family) {
     let mesh = Mesh::new(f);
     let any = if f.n == 4 { "0.0.0.0" } else { "::" };
     serve(&mesh.hub, any, 22);
@@ -268,7 +269,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
         assert_eq!(source_of(&mesh.hub_pod, address, 22), f.hub_pod);
     }
     assert_eq!(source_of(&mesh.hub2, f.hub, 30080), f.hub2);
-    // At listed node addresses the ports are open to the other member.
+    // At a listener address the ports are open to the other member.
     for port in [22, 30080] {
         assert_eq!(source_of(&mesh.member_pod, f.hub, port), f.member_pod);
     }
@@ -300,7 +301,7 @@ fn host_listeners_are_open_only_at_listed_node_addresses(f: &'static Family) {
 }
 
 // threat: policy-removed
-fn removed_allow_rule_blocks_an_open_connection(f: &'static Family) {
+fn emptied_allow_list_blocks_an_open_connection(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
     let listener = mesh

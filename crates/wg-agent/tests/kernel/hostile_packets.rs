@@ -1,5 +1,6 @@
-//! Attacks a node with packets from hosts that are no peers, and from a compromised peer. The device must count the drops,
-//! use bounded memory, and not stall another peer, which sends requests all the time. Needs root.
+//! Attacks a node with packets from hosts that are no peers and from a compromised peer, and with packets of the node itself to
+//! peers that are unreachable or slow. The device must count the drops, use bounded memory, and not stall another peer, the friend
+//! ([`Conversation`]). Needs root.
 
 mod testbed;
 
@@ -118,9 +119,9 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
-                // The first round runs at full speed: established sessions must survive it. Later rounds send about
-                // 5,000 messages a second. That is above the limit for responses without a cookie, but the device can
-                // read all of them. At a higher rate the kernel would drop some before the device counts them.
+                // The first round runs at full speed: established sessions must survive it. Later rounds send about 5,000 messages a
+                // second, most of them initiations. Above 1,000 initiations a second, the device requires a cookie. At a higher rate
+                // than 5,000, the kernel would drop some messages before the device reads and counts them.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -189,7 +190,7 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
     });
 
     // A replayed initiation, from the same and from another address, gets no response and does not affect the session. The device
-    // answers an initiation of a peer at most every 20 ms and counts earlier ones as `under_load`, before it detects a replay.
+    // accepts at most one initiation of a peer every 20 ms and counts the others as `under_load`, before it checks for a replay.
     let refused = || testbed.dropped(&["replayed", "under_load"]);
     let before = refused();
     for _ in 0..10 {
@@ -210,8 +211,8 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
     // Truncated and altered copies of a message. The intact message is accepted after them, so they did not use its
     // counter.
     let fresh = raw_peer.seal(&udp([10, 9, 0, ATTACKER], 9, b"whole"));
-    let broken = ["invalid", "unknown_peer", "replayed"];
-    let before = testbed.dropped(&broken);
+    let counted = ["invalid", "unknown_peer", "replayed"];
+    let before = testbed.dropped(&counted);
     let mut sent = 0;
     for length in 0..fresh.len() {
         elsewhere.send(&fresh[..length]).expect("send");
@@ -224,7 +225,7 @@ fn replayed_or_altered_messages_are_dropped_without_roaming(outer: &'static Oute
         sent += 1;
     }
     wait_until("every broken message to be counted", TIMEOUT, || {
-        testbed.dropped(&broken) == before + sent
+        testbed.dropped(&counted) == before + sent
     });
     assert_eq!(
         testbed.endpoint(ATTACKER),
@@ -302,7 +303,7 @@ fn compromised_peer_cannot_use_another_source(outer: &'static Outer) {
 // threat: silent-peer-flood
 fn flood_to_unreachable_peer_uses_bounded_memory(outer: &'static Outer) {
     let mut testbed = Testbed::new(outer);
-    // This peer never responds to an initiation, so its packets stay staged.
+    // This peer never responds to an initiation, so the device stages the newest packets to it and drops the others.
     let unreachable = 5;
     testbed
         .device

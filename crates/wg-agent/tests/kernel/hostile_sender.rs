@@ -1,5 +1,5 @@
-//! Tests the data path of a node with packets that no normal kernel sends, on a node whose administrator has
-//! enabled sysctls that make them dangerous. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and tcpdump.
+//! Tests the data path of a node with IPv4 packets that contain a source route, on a node whose administrator has enabled the
+//! sysctl that makes them dangerous. A veth pair named kilo0 is used instead of a tunnel. Needs root, nft and iproute2.
 
 use std::{
     net::{IpAddr, UdpSocket},

@@ -80,8 +80,8 @@ impl Placeholders<'_> {
     }
 }
 
-/// Replaces the simple CNI rules of the other tests by real ones. `load` loads them on the member's node, where a
-/// mirrored Service has a hub pod as endpoint, and on the hub's node, which is the anchor of the Service network.
+/// Creates a mesh in which real rules replace the simple CNI rules of the other tests. `load` loads them on the member's
+/// node, where a mirrored Service has a hub pod as endpoint, and on the node `hub`, the anchor of the Service network.
 fn mesh(f: &'static Family, load: impl Fn(&NetNs, &Placeholders<'_>)) -> Mesh {
     let mesh = Mesh::new(f);
     let member_services = format!("{}/{}", f.local_service, f.host);
@@ -133,7 +133,7 @@ fn check_flows(f: &'static Family, mesh: &Mesh) {
     );
     assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
     assert_eq!(capture.finish(&mesh.member, f.member, f.switch), Vec::<String>::new());
-    // Connections that leave the mesh are still masqueraded.
+    // A pod's connection to another node of its own cluster is still masqueraded.
     serve(&mesh.hub2, f.hub2, 9090);
     assert_eq!(source_of(&mesh.hub_pod, f.hub2, 9090), f.hub);
 
@@ -186,7 +186,7 @@ fn flows_pass_kube_proxy_and_calico_rules(f: &'static Family) {
     check_flows(f, &mesh);
 }
 
-/// Cilium's programs write the pod's security identity into the mark of its packets. Two of the identity's bits are
+/// Cilium's programs write a pod's security identity into the mark of the pod's packets. Two of the identity's bits are
 /// within the agent's `MARK_MASK`.
 fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     let mesh = mesh(f, |ns, placeholders| {
@@ -218,7 +218,7 @@ fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
         assert_eq!(
             source_of(&mesh.hub_pod, f.hub2, 9090),
             f.hub,
-            "{identity}: to a destination outside the mesh"
+            "{identity}: to a node of the pod's own cluster"
         );
         assert_eq!(
             source_of(&mesh.member_pod, f.local_service, 80),

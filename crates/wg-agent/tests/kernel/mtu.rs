@@ -85,7 +85,8 @@ underlays! {
     every_size_passes_or_is_refused_on_a_1280_underlay 1280: [1216, 1280], [1200, 1280];
 }
 
-/// A forged ICMP error has the effect of node 3's small path MTU. It must not reduce the packets between nodes 1 and 2.
+/// Nodes 1 and 2 have a smaller path MTU to node 3, as after a forged ICMP error. It must not reduce the packets between nodes 1
+/// and 2.
 // threat: forged-path-mtu
 #[test]
 fn peers_of_different_path_mtu_share_one_device() {
@@ -102,7 +103,8 @@ fn peers_of_different_path_mtu_share_one_device() {
     star.wait_until_connected();
     let sizes = |node: usize| star.sites[node - 1].sizes();
     // `sizes` computes the MTUs again, as `reconcile` did.
-    // The path from node 1 to node 3 carries 1320 bytes. A peer's MTU is a multiple of 16, because WireGuard pads packets.
+    // The path from node 1 to node 3 carries inner packets of 1320 bytes. WireGuard pads packets to a multiple of 16 bytes, but not beyond
+    // the device's MTU. So a peer's MTU is a multiple of 16, and a device's MTU need not be.
     assert_eq!((sizes(1).device, sizes(1).peer_mtus), (1440, [(key(3), 1312)].into()));
     assert_eq!((sizes(3).device, sizes(3).peer_mtus), (1320, [].into()));
     check_sizes(&star, 2, [1440, 1440]);
@@ -121,7 +123,7 @@ fn peers_of_different_path_mtu_share_one_device() {
             assert_no_fragments("TCP between 1 and 3");
         }
     }
-    // Node 3 sends packets up to its own device's MTU. The echoes are fragmented before node 1 encrypts them.
+    // Node 3 sends packets up to its own device's MTU. Echoes of more than 1312 bytes are fragmented before node 1 encrypts them.
     for [one, _] in [V4, V6].map(ends) {
         assert_eq!(probe_sizes(&star.sites[2].pod, one, 64..=1321), Some(64..=1320));
     }

@@ -97,7 +97,7 @@ fn rules(ns: &NetNs, family: &str) -> Vec<String> {
         .collect()
 }
 
-/// The routing state of other programs.
+/// All policy routing rules, and the routes, addresses and link of other programs.
 fn foreign_state(ns: &NetNs) -> String {
     ns.sh("ip rule; ip -6 rule; ip route show table main; ip -6 route show table main; ip route show table 99; ip addr show dev eth0; ip link show dev eth0")
 }
@@ -149,10 +149,10 @@ fn converge_writes_the_desired_state_of_both_families() {
 fn change_of_peer_or_underlay_writes_only_affected_routes() {
     let ns = node("one");
     converge_fully(&ns, &desired(&plan()));
-    let mut less = plan();
-    less.peers.remove(&"10.101.0.0/24".parse().unwrap());
+    let mut without_route = plan();
+    without_route.peers.remove(&"10.101.0.0/24".parse().unwrap());
     assert_eq!(
-        converge_fully(&ns, &desired(&less)),
+        converge_fully(&ns, &desired(&without_route)),
         ["route delete 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20"]
     );
     assert_eq!(
@@ -293,7 +293,7 @@ fn unreachable_routes_remain_while_device_is_missing() {
 }
 
 #[test]
-fn altered_route_of_the_agent_is_restored() {
+fn altered_or_deleted_route_of_the_agent_is_restored() {
     let ns = node("altered");
     converge_fully(&ns, &desired(&plan()));
     ns.ip("route replace 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 117");
@@ -368,10 +368,10 @@ fn watch_reports_changes_of_own_state_and_ignores_foreign() {
 
 #[test]
 fn smaller_peer_mtu_is_set_on_its_routes() {
-    let ns = node("sizes");
-    let sizes = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
+    let ns = node("mtus");
+    let mtus = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
     let smaller_mtu = Plan {
-        mtus: sizes.into(),
+        mtus: mtus.into(),
         ..plan()
     };
     converge_fully(&ns, &desired(&smaller_mtu));

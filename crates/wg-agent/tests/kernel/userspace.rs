@@ -1,5 +1,6 @@
 //! Tests the userspace device, once with offload and four workers, and once without offload and with one. The tests
-//! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. Tests of both backends are in `contract`.
+//! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. The tests that the kernel
+//! backend must pass as well are in `clustermesh_tests::contract`.
 
 mod drops;
 mod endpoints;
@@ -22,7 +23,7 @@ macro_rules! tests {
     ($options:expr) => {
         tests! {
             $options;
-            drops::removed_peer_is_unreachable_and_its_packets_dropped
+            drops::packets_from_and_to_a_removed_peer_are_dropped
             drops::packet_without_peer_or_endpoint_gets_an_icmp_error
             drops::inner_source_outside_allowed_ips_is_dropped
             drops::garbage_datagrams_change_nothing
@@ -35,7 +36,7 @@ macro_rules! tests {
             interface::tunnel_works_despite_interface_of_older_version
             traffic::traffic_passes_and_wg_can_show_but_not_change_peers
             traffic::tunnel_works_over_an_ipv6_underlay
-            traffic::session_survives_changes_of_its_peer_and_another
+            traffic::session_survives_changes_of_its_own_and_another_peer
             traffic::large_datagrams_arrive_whole_and_in_order_in_both_families
             traffic::many_flows_to_one_peer_cause_no_deadlock
         }

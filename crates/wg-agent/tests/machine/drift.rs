@@ -41,7 +41,7 @@ fn check_repair(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u
             a.ns.ip_json("-6 route show table 5182"),
         )
     };
-    let (config, routes_before, before) = (device_config(a), routes(), a.repairs());
+    let (config, routes_before, repairs_before) = (device_config(a), routes(), a.repairs());
     let start = std::time::Instant::now();
     a.ns.sh(&damage.replace("DEV", &a.interface));
     wait_until(&format!("{damage} to be repaired"), TIMEOUT, || {
@@ -53,7 +53,7 @@ fn check_repair(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u
     wait_until(
         &format!("{want:?} to be counted for {damage}, {}", agent.log()),
         TIMEOUT,
-        || repairs_since(a, &before) == want,
+        || repairs_since(a, &repairs_before) == want,
     );
 }
 

@@ -51,14 +51,14 @@ fn at(address: &str, port: u16) -> SocketAddr {
 fn kernel_gateway_serves_grants_without_its_process() {
     run_in_machine!();
     let testbed = Testbed::new();
-    let mut gateway = testbed.gateway();
+    let mut gateway = testbed.start_gateway();
     testbed.set_peer(at(POD[0], 51820));
     for to in GATEWAY {
         testbed.wait_for_answer(at(to, GATEWAY_PORT));
     }
     let link = testbed.pod.ip_json("-d link show wg0");
     assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
-    // Not granted: the gateway's admin port, the address of the database's pod, and another gateway port.
+    // Closed: the gateway's admin port, the address of the database's pod, and another gateway port.
     for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP_PORT), (GATEWAY[1], GATEWAY_PORT + 1)] {
         assert!(testbed.connect(at(address, port)).is_none(), "{address} {port}");
     }
@@ -70,7 +70,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
     kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.wait(TIMEOUT);
     assert!(connection.request().is_some(), "without a process");
-    gateway = testbed.gateway();
+    gateway = testbed.start_gateway();
     wait_until("the next process to wait for the API server", TIMEOUT, || {
         testbed
             .readyz()
@@ -104,7 +104,7 @@ fn kernel_gateway_serves_grants_without_its_process() {
 fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     run_in_machine!();
     let testbed = Testbed::new();
-    let _gateway = testbed.gateway();
+    let _gateway = testbed.start_gateway();
     let _proxy = KubeProxy::start(&testbed.node);
     let from_pod =
         |to: SocketAddr| TcpConnection::open(&testbed.pod, to).and_then(|mut connection| connection.request());
@@ -116,7 +116,7 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
         // In mode ipvs, kube-proxy assigns the ClusterIPs to the interface kube-ipvs0.
         let links = testbed.node.ip(&format!("addr show to {service}"));
         assert!(links.contains("kube-ipvs0"), "{service}: {links}");
-        // So that the sandbox's packets to the Service, which is not granted, enter the tunnel.
+        // Routes the sandbox's packets to the ClusterIP into the tunnel. The grant opens only the gateway port.
         testbed.sandbox.ip(&format!("route add {service} dev ks0"));
     }
     for node in NODE {
@@ -125,8 +125,8 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
             testbed.wait_for_answer(at(to, GATEWAY_PORT));
         }
         for (service, db) in CLUSTER_IPS.into_iter().zip(DB) {
-            for not_granted in [at(service, 5432), at(db, TCP_PORT), at(GATEWAY[0], GATEWAY_PORT + 1)] {
-                assert!(testbed.connect(not_granted).is_none(), "{not_granted}");
+            for closed in [at(service, 5432), at(db, TCP_PORT), at(GATEWAY[0], GATEWAY_PORT + 1)] {
+                assert!(testbed.connect(closed).is_none(), "{closed}");
             }
         }
     }
@@ -230,7 +230,7 @@ impl Testbed {
     }
 
     /// Starts the gateway with only the privileges of its container.
-    fn gateway(&self) -> Running {
+    fn start_gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
         let mut command = Command::new("unshare");
         command.args([

@@ -14,7 +14,8 @@ use nix::sys::signal::Signal;
 
 use crate::virtual_machine::run_in_machine;
 
-/// The longest run of lost packets in each direction while `action` runs. The pods send 20 packets a second.
+/// Runs `action` while the pods send each other 20 packets a second. Returns the longest run of lost packets in each direction, and
+/// the result of `action`.
 fn longest_gaps_during<T>(sites: &[Site; 2], action: impl FnOnce() -> T) -> ([u32; 2], T) {
     let [a, b] = sites;
     let [to_a, to_b] = [a, b].map(|site| site.pod_ips()[0].clone());
@@ -106,7 +107,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
     assert_eq!(a.kernel_state(), before);
     let ends = ["172.30.1.11", "172.30.2.11"];
     assert_eq!(capture.finish(&a.ns, ends[0], ends[1]), Vec::<String>::new());
-    // Control: after the cleanup, the same capture shows a packet, which is unencrypted.
+    // Control: after the cleanup, a capture with the same filter shows an unencrypted packet.
     let capture = Capture::start(&a.ns, "eth0", UNENCRYPTED);
     a.pod.output("ping", &["-n", "-c1", "-W1", &b.pod_ips()[0]]);
     let seen = capture.finish(&a.ns, ends[0], ends[1]);
@@ -143,10 +144,10 @@ fn backend_change_at_restart_leaves_nothing_behind() {
         assert_eq!(names, ["cni0", "eth0", &a.interface, "lo"]);
         assert_eq!(Path::new(&socket).exists(), kind == "tun", "{backend}");
         assert_eq!(routed(), first);
-        let agent = a.annotations()["kilo-clustermesh.io/agent"].clone();
+        let annotation = a.annotations()["kilo-clustermesh.io/agent"].clone();
         assert!(
-            agent.contains(if kind == "tun" { "\"userspace\"" } else { "\"kernel\"" }),
-            "{agent}"
+            annotation.contains(if kind == "tun" { "\"userspace\"" } else { "\"kernel\"" }),
+            "{annotation}"
         );
     }
     agent.end(Signal::SIGTERM);

@@ -1,5 +1,6 @@
 //! Runs tests in a virtual machine whose kernel has WireGuard. The first test boots the machine and runs this test program
-//! in it with the same arguments. Each test then reports its result from the output of that run.
+//! in it with the same arguments, except those that print the output of passed tests. Each test then reports its result
+//! from the output of that run.
 
 use std::{env, sync::OnceLock, time::Duration};
 

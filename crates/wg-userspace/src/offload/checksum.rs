@@ -1,6 +1,6 @@
 //! Computes the Internet checksum (RFC 1071).
 
-/// A partial sum in native byte order. The one's complement sum works in either byte order (RFC 1071 §2(B)).
+/// A running sum in native byte order. The one's complement sum works in either byte order (RFC 1071 §2(B)).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sum(u64);
 
@@ -11,7 +11,7 @@ impl Sum {
     /// Adds bytes. They must begin at an even offset of the summed data.
     #[must_use]
     pub(crate) fn bytes(self, bytes: &[u8]) -> Self {
-        // No lane overflows: a packet has about 64 KiB, so each lane adds at most about 2,048 words of 32 bits.
+        // No lane overflows: a packet has at most about 64 KiB, so each lane adds at most about 2,048 words of 32 bits.
         let mut lanes = [0_u64; LANES];
         let mut chunks = bytes.chunks_exact(4 * LANES);
         for chunk in &mut chunks {

@@ -59,11 +59,12 @@ pub(super) struct Parsed {
 }
 
 impl Parsed {
-    /// Parses a packet. `None` = the packet is neither TCP nor UDP, is a fragment, or has IP options or a wrong length.
+    /// Parses a packet. `None` = the packet is neither TCP nor UDP, is a fragment, is truncated, or has IP options, IPv6 extension
+    /// headers, the reserved IPv4 flag or a wrong length.
     pub(super) fn parse(packet: &[u8]) -> Option<Self> {
         let (v6, protocol, transport) = match packet.first()? {
             0x45 if packet.len() >= 20 => {
-                // The packet is no fragment, and the reserved bit is not set.
+                // Of the flags and the fragment offset, only the DF bit may be set: the packet is then no fragment.
                 let complete = read_u16(packet, 6) & 0xbfff == 0 && usize::from(read_u16(packet, 2)) == packet.len();
                 (false, packet[9], complete.then_some(20)?)
             }

@@ -85,8 +85,8 @@ fn tcp(sequence: u32, payload: &[u8]) -> Template {
 }
 
 /// Joins packets. Returns each packet of the output with its header and the number of packets joined in it.
-fn joined(packets: &[Vec<u8>], udp: bool) -> Vec<(Header, Vec<u8>, u16)> {
-    let mut coalescer = Coalescer::new(true, udp);
+fn joined(packets: &[Vec<u8>], join_udp: bool) -> Vec<(Header, Vec<u8>, u16)> {
+    let mut coalescer = Coalescer::new(true, join_udp);
     let mut buffer = packets.concat();
     let mut begin = 0;
     for packet in packets {
@@ -358,8 +358,8 @@ fn by_flow(packets: &[Vec<u8>]) -> BTreeMap<u16, Vec<Vec<u8>>> {
 
 proptest! {
     #[test]
-    fn joined_and_cut_packets_are_equal_and_in_order(packets in flows(), udp: bool) {
-        let all = joined(&packets, udp);
+    fn joined_and_cut_packets_are_equal_and_in_order(packets in flows(), join_udp: bool) {
+        let all = joined(&packets, join_udp);
         let counts = all.iter().map(|(_, _, count)| usize::from(*count)).sum::<usize>();
         prop_assert_eq!(counts, packets.len());
         let again: Vec<_> = all.iter().flat_map(|(header, packet, _)| cut(header, packet)).collect();

@@ -1,7 +1,7 @@
 //! Decides when a tunnel sends an initiation or a response.
 //!
-//! The initiations of two peers cross if each is sent before the other arrives. Then our response is held for up to
-//! [`RESPONSE_HOLD`]; the documentation of the module `tunnel` gives the reason.
+//! The initiations of two peers cross if each is sent before the other arrives. Our response is held if this is possible: until our
+//! unanswered initiation has the age [`RESPONSE_HOLD`]. The documentation of the module `tunnel` gives the reason.
 
 use std::time::{Duration, Instant};
 
@@ -17,14 +17,14 @@ impl Tunnel {
         self.initiation.is_some_and(|(own, _)| own == index)
     }
 
-    /// Whether our last initiation is unanswered, a new session is still wanted, and an initiation may be sent now.
+    /// Whether our last initiation is unanswered, a new session is still wanted, and the delay of the next initiation is over.
     pub(crate) fn is_initiation_retry_due(&self, now: Instant) -> bool {
         self.initiation.is_some()
             && self.wanted_since.is_some()
             && self.no_initiation_before.is_some_and(|until| until <= now)
     }
 
-    /// Answers an initiation at once, or holds the response if the initiation crossed ours.
+    /// Answers an initiation at once, or holds the response if the initiation may have crossed ours.
     pub(super) fn handle_initiation(&mut self, response: [u8; RESPONSE], now: Instant, out: &mut impl Output) {
         self.peer_initiated_at = Some(now);
         self.keys_until = Some(now + REJECT_AFTER_TIME + EXPIRY_MARGIN);
@@ -73,7 +73,7 @@ impl Tunnel {
         }
         match self.protocol.initiate(scratch) {
             Some(initiation) => self.send_initiation(&initiation, now, out),
-            // The peer's key has a low order. The next attempt waits as long as after an initiation.
+            // The peer's key has a low order. The next attempt waits as after an initiation, without jitter.
             None => self.delay_next_initiation(&[], now),
         }
     }
@@ -84,8 +84,8 @@ impl Tunnel {
         out.send_datagram(initiation);
     }
 
-    /// Delays the next initiation by [`REKEY_TIMEOUT`] and a jitter. The MACs at the end of `message` serve as the random bytes of the
-    /// jitter.
+    /// Delays the next initiation by [`REKEY_TIMEOUT`] and a jitter. The first two bytes of the MACs at the end of `message` serve as the
+    /// random number; without a message there is no jitter.
     fn delay_next_initiation(&mut self, message: &[u8], now: Instant) {
         let random = message
             .last_chunk::<32>()

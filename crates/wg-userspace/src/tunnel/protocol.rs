@@ -100,6 +100,7 @@ pub(super) struct Protocol {
     local: Arc<Local>,
     peer: PublicKey,
     preshared_key: Option<Zeroizing<[u8; 32]>>,
+    /// The upper 24 bits of each session index that boringtun chooses for this peer.
     index: u32,
     /// Created with the first message: it costs two Diffie-Hellman operations and about 10 KiB, too much for thousands of idle peers.
     tunn: Option<Box<Tunn>>,

@@ -30,11 +30,11 @@ impl Sent {
     }
 }
 
-/// A tunnel with its scratch space. Methods that return [`Sent`] return what the tunnel sent.
+/// One end of a tunnel, with its scratch space. Methods that return [`Sent`] return what the tunnel sent.
 struct TestPeer {
     tunnel: Tunnel,
     scratch: Vec<u8>,
-    /// Its own public key.
+    /// The public key of this end.
     public: PublicKey,
 }
 
@@ -171,8 +171,8 @@ fn held_response_is_dropped_when_own_initiation_is_answered() {
     let (from_a, from_b) = (a.initiate_handshake(now), b.initiate_handshake(now));
     assert_eq!(a.receive(&from_b.datagrams[0], now).kinds(), Vec::<u8>::new());
     assert_eq!(b.receive(&from_a.datagrams[0], now).kinds(), Vec::<u8>::new());
-    // Both hold their responses (see "Crossed handshakes" in tunnel.rs). The tick of b comes first, so b's response
-    // arrives before the tick of a, as would the response of wireguard-go, which holds none.
+    // Both hold their responses (see "Crossed handshakes" in tunnel.rs). b ticks first, so its response arrives before a ticks. A
+    // response of wireguard-go would arrive as early, because wireguard-go never holds a response.
     let response = b.tick(now + RESPONSE_HOLD);
     assert_eq!(response.kinds(), vec![RESPONSE]);
     assert_eq!(a.receive(&response.datagrams[0], now).kinds(), vec![DATA]);
@@ -190,7 +190,10 @@ fn held_response_is_sent_at_a_scheduled_tick() {
     assert!(retry >= now + REKEY_TIMEOUT && retry <= now + REKEY_TIMEOUT + max_jitter);
     a.receive(&from_b.datagrams[0], now);
     assert_eq!(a.tunnel.reschedule(now), Some(now + RESPONSE_HOLD));
-    assert!(!a.tunnel.expects_tick(retry));
+    assert!(
+        !a.tunnel.expects_tick(retry),
+        "the earlier tick replaces that of the retry"
+    );
     assert_eq!(a.tick(now + RESPONSE_HOLD).kinds(), vec![RESPONSE]);
 }
 
@@ -248,7 +251,7 @@ fn unanswered_handshake_is_retried_for_ninety_seconds() {
 
 // threat: low-order-handshake
 #[test]
-fn handshake_with_low_order_key_is_retried_at_usual_rate() {
+fn low_order_peer_key_causes_no_message_and_few_ticks() {
     let now = Instant::now();
     let [mut a, _] = pair(&mut seeded(16), now);
     let local = Arc::new(Local::new(StaticSecret::from([1; 32])));
@@ -286,7 +289,7 @@ fn full_staging_queue_keeps_the_newest_packets() {
 }
 
 #[test]
-fn initiator_that_sends_rekeys_after_two_minutes() {
+fn sending_initiator_rekeys_after_two_minutes() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(10), now);
     connect(&mut a, &mut b, now);
@@ -313,7 +316,7 @@ fn initiator_that_sends_rekeys_after_two_minutes() {
 }
 
 #[test]
-fn initiator_that_only_receives_rekeys_before_expiry() {
+fn receiving_initiator_rekeys_before_expiry() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(11), now);
     connect(&mut a, &mut b, now);
@@ -328,7 +331,7 @@ fn initiator_that_only_receives_rekeys_before_expiry() {
 }
 
 #[test]
-fn session_and_its_keys_expire_after_three_minutes() {
+fn session_expires_after_three_minutes_and_its_keys_later() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(12), now);
     connect(&mut a, &mut b, now);
@@ -336,7 +339,8 @@ fn session_and_its_keys_expire_after_three_minutes() {
     assert_eq!(a.send(&packet(1), before).kinds(), vec![DATA]);
     let after = now + Duration::from_secs(180);
     assert_eq!(b.send(&packet(2), after).kinds(), vec![INITIATION]);
-    // Even an idle tunnel has a tick one second after the session expires (`EXPIRY_MARGIN`). In it boringtun deletes the keys.
+    // One second after the session expires (`EXPIRY_MARGIN`) a tick is due even if the tunnel is idle. In this tick boringtun deletes
+    // the keys.
     assert_eq!(b.tunnel.keys_until, Some(now + Duration::from_secs(181)));
 }
 
@@ -390,7 +394,7 @@ fn replayed_initiation_changes_no_endpoint_or_session() {
         tunnel.set_preshared_key(Some([1; 32]));
     }
     let later = now + Duration::from_secs(1);
-    // b waits for a reply, and a replay is none.
+    // b waits for an answer to a packet. A replayed initiation does not count as one.
     b.tunnel.unanswered_by_peer = Some(now);
     // The change of the preshared key has deleted the newest timestamp of an initiation in b, so the recorded one is valid again.
     let (received, _) = b.try_receive(&recorded, later).expect("an initiation");
@@ -463,14 +467,14 @@ fn only_the_newer_of_two_initiations_is_answered() {
 fn packets_stay_staged_while_new_ones_are_sent() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(21), now);
-    let mut initiation = a.send(&packet(1), now).datagrams;
+    let mut initiations = a.send(&packet(1), now).datagrams;
     for seconds in 1..=100 {
         let at = now + Duration::from_secs(seconds);
-        initiation.extend(a.tick(at).datagrams);
+        initiations.extend(a.tick(at).datagrams);
         a.send(&packet(1), at);
     }
     let at = now + Duration::from_secs(101);
-    let response = b.receive(initiation.last().expect("one"), at);
+    let response = b.receive(initiations.last().expect("one"), at);
     assert_eq!(a.receive(&response.datagrams[0], at).datagrams.len(), 101);
 }
 

@@ -81,7 +81,7 @@ impl Demo<'_> {
         let url = format!("http://{}:8080", hub_pods[0].ip);
         let answer = describe(self.lab.http_get_until_answered(&from, &url).await);
         self.check(&format!("{from} -> {url}"), answer);
-        let condition = self.wait_for_tunnels_down(&hub).await;
+        let condition = self.wait_for_degraded(&hub).await;
         self.check("condition Degraded of the ClusterMesh", condition);
 
         println!(
@@ -115,7 +115,8 @@ impl Demo<'_> {
         Ok(())
     }
 
-    async fn wait_for_tunnels_down(&self, hub: &Cluster<'_>) -> Result<String, String> {
+    /// Waits until the condition Degraded of the ClusterMesh names nodes behind NATs. Returns its message.
+    async fn wait_for_degraded(&self, hub: &Cluster<'_>) -> Result<String, String> {
         let path = "jsonpath={.status.conditions[?(@.type==\"Degraded\")].message}";
         wait_until(
             "the condition Degraded to name the NATs",

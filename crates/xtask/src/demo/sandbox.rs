@@ -1,5 +1,5 @@
-//! `cargo xtask demo --scenario sandbox`: a cluster for untrusted code enters another cluster through gateways, and reaches only the
-//! Service that is granted to it.
+//! `cargo xtask demo --scenario sandbox`: a cluster for untrusted code enters another cluster through gateways. Through the tunnel it
+//! reaches only the ports of the Service that are granted to it. Over the underlay it reaches more, until NetworkPolicies apply.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -90,12 +90,12 @@ impl OpenSockets {
         format!("{} answer TCP, {} answer UDP", self.tcp.len(), self.udp.len())
     }
 
-    /// Prints a line for each address, with its description and open ports.
-    fn print_by_address(&self, all: &BTreeMap<SocketAddr, String>) {
+    /// Prints a line for each address, with its description and open ports. The values of `descriptions` describe the address.
+    fn print_by_address(&self, descriptions: &BTreeMap<SocketAddr, String>) {
         let mut lines: BTreeMap<IpAddr, (&str, Vec<String>)> = BTreeMap::new();
         for (sockets, protocol) in [(&self.tcp, ""), (&self.udp, "/UDP")] {
             for socket in sockets {
-                let what = all.get(socket).map_or("", String::as_str);
+                let what = descriptions.get(socket).map_or("", String::as_str);
                 let (_, ports) = lines.entry(socket.ip()).or_insert((what, Vec::new()));
                 ports.push(format!("{}{protocol}", socket.port()));
             }
@@ -125,10 +125,10 @@ struct Scene<'a> {
     sandbox: Cluster<'a>,
     /// A pod of the sandbox, and root on its node.
     clients: Vec<TrafficClient>,
-    /// The gateways, and the gateway ports of the grant.
+    /// The gateways, and the gateway ports of [`GRANT`].
     grant: Granted,
-    /// The sockets of the grant at all gateways.
-    granted: OpenSockets,
+    /// All gateway ports of the grant at all gateways.
+    granted_sockets: OpenSockets,
 }
 
 impl<'a> Demo<'a> {
@@ -149,7 +149,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Installs everything, creates the mesh, and checks that the granted Service answers under its name.
+    /// Installs everything, creates the mesh, and checks that the granted Service answers at its ClusterIP in the sandbox.
     async fn set_up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
@@ -179,14 +179,14 @@ impl<'a> Demo<'a> {
         product.mesh_up(&mesh).await?;
         println!("  Ready {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
 
-        self.title("the Service answers under its name");
+        self.title("the Service answers at its ClusterIP in notebooks");
         let webs = sandbox.web_pods().await?;
         let clients = webs
             .iter()
             .flat_map(|web| [TrafficClient::Pod(web.clone()), TrafficClient::Host(web.node.clone())]);
         let grant = product.granted(SANDBOX).await?;
         let scene = Scene {
-            granted: OpenSockets::granted(&grant),
+            granted_sockets: OpenSockets::granted(&grant),
             clients: clients.collect(),
             lab,
             product,
@@ -197,7 +197,7 @@ impl<'a> Demo<'a> {
         };
         self.check_granted_service(&scene).await?;
         for from in &scene.clients {
-            lab.wait_for_open_sockets(from, &scene.granted.tcp).await?;
+            lab.wait_for_open_sockets(from, &scene.granted_sockets.tcp).await?;
         }
         println!(
             "  every gateway answers {:.1} s after kubectl apply",
@@ -241,7 +241,11 @@ impl<'a> Demo<'a> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open at any of them, with unchanged routes",
         );
-        let Scene { lab, granted, .. } = scene;
+        let Scene {
+            lab,
+            granted_sockets: granted,
+            ..
+        } = scene;
         let boundary = lab.boundary(SANDBOX)?;
         let all = boundary.sockets(&[&scene.member], &scene.grant).await?;
         println!(
@@ -273,9 +277,14 @@ impl<'a> Demo<'a> {
     ) -> anyhow::Result<()> {
         self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its placeholders filled in");
         println!("{}", without_comments(&boundary.policy()?));
-        let Scene { lab, granted, .. } = scene;
-        // The mesh grants none of these: the sandbox's own API server, and the resolver.
+        let Scene {
+            lab,
+            granted_sockets: granted,
+            ..
+        } = scene;
+        // The policies admit the sandbox's own API server and the resolver, which the mesh does not grant.
         let admitted = boundary.admitted().await?;
+        // The first `enforce` applies the policies.
         let applied = Instant::now();
         for from in &scene.clients {
             boundary.enforce(from, &open.tcp, &granted.tcp).await?;

@@ -7,7 +7,7 @@ use super::Package;
 /// For each crate that has several versions: its name, its older release series, and why these are in `Cargo.lock`, which also lists crates
 /// that are not built.
 const REASONS: &[(&str, &[&str], &str)] = &[
-    ("base64", &["0.22"], "boringtun and kube use it"),
+    ("base64", &["0.22"], "boringtun, k8s-openapi and tower-http use it"),
     ("bit-vec", &["0.9"], "not built: yasna's feature for it is off"),
     ("block-buffer", &["0.10"], BORINGTUN),
     ("chacha20", &["0.9"], BORINGTUN),
@@ -67,7 +67,7 @@ pub(super) fn violations(packages: &[Package]) -> Vec<String> {
             })
         };
         let stale = old.iter().filter(|series| !is_one_of_several(series));
-        wrong.extend(stale.map(|series| format!("{name} {series}: is not an older version: remove its reason")));
+        wrong.extend(stale.map(|series| format!("{name} {series} is not one of several versions: remove its reason")));
     }
     wrong
 }
@@ -107,7 +107,7 @@ mod tests {
             [
                 "twice 1.0.0 and 2.0.0: `cargo tree --invert twice@1.0.0` shows which crates use it; update these, or add the older series \
                  with its reason to REASONS in crates/xtask/src/deps/duplicates.rs",
-                "syn 2: is not an older version: remove its reason",
+                "syn 2 is not one of several versions: remove its reason",
             ]
         );
     }

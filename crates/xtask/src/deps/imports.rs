@@ -1,4 +1,4 @@
-//! Checks that the crates of the workspace import only crates that ARCHITECTURE.md allows.
+//! Checks that the crates of the workspace import only the crates that [`ALLOWED`] and [`PURE`] list, as ARCHITECTURE.md describes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,8 +96,8 @@ pub(super) fn violations(metadata: &Metadata) -> Vec<String> {
         };
         // Dev-dependencies are not checked, except those of a standalone crate: tests may use the lab.
         let is_standalone = STANDALONE.contains(&&*package.name);
-        let counts = |dependency: &&Dependency| is_standalone || dependency.kind.as_deref() != Some("dev");
-        for dependency in package.dependencies.iter().filter(counts) {
+        let is_checked = |dependency: &&Dependency| is_standalone || dependency.kind.as_deref() != Some("dev");
+        for dependency in package.dependencies.iter().filter(is_checked) {
             if ours.contains(&*dependency.name) && !allowed.contains(&&*dependency.name) {
                 wrong.push(format!("{} -> {}", package.name, dependency.name));
             }

@@ -20,7 +20,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     (
         "ar_archive_writer",
         "Apache-2.0 WITH LLVM-exception",
-        "part of a build script of serde-saphyr's stack guard; the exception only adds permissions",
+        "part of a build script of serde-saphyr's stack guard; LLVM-exception only adds permissions",
     ),
     (
         "libfuzzer-sys",

@@ -31,8 +31,8 @@ const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("--upstream", "kube-rbac-proxy"),
 ];
 
-/// The parser's error for a command line of one of our programs. `is_mention` = the command is mentioned in a sentence, so arguments
-/// may be missing.
+/// The parser's error for a command line of one of our programs; `None` = the line is accepted, or is of another program.
+/// `is_mention` = the command is mentioned in a sentence, so arguments may be missing.
 fn fault(words: &[String], is_mention: bool) -> Option<String> {
     let (prefix, program) = programs().into_iter().find(|(prefix, _)| {
         words.len() >= prefix.len() && prefix.iter().zip(words).all(|(prefix, word)| prefix == word)

@@ -84,7 +84,7 @@ fn check_arguments(container: &Container) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
-/// The YAML documents of all blocks, each with its position.
+/// The YAML documents in all `yaml` and `json` blocks, each with the position of its block.
 fn documents() -> Vec<(String, Value)> {
     let blocks = pages().into_iter().flat_map(|page| page.blocks);
     let yaml = blocks.filter(|block| ["yaml", "json"].contains(&&*block.language));
@@ -123,12 +123,13 @@ fn manifests_in_the_documents_fit_the_types() {
 fn wrong_manifests_are_reported() {
     let mesh = readme_mesh(&documents());
     let fault = |yaml: &str| check_document(&serde_saphyr::from_str(yaml).unwrap(), &mesh).unwrap_err();
-    let entry = "- {name: x, kubeconfigSecretRef: {name: x}, allowedNetworks: [10.9.0.0/16]";
+    // The closing brace is added below.
+    let open_entry = "- {name: x, kubeconfigSecretRef: {name: x}, allowedNetworks: [10.9.0.0/16]";
     assert_eq!(
-        fault(&format!("{entry}, allowedNetwork: []}}")),
+        fault(&format!("{open_entry}, allowedNetwork: []}}")),
         "no such fields: 0.allowedNetwork"
     );
-    assert!(fault(&entry.replace("/16]", "/33]}")).contains("spec.clusters[2].allowedNetworks[0]"));
+    assert!(fault(&format!("{}}}", open_entry.replace("/16", "/33"))).contains("spec.clusters[2].allowedNetworks[0]"));
     assert_eq!(
         fault(
             "{apiVersion: kilo.squat.ai/v1alpha1, kind: SandboxGateway, metadata: {name: g}, spec: {nodeport: 31820}}"

@@ -1,5 +1,5 @@
 //! Splits shell text into commands and words. Supports quotes, comments, continued lines, pipes, lists, loops and here-documents.
-//! Substitutions are not expanded.
+//! Substitutions are not expanded, and redirections are words. Outside quotes, their `;`, `&` and `|` end the command.
 
 use super::Block;
 

@@ -10,8 +10,9 @@ pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 const NAME: &str = "clustermesh-gateway";
 /// The namespace of the gateways. It contains nothing else, because it admits privileged pods, for the gateways' init container.
 const NAMESPACE: &str = "clustermesh-gateway";
-/// The tunnel's UDP ports, in the pod and on its node.
+/// The tunnel's UDP port in the pod.
 const PORT: u16 = 51820;
+/// The tunnel's UDP port on the pod's node.
 const HOST_PORT: u16 = 51821;
 const REPLICAS: usize = 2;
 
@@ -31,7 +32,7 @@ fn gateway_names() -> Vec<String> {
 fn before_admission_policy() -> Vec<Value> {
     let rules = json!([
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
-        // The names of the gateways in this file. A user who adds a replica adds its name here, and creates its SandboxGateway.
+        // A user who adds a replica adds its name to this rule in deploy/gateway.yaml, and creates its SandboxGateway.
         {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateway_names(), "verbs": ["patch"]},
     ]);
     let mut out = vec![
@@ -97,8 +98,8 @@ fn budget() -> Value {
     })
 }
 
-/// Limits a compromised gateway, if the CNI enforces NetworkPolicies: it reaches only the pods of all namespaces, and the ports of API
-/// servers (443, 6443) at any address. Addresses and namespaces differ between clusters, so a user has to narrow the policy to the
+/// Limits a compromised gateway, if the CNI enforces NetworkPolicies: it reaches only pods (in every namespace), and TCP ports 443
+/// and 6443 at any address, for the API server. Addresses and namespaces differ between clusters, so a user has to narrow the policy to the
 /// API server's addresses and to the namespaces that sandboxes may reach.
 fn network_policy() -> Value {
     json!({

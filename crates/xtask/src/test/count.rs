@@ -2,7 +2,8 @@
 
 use std::{fmt, iter::Sum};
 
-/// The minimum number of tests that `cargo xtask test` must run. Raise it when you add tests; lower it only when you delete tests.
+/// The minimum number of tests that `cargo xtask test` must run if no tests are selected. Raise it when you add tests; lower it only when
+/// you delete tests.
 const MIN_TESTS: u64 = 1000;
 
 /// The counts of one program, or their sum.

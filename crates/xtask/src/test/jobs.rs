@@ -206,6 +206,7 @@ mod tests {
             failed.sort();
             assert_eq!(failed, ["fails", "killed", "silent"]);
         }
+        // A program that cannot be started makes `run` fail.
         let nowhere = Program {
             path: "/nowhere".into(),
             ..programs[0].clone()

@@ -69,6 +69,7 @@ pub(crate) async fn fragments_options_and_extension_headers_are_dropped(testbed:
 
 /// A forged entry of the gateway's conntrack table, from the first sandbox to an endpoint.
 pub(crate) struct ForgedEntry {
+    /// Index of the address family in pairs of addresses: 0 = IPv4, 1 = IPv6.
     family: usize,
     /// Index of the endpoint's pod.
     pod: usize,
@@ -237,7 +238,7 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             // This reply comes after the gateway has processed the previous packet.
             assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
-            // The table matches replies by grant and endpoint, not by sandbox, so it lets the reply of entry 2 pass.
+            // The gateway's nftables rules match replies by grant and endpoint, not by sandbox, so they let the reply of entry 2 pass.
             if number != 2 {
                 entry.send_reply(testbed);
                 assert_eq!(replies.packets(), 0, "family {family}, entry {number}");

@@ -1,4 +1,4 @@
-//! Checks the gateway's limits on connections, grants and nodes, and that ICMP errors reach a sandbox.
+//! Checks the gateway's limits on connections, that it applies thousands of grants and nodes, and that ICMP errors reach a sandbox.
 
 use std::{
     io::ErrorKind,
@@ -163,7 +163,7 @@ pub(crate) async fn endpoint_icmp_error_reaches_the_sandbox(testbed: &Testbed) {
     testbed.apply_access("m--a", a.access(&to_log_port)).await;
 }
 
-/// The limit counts all grants and endpoints of a sandbox together. The limit of another sandbox is separate.
+/// The limit counts the connections of a sandbox through all its grants to all endpoints. The limit of another sandbox is separate.
 // threat: gateway-connection-flood
 pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
     let [a, b] = &testbed.sandboxes;
@@ -258,7 +258,7 @@ fn flood(raw: &RawSender, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop:
     }
 }
 
-/// Opens connections one after the other, which must all be answered. Returns the median and the longest time, as text.
+/// Opens connections one after the other; each must be answered. Returns the median and the longest time until the answer, as text.
 fn time_connections(from: &Sandbox, to: SocketAddr) -> String {
     let mut times: Vec<_> = (0..SAMPLES)
         .map(|number| {

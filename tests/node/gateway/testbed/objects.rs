@@ -33,7 +33,7 @@ impl Testbed {
         written.metadata.generation.unwrap_or_default()
     }
 
-    /// Writes a SandboxAccess and waits until the gateway reports that it has applied this generation.
+    /// Writes a SandboxAccess and waits until the gateway's status lists the written generation as applied.
     pub(crate) async fn apply_access(&self, name: &str, spec: Value) {
         let generation = self.write_access(name, spec).await;
         self.wait_for_status(&format!("{name} to be in force"), |status| {

@@ -63,8 +63,8 @@ impl Testbed {
         }
     }
 
-    /// Returns a PATH with a wrapper around nft. The wrapper delays each write while there is no table, as on a loaded
-    /// node, and limits nft to 100 MB: nft and the gateway share the container's 256 MiB.
+    /// Returns a PATH with a wrapper around nft. While there is no table, the wrapper delays each write by a second, as a loaded node
+    /// may. It limits nft's address space to 100 MB, because nft and the gateway share the container's 256 MiB.
     fn path_with_nft_wrapper(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(

@@ -119,14 +119,15 @@ fn key(number: u8) -> String {
     public(&x25519_dalek::StaticSecret::from([number; 32])).to_string()
 }
 
+/// With the token of a gateway, sends requests that no gateway needs. The API server must refuse each of them.
 // threat: stolen-gateway-token
 pub(crate) async fn stolen_gateway_token_gives_no_other_rights(testbed: &Testbed) {
     let stolen = testbed.gateway_client().await;
-    let resource = kube::discovery::ApiResource::from_gvk_with_plural(
+    let gateway_resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
         "sandboxgateways",
     );
-    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(stolen.clone(), NAMESPACE, &resource);
+    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(stolen.clone(), NAMESPACE, &gateway_resource);
     let forged = Patch::Merge(json!({"status": {"publicKey": key(99)}}));
     let refused = gateways
         .patch_status("clustermesh-gateway-1", &PatchParams::default(), &forged)
@@ -164,11 +165,11 @@ pub(crate) async fn stolen_gateway_token_gives_no_other_rights(testbed: &Testbed
         elsewhere.list(&ListParams::default()).await.is_err(),
         "the token must not list Services of a namespace without a RoleBinding"
     );
-    let access = kube::discovery::ApiResource::from_gvk_with_plural(
+    let access_resource = kube::discovery::ApiResource::from_gvk_with_plural(
         &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxAccess"),
         "sandboxaccesses",
     );
-    let accesses: Api<kube::api::DynamicObject> = Api::all_with(stolen, &access);
+    let accesses: Api<kube::api::DynamicObject> = Api::all_with(stolen, &access_resource);
     let change = Patch::Merge(json!({"spec": {"grants": []}}));
     assert!(
         accesses.patch("m--a", &PatchParams::default(), &change).await.is_err(),

@@ -1,4 +1,4 @@
-//! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: datagrams and connections to
+//! Builds the flood of the attacker, who is root on a member's node and has its WireGuard key: UDP datagrams and TCP SYNs to
 //! [`ALLOWED_POD`], and many packets that are not allowed.
 
 use std::net::IpAddr;
@@ -97,7 +97,8 @@ fn forbidden_sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
         all.extend(infrastructure().chain([TCP_PORT]).map(|port| (to, port)));
     }
     if family == 0 {
-        // The address in the pod network that the node itself has (`Site::pod`), and the node's WireGuard address.
+        // The address in the pod network that the node itself has (`Site::pod`), and the node's WireGuard address. Only their
+        // infrastructure ports are tested.
         for to in [ip("10.10.1.5"), wireguard] {
             all.extend(infrastructure().map(|port| (to, port)));
         }

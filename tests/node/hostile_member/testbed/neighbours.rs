@@ -1,5 +1,5 @@
-//! Sets up two machines around the target node that belong to no mesh: a neighbour on a local network, which also has a
-//! cloud's metadata address, and a container on the bridge of another runtime.
+//! Sets up two machines around the target node that belong to no mesh. One is a neighbour on a local network, and also has
+//! a cloud's metadata addresses. The other is a container on the bridge of another container runtime.
 
 use clustermesh_tests::{attacker::echo, netns::NetNs};
 
@@ -9,7 +9,7 @@ use super::{TCP_PORT, UDP_PORT, ip};
 pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
 /// The node's addresses on that network.
 pub(super) const NODE_ON_LAN: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
-/// The metadata address at which clouds serve credentials of the node. The IPv4 address is link-local, the IPv6
+/// The metadata addresses at which clouds serve credentials of the node. The IPv4 address is link-local, the IPv6
 /// address (of AWS) is not.
 pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
 /// A container on another bridge of the node.
@@ -21,7 +21,7 @@ pub(super) const EXTERNAL_SERVICE: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
 
 /// The network namespaces of the machines.
 pub(crate) struct Surroundings {
-    /// The neighbour, which also has the metadata address.
+    /// The neighbour, which also has the metadata addresses.
     pub(crate) neighbour: NetNs,
     pub(crate) container: NetNs,
 }
@@ -69,14 +69,14 @@ impl Surroundings {
         // loopback addresses.
         node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
         // Some SYNs arrive while the agent's nftables table is deleted. If the node retransmitted its SYN-ACKs, it would answer
-        // these SYNs for up to a minute, also when the agent has restored the table.
+        // these SYNs for up to a minute, even after the agent has restored the table.
         node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
         Self { neighbour, container }
     }
 }
 
-/// The DNAT rules that kube-proxy writes for [`EXTERNAL_SERVICE`].
-pub(super) fn services() -> String {
+/// DNAT rules for [`EXTERNAL_SERVICE`], as kube-proxy would write them.
+pub(super) fn external_service() -> String {
     let ([vip, vip6], [to, to6]) = (EXTERNAL_SERVICE, NEIGHBOUR);
     format!(
         "ip daddr {vip} tcp dport 80 dnat ip to {to}:{TCP_PORT}

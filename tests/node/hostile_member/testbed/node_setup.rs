@@ -28,7 +28,7 @@ pub(super) fn tables(interface: &str) -> String {
         }}
         ",
         rules(CountingPoint::AfterFilters, interface),
-        neighbours::services(),
+        neighbours::external_service(),
     )
 }
 

@@ -25,8 +25,8 @@ impl ObservedTraffic {
     pub(super) fn allowed() -> Self {
         let mut out = Self::default();
         let ([from, _], [to, _]) = (MEMBER, ALLOWED_POD);
-        let member = format!("{from} udp {PROBER_PORT} -> {to}:{UDP_PORT}");
-        out.arrived.insert(member, 0);
+        let probe = format!("{from} udp {PROBER_PORT} -> {to}:{UDP_PORT}");
+        out.arrived.insert(probe, 0);
         out.replies.insert(format!("{to} udp {UDP_PORT}"));
         for (from, to) in MEMBER.iter().zip(ALLOWED_POD) {
             let [udp, tcp] = FLOOD_PORTS;
@@ -72,9 +72,10 @@ impl ObservedTraffic {
     pub(super) fn print(&self, what: &str, allowed: &Self, flood: &Flood) {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
         let (arrived, passed, forbidden) = (sum(&self.arrived), sum(&self.passed), self.not_in(allowed).len());
-        let (rounds, kinds) = (flood.rounds(), flood.flood_packets_per_round());
+        let (rounds, per_round) = (flood.rounds(), flood.flood_packets_per_round());
         println!(
-            "{:6.1} s {what}: {arrived} packets arrived, {passed} accepted or forwarded by the node, {forbidden} keys that are not allowed; {rounds} rounds of {kinds}",
+            "{:6.1} s {what}: {arrived} packets arrived, {passed} accepted or forwarded by the node, \
+             {forbidden} keys that are not allowed; {rounds} rounds of {per_round} flood packets",
             flood.started_at().elapsed().as_secs_f64()
         );
     }

@@ -98,14 +98,14 @@ fn policy_that_allows_everything_denies_special_prefixes() {
     let before = compile(&hub_node()).firewall;
     let after = compile(&inputs).firewall;
     let assert_denies = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, special: &[&str]| {
-        let targets_of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
+        let destinations_of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
             pairs.iter().filter(|(s, _)| *s == source).map(|(_, to)| *to).collect()
         };
         let sources: BTreeSet<IpNet> = after.iter().map(|(source, _)| *source).collect();
         for source in sources {
-            let denied_before: BTreeSet<IpNet> = targets_of(before, source);
+            let denied_before: BTreeSet<IpNet> = destinations_of(before, source);
             assert_eq!(
-                targets_of(after, source),
+                destinations_of(after, source),
                 &denied_before | &nets(special),
                 "from {source}"
             );

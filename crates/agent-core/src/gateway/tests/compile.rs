@@ -107,8 +107,8 @@ fn network_that_overlaps_a_reserved_one_is_refused() {
 #[test]
 fn network_that_an_older_sandbox_has_is_refused() {
     let bad = with(|inputs| inputs.accesses[1].networks.push(Ok(net("100.80.1.128/25"))));
-    let refused = "SandboxAccess b: spec.networks[2]: NetworkOverlap: 100.80.1.128/25 overlaps 100.80.1.0/24 of SandboxAccess a, which is \
-                   older and keeps it";
+    let refused = "SandboxAccess b: spec.networks[2]: NetworkOverlap: 100.80.1.128/25 overlaps 100.80.1.0/24 of SandboxAccess a, which \
+                   comes first and keeps it";
     assert_refused(&bad, &inputs(), &[refused]);
 }
 
@@ -200,7 +200,7 @@ fn address_in_a_refused_network_is_refused_with_it() {
         inputs.accesses[1].nodes[0].addresses.push(Ok(ip("100.80.1.129")));
     });
     let refused = [
-        "SandboxAccess b: spec.networks[2]: NetworkOverlap: 100.80.1.128/25 overlaps 100.80.1.0/24 of SandboxAccess a, which is older \
+        "SandboxAccess b: spec.networks[2]: NetworkOverlap: 100.80.1.128/25 overlaps 100.80.1.0/24 of SandboxAccess a, which comes first \
          and keeps it",
         "SandboxAccess b: spec.nodes[0].wireguardIPs[2]: AddressInvalid: 100.80.1.129 lies outside the networks of this sandbox that \
          are served (spec.networks)",
@@ -339,7 +339,7 @@ fn conflicts_between_accesses_of_one_sandbox_are_refused() {
     });
     let refused = [
         "SandboxAccess z: spec.grants[0].gatewayPort: PortDuplicate: port 20001 (tcp) has another grant, which comes first and keeps it",
-        "SandboxAccess z: spec.networks[0]: NetworkOverlap: 100.80.1.0/25 overlaps 100.80.1.0/24 of SandboxAccess a, which is older and \
+        "SandboxAccess z: spec.networks[0]: NetworkOverlap: 100.80.1.0/25 overlaps 100.80.1.0/24 of SandboxAccess a, which comes first and \
          keeps it",
         "SandboxAccess z: spec.nodes[0].publicKey: PublicKeyDuplicate: SandboxAccess a spec.nodes[0] has this key, too, and keeps it: \
          each node needs a key of its own",
@@ -348,7 +348,7 @@ fn conflicts_between_accesses_of_one_sandbox_are_refused() {
 }
 
 #[test]
-fn only_sandboxes_in_serves_setting_are_served() {
+fn serves_setting_limits_sandboxes_unless_empty() {
     let serves = |names: &[&str]| {
         let names = names.iter().map(|name| (*name).to_owned()).collect();
         compile(&with(|inputs| {

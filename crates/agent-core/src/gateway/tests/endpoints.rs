@@ -19,7 +19,8 @@ fn grant_of_db(inputs: &Inputs) -> Grant {
     table.grants[&(sandbox, Protocol::Tcp, 20001)].clone()
 }
 
-/// Adds the grant to `a`, and the state of its Service if it was read. Asserts that only this grant is refused, with this message.
+/// Adds the grant to `a`. `service` is the entry of its Service in the inputs; `None` = no entry. Asserts that only this grant is
+/// refused, with this message.
 #[track_caller]
 fn assert_service_refused(granted: GrantSpec, service: Option<Service>, refused: &str) {
     let bad = with(|inputs| {
@@ -259,7 +260,7 @@ fn endpoint_outside_the_endpoint_networks_is_left_out() {
 fn endpoint_at_a_reserved_address_is_left_out() {
     let mut settings = settings();
     settings.endpoint_networks = nets(&["0.0.0.0/0", "::/0"]);
-    // An endpoint with this gateway's own address is left out even if the address is not reserved.
+    // fd66::1 is this gateway's own address. An endpoint with it is left out even if the address is not reserved.
     settings.reserved.remove(&net("fd66::/64"));
     let resolved = |address: &str| {
         let db = observed_service([endpoint("10.244.1.5"), endpoint(address)]);

@@ -188,9 +188,9 @@ fn allowed_connections(table: &Table) -> BTreeSet<Allowed> {
     for (network, sandbox) in &table.sandboxes {
         for ((_, protocol, port), grant) in table.grants.iter().filter(|((of, ..), _)| of == sandbox) {
             let Balancer { v4, v6, .. } = &grant.balancer;
-            let new = v4.iter().chain(v6).map(|socket| (socket, true));
-            for (socket, new) in new.chain(grant.allowed_endpoints.iter().map(|socket| (socket, false))) {
-                out.insert((*network, *protocol, *port, grant.id, *socket, new));
+            let balanced = v4.iter().chain(v6).map(|socket| (socket, true));
+            for (socket, may_be_new) in balanced.chain(grant.allowed_endpoints.iter().map(|socket| (socket, false))) {
+                out.insert((*network, *protocol, *port, grant.id, *socket, may_be_new));
             }
         }
     }
@@ -260,9 +260,9 @@ proptest! {
         for (at, network) in networks.iter().enumerate() {
             prop_assert!(networks[at + 1..].iter().all(|other| !overlap(network, other)), "{networks:?}");
         }
-        let allowed: Vec<&IpNet> = peers.values().flat_map(|peer| &peer.allowed_ips).collect();
-        prop_assert_eq!(allowed.iter().collect::<BTreeSet<_>>().len(), allowed.len());
-        prop_assert!(allowed.iter().all(|ip| routes.iter().any(|network| network.contains(*ip))));
+        let allowed_ips: Vec<&IpNet> = peers.values().flat_map(|peer| &peer.allowed_ips).collect();
+        prop_assert_eq!(allowed_ips.iter().collect::<BTreeSet<_>>().len(), allowed_ips.len());
+        prop_assert!(allowed_ips.iter().all(|ip| routes.iter().any(|network| network.contains(*ip))));
         let forbidden = ["192.0.2.1", "10.244.0.9"].map(|text| host(ip(text)));
         for ((_, protocol, _), grant) in &table.grants {
             prop_assert!(*protocol != Protocol::Sctp);

@@ -274,7 +274,7 @@ fn network_that_moves_to_another_sandbox_is_replaced() {
     assert_update(&table(), &new, &lines);
 }
 
-/// `table()` with `count` further grants of the sandbox `B`, each with one endpoint.
+/// `table()`, the sandbox `B`, and `count` grants of `B` with one endpoint each.
 fn many(count: u16) -> Table {
     table_with(|table| {
         add_second_sandbox(table);
@@ -306,7 +306,7 @@ fn small_change_is_one_step() {
     assert_eq!(steps(None, &table()), [table()]);
 }
 
-/// Counts the parts that a script adds and removes: elements, chains, rules and limits.
+/// Counts the parts that a script adds and removes: elements, chains, rules and limits. A rule with `{ tcp, udp }` counts twice.
 fn count_parts(script: &str) -> usize {
     script.lines().map(|line| line.split(", ").count()).sum()
 }

@@ -150,7 +150,7 @@ fn addresses_of_both_families_and_annotations_are_read() {
             granularity: Some(Granularity::Cross),
             allowed_location_ips: vec!["192.168.7.0/24".parse().unwrap(), "fd00:7::/64".parse().unwrap()],
             server: Server::AgentPolicy,
-            bypassed: Some(Bypass::Netfilter),
+            bypassed: Some(Bypass::Cni),
             ..observe::Node::default()
         }
     );
@@ -184,12 +184,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
     };
     assert_eq!(
         ["", IPVS, "datapath-mode is netkit", "a reason of a later version"].map(read),
-        [
-            None,
-            Some(Bypass::Ipvs),
-            Some(Bypass::Netfilter),
-            Some(Bypass::Netfilter)
-        ]
+        [None, Some(Bypass::Ipvs), Some(Bypass::Cni), Some(Bypass::Cni)]
     );
 }
 

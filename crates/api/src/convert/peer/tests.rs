@@ -161,10 +161,11 @@ fn invalid_mesh_peer_is_an_error_that_names_the_field() {
 }
 
 #[test]
-fn foreign_peer_is_read_as_its_key_and_valid_networks() {
+fn foreign_peer_with_errors_is_read_unless_its_key_is_invalid() {
     let mut peer = Peer::new(
         "laptop",
         PeerSpec {
+            // Host bits are cleared. A network without a prefix length is left out.
             allowed_ips: ["10.5.0.9/24", "x", "10.5.0.9"].map(str::to_owned).into(),
             endpoint: Some(PeerEndpoint {
                 port: -1,

@@ -136,7 +136,7 @@ fn ended_or_host_network_pod_has_no_addresses() {
 }
 
 #[test]
-fn mirrored_service_is_written_and_read_back() {
+fn mirrored_service_and_slice_are_written_and_read_back() {
     let planned = PlannedSlice {
         v6: true,
         ports: vec![port("", 5432, Protocol::Tcp)],
@@ -217,20 +217,20 @@ fn mirror_becomes_dual_stack_only_for_a_missing_family() {
         let policy = service.spec.as_ref().unwrap().ip_family_policy.clone();
         (policy, to_core(&service).families.cover(families))
     };
-    let both = (Some("PreferDualStack".to_owned()), true);
+    let dual_stack = (Some("PreferDualStack".to_owned()), true);
     assert_eq!(after(json!({}), Families::default()), (None, true));
     assert_eq!(after(json!({}), V4), (None, true));
-    assert_eq!(after(json!({}), V6), both);
-    assert_eq!(after(json!({}), Families::BOTH), both);
+    assert_eq!(after(json!({}), V6), dual_stack);
+    assert_eq!(after(json!({}), Families::BOTH), dual_stack);
     let service_with = |family: &str, policy: &str| json!({"spec": {"ipFamilies": [family], "ipFamilyPolicy": policy}});
-    assert_eq!(after(service_with("IPv6", "SingleStack"), V4), both);
+    assert_eq!(after(service_with("IPv6", "SingleStack"), V4), dual_stack);
     assert_eq!(
         after(service_with("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
     // A mirror with `PreferDualStack` counts as dual-stack even without an IPv6 address: the cluster has no IPv6 then, and writing the
     // policy again would change nothing.
-    assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), both);
+    assert_eq!(after(service_with("IPv4", "PreferDualStack"), V6), dual_stack);
     assert_eq!(
         after(service_with("IPv4", "RequireDualStack"), V6),
         (Some("RequireDualStack".to_owned()), true)

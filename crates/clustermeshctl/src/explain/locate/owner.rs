@@ -90,6 +90,7 @@ impl Finder<'_> {
             })
         };
         let member = &read.member;
+        // Pods in the host network have no `addresses`: theirs belong to the Node.
         for (pod, value) in &member.pods {
             if value.addresses.contains(&address) {
                 return owner(Some(&value.node), false, format!("Pod {pod} on Node {}", value.node));

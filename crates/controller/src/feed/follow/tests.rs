@@ -45,14 +45,14 @@ fn server_with(
             let (status, mut text) = answer(watch);
             text.push('\n');
             let body = if status == 0 {
-                Answer::Silent
+                ResponseBody::Silent
             } else {
-                Answer::Whole(Some(text.into()))
+                ResponseBody::Whole(Some(text.into()))
             };
-            let answer = Response::builder()
+            let response = Response::builder()
                 .status(if status == 0 { 200 } else { status })
                 .body(body);
-            Ok::<_, BoxError>(answer.expect("an answer"))
+            Ok::<_, BoxError>(response.expect("a response"))
         }
     });
     (resource(Client::new(service, "default")), requests)
@@ -82,21 +82,21 @@ fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Ve
         } else {
             String::new()
         };
-        let answer = Response::new(Answer::Whole(Some(list_of(&page, &next).to_string().into())));
-        std::future::ready(Ok::<_, BoxError>(answer))
+        let response = Response::new(ResponseBody::Whole(Some(list_of(&page, &next).to_string().into())));
+        std::future::ready(Ok::<_, BoxError>(response))
     });
     let bounded = BoundLayer::new(Account::standalone(64 << 20)).layer(service);
     (resource(Client::new(bounded, "default")), sizes)
 }
 
-/// The body of an answer.
-enum Answer {
+/// The body of a response.
+enum ResponseBody {
     Whole(Option<Bytes>),
     /// The body sends nothing and never ends.
     Silent,
 }
 
-impl http_body::Body for Answer {
+impl http_body::Body for ResponseBody {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
@@ -121,7 +121,7 @@ fn resource(client: Client) -> WatchedResource {
 fn progress(resume: Resume) -> Progress {
     Progress {
         backoff: new_backoff(),
-        expired: 0,
+        has_expired: false,
         is_suspect: false,
         resume,
     }
@@ -155,7 +155,7 @@ async fn watch_that_always_expires_is_retried_with_backoff() {
     let feed = feed();
     let requests = follow_ten_minutes(&resource, &feed, &requests).await;
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
-    // The lists succeeded, but no watch was established.
+    // The lists succeeded, but no watch lasted long enough to count as established.
     let why = "its API server calls every version of nodes too old (410)";
     assert_eq!((feed.trust(), feed.has_answer()), (Trust::Broken(why.into()), true));
 }
@@ -268,7 +268,7 @@ async fn object_over_the_response_limit_leaves_the_feed_broken() {
 
 // threat: endless-answer
 #[tokio::test(start_paused = true)]
-async fn list_over_the_memory_budget_is_not_kept() {
+async fn list_is_charged_while_kept_and_refused_over_the_budget() {
     let memory = Memory::new(1 << 20, |_, _| {});
     let account = memory.account("hostile");
     let node = |n: usize| json!({"metadata": {"name": format!("n-{n}"), "resourceVersion": "1"}, "spec": {"x": "y".repeat(10_000)}});
@@ -311,7 +311,7 @@ async fn list_with_endless_pages_is_refused_with_the_reason() {
     assert_eq!(requests.load(Ordering::Relaxed), MAX_PAGES);
     let (_resume, resumed) = watch::channel(0);
     report(&resource, &feed, &FollowError::TooMany, &mut progress(resumed));
-    let why = "its API server lists more than 50000 nodes, or more than 4000 pages of them";
+    let why = "its API server lists more than 50000 nodes, more than 4000 pages of them, or sends a `continue` token of more than 16 KiB";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
     assert!(!feed.has_answer());
 }

@@ -120,7 +120,7 @@ async fn refused_mesh_that_was_never_valid_claims_nothing() {
     assert_eq!(loaded.mesh, empty_mesh(loaded.mesh.id.clone()));
 }
 
-/// The mesh is restricted: `--hub-namespace` lists the networks that meshes of its namespace may use.
+/// The mesh is restricted: `--hub-namespace` limits the profiles and networks that meshes of its namespace may use.
 // threat: unlisted-network
 #[tokio::test]
 async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
@@ -143,13 +143,13 @@ async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     let restricted_hub = hub_with_flag("ns=sandbox,10.2.0.0/16");
     let summary = |loaded: &LoadedMesh| {
         let accepted = loaded.mesh.accepted.get("a").map(Vec::len);
-        let claimed: Vec<_> = claims(&loaded.mesh)
+        let networks: Vec<_> = claims(&loaded.mesh)
             .into_iter()
             .map(|(_, _, networks)| networks)
             .collect();
-        (loaded.refused.as_ref().map(|(reason, _)| *reason), claimed, accepted)
+        (loaded.refused.as_ref().map(|(reason, _)| *reason), networks, accepted)
     };
-    let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
+    let networks_of = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
 
     // The spec was never valid since the controller started. In the first case the status contains an unlisted network (half of all
     // IPv4 addresses), in the second case the listed one.
@@ -160,14 +160,14 @@ async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     );
     assert_eq!(
         summary(&never),
-        (Some("NetworksNotAllowed"), claimed("10.1.0.0/16", ""), None)
+        (Some("NetworksNotAllowed"), networks_of("10.1.0.0/16", ""), None)
     );
     let never = load_mesh(
         sandbox(&outside, "10.2.0.0/16"),
         &restricted_hub,
         &mut LastValidMeshes::new(),
     );
-    let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
+    let kept = networks_of("10.1.0.0/16", "10.2.0.0/16");
     assert_eq!(summary(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
 
     // The spec is valid, but the status contains the unlisted network. Then the spec changes to an unlisted network, too.
@@ -179,10 +179,13 @@ async fn restricted_mesh_ignores_unlisted_networks_in_its_status() {
     assert!(changed.mesh.paused);
 
     // No flag names the namespace of the mesh.
-    let unlisted = load_mesh(
+    let other_namespace = load_mesh(
         sandbox(&inside, "10.2.0.0/16"),
         &hub_with_flag("other"),
         &mut LastValidMeshes::new(),
     );
-    assert_eq!(summary(&unlisted), (Some("LocalNotAllowed"), claimed("", ""), None));
+    assert_eq!(
+        summary(&other_namespace),
+        (Some("LocalNotAllowed"), networks_of("", ""), None)
+    );
 }

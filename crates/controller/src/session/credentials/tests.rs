@@ -78,7 +78,7 @@ async fn client_is_dropped_only_if_its_secret_stays_forbidden() {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert!(!credentials.has_changed().expect("watched"), "the client stays");
 
-    // After a longer refusal the credentials count as missing, until the Secret can be read again.
+    // If the Secret is denied for longer, the credentials count as missing, until the Secret can be read again.
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(180)).await;
     let Credentials::Missing(why) = credentials.borrow_and_update().clone() else {

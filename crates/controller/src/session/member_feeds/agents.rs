@@ -29,8 +29,8 @@ pub(super) struct NodeRow {
     agent_version: Option<String>,
     /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
-    /// The numbers of tunnels (up, down, total) to each member that the agent reports: those to which at least one tunnel is down. The
-    /// keys are from [`annotations::member_key`].
+    /// The numbers of tunnels (up, down, total) to each member to which at least one tunnel of the node is down; the agent reports no
+    /// other members. The keys are from [`annotations::member_key`].
     links: BTreeMap<String, Link>,
     /// Revision of the PeerPolicies in force on the node. Empty = the agent does not report it.
     policy_revision: String,
@@ -71,7 +71,7 @@ impl NodeRow {
 
 impl MemberFeeds {
     /// Counts the nodes with wg-agent in full mode, with wg-agent in policy mode and with `kg` alone, and the nodes whose wg-agent has
-    /// another version than `version`, the controller's. A node with `kg` alone and no public key counts only in the total.
+    /// another version than `version`, the controller's. A node without wg-agent and without a public key counts only in the total.
     pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
@@ -92,8 +92,8 @@ impl MemberFeeds {
         counts
     }
 
-    /// Returns, for each node that reports links, the numbers of its tunnels (up, down, total) to each entry of `mesh` in its report. An
-    /// agent reports only the members to which at least one tunnel is down. Ignores nodes that are not Ready or are being deleted:
+    /// Returns, for each node whose report has links, the numbers of its tunnels (up, down, total) to each member of `mesh` that the
+    /// report contains: those to which at least one tunnel is down. Ignores nodes that are not Ready or are being deleted:
     /// their agents may have stopped, and then their last reports never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
@@ -125,7 +125,7 @@ impl MemberFeeds {
                 match row.value.node.server {
                     Server::Kilo => drop(unenforced.without_agent.insert(name)),
                     Server::Agent | Server::AgentPolicy => match row.value.node.bypassed {
-                        Some(Bypass::Netfilter) => {
+                        Some(Bypass::Cni) => {
                             drop(
                                 unenforced
                                     .without_netfilter

@@ -43,7 +43,7 @@ pub(super) struct ClaimIndex<'a> {
     prefixes: BTreeMap<IpNet, &'a str>,
     /// The podCIDRs and WireGuard addresses among `prefixes`.
     node_networks: BTreeMap<IpNet, &'a str>,
-    /// Messages about prefixes that several Nodes claim.
+    /// Messages about duplicates that are left out of a Node's Peer. A duplicate for which the Node gets no Peer is a [`Refusal`].
     pub(super) duplicate_messages: BTreeSet<String>,
 }
 
@@ -103,7 +103,7 @@ impl<'a> ClaimIndex<'a> {
             };
             return Err((Reason::WGIPDuplicate, message));
         }
-        let find_owner = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
+        let find_owner = |net: &IpNet| self.overlapping(*net).map(|claim| (*net, claim));
         if let Some((net, (theirs, owner))) = claims.pods.iter().find_map(find_owner) {
             let message = if theirs == net {
                 format!("podCIDR {net} belongs to Node {owner}")

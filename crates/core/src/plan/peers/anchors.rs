@@ -15,9 +15,9 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Adds each of `parts`, the parts of the member's anchored networks, to the Peer of one eligible node. A part that cannot be added
-    /// is reported, unless no node is registered. Parts that a held Peer keeps are not in `parts`. `peer_names` = the names of the
-    /// member's planned Peers, by node.
+    /// Adds each of `parts` to the Peer of one node. [`anchor::split_anchored_networks`] splits the member's anchored networks into parts.
+    /// `parts` has those that no held Peer keeps and that overlap no pod network of the target. A part that cannot be added is reported,
+    /// unless no node is registered. `peer_names` = the names of the member's planned Peers, by node.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
@@ -43,8 +43,8 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // Nodes that will stay come first, then nodes that are about to leave, then silent ones. If all are silent, the current anchor
-        // stays: its WireGuard tunnel works without kg.
+        // Nodes that will stay come first, then nodes that are about to leave, then silent ones. Silent ones are eligible, too, if there
+        // are no others: their WireGuard tunnels work without kg.
         let rank = |node: &RegisteredNode<'_>| (node.observed.is_silent(), node.observed.leaving);
         let best = usable.iter().map(|node| rank(node)).min();
         let eligible = usable.iter().filter(|node| Some(rank(node)) == best);
@@ -52,7 +52,7 @@ impl<'a> PeerPlanner<'a, '_> {
         if eligible.is_empty() {
             if !registry.registered.is_empty() {
                 let message =
-                    "anchored networks are unreachable: each node is not Ready, without endpoint or being deleted";
+                    "anchored networks are unreachable: each node is being deleted, has no endpoint or is not Ready";
                 self.facts.insert(Fact::NoAnchor {
                     cluster: source.to_owned(),
                     message: message.into(),

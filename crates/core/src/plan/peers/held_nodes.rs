@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Plans the existing Peer of a held node again, without prefixes that another Peer has or that allowedNetworks do not contain.
-    /// `None` = the node has no valid Peer, or another Peer has its key or name.
+    /// Plans the existing Peer of a held node again, without prefixes that are taken, that allowedNetworks do not contain, or that
+    /// overlap podCIDRs of a masqueraded target. `None` = the node has no valid Peer, or the Peer's key or name is taken.
     pub(super) fn hold_node(
         &mut self,
         source: &str,
@@ -33,19 +33,19 @@ impl<'a> PeerPlanner<'a, '_> {
             return None;
         }
         spec.allowed_ips.retain(|net| {
-            let is_free = mesh_member.cluster.allows(*net) && !self.taken_prefixes.contains_key(net);
-            is_free && !self.own_pods.overlaps(*net)
+            let is_taken = self.taken_prefixes.contains_key(net) || self.own_pods.overlaps(*net);
+            mesh_member.cluster.allows(*net) && !is_taken
         });
         // If a Peer's allowed IPs contain its endpoint, kg routes the outer packets into the tunnel. So the existing Peer was planned
-        // without an InternalIP that is its endpoint. Record the node again, for the fact `HostNetworkNotServed`.
-        let is_left_out = |address: &IpAddr| {
+        // without an InternalIP that is its endpoint. Record this again, for the fact `HostNetworkNotServed`.
+        let is_omitted = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
             is_endpoint && nodes::is_claimable(&mesh_member.cluster, IpNet::from(*address))
         };
         let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
-        if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(is_left_out)) {
-            self.omitted_internal_ips
+        if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(is_omitted)) {
+            self.nodes_without_internal_ip
                 .entry(source.to_owned())
                 .or_default()
                 .insert(node.to_owned());

@@ -54,8 +54,8 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
-    /// Whether existing Peers of the source have a keepalive for NATs, which reports of other members caused. The reports end when the
-    /// reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
+    /// Whether existing Peers of the source have a keepalive for NATs. Reports of other members may have caused it, and these reports end
+    /// when the reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
     fn has_nat_keepalive(&self, source: &str, configured: u16) -> bool {
         let keepalive = nat_keepalive(configured);
         let has_keepalive = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == keepalive;

@@ -1,5 +1,5 @@
-//! Tests which addresses of a Node become endpoints and allowed IPs. Networks outside allowedNetworks and prefixes of other nodes do
-//! not; a newer Node that claims such a prefix as its podCIDR or WireGuard address is skipped.
+//! Tests which addresses of a Node become endpoints and allowed IPs. Networks outside allowedNetworks and podCIDRs of other nodes do
+//! not become allowed IPs. A newer Node is skipped if its podCIDR or WireGuard address overlaps one of an older Node.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Tests that the status stores anchored networks, and that Nodes cannot claim a part of one. Exception: an anchored /32 that is the
-//! InternalIP of a Node.
+//! Tests that the status stores anchored networks, and that Nodes cannot claim a part of one. Exceptions: the InternalIP of a Node if
+//! exactly its /32 is anchored, exported pods, and a member that lists no anchored networks.
 
 use super::*;
 
@@ -56,7 +56,7 @@ fn node_with_pod_cidr(net: &str) -> Node {
 }
 
 #[test]
-fn status_lists_anchored_networks_and_their_nodes() {
+fn status_lists_anchored_networks_and_their_anchors() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);

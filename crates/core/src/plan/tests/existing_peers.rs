@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn unobserved_member_causes_no_writes() {
+fn member_that_is_not_fresh_causes_no_writes_in_hub() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -75,7 +75,7 @@ fn node_without_annotations_keeps_its_peer_for_five_minutes() {
         &ClusterIdentity::Local,
         seen.members[&ClusterIdentity::Local].fresh().unwrap(),
     );
-    assert_eq!(names(&steps), vec![(Action::Delete, "m--tenant--x".to_owned())]);
+    assert_eq!(summaries(&steps), vec![(Action::Delete, "m--tenant--x".to_owned())]);
     assert_eq!(mesh_plan.clusters["tenant"].skipped[0].reason, Reason::NodeNoPublicKey);
 }
 
@@ -116,7 +116,7 @@ fn deleted_mesh_and_removed_entry_delete_their_objects() {
     write_plan(&mesh, &mut seen);
     let hub_steps = |seen: &Observations, mesh: &Mesh| {
         let (plan, _) = plan_mesh(mesh, seen);
-        names(&diff(
+        summaries(&diff(
             &plan,
             &ClusterIdentity::Local,
             seen.members[&ClusterIdentity::Local].fresh().unwrap(),
@@ -161,7 +161,7 @@ fn objects_of_absent_mesh_stay_until_replaced() {
     let hub = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     let steps = |meshes: &[Mesh]| {
         let plan = plan(meshes, &seen, &Settings::default(), &TestNaming);
-        names(&diff(&plan, &ClusterIdentity::Local, hub))
+        summaries(&diff(&plan, &ClusterIdentity::Local, hub))
     };
     assert_eq!(steps(&[]), vec![]);
     // Another mesh connects the same networks: its objects replace those of the absent mesh.
@@ -226,7 +226,8 @@ fn mesh_with_namespaced_state() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// Changes the observations of [`mesh_with_namespaced_state`] as if none of its namespaces had been listed yet.
+/// Changes the observations of [`mesh_with_namespaced_state`] as if the Services and Pods of no namespace had been listed yet. Managed
+/// objects stay, because they are listed for all namespaces together.
 fn mark_namespaces_unlisted(seen: &mut Observations) {
     let why = || "it is being read for the first time".to_owned();
     edit(seen, &ClusterIdentity::Local, |m| {
@@ -246,7 +247,7 @@ fn mark_namespaces_unlisted(seen: &mut Observations) {
 fn all_steps(mesh: &Mesh, seen: &Observations) -> Vec<(Action, String)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let members = seen.members.iter();
-    let steps = members.flat_map(|(identity, seen)| names(&diff(&plan, identity, seen.fresh().unwrap())));
+    let steps = members.flat_map(|(identity, seen)| summaries(&diff(&plan, identity, seen.fresh().unwrap())));
     steps.collect()
 }
 

@@ -125,7 +125,7 @@ fn paused_mesh_reserves_no_unwritten_key_or_prefix() {
     let mut seen = seen();
     let plan = plan_of(&[&older, &newer], &seen);
     let without_paused = plan_of(&[&newer], &seen);
-    // The plan is the same as without the paused mesh: a Peer for every node, one of them with the anchored network.
+    // The plan is the same as without the paused mesh.
     assert_eq!(plan.meshes[&newer.id].targets, without_paused.meshes[&newer.id].targets);
     write_plans(&[&older, &newer], &mut seen);
     assert_eq!(existing_peers(&seen), [("n--tenant--x".into(), key(33))]);
@@ -243,7 +243,7 @@ fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
 }
 
 #[test]
-fn own_peer_that_lost_its_mesh_label_is_adopted() {
+fn own_objects_that_lost_their_mesh_label_are_adopted() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);

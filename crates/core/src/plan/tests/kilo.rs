@@ -114,8 +114,8 @@ fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
     // The InternalIP of k2 is in no Peer, and is not planned as an anchored network.
-    let anchored = |mesh_plan: &MeshPlan| mesh_plan.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
-    assert_eq!(anchored(&mesh_plan), net_set(&[]));
+    let policy = &mesh_plan.targets["tenant"].policies["m--mgmt"];
+    assert_eq!(policy.spec.anchored, net_set(&[]));
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn silent_leader_is_replaced() {
         "172.30.2.2/32",
     ];
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), net_set(&expected));
-    // kg on the new leader restarts while the annotations of the dead node still exist.
+    // kg on the new leader restarts while the annotations of k1 still exist.
     write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
@@ -276,7 +276,7 @@ fn anchor_moves_from_a_silent_to_an_active_node() {
     assert_eq!(
         carrier(&seen),
         Some(first),
-        "kg checks in for no node, so the existing anchor stays"
+        "kg checks in for no node, so the anchor in the existing Peers stays"
     );
 }
 
@@ -374,7 +374,7 @@ fn internal_ip_that_kg_cannot_route_is_reported() {
 #[test]
 fn quarantine_fact_names_targets_that_remove_peers() {
     let (mut mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full)]);
-    let message = |mesh: &Mesh, seen: &Observations| {
+    let message_and_peer_count = |mesh: &Mesh, seen: &Observations| {
         let (_, mesh_plan) = plan_mesh(mesh, seen);
         let fact = mesh_plan.facts.iter().find_map(|fact| match fact {
             Fact::Quarantined { message, .. } => Some(message.clone()),
@@ -386,9 +386,9 @@ fn quarantine_fact_names_targets_that_remove_peers() {
     let all_kept = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from and to it is denied, and its objects are kept";
     let some_removed =
         format!("{all_kept}, except its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
-    assert_eq!(message(&mesh, &seen), (some_removed, 0));
+    assert_eq!(message_and_peer_count(&mesh, &seen), (some_removed, 0));
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().server = Server::Agent
     });
-    assert_eq!(message(&mesh, &seen), (all_kept.to_owned(), 2));
+    assert_eq!(message_and_peer_count(&mesh, &seen), (all_kept.to_owned(), 2));
 }

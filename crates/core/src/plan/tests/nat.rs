@@ -52,6 +52,8 @@ fn endpoints(mesh: &Mesh, seen: &Observations, target: &str, peer: &str) -> Vec<
 
 /// The number that [`key`] takes for the key of `x`.
 const X_KEY: u8 = 2 * 16 + 1;
+/// The number that [`key`] takes for the key of `y`.
+const Y_KEY: u8 = 3 * 16 + 1;
 /// The name of the Peer of `x`.
 const X_PEER: &str = "m--tenant--x";
 
@@ -79,12 +81,7 @@ fn endpoint_seen_by_hub_is_last_candidate_for_other_tenant() {
 fn reports_of_other_members_change_no_peer_for_kg() {
     let (mesh, mut seen) = three_clusters();
     report(&mut seen, (&ClusterIdentity::Local, "a"), key(X_KEY), NAT);
-    report(
-        &mut seen,
-        (&secret("tenant"), "x"),
-        key(3 * 16 + 1),
-        "198.51.100.10:40001",
-    );
+    report(&mut seen, (&secret("tenant"), "x"), key(Y_KEY), "198.51.100.10:40001");
     edit(&mut seen, &secret("branch"), |member| {
         member.nodes.get_mut("y").unwrap().server = Server::Kilo;
     });
@@ -127,7 +124,8 @@ fn node_seen_at_other_address_gets_short_keepalive() {
         member.nodes.get_mut("x").unwrap().external_ips = vec!["198.51.100.9".parse().unwrap()];
     });
     assert_eq!(keepalive(&mesh, &seen), [0, 0]);
-    // At its own address, but with another port: another socket of the node, not a NAT. Without existing Peers no keepalive stays.
+    // `x` is seen at its own address, but at another port: another socket of `x`, not a NAT. There are no existing Peers,
+    // so no keepalive stays.
     seen = reported;
     edit(&mut seen, &secret("tenant"), |member| {
         member.peers = Some(BTreeMap::new())

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn anchored_network_moves_only_when_its_node_is_not_ready() {
+fn anchor_is_replaced_when_unready_but_not_by_an_added_node() {
     let mesh = two_clusters();
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
@@ -20,7 +20,7 @@ fn anchored_network_moves_only_when_its_node_is_not_ready() {
     assert_eq!(first.len(), 1);
 
     let mut later = seen.clone();
-    // Neither its age nor its name, which sort first, make the added node the anchor.
+    // The added node is the oldest and its name sorts first, but it does not become the anchor.
     edit(&mut later, &ClusterIdentity::Local, |m| {
         m.nodes.insert(
             "0-added".into(),
@@ -125,7 +125,7 @@ fn refused_mesh_holds_no_network_that_a_later_mesh_claims() {
 }
 
 #[test]
-fn masqueraded_entry_whose_routed_networks_are_refused_keeps_its_peers() {
+fn refused_change_to_routed_keeps_masqueraded_peers() {
     let mut mesh = two_clusters();
     let other = entry("other", secret("other"), &["100.66.3.0/24"]);
     mesh.clusters.push(Cluster {
@@ -137,8 +137,8 @@ fn masqueraded_entry_whose_routed_networks_are_refused_keeps_its_peers() {
         pod_cidrs: node(2, 1).pod_cidrs,
         ..node(3, 1)
     };
-    let nodes = member(&[("x", with_pods_of_tenant)]);
-    seen.members.insert(secret("other"), Observation::Fresh(nodes));
+    let other_member = member(&[("x", with_pods_of_tenant)]);
+    seen.members.insert(secret("other"), Observation::Fresh(other_member));
     let (_, before) = plan_mesh(&mesh, &seen);
     assert_eq!(*allowed(&before, "mgmt", "m--other--x"), net_set(&["100.66.3.1/32"]));
 
@@ -163,7 +163,7 @@ fn peers_in_masqueraded_target_leave_out_its_own_pods() {
         ..entry("tenant", secret("tenant"), &["100.66.2.0/24"])
     };
     let mut seen = seen();
-    // Node x of the tenant has the pod CIDR of the hub's node a, and its node y a part of that of b.
+    // Node x of the tenant has the same pod CIDR as node a of the hub, and node y a part of the pod CIDR of node b.
     edit(&mut seen, &secret("tenant"), |member| {
         let with_pods = |n: u8, pods: &str| Node {
             pod_cidrs: vec![Claim::Valid(pods.parse().unwrap())],
@@ -184,7 +184,7 @@ fn peers_in_masqueraded_target_leave_out_its_own_pods() {
         net_set(&["10.96.0.0/16", "100.66.1.1/32", "100.66.1.2/32"])
     );
 
-    // With a pool that all nodes share, the podCIDRs are not used.
+    // The podCIDRs of a member with a shared pod network are not used.
     mesh.clusters[1].pod_network = PodNetwork::Shared;
     assert!(of_hub(&mesh).is_superset(&net_set(&["10.1.1.0/24", "10.1.2.0/24"])));
 }

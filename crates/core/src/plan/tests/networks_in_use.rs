@@ -1,4 +1,4 @@
-//! Tests when addresses of Nodes inside networks of another member are reported.
+//! Tests the report that Nodes of one member have addresses in a network of another member.
 
 use super::*;
 
@@ -45,7 +45,7 @@ fn node_addresses_in_other_members_network_are_reported_once() {
 }
 
 #[test]
-fn kg_network_that_contains_other_members_network_is_reported() {
+fn wireguard_network_of_kg_that_contains_another_is_reported() {
     let mesh = two_clusters();
     let reported_with = |server: Server| {
         let mut seen = seen();

@@ -1,4 +1,4 @@
-//! Tests the Peer of a node in other members: addresses, endpoint, granularity.
+//! Tests the Peer of a node in other members (addresses, endpoint, granularity), and the PeerPolicy of a masqueraded member.
 
 use super::*;
 
@@ -22,7 +22,7 @@ fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
 
 // threat: foreign-network
 #[test]
-fn node_with_invalid_claim_is_skipped_with_reason() {
+fn node_with_invalid_or_missing_claim_is_skipped_with_reason() {
     let mesh = two_clusters();
     type MakeInvalid = fn(&mut Node);
     let table: [(Reason, MakeInvalid); 8] = [

@@ -1,4 +1,4 @@
-//! Tests that each key, prefix and object has one owner: a mesh, another hub or a person.
+//! Tests that keys, prefixes and objects stay with their owners: Nodes, members, meshes, other hubs and persons.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn predecessor_peer_is_adopted_by_changing_labels() {
         &ClusterIdentity::Local,
         seen.members[&ClusterIdentity::Local].fresh().unwrap(),
     );
-    assert_eq!(names(&steps), vec![(Action::Update, "m--tenant--x".to_owned())]);
+    assert_eq!(summaries(&steps), vec![(Action::Update, "m--tenant--x".to_owned())]);
     assert_eq!(steps[0].fields, vec!["metadata.labels"]);
 }
 
@@ -97,8 +97,8 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
-    // If kg ran on a node of tenant, Node a of mgmt, which owns the key, would get no Peer in tenant: kg drops a node of its own
-    // cluster if a Peer has the node's key.
+    // No node of tenant runs kg here. If one did, Node a of mgmt would get no Peer in tenant, although it owns the key: such a Peer
+    // would make kg remove the copying Node x from the mesh inside tenant.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
         "only the copy is skipped: the owner keeps its Peer in tenant"
@@ -124,14 +124,14 @@ fn copied_key_stays_with_an_unobserved_owner() {
         m.nodes.insert("e".into(), copy);
     });
     // The controller restarts, and the API server of the key's owner does not answer yet.
-    let owner = seen
+    let observed_tenant = seen
         .members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()))
         .unwrap();
     let before = seen.members[&ClusterIdentity::Local].fresh().unwrap().peers.clone();
     write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
-    seen.members.insert(secret("tenant"), owner);
+    seen.members.insert(secret("tenant"), observed_tenant);
     write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
@@ -253,7 +253,7 @@ fn deleted_mesh_keeps_its_keys_while_it_is_paused() {
             &TestNaming,
         );
         let member = seen.members[&secret("tenant")].fresh().unwrap();
-        let steps = names(&diff(&plan, &secret("tenant"), member));
+        let steps = summaries(&diff(&plan, &secret("tenant"), member));
         let deletes = steps.iter().filter(|(action, _)| *action == Action::Delete);
         (plan.meshes[&mesh.id].targets["tenant"].peers.len(), deletes.count() > 0)
     };

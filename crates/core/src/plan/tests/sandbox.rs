@@ -203,7 +203,7 @@ fn sandbox_node_with_malformed_endpoint_keeps_access() {
 fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
     let changes: [fn(&mut Member); 4] = [
         |m| m.nodes.get_mut("a").unwrap().server = Server::Kilo,
-        |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Netfilter),
+        |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Cni),
         |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Ipvs),
         |m| m.policies = None,
     ];

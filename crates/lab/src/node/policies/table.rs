@@ -1,8 +1,8 @@
 //! Renders the NetworkPolicies that apply to one node's pods as a script for `nft -f`.
 //!
 //! The semantics are those of `kubectl explain networkpolicy`: if policies of a direction select a pod, then in that
-//! direction only replies pass, and packets that one of these policies allows. A packet to a ClusterIP is matched after DNAT, by
-//! the pod's address. Packets from a pod to its own node are matched as well; packets from the node to its pods always pass.
+//! direction only packets of established flows pass, and packets that one of these policies allows. A packet to a ClusterIP is matched
+//! after DNAT, by the pod's address. Packets from a pod to its own node are matched as well; packets from the node to its pods always pass.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -1,8 +1,8 @@
 //! Finds and creates the WireGuard interface over rtnetlink. [`super`] configures, renames and removes it.
 //!
 //! An interface belongs to the agent if its alias is [`ALIAS`]. The kernel accepts no alias when it creates a link. So a
-//! link is created as [`TEMPORARY_NAME`] and gets its real name last: a link with the real name always has the alias
-//! and is configured, but may be down.
+//! link is created as [`TEMPORARY_NAME`] and gets its real name last: a link of the agent with the real name always
+//! has the alias and is configured, but may be down.
 
 use clustermesh_netlink::{Error, Socket, link};
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};

@@ -1,5 +1,5 @@
-//! Encodes peer changes as WireGuard netlink messages (linux/wireguard.h). Each change touches only the peers that it
-//! names.
+//! Encodes peer changes as WireGuard netlink messages (linux/wireguard.h). A change touches only its own peer, and
+//! perhaps a temporary one.
 //!
 //! The netlink interface lacks three operations, which have workarounds:
 //! - **Remove one allowed IP.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves the peer
@@ -89,7 +89,7 @@ fn add_peer(key: &PublicKey, spec: &PeerSpec, endpoint: Option<SocketAddr>, entr
         first.push(Attribute::PresharedKey(*secret.expose()));
     }
     first.extend(endpoint.map(Attribute::Endpoint));
-    // No handshake can be started with a peer without an endpoint, so its keepalive is set to the final value.
+    // No handshake can be started with a peer without an endpoint, so its keepalive is set without [`toggle_keepalive`].
     if endpoint.is_none() {
         first.push(Attribute::PersistentKeepalive(seconds(spec.keepalive)));
     }

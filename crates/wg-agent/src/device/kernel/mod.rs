@@ -54,8 +54,8 @@ impl Kernel {
     ///
     /// # Errors
     /// [`DeviceError::NoKernelWireguard`]; an interface of another program has this name; the port is in use. After an
-    /// error, nothing new is left behind. A device of an earlier process stays, but the interface of the userspace backend may
-    /// be removed already.
+    /// error, no new interface is left behind. A kernel device of an earlier process stays, perhaps with part of the new
+    /// configuration. The interface of the userspace backend may be removed already.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         let links = open_links()?;
         match find_link(&links, interface)? {
@@ -63,6 +63,7 @@ impl Kernel {
             Some(link) if link.kind == Kind::Wireguard => {
                 Self::with_link(interface, link.index, configuration, links)?.take_over(&link)
             }
+            // No interface has this name, or the userspace backend created it.
             userspace_link => {
                 // On a kernel without WireGuard this fails, and the interface of the userspace backend stays.
                 let made = link::create(&links).map_err(|source| no_wireguard(interface, source))?;
@@ -151,7 +152,7 @@ impl Kernel {
             peers = peers.len(),
             "took over the device of an earlier process"
         );
-        // Must precede `change`: if the key is new, it starts handshakes with these peers.
+        // Must precede `change`, which starts handshakes with these peers if the key is new.
         *self.configured() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
         // The configuration in the kernel, except its private key: `is_key_new` decides whether the key is set.
         let mut existing = wanted.clone();
@@ -247,7 +248,7 @@ impl Kernel {
         if dump.name == self.interface {
             Ok(dump)
         } else {
-            // The interface was renamed, so the routes and rules that use its name do not match.
+            // The interface was renamed, so firewall rules with the old name do not match its packets.
             Err(DeviceError::Gone(self.interface.clone()))
         }
     }

@@ -55,7 +55,7 @@ fn listed_namespace() -> Namespace {
 }
 
 #[test]
-fn snapshot_is_complete_once_granted_namespaces_answer() {
+fn snapshot_is_complete_when_namespaces_are_listed_or_fail() {
     assert!(!GatewaySnapshot::default().is_complete());
     let mut snapshot = granted();
     assert!(!snapshot.is_complete(), "not watched yet");
@@ -70,7 +70,6 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
     assert!(snapshot.is_complete(), "listed");
 }
 
-/// The gateway stops serving the Services of a namespace with a lasting failure.
 // threat: gateway-api-away
 #[test]
 fn lasting_watch_failure_depends_on_cause_and_duration() {
@@ -106,7 +105,7 @@ fn lasting_watch_failure_depends_on_cause_and_duration() {
         Some(Failure::AccessDenied),
         "never read"
     );
-    assert_eq!(lasting_failure_after(listed_namespace(), 403), None, "refused just now");
+    assert_eq!(lasting_failure_after(listed_namespace(), 403), None, "denied just now");
     assert_eq!(
         lasting_failure_after(failing_for(DENIAL_GRACE, Failure::AccessDenied), 403),
         Some(Failure::AccessDenied)

@@ -33,8 +33,8 @@ const RETRY: Duration = Duration::from_secs(1);
 /// Timeout of one request of [`probe_api_server`].
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// If the API server denies access to a namespace that was listed before, the gateway serves the namespace's Services for this time.
-/// A starting API server denies all requests until it has read the RBAC roles.
+/// If the API server denies access to a namespace that was listed before, the gateway continues to serve its Services for this
+/// time. A starting API server denies all requests until it has read the RBAC roles.
 pub(super) const DENIAL_GRACE: Duration = Duration::from_secs(30);
 
 pub(super) type KindSelector<V> =
@@ -71,9 +71,9 @@ impl<V> SnapshotSink<V> {
         namespace.failing = failure.map(|failure| (since, failure));
         let is_lasting = |failure: &Failure| match failure {
             Failure::AccessDenied => !namespace.is_listed() || since.elapsed() >= DENIAL_GRACE,
-            // Counts only while the API server answers other requests. If it answers none, all grants close after `--grant-timeout`:
-            // the element of the set `alive` in the gateway's nftables table expires. When the gateway renews the element,
-            // connections continue.
+            // The failure becomes lasting when every request of `probe_api_server` has succeeded for `--grant-timeout` since the watch
+            // failed. If those requests fail, all grants close anyway after this time: the element of the set `alive` in the gateway's
+            // nftables table expires. Open connections continue when the gateway renews the element.
             Failure::Other => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
         let lasting = failure.filter(is_lasting);
@@ -85,9 +85,10 @@ impl<V: Send> WatchSink<V> for SnapshotSink<V> {
     fn change(&self, change: impl FnOnce(&mut WatchedKind<V>) -> bool + Send) {
         self.store.change(|snapshot| {
             let recovered = snapshot.errors.remove(&self.kind).is_some();
-            let is_served_again =
-                recovered && !self.other_watch_of_namespace_fails(snapshot) && self.set_failure(snapshot, None);
-            (self.select)(snapshot).is_some_and(change) || recovered || is_served_again
+            if recovered && !self.other_watch_of_namespace_fails(snapshot) {
+                self.set_failure(snapshot, None);
+            }
+            (self.select)(snapshot).is_some_and(change) || recovered
         });
     }
 

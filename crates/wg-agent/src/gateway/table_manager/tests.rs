@@ -60,7 +60,7 @@ fn is_open() -> bool {
     list(&["set", "inet", NFT_TABLE, "alive"]).contains("\"wg0\" timeout")
 }
 
-/// The number of grants in the table. Each has one IPv4 endpoint, so it leads to a chain whose name begins with `choose4-1`.
+/// The number of grants in the table. Each has one endpoint, and the chain for grants with one IPv4 endpoint is `choose4-1`.
 fn count_grants() -> usize {
     list(&["map", "inet", NFT_TABLE, "services4"])
         .matches(" : goto choose4-1")

@@ -70,7 +70,7 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile:
     (agent, published, directory)
 }
 
-/// A cluster in which kg last checked in this many seconds ago; `None` = kg removed the annotation `last-seen`.
+/// A store with one Node, the agent's own. Its annotation `last-seen` of kg is this many seconds old; `None` = kg removed the annotation.
 fn cluster(last_seen_ago: Option<u64>) -> Store {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     let own = ParsedNode {

@@ -120,7 +120,7 @@ fn device_without_ipv6_gets_its_ipv4_routes() {
     wait_until("the addresses", Duration::from_secs(1), || {
         ns.sh("ip -4 -o addr show dev kilo0").contains("100.66.9.1")
     });
-    // Reading the state back does not fail, either.
+    // Reading the state back does not fail.
     let _ = inside(&ns, async {
         Netlink::open("kilo0".parse().unwrap())
             .unwrap()

@@ -1,4 +1,5 @@
-//! Tests dropped packets: they have no effect, are counted, and are reported to local senders by ICMP.
+//! Tests dropped packets: they have no effect and are counted. If a local packet has no peer or no endpoint, its sender gets an ICMP
+//! error.
 
 use clustermesh_agent_core::device::PeerChange;
 use clustermesh_tests::netns::wait_until;
@@ -6,7 +7,7 @@ use clustermesh_tests::netns::wait_until;
 use super::{Node, Options, TIMEOUT, counters, node_pair, public};
 
 // threat: deleted-peer
-pub(super) fn removed_peer_is_unreachable_and_its_packets_dropped(options: Options) {
+pub(super) fn packets_from_and_to_a_removed_peer_are_dropped(options: Options) {
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     a.apply(&[PeerChange::Remove(public(2))]);
@@ -80,7 +81,7 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
             for (byte, value) in datagram.iter_mut().zip([(round / 12 % 6) as u8, 0, 0, 0]) {
                 *byte = value;
             }
-            // Errors of a full queue are ignored.
+            // An error of a full send queue is ignored.
             let _ = socket.send_to(&datagram, "192.0.2.1:51820");
         }
     });

@@ -66,7 +66,7 @@ pub(super) fn tunnel_works_over_an_ipv6_underlay(options: Options) {
     );
 }
 
-pub(super) fn session_survives_changes_of_its_peer_and_another(options: Options) {
+pub(super) fn session_survives_changes_of_its_own_and_another_peer(options: Options) {
     let [mut a, b] = node_pair(options);
     let c = {
         let mut c = Node::new(3, options);

@@ -75,7 +75,7 @@ impl KubeProxy {
     }
 }
 
-fn create_service(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port: Value, endpoints: [&str; 2]) {
+fn create_service(api: &Api, name: &str, kind: &str, cluster_ips: [&str; 2], port: Value, endpoints: [&str; 2]) {
     let (target_port, protocol) = (port["targetPort"].clone(), port["protocol"].clone());
     let metadata = json!({"name": name, "namespace": "team"});
     let families = ["IPv4", "IPv6"];
@@ -83,7 +83,7 @@ fn create_service(api: &Api, name: &str, kind: &str, addresses: [&str; 2], port:
         ALL_SERVICES,
         json!({
             "apiVersion": "v1", "kind": "Service", "metadata": metadata,
-            "spec": {"type": kind, "clusterIP": addresses[0], "clusterIPs": addresses, "ipFamilies": families,
+            "spec": {"type": kind, "clusterIP": cluster_ips[0], "clusterIPs": cluster_ips, "ipFamilies": families,
                      "ipFamilyPolicy": "RequireDualStack", "externalTrafficPolicy": "Cluster", "ports": [port]},
         }),
     );

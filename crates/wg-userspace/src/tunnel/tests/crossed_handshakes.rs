@@ -115,7 +115,7 @@ fn crossed_handshakes_complete_within_the_retry_time() {
     let mut worst = BTreeMap::<[u32; 2], Duration>::new();
     for number in 0..500_u32 {
         let mut simulation = Simulation::new(number, &mut rng);
-        // The largest possible value in `to_lose`. Each lost datagram costs its sender one retry; both peers retry at the same time.
+        // The largest possible value in `to_lose`. Each lost datagram costs at most one retry. The retries of the two peers overlap.
         let max_retries = match number % 5 {
             0 | 1 => 0,
             2 | 4 => 1,

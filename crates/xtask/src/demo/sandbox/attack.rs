@@ -143,8 +143,8 @@ impl Demo<'_> {
 }
 
 fn print_scan_scope(sockets: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
-    let owners: BTreeMap<IpAddr, &String> = sockets.iter().map(|(socket, what)| (socket.ip(), what)).collect();
-    let count = |begins: &str| owners.values().filter(|what| what.starts_with(begins)).count();
+    let descriptions: BTreeMap<IpAddr, &String> = sockets.iter().map(|(socket, what)| (socket.ip(), what)).collect();
+    let count = |begins: &str| descriptions.values().filter(|what| what.starts_with(begins)).count();
     let kinds = KINDS.map(|(begins, words)| (count(begins), words));
     let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
     let kinds: Vec<String> = kinds.map(|(count, words)| format!("{count} {words}")).collect();

@@ -184,7 +184,8 @@ impl Kernel {
         self.check_backends()
     }
 
-    /// Checks that there is an endpoint for every index that a chain can compute (by numgen or jhash), and no other endpoint.
+    /// Checks that `backends4` and `backends6` have an element for every index that the chain of a service can compute (by numgen or
+    /// jhash), and no other elements.
     fn check_backends(&self) -> Result<(), String> {
         let mut backends = BTreeSet::new();
         for ((set, key), data) in &self.elements {

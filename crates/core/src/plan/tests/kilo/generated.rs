@@ -1,5 +1,5 @@
-//! Property tests for members whose tunnels kg owns (kg alone, or with wg-agent in policy mode): restarts of kg on any of their nodes
-//! cause no writes, and no anchored network in a Peer contains the InternalIP of a node, with two exceptions that the test explains.
+//! Property tests for members whose tunnels kg owns (kg alone, or with wg-agent in policy mode): stopping kg on any of their nodes
+//! causes no writes, and no anchored network in a Peer contains the InternalIP of a node, with two exceptions that the test explains.
 
 use std::net::IpAddr;
 
@@ -88,7 +88,7 @@ impl Tenant {
         (mesh, seen)
     }
 
-    fn stop_nodes(&self, seen: &mut Observations) {
+    fn stop_kgs(&self, seen: &mut Observations) {
         edit(seen, &secret("tenant"), |m| {
             let stopped = m.nodes.values_mut().zip(&self.stopped).filter(|(_, stopped)| **stopped);
             stopped.for_each(|(node, _)| stop_kg(node));
@@ -100,12 +100,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn restart_of_any_kg_causes_no_writes(tenant in tenant()) {
+    fn stopping_any_kg_causes_no_writes(tenant in tenant()) {
         let (mesh, mut seen) = tenant.mesh_and_observations();
         write_plan(&mesh, &mut seen);
         prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
         let before = plan_mesh(&mesh, &seen).1;
-        tenant.stop_nodes(&mut seen);
+        tenant.stop_kgs(&mut seen);
         prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
         let after = plan_mesh(&mesh, &seen).1;
         prop_assert_eq!(&after.clusters["tenant"].skipped, &vec![]);
@@ -115,7 +115,7 @@ proptest! {
     #[test]
     fn anchored_network_contains_no_node_address(tenant in tenant()) {
         let (mesh, mut seen) = tenant.mesh_and_observations();
-        tenant.stop_nodes(&mut seen);
+        tenant.stop_kgs(&mut seen);
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
         let peers = mesh_plan.targets["mgmt"].peers.values();

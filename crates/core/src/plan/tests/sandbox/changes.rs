@@ -95,7 +95,7 @@ fn sandbox_without_grants_leaves_no_objects() {
     mesh.clusters[2].egress.clear();
     let (plan, _) = plan_mesh(&mesh, &seen);
     let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
-    let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
+    let steps = summaries(&diff(&plan, &ClusterIdentity::Local, member));
     assert_eq!(steps, [(Action::Delete, "m--nb".to_owned())]);
     write_plan(&mesh, &mut seen);
     let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
@@ -114,7 +114,7 @@ fn sandbox_without_grants_leaves_no_objects() {
 
 // threat: quarantine
 #[test]
-fn quarantined_member_is_closed_and_keeps_its_objects() {
+fn quarantined_member_is_closed_and_keeps_its_peers() {
     for profile in [Profile::ClusterMeshed, Profile::Sandbox] {
         let (mut mesh, mut seen) = mesh_with_sandbox();
         mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
@@ -159,7 +159,7 @@ fn member_set_to_standard_is_closed_before_peer_deletion() {
     let Some(Observation::Fresh(member)) = seen.members.get(&ClusterIdentity::Local) else {
         unreachable!()
     };
-    let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
+    let steps = summaries(&diff(&plan, &ClusterIdentity::Local, member));
     let step = |action, name: &str| (action, name.to_owned());
     assert_eq!(
         steps,

@@ -9,7 +9,8 @@ fn access(seen: &Observations) -> AccessSpec {
     member.accesses.as_ref().unwrap()["m--nb"].spec.clone().unwrap()
 }
 
-fn postgres_port(access: &AccessSpec) -> u16 {
+/// The gateway port of the grant of postgres.
+fn postgres_gateway_port(access: &AccessSpec) -> u16 {
     let is_postgres = |granted: &GrantedPort| *granted == postgres_grant("pg");
     let mut grants = access.grants.iter().filter(|(_, granted)| is_postgres(granted));
     let ((_, gateway_port), _) = grants.next().unwrap();
@@ -18,13 +19,13 @@ fn postgres_port(access: &AccessSpec) -> u16 {
 
 // threat: sandbox-forged-endpoint
 #[test]
-fn target_gets_only_a_sandbox_access_for_a_sandbox() {
+fn sandbox_and_target_connect_only_through_gateways() {
     let (mesh, mut seen) = mesh_with_sandbox();
     let (_, planned) = plan_mesh(&mesh, &seen);
     let target = &planned.targets["mgmt"];
     assert!(target.peers.values().all(|peer| peer.source != "nb"));
     assert!(target.policies.values().all(|policy| policy.source != "nb"));
-    // A member that grants the sandbox nothing gets no object of the sandbox.
+    // The sandbox has no grant for a Service of `tenant`, so `tenant` gets no object of the sandbox.
     assert_eq!(peer_sources(&planned, "tenant"), ["mgmt", "mgmt"]);
     assert_eq!(
         planned.targets["tenant"].policies.keys().collect::<Vec<_>>(),
@@ -77,7 +78,7 @@ fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     let service = &sandbox.services[&object("default", "postgres")];
     assert_eq!(service.ports, [port("pg", 5432)]);
     let slice = service.slices.values().next().unwrap();
-    assert_eq!(slice.ports, [port("pg", postgres_port(&access))]);
+    assert_eq!(slice.ports, [port("pg", postgres_gateway_port(&access))]);
     let endpoints: Vec<_> = slice
         .endpoints
         .iter()
@@ -145,7 +146,7 @@ fn grant_refused_by_gateway_is_reported_with_reason() {
     let (mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
     assert_eq!(plan_mesh(&mesh, &seen).1.egress[0].message, "");
-    let port = postgres_port(&access(&seen));
+    let port = postgres_gateway_port(&access(&seen));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for gateway in m.gateways.values_mut() {
             for access in ["m--nb", "other--nb"] {
@@ -259,7 +260,7 @@ fn gateway_network_is_not_routed_to_other_members() {
     let range: IpNet = "100.127.255.0/28".parse().unwrap();
     mesh.clusters[0].allowed.push(range);
     edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
-    // Whether `tenant` has the range in a Peer, and whether a policy in `mgmt` allows it.
+    // Whether `tenant` has the range in a Peer, and whether a policy in `mgmt` has it in `allow` or `anchored`.
     let routed_and_open = |plan: &MeshPlan| {
         let peers = plan.targets["tenant"].peers.values();
         let mut nets = peers.flat_map(|peer| &peer.spec.allowed_ips);
@@ -296,19 +297,22 @@ fn gateway_network_is_not_routed_to_other_members() {
 fn gateway_port_of_a_grant_is_stable() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     write_plan(&mesh, &mut seen);
-    let first = postgres_port(&access(&seen));
+    let first = postgres_gateway_port(&access(&seen));
     // Another grant is added before the first one.
     mesh.clusters[2]
         .egress
         .insert(0, grant(postgres(), &[9187], "metrics-mirror"));
     write_plan(&mesh, &mut seen);
-    assert_eq!((postgres_port(&access(&seen)), access(&seen).grants.len()), (first, 2));
+    assert_eq!(
+        (postgres_gateway_port(&access(&seen)), access(&seen).grants.len()),
+        (first, 2)
+    );
     // The SandboxAccess was deleted, or the mesh moved to another hub.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.accesses = Some(BTreeMap::new())
     });
     write_plan(&mesh, &mut seen);
-    assert_eq!(postgres_port(&access(&seen)), first);
+    assert_eq!(postgres_gateway_port(&access(&seen)), first);
     // The other grant is removed again.
     mesh.clusters[2].egress.remove(0);
     write_plan(&mesh, &mut seen);
@@ -402,7 +406,7 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
         .map(|(_, access)| access.spec.clone().unwrap())
         .collect();
     assert_eq!((all.len(), &all[0].id), (2, &all[1].id));
-    assert_eq!(postgres_port(&all[0]), postgres_port(&all[1]));
+    assert_eq!(postgres_gateway_port(&all[0]), postgres_gateway_port(&all[1]));
     let ports: BTreeSet<_> = all.iter().flat_map(|access| access.grants.keys()).collect();
     assert_eq!(ports.len(), 2);
 }

@@ -97,7 +97,7 @@ fn unresolved_grant_is_reported_and_affects_no_other_grant() {
 }
 
 #[test]
-fn endpoints_outside_allowed_networks_are_left_out() {
+fn endpoints_that_importer_cannot_reach_are_left_out() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[1].egress = mesh.clusters[2].egress.clone();
     let set_endpoints = |seen: &mut Observations, addresses: &[&str]| {

@@ -107,7 +107,7 @@ fn revoked_grant_and_stricter_profile_are_pending() {
     );
     mesh.clusters[2].egress = egress.clone();
     assert_eq!(pending_revocations(&mesh, &seen, &[]), []);
-    // If another port replaces the granted one, the granted one is revoked. An additional port revokes nothing.
+    // If port 9187 replaces port 5432 in the grant, port 5432 is revoked. An additional port revokes nothing.
     mesh.clusters[2].egress[0].ports = grant(postgres(), &[9187], "postgres").ports;
     assert_eq!(pending_revocations(&mesh, &seen, &[]), revoked);
     mesh.clusters[2].egress[0].ports = grant(postgres(), &[9187, 5432], "postgres").ports;

@@ -74,7 +74,7 @@ fn toggled_keepalive_starts_handshake_with_new_peer() {
 }
 
 #[test]
-fn removed_allowed_ip_moves_to_a_temporary_peer() {
+fn update_moves_removed_allowed_ip_and_starts_handshake() {
     let peers: Peers = [
         (
             key(1),
@@ -93,10 +93,11 @@ fn removed_allowed_ip_moves_to_a_temporary_peer() {
     ]
     .into();
     let update = PeerUpdate {
+        // A new endpoint starts a handshake: the keepalive is turned off and on.
         endpoint: socket("192.0.2.1:7"),
         keepalive: Some(NonZeroU16::new(9)),
         add_allowed_ips: allowed_ips(&["10.3.0.0/16"]),
-        // The peer does not have the last allowed IP, so no peer loses it.
+        // Peer 1 does not have 10.9.0.0/16, so only 10.2.0.0/16 moves to the temporary peer.
         remove_allowed_ips: allowed_ips(&["10.2.0.0/16", "10.9.0.0/16"]),
         ..PeerUpdate::default()
     };

@@ -1,4 +1,4 @@
-//! Sends hand-made WireGuard messages and inner packets.
+//! Makes WireGuard messages and inner packets by hand. The socket of a [`RawPeer`] sends them.
 
 use std::net::UdpSocket;
 
@@ -29,6 +29,7 @@ impl RawPeer {
         }
     }
 
+    /// Makes a handshake initiation, and does not send it.
     pub(crate) fn initiation(&mut self) -> Vec<u8> {
         let mut buffer = vec![0; 2048];
         match self.core.format_handshake_initiation(&mut buffer, true) {
@@ -50,7 +51,7 @@ impl RawPeer {
         initiation
     }
 
-    /// Encrypts an inner packet into a data message.
+    /// Encrypts an inner packet into a data message, and does not send it.
     pub(crate) fn seal(&mut self, packet: &[u8]) -> Vec<u8> {
         let mut buffer = vec![0; packet.len() + 64];
         match self.core.encapsulate(packet, &mut buffer) {
