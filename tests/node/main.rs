@@ -10,6 +10,7 @@ mod paths;
 mod policy_mode;
 mod prepare;
 mod restart;
+mod scale;
 mod status;
 mod two_agents;
 mod two_clusters;

@@ -429,9 +429,9 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     for flow in &mut flows {
         flow.wait_for_exit(TIMEOUT).await.expect("ping exits");
         let log = flow.log();
-        let numbers = log
-            .lines()
-            .filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
+        // An ICMP error has the number of its packet too, but is no reply.
+        let replies = log.lines().filter(|line| line.contains("bytes from"));
+        let numbers = replies.filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
         let numbers: Vec<u32> = numbers.collect();
         let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
         println!("packets lost in a row, of 20 a second: {gap}");

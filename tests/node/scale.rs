@@ -1,0 +1,220 @@
+//! Tests an autoscaler's work on real API servers, with a real controller, and real agents in network namespaces as nodes: fifty nodes
+//! join a member and leave again, and a flow between two other nodes loses no packet.
+
+use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::PathBuf, time::Instant};
+
+use clustermesh_lab::{Running, wait_until};
+use clustermesh_tests::{
+    agent::{AGENT_PRIVILEGES, agent_program},
+    test_env::{LATER, SOON, TestEnv},
+};
+use futures::{StreamExt, stream};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api,
+    api::{Patch, PatchParams, PostParams},
+};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+const CLUSTERS: [&str; 2] = ["mgmt", "tenant-a"];
+/// The number of nodes that join and leave.
+const JOINING: u8 = 50;
+/// The number of the first of them.
+const FIRST: u8 = 101;
+/// How many nodes are started at the same time.
+const CONCURRENCY: usize = 8;
+
+/// A node with a running agent.
+struct AgentNode {
+    cluster: &'static str,
+    name: String,
+    /// An address in its pod network, from which the test pings.
+    pod: String,
+    agent: Running,
+    interface: String,
+    /// The agent's lock and sockets, in a directory that all namespaces share.
+    shared_files: [String; 3],
+}
+
+impl Drop for AgentNode {
+    fn drop(&mut self) {
+        for file in &self.shared_files {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+struct Nodes<'a> {
+    env: &'a TestEnv,
+    files: tempfile::TempDir,
+}
+
+#[tokio::test]
+async fn fifty_nodes_join_and_leave_without_loss_for_others() {
+    let env = TestEnv::start(&CLUSTERS).await;
+    let nodes = Nodes {
+        env: &env,
+        files: tempfile::tempdir().expect("a directory"),
+    };
+    let (hub, member) = (nodes.start(0, 1).await, nodes.start(1, 1).await);
+    let _controller = env.start_controller().await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    let reached = async || {
+        let words = ["ping", "-n", "-c1", "-W1", "-I", &hub.pod, &member.pod];
+        let output = env
+            .lab
+            .node(&hub.name)
+            .try_exec(words)
+            .await
+            .map_err(|error| error.to_string())?;
+        output.status.success().then_some(()).ok_or(output.stdout)
+    };
+    wait_until("the two nodes to reach each other", SOON, reached)
+        .await
+        .expect("a reply");
+
+    let words = ["ping", "-n", "-i", "0.02", "-I", &hub.pod, &member.pod];
+    let mut flow = env.lab.node(&hub.name).spawn("flow", words).expect("ping");
+    flow.wait_for_log("icmp_seq=10 ", SOON).await.expect("ten replies");
+
+    let began = Instant::now();
+    let joining = stream::iter(FIRST..FIRST + JOINING).map(|n| nodes.start(1, n));
+    let joined: Vec<AgentNode> = joining.buffer_unordered(CONCURRENCY).collect().await;
+    println!("{JOINING} nodes started in {:.1} s", began.elapsed().as_secs_f64());
+    let all = usize::from(JOINING) + 1;
+    nodes.wait_for_handshakes(&hub, all).await;
+    println!(
+        "each has a tunnel to the hub's node after {:.1} s",
+        began.elapsed().as_secs_f64()
+    );
+
+    let began = Instant::now();
+    for node in &joined {
+        env.remove_node(node.cluster, &node.name).await;
+    }
+    nodes.wait_for_handshakes(&hub, 1).await;
+    println!("all left after {:.1} s", began.elapsed().as_secs_f64());
+    drop(joined);
+
+    flow.signal(Signal::SIGINT).expect("ping runs");
+    flow.wait_for_exit(SOON).await.expect("ping ends");
+    let log = flow.log();
+    let summary = log
+        .lines()
+        .find(|line| line.contains("packets transmitted"))
+        .unwrap_or(&log);
+    println!("the flow between the other nodes: {summary}");
+    assert!(summary.contains(" 0% packet loss"), "{summary}");
+}
+
+impl Nodes<'_> {
+    /// Adds node `n` of a cluster, with a running agent. `m` is the cluster's position.
+    async fn start(&self, m: usize, n: u8) -> AgentNode {
+        let (cluster, m) = (CLUSTERS[m], m + 1);
+        let (name, address) = (format!("{cluster}-{n}"), format!("172.30.{m}.{}", n + 10));
+        let (pods, pod) = (format!("10.{m}.{n}.0/24"), format!("10.{m}.{n}.5"));
+        let host = self
+            .env
+            .lab
+            .add_host(&name, address.parse().expect("an address"))
+            .await
+            .expect("a host");
+        host.exec([agent_program(), "prepare"]).await.expect("prepare the node");
+        let words = ["ip", "addr", "add", &format!("{pod}/32"), "dev", "lo"];
+        host.exec(words).await.expect("an address");
+        self.create_node(cluster, &name, &address, &pods).await;
+
+        let kubeconfig = self.file(&format!("{name}.kubeconfig"));
+        let inside = self.env.lab.cluster(cluster).inside_kubeconfig().expect("a kubeconfig");
+        std::fs::write(&kubeconfig, inside).expect("write a kubeconfig");
+        let netns = std::fs::metadata(host.netns()).expect("the namespace").ino();
+        let interface = format!("k{m}x{n}p{}", std::process::id());
+        let shared_files = [
+            format!("{interface}.sock"),
+            format!("wg-agent-{netns}.lock"),
+            format!("wg-agent-{netns}.status"),
+        ];
+        let flags = [
+            ("--node-name", name.clone()),
+            ("--kubeconfig", kubeconfig.display().to_string()),
+            ("--interface", interface.clone()),
+            ("--backend", "userspace".to_owned()),
+            ("--wireguard-cidr", format!("100.64.{m}.0/24")),
+            ("--key-file", self.file(&name).join("key").display().to_string()),
+        ];
+        let mut words: Vec<String> = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-ec",
+            AGENT_PRIVILEGES,
+            "sh",
+            agent_program(),
+        ]
+        .map(str::to_owned)
+        .into();
+        words.extend(flags.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]));
+        let agent = host.spawn("agent", words).expect("start the agent");
+        AgentNode {
+            cluster,
+            name,
+            pod,
+            agent,
+            interface,
+            shared_files: shared_files.map(|file| format!("/var/run/wireguard/{file}")),
+        }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    async fn create_node(&self, cluster: &str, name: &str, address: &str, pods: &str) {
+        let nodes: Api<Node> = Api::all(self.env.client(cluster).await);
+        let node = json!({"metadata": {"name": name}, "spec": {"podCIDR": pods, "podCIDRs": [pods]}});
+        let node = serde_json::from_value(node).expect("a Node");
+        nodes
+            .create(&PostParams::default(), &node)
+            .await
+            .expect("create a Node");
+        let status = json!({"status": {
+            "addresses": [{"type": "InternalIP", "address": address}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        }});
+        let patch = Patch::Merge(&status);
+        nodes
+            .patch_status(name, &PatchParams::default(), &patch)
+            .await
+            .expect("the Node's status");
+    }
+
+    /// Waits until the node has this number of peers, and a handshake with each.
+    async fn wait_for_handshakes(&self, node: &AgentNode, want: usize) {
+        wait_until(format!("{want} peers with a handshake"), LATER, async || {
+            let words = ["wg", "show", &node.interface, "latest-handshakes"];
+            let shown = self
+                .env
+                .lab
+                .node(&node.name)
+                .exec(words)
+                .await
+                .map_err(|error| error.to_string())?;
+            let ages = shown.stdout.lines().filter_map(|line| line.split_once('\t'));
+            let ages: BTreeMap<&str, &str> = ages.collect();
+            let connected = ages.values().filter(|age| **age != "0").count();
+            if ages.len() == want && connected == want {
+                Ok(())
+            } else {
+                Err(format!(
+                    "{} peers, {connected} with a handshake; {}",
+                    ages.len(),
+                    node.agent.log()
+                ))
+            }
+        })
+        .await
+        .expect("the peers");
+    }
+}
