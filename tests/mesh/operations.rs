@@ -101,6 +101,21 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         published.elapsed().as_secs_f64()
     );
     mesh.product.wait_until_ready().await.unwrap();
+    // A node without a handshake would report the dead node without sending to it.
+    for node in mesh.hub.nodes() {
+        wait_until(
+            format!("handshakes of {} with three peers", node.name()),
+            PATIENCE,
+            async || {
+                let words = ["wg", "show", "kilo0", "latest-handshakes"];
+                let shown = node.exec(words).await.map_err(|error| error.to_string())?.stdout;
+                let connected = shown.lines().filter(|line| !line.ends_with("\t0")).count();
+                if connected == 3 { Ok(()) } else { Err(shown) }
+            },
+        )
+        .await
+        .unwrap();
+    }
 
     mesh.lab.node(&name).power_cut().await.unwrap();
     // Only a node that sends to the dead node notices that the tunnel is down, so a pod of the hub sends from now on.
