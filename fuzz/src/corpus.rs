@@ -183,7 +183,7 @@ fn mutated_peers_and_policies_compile_to_a_safe_node_state() {
 
 // threat: crafted-offload
 #[test]
-fn split_with_mutated_offload_header_stays_in_the_packet() {
+fn mutated_offload_headers_split_into_bounded_segments() {
     run_target("superpacket", ROUNDS, 40, packets::superpacket);
 }
 

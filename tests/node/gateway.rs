@@ -41,7 +41,7 @@ async fn sandbox_reaches_only_its_grants_through_a_gateway() {
     gateway_port_moved_to_other_service_ends_connections(&testbed).await;
     unanswered_flow_follows_its_grant_to_a_new_port(&testbed).await;
     revoked_grant_ends_its_connections_at_once(&testbed).await;
-    hostile::underlay_packets_leave_no_conntrack_entry(&testbed);
+    hostile::packets_outside_tunnel_create_no_conntrack_entry(&testbed);
     hostile::fragments_options_and_extension_headers_are_dropped(&testbed).await;
     hostile::packets_of_a_stale_connection_are_dropped(&testbed).await;
     limits::new_connections_per_second_are_limited(&testbed).await;

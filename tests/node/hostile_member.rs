@@ -56,11 +56,11 @@ async fn agent_restarts_change_nothing(testbed: &mut Testbed) {
     let newer = files.path().join("wg-agent");
     std::fs::copy(agent_program(), &newer).expect("copy the program");
     testbed.stop_agent().await;
-    let mut words = testbed.clusters.command(testbed.mgmt(), &[]);
+    let mut words = testbed.clusters.command(testbed.target(), &[]);
     words[0] = newer.display().to_string();
     testbed.agent = testbed
         .clusters
-        .host(testbed.mgmt())
+        .host(testbed.target())
         .spawn("newer", words)
         .expect("start the copied program");
     testbed.wait_for_answers("upgraded").await;

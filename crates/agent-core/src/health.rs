@@ -38,9 +38,11 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(15 + 6 * 5);
 /// the peer had 5 s to respond to it.
 const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
 /// How long an endpoint is tried before the next one: two initiations, the second after 5 s (Rekey-Timeout), with 3 s for its response.
-/// The agent checks this every 5 s, so the next endpoint follows after 10 s.
-/// A NAT router forgets a mapping after 30 s without a packet, or later. So while each of two nodes behind NATs tries at most four
-/// endpoints of the other, the mapping that one's turn makes is still there when the other's turn comes.
+/// The agent checks this every 5 s, so a turn lasts 10 s.
+///
+/// A NAT router keeps a mapping without packets for at least 30 s. Two nodes behind NATs each try the endpoints of the other in turns.
+/// With at most four endpoints each, one node's last packet to the right endpoint is at most 30 s old (three other turns) when the other
+/// node's turn at the right endpoint comes. So the mapping that the packet made still exists.
 const ENDPOINT_TURN: Duration = Duration::from_secs(5 + 3);
 /// Bytes of a keepalive on the wire: a data message with an empty payload (header, counter, tag).
 pub const KEEPALIVE_BYTES: u64 = 32;

@@ -1,8 +1,10 @@
 //! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
 //!
-//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time. It also finds gateways that
-//! enforce outdated SandboxAccesses: then a gateway stands for the node, its entry in `enforcement::outdated_accesses` is its revision,
-//! and the current revision is always `enforcement::APPLIED`.
+//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time.
+//!
+//! A second instance of [`OutdatedAgents`] finds gateways that enforce outdated SandboxAccesses. It gets gateways instead of nodes.
+//! Instead of a revision it gets the list of a gateway's outdated SandboxAccesses, or `enforcement::APPLIED` if there are none
+//! (`enforcement::outdated_accesses`). So the current revision of a gateway is always `APPLIED`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,6 +1,6 @@
 //! Derives the condition `PolicyEnforced`, which names the nodes and gateways that do not enforce the current PeerPolicies or
 //! SandboxAccesses. The inputs are their reports about themselves, and pending revocations. The reports are untrusted and quoted in
-//! messages. A false report can change status and reason, but in the message only what it says about the reporter's own cluster.
+//! messages. A false report can change the status, the reason, and the part of the message about the reporter's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

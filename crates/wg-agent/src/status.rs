@@ -146,8 +146,8 @@ impl PassReporter {
         are_all_harmless
     }
 
-    /// Reports objects that are left out, because they are refused or unreadable; metric and dump call both refused. Each object has a
-    /// reason, for the metric, and a line, for the log and the dump.
+    /// Reports objects that are left out, because they are refused or unreadable. In the metric and in the dump, unreadable objects
+    /// count as refused. Each object has a reason, for the metric, and a line, for the log and the dump.
     pub(crate) fn set_left_out(&mut self, left_out: impl IntoIterator<Item = (String, String)>) {
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         let mut lines = BTreeSet::new();

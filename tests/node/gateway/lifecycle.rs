@@ -60,8 +60,9 @@ pub(super) async fn restarted_gateway_keeps_identity_and_connections(
     // Without a process the userspace device drops packets; the kernel's tunnel continues.
     let is_kernel = backend() == "kernel";
     assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(), is_kernel);
-    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header). The new process must initiate the handshake
-    // itself, because a node whose session is still valid sends no initiation.
+    // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header). So the tunnel works again only if the new
+    // process initiates a handshake itself. Otherwise the node's own initiation, which it sends after 15 s without a reply, could hide
+    // that the process does not.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;

@@ -86,20 +86,20 @@ pub(crate) struct Testbed {
 impl Testbed {
     /// Kills the API server of the target cluster.
     pub(crate) fn kill_api(&self) {
-        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
+        let cluster = self.clusters.lab.cluster(self.target().cluster);
         cluster.kill_api().expect("kill the API server");
     }
 
     /// Starts the API server of the target cluster again.
     pub(crate) async fn start_api(&self) {
-        let cluster = self.clusters.lab.cluster(self.mgmt().cluster);
+        let cluster = self.clusters.lab.cluster(self.target().cluster);
         cluster.start_api().await.expect("start the API server");
     }
 
     pub(crate) async fn start() -> Self {
         let clusters = TwoClusters::start().await;
-        let mgmt = clusters.site(MGMT);
-        let node = NetNs::open("the target's node", &clusters.host(mgmt).netns());
+        let target = clusters.site(MGMT);
+        let node = NetNs::open("the target's node", &clusters.host(target).netns());
         let host = clusters
             .lab
             .add_host("tenant-b-1", MEMBER_UNDERLAY.parse().expect("an address"))
@@ -111,18 +111,18 @@ impl Testbed {
         for address in NODE_ON_POD_LINKS {
             echo(&node, ip(address), UDP_PORT, TCP_PORT);
         }
-        node.nft(&tables(&mgmt.interface));
-        make_dual_stack(&clusters, mgmt).await;
+        node.nft(&tables(&target.interface));
+        make_dual_stack(&clusters, target).await;
 
         // Without a route, the kernel sends no IPv6 packet, not even from a raw socket.
         let routes = ["10.10.0.0/16", "::/0"];
         let (interface, key) = (unique_name("km"), StaticSecret::from([78; 32]));
         let member = Arc::new(Tunnel::open(&member_ns, &interface, key, &MEMBER.map(ip), &routes));
 
-        let agent = clusters.agent(mgmt, "agent");
-        let annotations = clusters.wait_for_published(mgmt).await;
+        let agent = clusters.agent(target, "agent");
+        let annotations = clusters.wait_for_published(target).await;
         let key = annotations[KILO_KEY].parse().expect("a key");
-        member.set_peer(key, SocketAddr::new(ip(mgmt.address), 51820));
+        member.set_peer(key, SocketAddr::new(ip(target.address), 51820));
         let wireguard = annotations[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
         let flood = Flood::start(
@@ -154,7 +154,7 @@ impl Testbed {
                 "the target's node",
                 NetNs::open("the target's node", node.path().as_ref()),
                 CountingPoint::AfterFilters,
-                &mgmt.interface,
+                &target.interface,
             ),
             node,
             agent,
@@ -171,14 +171,14 @@ impl Testbed {
     }
 
     async fn write_objects(&self) {
-        let mgmt = self.mgmt();
+        let target = self.target();
         let create = PostParams::default();
-        let policies = self.clusters.policies(mgmt).await;
+        let policies = self.clusters.policies(target).await;
         for (source, wireguard) in [("tenant-b", MEMBER), ("tenant-c", THIRD)] {
             let policy = PeerPolicy::new(&format!("mesh--{source}"), policy(source, wireguard));
             policies.create(&create, &policy).await.expect("create a PeerPolicy");
         }
-        let peers = self.clusters.peers(mgmt).await;
+        let peers = self.clusters.peers(target).await;
         let member = StaticSecret::from([78; 32]);
         for peer in [
             peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_UNDERLAY)),
@@ -188,7 +188,7 @@ impl Testbed {
         }
     }
 
-    pub(crate) fn mgmt(&self) -> &Site {
+    pub(crate) fn target(&self) -> &Site {
         self.clusters.site(MGMT)
     }
 
@@ -202,7 +202,7 @@ impl Testbed {
         self.starts += 1;
         self.agent = self
             .clusters
-            .agent_with_env_and_args(self.mgmt(), &format!("agent-{}", self.starts), &[], &[]);
+            .agent_with_env_and_args(self.target(), &format!("agent-{}", self.starts), &[], &[]);
     }
 
     pub(crate) async fn kill_agent(&mut self) {
@@ -217,7 +217,7 @@ impl Testbed {
     /// Flushes the whole ruleset. The tables that are not the agent's are restored in the same transaction.
     pub(crate) fn flush_ruleset(&self) {
         self.node
-            .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
+            .nft(&format!("flush ruleset\n{}", tables(&self.target().interface)));
     }
 
     /// Waits until the prober has two new replies: the first one may be to a request from before the call.

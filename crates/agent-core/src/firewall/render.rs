@@ -113,7 +113,7 @@ pub(super) fn to_this_node_chain() -> String {
         "meta l4proto { icmp, icmpv6 } ct state related accept",
         "ICMP error: the policies decide",
     );
-    // In this comment, "listeners" are programs that listen at the node's other addresses, which are not in the set `listeners`.
+    // The nft comment of this rule means programs that listen at the node's other addresses, which are not in the set `listeners`.
     add_rule(
         &mut out,
         "counter drop",

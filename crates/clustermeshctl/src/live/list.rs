@@ -198,7 +198,7 @@ mod tests {
         serde_json::json!({"apiVersion": "v1", "kind": "NodeList", "metadata": metadata, "items": items})
     }
 
-    // threat: terminal-injection
+    // threat: endless-answer
     #[tokio::test]
     async fn list_with_endless_pages_is_given_up() {
         let client = server("200 OK", page(&[], "next")).await;
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(ended, Err(why.to_owned()));
     }
 
-    // threat: terminal-injection
+    // threat: endless-answer
     #[tokio::test]
     async fn names_and_messages_of_a_hostile_server_are_bounded() {
         let long = "n".repeat(1 << 20);

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use crate::mesh::Profile;
 
-/// One `--hub-namespace NAMESPACE[=PROFILE[,CIDR...]]`.
+/// One `--hub-namespace NAMESPACE[=PROFILE[,CIDR...]]`: a mesh in the namespace may have a local entry (the hub's own cluster).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubNamespace {
     /// The namespace, or `*` for all.
@@ -20,12 +20,13 @@ pub struct HubNamespace {
     pub networks: Vec<IpNet>,
 }
 
-/// One `--member-namespace NAMESPACE,CIDR[,CIDR...]`.
+/// One `--member-namespace NAMESPACE,CIDR[,CIDR...]`: a mesh in the namespace may connect members with each other, but without a
+/// [`HubNamespace`] for the same namespace it may not have a local entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberNamespace {
     /// The namespace, or `*` for all.
     pub namespace: String,
-    /// Networks that the entries of a mesh in the namespace may list, at least one; the host bits are zero.
+    /// Networks that non-local entries of a mesh in the namespace may list, at least one; the host bits are zero.
     pub networks: Vec<IpNet>,
 }
 

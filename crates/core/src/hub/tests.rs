@@ -180,7 +180,7 @@ fn restricted_mesh_cannot_close_the_hub_to_other_meshes() {
         let mut closing = mesh("t", Profile::Sandbox);
         change(&mut closing.clusters[0]);
         assert_eq!(reason(&listed, &closing), Some("ProfileNotAllowed"));
-        // Only a namespace with a list of networks must not close the hub. Without flags, the controller's own has none.
+        // Without flags, the namespace `own` is not restricted, so a mesh there may close the hub.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
         // A refused mesh still takes part in the plan, but `reduce_to_allowed` resets the hub's entry in it.

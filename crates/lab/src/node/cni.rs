@@ -67,7 +67,8 @@ fn update(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(is_same_family)?))
         })
         .collect();
-    // All families or none: the name of another node in the file `routes` means that its routes of all families were added.
+    // All families or none: `apply` writes the names of the known nodes to the file `routes`. The name of another node in that
+    // file is a sign that this node has routes to that node's pods in all families.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),

@@ -22,8 +22,8 @@ const CONCURRENCY: usize = 16;
 pub type Addresses = BTreeMap<String, IpAddr>;
 
 /// Resolves the names in `wanted` until the token is cancelled or the sender of `wanted` is dropped. Calls `report` with all
-/// addresses when they change. A name keeps its address while the answers contain it, so that round-robin DNS does not move a
-/// peer, and while there is no answer. `known` contains the addresses that an earlier process found.
+/// addresses when they change, unless `wanted` is empty. A name keeps its address while the answers contain it, so that round-robin
+/// DNS does not move a peer, and while there is no answer. `known` contains the addresses that an earlier process found.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,
@@ -34,8 +34,8 @@ pub async fn run(
     loop {
         let names = wanted.borrow_and_update().clone();
         let old = &known;
-        // Before the first pass no name is wanted. The addresses that an earlier process found stay known until then.
-        let is_first_pass_pending = names.is_empty();
+        // No name is wanted before the first pass, and when no host name is in use. The known addresses may stay then: nothing uses them.
+        let has_names = !names.is_empty();
         let selected: Addresses = stream::iter(names)
             .map(|name| async move {
                 let address = select_address(old.get(&name).copied(), &resolve(&name).await);
@@ -45,7 +45,7 @@ pub async fn run(
             .filter_map(|entry| async { entry })
             .collect()
             .await;
-        if !is_first_pass_pending && selected != **old {
+        if has_names && selected != **old {
             known = Arc::new(selected);
             report(known.as_ref().clone());
         }

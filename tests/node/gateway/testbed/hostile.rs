@@ -139,10 +139,10 @@ impl ForgedEntry {
     }
 }
 
-/// No packet from the underlay to the gateway's pod may create a conntrack entry. Otherwise a host of the underlay could fill the table
-/// with forged sources.
+/// Packets to the gateway's pod that come outside the tunnel, here from the pod `db`, must not create a conntrack entry. Otherwise a
+/// sender with forged sources could fill the conntrack table.
 // threat: gateway-forged-underlay
-pub(crate) fn underlay_packets_leave_no_conntrack_entry(testbed: &Testbed) {
+pub(crate) fn packets_outside_tunnel_create_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.endpoint_pods[0];
     for (from, to) in DB.into_iter().zip(GATEWAY_POD) {
         assert!(db.pings(to), "{to}");
