@@ -54,9 +54,9 @@ impl LiveClusters {
         let names = cluster_names(&meshes);
         check_names("--cluster", files.keys(), &names)?;
         check_names("--member-context", args.members.iter().map(|(name, _)| name), &names)?;
-        let mut files = files;
         let reads = names.iter().map(|(identity, name)| {
-            let file = files.remove(name);
+            // Two meshes may name the same Secret with different keys: two identities of one cluster, with one name.
+            let file = files.get(name).cloned();
             let hub = &hub;
             async move {
                 let context = args.members.iter().find(|(member, _)| member == name);

@@ -201,7 +201,7 @@ pub(crate) fn read_meshes<'a>(
 }
 
 /// The objects of one member, as its API server returned them.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Objects {
     pub(crate) nodes: BTreeMap<String, Node>,
     pub(crate) peers: BTreeMap<String, Peer>,

@@ -1,8 +1,6 @@
 //! Explains the planner's decision whether two members are connected, and why no Peer contains an address. [`super::packet`]
 //! follows the packets of connected members.
 
-use std::collections::BTreeMap;
-
 use clustermesh_core::{
     mesh::{Mesh, ObjectName, PortRef},
     observe::{Observation, Observations},
@@ -150,9 +148,13 @@ impl<'q> Query<'q> {
     /// destination was not observed.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.destination_member.last_observed()?;
-        let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
-        let access_exists = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
         let plan = self.plan.meshes.get(&self.mesh.id)?;
+        // Another mesh may have a SandboxAccess of a source with the same entry name, so the planned name decides.
+        let mut planned = plan.targets.get(self.destination)?.accesses.iter();
+        let existing = member.accesses.as_ref();
+        let access_exists = planned.any(|(name, access)| {
+            access.source == self.source && existing.is_some_and(|existing| existing.contains_key(name))
+        });
         // The gateway's Peer describes the destination, and is written into the source.
         let mut peers = plan.targets.get(self.source)?.peers.values();
         let has_peer = peers

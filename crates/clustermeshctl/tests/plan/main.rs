@@ -164,9 +164,16 @@ fn applied_plan_leaves_nothing_to_change() {
         assert!(table.out.ends_with("\nNothing would change.\n"), "{}", table.out);
         assert_eq!(table.code, Some(0));
         let second = plan(&format!("{args} -o json")).json();
-        let objects = |plan: &Value, key: &str| plan["meshes"][0]["targets"][1][key].clone();
-        for key in ["peers", "policies", "accesses", "services"] {
-            assert_eq!(objects(&second, key), objects(&first, key));
+        for target in 0..clusters.len() {
+            let objects = |plan: &Value, key: &str| plan["meshes"][0]["targets"][target][key].clone();
+            for key in ["peers", "policies", "accesses", "services"] {
+                assert_eq!(
+                    objects(&second, key),
+                    objects(&first, key),
+                    "{}: {key}",
+                    clusters[target]
+                );
+            }
         }
     }
 }
