@@ -399,7 +399,7 @@ async fn rotate_key(clusters: &TwoClusters, outer: &str) {
         clusters,
         mgmt,
         "/readyz",
-        &format!("\nbut: key: the agent publishes the new key {next};"),
+        &format!("\nbut: key: the agent publishes the new key {next} and still uses the old one;"),
     )
     .await;
     for _ in 0..5 {
