@@ -56,6 +56,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn measure(args: &Args) -> anyhow::Result<()> {
+    let events = u32::from(args.rate) * u32::from(args.seconds);
+    anyhow::ensure!(
+        (1..=40_000).contains(&events),
+        "--rate times --seconds must be from 1 to 40,000: each event has a port of its own"
+    );
     let env = TestEnv::start(&CLUSTERS).await;
     eprintln!("{} Nodes in each of {} clusters", args.nodes, CLUSTERS.len());
     let nodes = (1_u8..)

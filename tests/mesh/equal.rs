@@ -182,9 +182,10 @@ impl TestEnv<'_> {
             let message = ready["message"].as_str().unwrap_or_default();
             let peers = self.peers_of(&self.hub, TENANTS[0]).await;
             let pods = a.cluster.plan().pod_cidr.to_string();
-            let is_routed = peers
-                .iter()
-                .all(|peer| peer["allowedIPs"].as_array().unwrap().len() > 1);
+            let is_routed = !peers.is_empty()
+                && peers
+                    .iter()
+                    .all(|peer| peer["allowedIPs"].as_array().unwrap().len() > 1);
             if ready["status"] == "False" && message.contains(&pods) && is_routed {
                 Ok(message.to_owned())
             } else {

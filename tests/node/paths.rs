@@ -1,7 +1,10 @@
 //! Tests that an agent follows changes of its node's network without a restart: the interface of the outer packets goes down and up, is
 //! renamed or replaced, and its address changes. The test prints how long no ping was answered.
 
-use std::{path::Path, time::Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use clustermesh_api::names::KILO_ENDPOINT;
 use clustermesh_lab::wait_until;
@@ -9,6 +12,8 @@ use kube::api::{Patch, PatchParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
+/// Less than the 60 s after which a watch ends by itself.
+const BEFORE_WATCH_TIMEOUT: Duration = Duration::from_secs(50);
 const DEFAULT_ROUTE: &str = "ip route replace default via 172.30.2.1";
 
 struct TestEnv<'a> {
@@ -92,7 +97,7 @@ impl TestEnv<'_> {
             .expect("change the Node's address");
         let began = Instant::now();
         let endpoint = format!("{address}:51820");
-        let annotations = wait_until(format!("the endpoint {endpoint}"), TIMEOUT, async || {
+        let annotations = wait_until(format!("the endpoint {endpoint}"), BEFORE_WATCH_TIMEOUT, async || {
             let annotations = self.clusters.annotations(self.moved).await;
             match annotations.get(KILO_ENDPOINT) {
                 Some(published) if *published == endpoint => Ok(annotations),

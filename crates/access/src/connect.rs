@@ -20,8 +20,9 @@ use crate::kubeconfig::{HubHosts, host_of};
 
 /// How long a connection is idle before TCP probes the other end.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// How long sent data or a probe may be unacknowledged before the connection ends.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(15);
+/// The connection ends when sent data is unacknowledged, or nothing has arrived on an idle connection, for this time. An idle connection
+/// then has sent probes after 10, 15 and 20 s.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(25);
 
 type Pending<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
 

@@ -19,8 +19,9 @@ use tower::{BoxError, ServiceBuilder, ServiceExt, retry::RetryLayer};
 
 /// How long a connection is idle before TCP probes the other end.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// How long sent data or a probe may be unacknowledged before the connection ends.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(15);
+/// The connection ends when sent data is unacknowledged, or nothing has arrived on an idle connection, for this time. An idle connection
+/// then has sent probes after 10, 15 and 20 s.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(25);
 
 /// Sets the TCP options that end a connection to an unreachable server.
 fn end_dead_connections<R>(connector: &mut HttpConnector<R>) {
@@ -34,6 +35,11 @@ fn end_dead_connections<R>(connector: &mut HttpConnector<R>) {
 /// # Errors
 /// kube cannot use the configuration, for example because of its TLS settings.
 pub fn build(config: &Config) -> Result<Client, kube::Error> {
+    if let Some(proxy) = &config.proxy_url {
+        return Err(kube::Error::ProxyProtocolUnsupported {
+            proxy_url: Box::new(proxy.clone()),
+        });
+    }
     let mut http = HttpConnector::new();
     // The URI has the scheme https, but this connector only opens the TCP connection below TLS.
     http.enforce_http(false);

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, Profile},
-    observe::{Claim, Node, Observation, Observations, ObservedPeer, Owner},
+    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, PodNetwork, Profile},
+    observe::{Claim, Member, Observation, Observations, ObservedPeer, Owner},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -171,13 +171,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             // All accepted networks: `remove_gateway_networks` below removes those of gateways only from `cluster.allowed`.
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
-                // An entry that keeps its former networks keeps its former addressing too. If none of its Nodes has a podCIDR in these
-                // networks, it was masqueraded. Planned as routed, its Nodes would lose their Peers.
-                let is_own = |node: &Node| {
-                    let mut pod_cidrs = node.pod_cidrs.iter().filter_map(Claim::value);
-                    pod_cidrs.any(|network| cluster.allows(network.trunc()))
-                };
-                if self.accepted.kept_former.contains(&key) && !member.nodes.values().any(is_own) {
+                if self.accepted.kept_former.contains(&key) && !was_routed(&cluster, member) {
                     cluster.addressing = Addressing::Masqueraded;
                 }
                 gateways::remove_gateway_networks(&mut cluster, member);
@@ -428,4 +422,19 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
 /// sandbox, because its administrator can write any Peer there. In a member with the profile standard the planner writes no objects.
 fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
+}
+
+/// Whether a routed entry that keeps its former networks was routed before. It was masqueraded if its networks do not contain the podCIDRs
+/// of its Nodes; planned as routed, these would lose their Peers. The oldest Node decides, so that a new one changes nothing.
+fn was_routed(cluster: &Cluster, member: &Member) -> bool {
+    let with_pods = member
+        .nodes
+        .values()
+        .filter(|node| node.pod_cidrs.iter().any(|claim| claim.value().is_some()));
+    let oldest = with_pods.min_by_key(|node| node.created);
+    let mut pod_cidrs = oldest
+        .into_iter()
+        .flat_map(|node| &node.pod_cidrs)
+        .filter_map(Claim::value);
+    cluster.pod_network == PodNetwork::Shared || pod_cidrs.any(|network| cluster.allows(network.trunc()))
 }

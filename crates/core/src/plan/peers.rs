@@ -25,7 +25,7 @@ use crate::{
 mod anchors;
 mod held_nodes;
 mod keepalive;
-mod own_pods;
+pub(super) mod own_pods;
 
 use keepalive::{NAT_KEEPALIVE, nat_keepalive};
 use own_pods::OwnPods;
@@ -296,7 +296,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
         for prefix in &prefixes {
-            if self.own_pods.overlaps(*prefix) {
+            if *prefix != node.wireguard && self.own_pods.overlaps(*prefix) {
                 continue;
             }
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.

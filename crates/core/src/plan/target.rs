@@ -12,7 +12,7 @@ use super::{
     gateways,
     link::{self, Link},
     nodes::NodeRegistry,
-    peers,
+    peers::{self, own_pods::OwnPods},
     services::{self, AccessPath},
 };
 use crate::{
@@ -49,6 +49,15 @@ impl<'a> MeshMember<'a> {
             .filter(|_| has_anchors)
             .map(|registry| anchor::anchored_networks(&self.cluster, Some(registry)))
             .unwrap_or_default()
+    }
+
+    fn has_wireguard_address_in(&self, network: IpNet) -> bool {
+        let nodes = self
+            .last_observed()
+            .into_iter()
+            .flat_map(|member| member.nodes.values());
+        let mut claims = nodes.filter_map(|node| node.wireguard_ip.value());
+        claims.any(|claim| network.contains(&claim.addr()))
     }
 
     /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox. For a masqueraded member that is no
@@ -287,6 +296,7 @@ impl<'a> MeshInputs<'a> {
         if target.cluster.profile != Profile::ClusterMeshed {
             return;
         }
+        let own_pods = OwnPods::of(target);
         for (source, mesh_member) in self.sources(name, target) {
             let is_cluster_meshed = mesh_member.cluster.profile == Profile::ClusterMeshed;
             // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
@@ -320,6 +330,7 @@ impl<'a> MeshInputs<'a> {
                     .flat_map(|spec| &spec.networks);
                 networks.extend(known.copied().filter(|net| mesh_member.cluster.allows(*net)));
             }
+            networks.retain(|net| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net));
             if networks.is_empty() {
                 continue;
             }

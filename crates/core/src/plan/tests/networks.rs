@@ -156,6 +156,25 @@ fn refused_change_to_routed_keeps_masqueraded_peers() {
 }
 
 #[test]
+fn shared_entry_whose_claim_is_refused_stays_routed() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].pod_network = PodNetwork::Shared;
+    let other = entry("other", secret("other"), &["10.9.0.0/16", "100.66.3.0/24"]);
+    mesh.clusters.push(other);
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |member| {
+        member.nodes.get_mut("x").unwrap().pod_cidrs = vec![];
+    });
+    let (_, before) = plan_mesh(&mesh, &seen);
+    assert!(allowed(&before, "mgmt", "m--tenant--x").contains(&"10.2.0.0/16".parse().unwrap()));
+    let accepted = |(name, report): (&String, &ClusterReport)| (name.clone(), report.accepted.clone());
+    mesh.accepted = before.clusters.iter().map(accepted).collect();
+    mesh.clusters[1].allowed.push("10.9.5.0/24".parse().unwrap());
+    let (_, after) = plan_mesh(&mesh, &seen);
+    assert_eq!(after.targets, before.targets);
+}
+
+#[test]
 fn peers_in_masqueraded_target_leave_out_its_own_pods() {
     let mut mesh = two_clusters();
     mesh.clusters[1] = Cluster {
@@ -183,6 +202,10 @@ fn peers_in_masqueraded_target_leave_out_its_own_pods() {
         of_hub(&mesh),
         net_set(&["10.96.0.0/16", "100.66.1.1/32", "100.66.1.2/32"])
     );
+
+    let (_, planned) = plan_mesh(&mesh, &seen);
+    let policy = &planned.targets["tenant"].policies["m--mgmt"].spec;
+    assert_eq!(policy.networks, net_set(&["10.96.0.0/16", "100.66.1.0/24"]));
 
     // The podCIDRs of a member with a shared pod network are not used.
     mesh.clusters[1].pod_network = PodNetwork::Shared;
