@@ -330,7 +330,10 @@ impl<'a> MeshInputs<'a> {
                     .flat_map(|spec| &spec.networks);
                 networks.extend(known.copied().filter(|net| mesh_member.cluster.allows(*net)));
             }
-            networks.retain(|net| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net));
+            // Only a routed source has pod networks.
+            if mesh_member.cluster.effective_addressing() == Addressing::Routed {
+                networks.retain(|net| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net));
+            }
             if networks.is_empty() {
                 continue;
             }
