@@ -450,7 +450,7 @@ impl ClusterPlan {
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
 
-    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see [`Self::node_in_pods`].
+    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see `node_in_pods`.
     pub fn node(&self, n: u8) -> NodePlan {
         let (address, uplink) = match &self.node_network {
             NodeNetwork::Nat { lan, .. } => {
